@@ -1,0 +1,63 @@
+r"""pyg_sar: exact full-batch training of any PyTorch Geometric model on several workers.
+
+A plugin for PyTorch Geometric with the sequential aggregation and rematerialization of SAR
+(Mostafa, MLSys 2022): partition a graph, start workers, train an unmodified PyG model on all of it.
+
+.. code-block:: python
+
+    pyg_sar.write_partitions(data, 4, "parts")          # once
+
+    pyg_sar.init()                                      # in each worker
+    data = pyg_sar.load_partition("parts")
+    model = pyg_sar.distribute(model)
+    loss = pyg_sar.mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))
+"""
+
+from pyg_sar.comm import Communicator, current, finalize, init
+from pyg_sar.convert import distribute
+from pyg_sar.errors import (
+    CommTimeoutError,
+    DistributedIndexError,
+    LostWorkerError,
+    PartitionError,
+    PygSarError,
+    WorkerError,
+)
+from pyg_sar.gradients import sum_gradients
+from pyg_sar.index_space import DistEdgeIndex, DistIndex
+from pyg_sar.launch import launch
+from pyg_sar.ledger import Ledger
+from pyg_sar.loading import load_partition
+from pyg_sar.metrics import accuracy, mean
+from pyg_sar.nn import DistMessagePassing, OneShotWarning
+from pyg_sar.policy import SARPolicy
+from pyg_sar.storage import merge_partitions, write_partitions
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CommTimeoutError",
+    "Communicator",
+    "DistEdgeIndex",
+    "DistIndex",
+    "DistMessagePassing",
+    "DistributedIndexError",
+    "Ledger",
+    "LostWorkerError",
+    "OneShotWarning",
+    "PartitionError",
+    "PygSarError",
+    "SARPolicy",
+    "WorkerError",
+    "accuracy",
+    "current",
+    "distribute",
+    "finalize",
+    "init",
+    "launch",
+    "load_partition",
+    "mean",
+    "merge_partitions",
+    "sum_gradients",
+    "write_partitions",
+]

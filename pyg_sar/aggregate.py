@@ -1,0 +1,398 @@
+"""Sequential aggregation and rematerialization (SAR, algorithms 1 and 2), for any message.
+
+[Note: the modes] Forward and backward walk the same rounds and the same tiles. What differs is
+where the backward pass finds a tile's graph:
+
+* kept: it was made in the forward pass. Mode 2 keeps every graph with the rows in it. Mode 1 does so
+  where the graph holds nothing of the source rows (case 1) and little else.
+* remade: the message runs again, on rows fetched again (case 2) or, in case 1, on stand-ins
+  without memory, since the gradient doesn't depend on their values.
+* none: the message is the source rows themselves; its gradient is the aggregate's.
+
+[Note: order of random numbers] A remade message must see the random numbers that it saw at first.
+Tiles are remade in the order in which they were made, from the random state at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from pyg_sar.dependence import Dependence, Inject, token_for
+from pyg_sar.exchange import GradientReturn, ShardStream, add_rows
+from pyg_sar.policy import SARPolicy
+from pyg_sar.program import (
+    AmbientState,
+    TileProgram,
+    detached_parameters,
+    preserved_attributes,
+)
+from pyg_sar.reduce import Reducer, make_reducer
+from pyg_sar.shard import Shards, Tile
+from pyg_sar.target_index import Reductions
+
+_LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
+_LEAST_BUDGET = 2**20
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A tile's graph: ``tokens`` and ``parameters`` are its leaves, ``root`` and ``log`` its roots.
+
+    ``message`` is dropped as soon as only its graph is needed.
+    """
+
+    tile: Tile
+    tokens: list[Tensor | None]
+    message: Tensor | None
+    root: GradientEdge | None
+    log: Reductions
+    parameters: dict[int, Tensor]
+
+
+class SequentialAggregation:
+    """One call of ``propagate``: its program, edges, policy and what its message needs.
+
+    Args:
+        program: The message.
+        shards: The edges.
+        kind: ``'sum'``, ``'mean'``, ``'max'`` or ``'min'``.
+        needs: The analysis' findings.
+        policy: Mode 1 or 2.
+        name: The layer's name, for the ledger.
+    """
+
+    def __init__(
+        self,
+        program: TileProgram,
+        shards: Shards,
+        kind: str,
+        needs: Dependence,
+        policy: SARPolicy,
+        name: str,
+    ) -> None:
+        self.program, self.shards, self.kind = program, shards, kind
+        self.needs, self.policy, self.name = needs, policy, name
+        self.plan = shards.plan
+        self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
+        self.keeps_graphs = needs.needs_gradient and (
+            policy.mode == 2
+            or (not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES)
+        )
+        self.no_graph = needs.source >= 0 and not self.reducer().needs_values
+        self.max_edges = self._max_edges()
+        self._graphs: list[_Graph] = []
+        self._ambient = AmbientState(shards.in_degree.device)
+
+    def reducer(self) -> Reducer:
+        """A fresh state."""
+        return make_reducer(self.kind, self.needs.pattern, self.shards)
+
+    def _max_edges(self) -> int:
+        per_edge = self.program.row_bytes() + self.needs.message_bytes
+        budget = self.policy.message_budget
+        if budget is None:
+            sources = [self.program.operands[k].tensor for k in self.program.numbers("source")]
+            own = sum(t.numel() * t.element_size() for t in sources)
+            budget = max(own, _LEAST_BUDGET)
+        return max(budget // max(per_edge, 1), 1)
+
+    # Forward #################################################################
+
+    def forward(self, tensors: Sequence[Tensor], record: bool) -> tuple[Tensor, list[Tensor]]:
+        """Aggregates over all shards.
+
+        Args:
+            tensors: The operands' tensors, detached.
+            record: Whether a backward pass may follow.
+
+        Returns:
+            The aggregate ``[num_local, *]`` and the reducer's state for the backward pass.
+        """
+        program = self.program
+        reducer = self.reducer()
+        sources = [tensors[k] for k in program.numbers("source")]
+        stream = ShardStream(
+            self.plan, sources, (self.name, "forward", "fetch"), self.policy.prefetch
+        )
+        keep = record and self.keeps_graphs and not self.no_graph
+        seen = False
+        with self._message_scope(keep) as parameters:
+            for owner, rows in stream:
+                for tile in self._tiles(owner, first=not seen):
+                    seen = True
+                    values = program.gather(tile, tensors, rows)
+                    graph = self._run(tile, values, parameters, keep)
+                    del values
+                    with torch.no_grad():
+                        reducer.merge(tile, _like(graph.message).detach(), graph.log)
+                    if keep:
+                        if not reducer.reads_messages:
+                            graph.message = None
+                        self._graphs.append(graph)
+                    del graph
+                del rows
+        out = reducer.finish()
+        return out, reducer.state() if record else []
+
+    def _tiles(self, owner: int, first: bool) -> Iterator[Tile]:
+        """The shard's tiles; an empty one if need be, from which dtype and shape are learnt."""
+        pieces = self.shards.tiles(owner, self.max_edges)
+        if not pieces and first:
+            pieces = [slice(0, 0)]
+        for edges in pieces:
+            yield self.shards.tile(owner, edges)
+
+    @contextmanager
+    def _message_scope(self, graph: bool) -> Iterator[dict[int, Tensor]]:
+        layer = self.program.layer
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(graph))
+            stack.enter_context(preserved_attributes(layer, buffers=False))
+            stack.enter_context(self._ambient.autocast())
+            yield stack.enter_context(detached_parameters(layer)) if graph else {}
+
+    def _run(
+        self, tile: Tile, values: list[Tensor | None], parameters: dict[int, Tensor], graph: bool
+    ) -> _Graph:
+        """Runs the message, with leaves for what requires a gradient."""
+        tokens: list[Tensor | None] = [None] * len(values)
+        inputs: list[Tensor | None] = list(values)
+        if graph:
+            for k, value in enumerate(values):
+                if self.requires_grad[k] and value is not None:
+                    tokens[k] = token = token_for(value)
+                    inputs[k] = Inject.apply(token, value)
+        log = Reductions()
+        message = self.program.run(tile, inputs, log)
+        root = get_gradient_edge(message) if graph and message.requires_grad else None
+        return _Graph(tile, tokens, message, root, log, parameters)
+
+    # Backward ################################################################
+
+    def backward(
+        self, gradient: Tensor, tensors: Sequence[Tensor | None], state: list[Tensor], last: bool
+    ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
+        """Gradients of the operands and of the layer's parameters (by id).
+
+        Args:
+            gradient: The aggregate's gradient ``[num_local, *]``.
+            tensors: The operands' tensors; ``None`` where values aren't needed.
+            state: The reducer's state.
+            last: Kept graphs may be freed.
+        """
+        reducer = self.reducer()
+        reducer.start_backward(gradient, state)
+        totals = [self._total(k) for k in range(len(self.requires_grad))]
+        numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
+        returns = GradientReturn(
+            self.plan, [t for t in (totals[k] for k in numbers) if t is not None], self.name
+        )
+        sums: dict[int, Tensor] = {}
+        for owner, graphs in self._graph_rounds(tensors, last):
+            remote = owner != self.plan.rank
+            shard_totals = list(totals)
+            if remote:
+                for k in numbers:
+                    shape = self.program.operands[k].tensor.shape[1:]
+                    rows = self.plan.halo_counts[owner]
+                    shard_totals[k] = _like(totals[k]).new_zeros(rows, *shape)
+            for graph in graphs:
+                self._add_gradients(graph, reducer, shard_totals, sums)
+                del graph
+            if remote:
+                returns.send(owner, [_like(shard_totals[k]) for k in numbers])
+            del shard_totals
+        returns.drain()
+        reducer.finish_backward()
+        return totals, sums
+
+    def _total(self, number: int) -> Tensor | None:
+        if not self.requires_grad[number]:
+            return None
+        operand = self.program.operands[number]
+        return torch.zeros_like(operand.tensor, memory_format=torch.contiguous_format)
+
+    def _graph_rounds(
+        self, tensors: Sequence[Tensor | None], last: bool
+    ) -> Iterator[tuple[int, Iterator[_Graph]]]:
+        """Each owner's tiles with their graphs. See [Note: the modes]."""
+        owners = [self.plan.rank, *(owner for owner, _ in self.plan.rounds())]
+        if self.no_graph or (self.keeps_graphs and self._graphs):
+            kept = self._graphs
+            if last:
+                self._graphs = []
+            for owner in owners:
+                if self.no_graph:
+                    yield owner, (self._bare(tile) for tile in self._tiles(owner, first=False))
+                else:
+                    own = [graph for graph in kept if graph.tile.owner == owner]
+                    if last:
+                        kept = [graph for graph in kept if graph.tile.owner != owner]
+                    yield owner, _draining(own)
+                    del own
+            return
+        layer = self.program.layer
+        for ledger in self.plan.comm.ledgers:
+            ledger.count("recompute")
+        with (
+            preserved_attributes(layer, buffers=True),
+            self._ambient.restored(),
+            detached_parameters(layer) as parameters,
+        ):
+            if self.needs.needs_sources:
+                sources = [_like(tensors[k]) for k in self.program.numbers("source")]
+                stream = ShardStream(
+                    self.plan, sources, (self.name, "backward", "refetch"), self.policy.prefetch
+                )
+                for owner, rows in stream:
+                    yield owner, self._remade(owner, tensors, rows, parameters)
+                    del rows
+            else:
+                for owner in owners:
+                    yield owner, self._remade(owner, tensors, None, parameters)
+
+    def _bare(self, tile: Tile) -> _Graph:
+        return _Graph(tile, [], None, None, Reductions(), {})
+
+    def _remade(
+        self,
+        owner: int,
+        tensors: Sequence[Tensor | None],
+        rows: Sequence[Tensor] | None,
+        parameters: dict[int, Tensor],
+    ) -> Iterator[_Graph]:
+        program = self.program
+        numbers = program.numbers("source")
+        for tile in self._tiles(owner, first=False):
+            values = program.gather(tile, tensors, rows or [None] * len(numbers))
+            if rows is None:
+                for k in numbers:
+                    operand = program.operands[k].tensor
+                    shape = (tile.num_edges, *operand.shape[1:])
+                    values[k] = operand.new_zeros(()).expand(shape)
+            with torch.enable_grad():
+                graph = self._run(tile, values, parameters, graph=True)
+            del values
+            yield graph
+            del graph
+
+    def _add_gradients(
+        self,
+        graph: _Graph,
+        reducer: Reducer,
+        totals: Sequence[Tensor | None],
+        sums: dict[int, Tensor],
+    ) -> None:
+        tile, log = graph.tile, graph.log
+        if self.no_graph:
+            share = reducer.message_gradient(tile, None, log)
+            add_rows(_like(totals[self.needs.source]), tile.source, share)
+            return
+        roots: list[Any] = []
+        shares: list[Tensor] = []
+        with torch.no_grad():
+            values = None if graph.message is None else graph.message.detach()
+            share = reducer.message_gradient(tile, values, log)
+            extra = reducer.total_gradient(tile, log)
+        if graph.root is not None:
+            roots.append(graph.root)
+            shares.append(share)
+        if extra is not None and log.total is not None and log.total.requires_grad:
+            roots.append(log.total)
+            shares.append(extra)
+        numbers = [k for k, token in enumerate(graph.tokens) if token is not None]
+        inputs = [_like(graph.tokens[k]) for k in numbers] + list(graph.parameters.values())
+        if not roots or not inputs:
+            return
+        with torch.enable_grad():
+            found = torch.autograd.grad(
+                roots, inputs, shares, retain_graph=self.keeps_graphs, allow_unused=True
+            )
+        del roots, inputs, shares
+        for k, value in zip(numbers, found[: len(numbers)], strict=True):
+            if value is not None:
+                self._add_operand(k, tile, value, _like(totals[k]))
+        for key, value in zip(graph.parameters, found[len(numbers) :], strict=True):
+            if value is not None:
+                sums[key] = value if key not in sums else sums[key].add_(value)
+
+    def _add_operand(self, number: int, tile: Tile, value: Tensor, total: Tensor) -> None:
+        role = self.program.operands[number].role
+        if role == "source":
+            add_rows(total, tile.source, value)
+        elif role == "target":
+            add_rows(total, tile.target_rows, value)
+        elif role == "edge":
+            total[tile.columns] = value  # Each edge is in one tile.
+        else:
+            total += value
+
+    def saves(self, number: int) -> bool:
+        """Whether the backward pass needs an operand's values."""
+        if self.no_graph or self.keeps_graphs:
+            return False
+        return self.needs.needs_sources or self.program.operands[number].role != "source"
+
+
+def _like(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise RuntimeError("A tensor that the backward pass needs was not kept")
+    return value
+
+
+def _draining(graphs: list[_Graph]) -> Iterator[_Graph]:
+    """Hands graphs out and forgets them, so that each is freed after its turn."""
+    graphs.reverse()
+    while graphs:
+        yield graphs.pop()
+
+
+class _Sequential(torch.autograd.Function):
+    """The gap that SAR leaves in the autograd trace, from operands and parameters to aggregate."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, run: SequentialAggregation, parameters: tuple[int, ...], *tensors: Tensor
+    ) -> Tensor:
+        count = len(run.requires_grad)
+        out, state = run.forward([t.detach() for t in tensors[:count]], record=True)
+        # Zero-size stand-ins keep the places of what needn't be saved.
+        empty = out.new_empty(0)
+        operands = [t if run.saves(k) else empty for k, t in enumerate(tensors[:count])]
+        ctx.save_for_backward(*operands, *state)
+        ctx.run, ctx.parameters, ctx.count = run, parameters, count
+        run.program.release()
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        run: SequentialAggregation = ctx.run
+        saved = ctx.saved_tensors
+        operands = [
+            t.detach() if run.saves(k) else None for k, t in enumerate(saved[: ctx.count])
+        ]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        totals, sums = run.backward(
+            gradient.contiguous(), operands, list(saved[ctx.count :]), last=not keep
+        )
+        found = [sums.get(key) for key in ctx.parameters]
+        return (None, None, *totals, *found)
+
+
+def aggregate(run: SequentialAggregation) -> Tensor:
+    """Runs the aggregation, recorded for autograd where a gradient is wanted."""
+    tensors = [operand.tensor for operand in run.program.operands]
+    if not (torch.is_grad_enabled() and run.needs.needs_gradient):
+        return run.forward([t.detach() for t in tensors], record=False)[0]
+    parameters = [p for p in run.program.layer.parameters() if p.requires_grad]
+    keys = tuple(id(p) for p in parameters)
+    return _Sequential.apply(run, keys, *tensors, *parameters)

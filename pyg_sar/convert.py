@@ -1,0 +1,149 @@
+"""``distribute(model)``: the one verb that makes a PyG model run on a distributed graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import lru_cache
+
+import torch
+import torch_geometric.nn
+from torch import Tensor
+from torch.nn.parameter import is_lazy
+from torch_geometric.nn import MessagePassing
+
+from pyg_sar.comm import Communicator, current
+from pyg_sar.gradients import GradientSum
+from pyg_sar.nn.message_passing import DistMessagePassing
+from pyg_sar.nn.norm import DistBatchNorm, DistBatchNorm1d
+from pyg_sar.policy import SARPolicy
+
+_NORMS: dict[type, type] = {
+    torch.nn.BatchNorm1d: DistBatchNorm1d,
+    torch_geometric.nn.BatchNorm: DistBatchNorm,
+}
+
+# Statistics over nodes that are not merged over workers yet: local numbers would be wrong.
+_LOCAL_STATISTICS: tuple[type, ...] = (
+    torch.nn.modules.batchnorm._NormBase,
+    torch_geometric.nn.DiffGroupNorm,
+    torch_geometric.nn.GraphNorm,
+    torch_geometric.nn.GraphSizeNorm,
+    torch_geometric.nn.HeteroBatchNorm,
+    torch_geometric.nn.InstanceNorm,
+    torch_geometric.nn.MeanSubtractionNorm,
+    torch_geometric.nn.PairNorm,
+)
+
+
+@lru_cache(maxsize=None)
+def _dist_class(kind: type[MessagePassing]) -> type[DistMessagePassing]:
+    """The layer's class with :class:`DistMessagePassing` before it."""
+    name = f"Dist{kind.__name__}"
+    return type(name, (DistMessagePassing, kind), {"__module__": kind.__module__})
+
+
+def distribute(
+    model: torch.nn.Module,
+    policy: SARPolicy | None = None,
+    *,
+    layer_policies: Mapping[str, SARPolicy] | None = None,
+    sum_gradients: bool = True,
+) -> torch.nn.Module:
+    """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
+
+    Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a
+    :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; batch norms take their
+    statistics over all workers. Parameters, buffers, ``state_dict`` keys and the model's own code
+    stay. Rank 0's parameters and buffers are copied to all workers.
+
+    .. code-block:: python
+
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(GAT(data.num_features, 64, 3, num_classes))
+        loss = pyg_sar.mean(F.cross_entropy(model(data.x, data.edge_index)[data.train_mask],
+                                            data.y[data.train_mask], reduction='none'))
+        loss.backward()   # every p.grad holds the sum over all workers
+
+    Args:
+        model: The model, built alike on every worker.
+        policy: How its layers run.
+        layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
+        sum_gradients: Sum parameter gradients over the workers inside ``backward()``. If not,
+            call :func:`pyg_sar.sum_gradients` yourself.
+
+    Returns:
+        ``model``.
+
+    Raises:
+        ValueError: When a layer's parameters don't exist yet, a layer is not known, or a
+            normalisation over nodes can't be distributed.
+    """
+    comm = current()
+    policies = dict(layer_policies or {})
+    _check(model, policies, comm)
+    policy = policy or SARPolicy()
+    for name, module in model.named_modules():
+        if isinstance(module, MessagePassing):
+            if not isinstance(module, DistMessagePassing):
+                module.__dict__.pop("propagate", None)
+                module.__dict__.pop("edge_updater", None)
+                module.__class__ = _dist_class(type(module))
+            module.ledger_name = name or type(module).__name__
+            module.policy = policies.get(name, policy)
+        elif type(module) in _NORMS:
+            module.__class__ = _NORMS[type(module)]
+    if comm.world_size > 1:
+        _copy_from_first(model, comm)
+        present = [h for h in model._forward_pre_hooks.values() if isinstance(h, GradientSum)]
+        if sum_gradients and not present:
+            hook = GradientSum(comm)
+            hook(model)
+            model.register_forward_pre_hook(hook)
+    return model
+
+
+def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:
+    modules = dict(model.named_modules())
+    unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
+    if unknown:
+        layers = [n for n, m in modules.items() if isinstance(m, MessagePassing)]
+        raise ValueError(
+            f"'layer_policies' names {unknown}, which are no message passing layers of the model; "
+            f"it has {layers}"
+        )
+    for name, parameter in model.named_parameters():
+        if is_lazy(parameter):
+            raise ValueError(
+                f"Parameter '{name}' is not initialized at rank {comm.rank}: give its layer's "
+                "in_channels instead of -1, or run the model once on a small plain graph before "
+                "distribute()"
+            )
+    if comm.world_size == 1:
+        return
+    for name, module in modules.items():
+        known = type(module) in _NORMS or type(module) in _NORMS.values()
+        layer_norm = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode == "graph"
+        if layer_norm or (isinstance(module, _LOCAL_STATISTICS) and not known):
+            raise ValueError(
+                f"'{name}' ({type(module).__name__}) normalises over nodes, and would do so over "
+                "each worker's own nodes only. Supported: torch.nn.BatchNorm1d and "
+                "torch_geometric.nn.BatchNorm; per-node norms (LayerNorm(mode='node'), "
+                "MessageNorm) need no conversion"
+            )
+
+
+@torch.no_grad()
+def _copy_from_first(model: torch.nn.Module, comm: Communicator) -> None:
+    """Rank 0's parameters and buffers on every worker, one message per dtype."""
+    groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    label = ("", "", "initial parameters")
+    for (dtype, _), tensors in groups.items():
+        flat = torch.cat([t.reshape(-1) for t in tensors])
+        flat = flat.to(torch.int32) if dtype == torch.bool else flat
+        if comm.rank != 0:
+            flat.zero_()
+        comm.all_reduce(flat, label=label)
+        for tensor, value in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(value.view_as(tensor))

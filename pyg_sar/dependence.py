@@ -1,0 +1,309 @@
+"""What the backward pass of a message needs: found by looking at it, never declared.
+
+The message runs once on a sample tile. Three things are read off:
+
+1. *Case.* Every operator's result that derives from source rows is followed by its storage (below
+   autograd, so that masks, ``argmax`` positions and other values without a ``grad_fn`` are seen).
+   A tensor of that kind among those that autograd saves means case 2 (SAR, section 3.2): the
+   backward pass needs source values. Custom autograd functions and values that leave the tensor
+   world (``.item()``) are opaque: case 2.
+2. *Reductions over targets* inside the message, and whether the message is linear in what they
+   normalise (see [Note: softmax over targets]).
+3. *Whether the message is the source rows themselves*, so that nothing need be recorded at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pyg_sar.program import (
+    AmbientState,
+    TileProgram,
+    detached_parameters,
+    preserved_attributes,
+)
+from pyg_sar.shard import Shards, Tile
+from pyg_sar.target_index import NeedsAllEdges, Reductions
+
+_SAMPLE_EDGES = 256
+_PATTERNS: tuple[tuple[str, ...], ...] = ((), ("max", "sum"), ("sum",))
+
+
+@dataclass(frozen=True, slots=True)
+class Dependence:
+    """What a message needs.
+
+    Attributes:
+        needs_gradient: Whether anything that the message reads requires a gradient.
+        needs_sources: Case 2: the backward pass needs source values.
+        source: The operand whose source rows are the message, unchanged; -1 if there is none.
+        pattern: Reductions over targets inside the message.
+        saved_bytes_per_edge: What autograd keeps per edge besides source values.
+        message_bytes: Bytes of one message.
+    """
+
+    needs_gradient: bool
+    needs_sources: bool
+    source: int
+    pattern: tuple[str, ...]
+    saved_bytes_per_edge: float
+    message_bytes: int
+
+    def encode(self) -> list[int]:
+        """Numbers that workers agree on by their maximum."""
+        return [
+            int(self.needs_gradient),
+            int(self.needs_sources),
+            self.source,
+            -self.source,
+            _PATTERNS.index(self.pattern),
+            int(self.saved_bytes_per_edge * 1000),
+            self.message_bytes,
+        ]
+
+    @classmethod
+    def decode(cls, numbers: Sequence[int]) -> Dependence:
+        """Inverse of :meth:`encode`."""
+        gradient, sources, most, least, pattern, saved, size = numbers
+        source = most if most == -least else -1
+        return cls(
+            bool(gradient), bool(sources), source, _PATTERNS[pattern], saved / 1000, size
+        )
+
+
+class Inject(torch.autograd.Function):
+    """Rows with a leaf of their own that holds no memory: ``inject(token, rows)`` is ``rows``.
+
+    A kept graph refers to its leaves; with tokens it doesn't keep the rows that stood in for them.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, token: Tensor, rows: Tensor) -> Tensor:
+        return rows.view_as(rows)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def token_for(rows: Tensor) -> Tensor:
+    """A leaf of the rows' shape without memory of its own."""
+    return rows.new_zeros(()).expand(rows.shape).requires_grad_()
+
+
+class _Taint(TorchDispatchMode):
+    """Follows what derives from given tensors, by storage."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        super().__init__()
+        self._alive = list(tensors)  # storages must not be freed, or their numbers come again
+        self._storages = {_storage(t) for t in tensors}
+        self.escaped = False
+
+    def holds(self, tensor: Tensor) -> bool:
+        return _storage(tensor) in self._storages
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if any(isinstance(t, Tensor) and self.holds(t) for t in tree_leaves((args, kwargs))):
+            for result in tree_leaves(out):
+                if isinstance(result, Tensor):
+                    self._alive.append(result)
+                    self._storages.add(_storage(result))
+                elif result is not None:
+                    self.escaped = True
+        return out
+
+
+def _storage(tensor: Tensor) -> int:
+    return int(tensor.untyped_storage()._cdata)
+
+
+def _sample(shards: Shards) -> Tile:
+    """A few of the worker's edges, if it has any; sources are taken from its own rows."""
+    plan = shards.plan
+    sizes = [
+        (q == plan.rank, shards.edges(q).stop - shards.edges(q).start)
+        for q in range(plan.world_size)
+    ]
+    owner = max(range(plan.world_size), key=lambda q: (sizes[q][1] > 0, *sizes[q]))
+    edges = shards.edges(owner)
+    count = _SAMPLE_EDGES if plan.num_local else 0
+    tile = shards.tile(owner, slice(edges.start, min(edges.start + count, edges.stop)))
+    source = tile.source % max(plan.num_local, 1)
+    return Tile(owner, tile.edges, tile.targets, tile.index, source, tile.columns)
+
+
+def analyse(program: TileProgram, shards: Shards, values_needed: bool) -> Dependence:
+    """Runs the message on a sample tile and tells what it needs.
+
+    Args:
+        program: The message and its operands.
+        shards: The edges.
+        values_needed: The aggregation's own backward pass compares message values.
+
+    Raises:
+        NeedsAllEdges: When the message can't be computed tile by tile.
+    """
+    layer = program.layer
+    tile = _sample(shards)
+    tensors = [operand.tensor.detach() for operand in program.operands]
+    sources = [tensors[k] for k in program.numbers("source")]
+    with torch.no_grad():
+        rows = program.gather(tile, tensors, sources)
+    ambient = AmbientState(tile.index.device)
+    with preserved_attributes(layer, buffers=True), ambient.restored(), torch.enable_grad():
+        found = _observe(program, tile, rows, values_needed)
+    if found.pattern not in _PATTERNS:
+        raise NeedsAllEdges(f"the message makes the reductions {found.pattern} over its targets")
+    if found.pattern:
+        with preserved_attributes(layer, buffers=True), torch.no_grad():
+            _check_linear(program, tile, rows, ambient, found.pattern)
+    return found
+
+
+def _observe(
+    program: TileProgram, tile: Tile, rows: Sequence[Tensor | None], values_needed: bool
+) -> Dependence:
+    values: list[Any] = []
+    marked: list[Tensor] = []
+    leaves: set[int] = set()
+    for operand, row in zip(program.operands, rows, strict=True):
+        value = row.detach() if row is not None else None
+        if value is not None and operand.tensor.requires_grad:
+            token = token_for(value)
+            leaves.add(id(token))
+            value = Inject.apply(token, value)
+        values.append(value)
+        if operand.role == "source" and value is not None:
+            marked.append(value)
+    taint = _Taint(marked)
+    kept: dict[int, int] = {}
+    known = {_storage(t) for t, o in zip(values, program.operands, strict=True)
+             if t is not None and o.role == "whole"}  # fmt: skip
+    saved_source = False
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal saved_source
+        saved_source |= taint.holds(tensor)
+        if _storage(tensor) not in known and not isinstance(tensor, torch.nn.Parameter):
+            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    log = Reductions()
+    with detached_parameters(program.layer) as parameters:
+        known |= {_storage(p) for p in parameters.values()}
+        leaves |= {id(p) for p in parameters.values()}
+        begin = _sequence_number()
+        with taint, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            message = program.run(tile, values, log)
+        roots = [t for t in (message, log.total) if t is not None and t.requires_grad]
+        opaque = _check_graph(roots, leaves, begin)
+    same = [k for k in program.numbers("source") if message is values[k]]
+    edges = max(tile.num_edges, 1)
+    return Dependence(
+        needs_gradient=bool(roots),
+        needs_sources=bool(roots)
+        and (saved_source or taint.escaped or opaque or values_needed or bool(log.pattern)),
+        source=same[0] if same else -1,
+        pattern=log.pattern,
+        saved_bytes_per_edge=sum(kept.values()) / edges,
+        message_bytes=message.shape[1:].numel() * message.element_size(),
+    )
+
+
+def _sequence_number() -> int:
+    """Autograd nodes made from now on have a higher number."""
+    node = (torch.zeros((), requires_grad=True) * 1).grad_fn
+    return int(node._sequence_nr()) if node is not None else 0  # type: ignore[attr-defined]
+
+
+def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
+    stack, seen = [root.grad_fn for root in roots], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        yield node
+        stack += [parent for parent, _ in node.next_functions]
+
+
+def _check_graph(roots: Sequence[Tensor], leaves: set[int], begin: int) -> bool:
+    """Whether the graph holds opaque nodes; refuses tensors that came in by the back door."""
+    opaque = False
+    for node in _nodes(roots):
+        name = type(node).__name__
+        if hasattr(node, "variable"):
+            if id(node.variable) not in leaves:
+                raise NeedsAllEdges(
+                    "the message uses a tensor that requires a gradient and is neither a parameter "
+                    "of the layer nor an argument of propagate()"
+                )
+        elif name == "InjectBackward":
+            continue
+        elif node._sequence_nr() <= begin:
+            raise NeedsAllEdges(
+                "the message uses a computed tensor that is not an argument of propagate()"
+            )
+        else:
+            opaque |= isinstance(node, torch.autograd.function.BackwardCFunction)
+            opaque |= "Differentiable" in name or "Compiled" in name
+    return opaque
+
+
+def _check_linear(
+    program: TileProgram,
+    tile: Tile,
+    rows: Sequence[Tensor | None],
+    ambient: AmbientState,
+    pattern: tuple[str, ...],
+) -> None:
+    """The message must be linear in the normalised weights and blind to the maximum's value."""
+
+    def run(log: Reductions) -> Tensor:
+        with ambient.restored():
+            return program.run(tile, rows, log)
+
+    first = Reductions()
+    plain = run(first)
+    scales: list[Tensor] = []
+
+    def scale(total: Tensor) -> Tensor:
+        # Powers of two scale floating point numbers exactly, differently per target and head.
+        steps = torch.arange(total.numel(), device=total.device).view(total.shape) % 3
+        scales.append((2.0**steps).to(total.dtype))
+        return scales[-1]
+
+    scaled = run(Reductions(scale=scale))
+    if not scales or first.total is None:
+        return
+    per_edge = scales[0].index_select(0, tile.index)
+    while per_edge.dim() < plain.dim():
+        per_edge = per_edge.unsqueeze(-1)
+    try:
+        same = torch.allclose(
+            scaled * per_edge, plain, rtol=1e-2 if plain.element_size() < 4 else 1e-4, atol=1e-6
+        )
+    except RuntimeError:
+        same = False
+    if not same:
+        raise NeedsAllEdges("the message is not linear in the weights that it normalises")
+    if pattern[0] == "max":
+        moved = Reductions(shift=0.5)
+        again = run(moved)
+        expected = first.total * torch.exp(torch.tensor(-0.5, dtype=first.total.dtype))
+        loose = {"rtol": 2e-2 if plain.element_size() < 4 else 1e-3, "atol": 1e-5}
+        if not torch.allclose(again, plain, **loose) or moved.total is None or not torch.allclose(
+            moved.total, expected, **loose
+        ):
+            raise NeedsAllEdges("the message uses its targets' maximum for more than a softmax")

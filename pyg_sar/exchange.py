@@ -1,0 +1,360 @@
+"""Where source rows come from: streamed shard by shard from their owners, or all at once.
+
+[Note: rounds] Every worker walks the same rounds (:meth:`HaloPlan.rounds`) in the same order and
+posts the same transfers in the same order, also where a shard is empty; the communicator's issuing
+thread carries them out first in, first out. A fetch that is posted ahead therefore never overtakes
+a gradient that another worker posts first, and nothing can deadlock.
+
+[Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
+stream drops its own reference before it allocates the next one, and consumers must do so too
+(``del rows``), or two shards are resident where the policy promises one. The ledger follows the
+storage, not a counter that the code would have to keep right.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyg_sar.halo import HaloPlan
+from pyg_sar.ledger import Label
+
+if TYPE_CHECKING:
+    from pyg_sar.comm import Communicator, Work
+
+
+def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
+    r"""``out[index[k]] += rows[k]`` along the first axis, repeated indices included.
+
+    Shapes: ``out [N, *]``, ``index [K]`` (int64), ``rows [K, *]``.
+    """
+    if index.numel() == 0 or rows.numel() == 0:
+        return
+    flat = rows.reshape(rows.size(0), -1)
+    out.view(out.size(0), -1).scatter_add_(0, index.view(-1, 1).expand_as(flat), flat)
+
+
+def tracked_buffer(
+    comm: Communicator,
+    layer: str,
+    remote_rows: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """An uninitialized buffer whose remote rows open ledgers count until its storage is freed."""
+    ledgers = list(comm.ledgers)
+    if not ledgers or remote_rows == 0:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    if device.type == "cpu":
+        # The array lives exactly as long as the storage that torch makes of it, views included.
+        count = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
+        owner: Any = np.empty(max(count, 1), dtype=np.uint8)
+        buffer = torch.from_numpy(owner)[:count].view(dtype).view(tuple(shape))
+    else:
+        owner = buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for ledger in ledgers:
+        ledger.hold(layer, remote_rows)
+        weakref.finalize(owner, ledger.hold, layer, -remote_rows).atexit = False
+    return buffer
+
+
+class RowLayout:
+    """How the rows of several node tensors travel together: side by side, one message per dtype.
+
+    Args:
+        tensors: Node tensors, all of shape ``[num_local, *]``.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.shapes = [tuple(t.shape[1:]) for t in tensors]
+        self.groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
+        for k, tensor in enumerate(tensors):
+            group = self.groups.setdefault(tensor.dtype, [])
+            start = group[-1][2] if group else 0
+            group.append((k, start, start + int(np.prod(self.shapes[k]))))
+
+    def widths(self) -> list[tuple[torch.dtype, int]]:
+        """Values per row of each message."""
+        return [(dtype, group[-1][2]) for dtype, group in self.groups.items()]
+
+    def row_bytes(self) -> int:
+        """Bytes per row of all messages together."""
+        return sum(w * torch.empty((), dtype=d).element_size() for d, w in self.widths())
+
+    def pack(self, tensors: Sequence[Tensor], rows: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """The rows' values of ``dtype`` side by side, ``[num_rows, width]``; ``None``: all rows."""
+        columns = []
+        for k, _, _ in self.groups[dtype]:
+            picked = tensors[k] if rows is None else tensors[k].index_select(0, rows)
+            columns.append(picked.reshape(picked.size(0), -1))
+        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+
+    def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
+        """Views of the messages as rows of the node tensors, in their order."""
+        out: list[Any] = [None] * len(self.shapes)
+        for buffer, group in zip(buffers, self.groups.values(), strict=True):
+            for k, start, stop in group:
+                shape = self.shapes[k]
+                rows = buffer[:, start:stop]
+                out[k] = rows.unflatten(1, shape) if shape else rows[:, 0]
+        return out
+
+
+class ShardStream:
+    r"""Source rows of one layer, one owner at a time: the local rows, then round by round.
+
+    At most ``1 + prefetch`` remote shards are resident (DESIGN: 2/N and 3/N of the graph with the
+    worker's own). Traffic in: :math:`H_p F b` bytes.
+
+    Args:
+        plan: The halo plan.
+        tensors: Source tensors ``[num_local, *]``, detached.
+        label: Whom the ledger charges.
+        prefetch: Shards fetched ahead.
+    """
+
+    def __init__(
+        self, plan: HaloPlan, tensors: Sequence[Tensor], label: Label, prefetch: int
+    ) -> None:
+        self.plan = plan
+        self.tensors = list(tensors)
+        self.label = label
+        self.prefetch = prefetch
+        self.layout = RowLayout(tensors)
+        self._rounds = plan.rounds()
+        self._posted = 0
+        self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
+
+    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yields ``(owner, rows)``: rows of each tensor, in the owner's halo order."""
+        self._post(self.prefetch)
+        yield self.plan.rank, self.tensors
+        while self._posted < len(self._rounds) or self._pending:
+            if not self._pending:
+                self._post(1)
+            owner, buffers, works = self._pending.popleft()
+            for work in works:
+                work.wait()
+            self._post(self.prefetch)
+            rows = self.layout.unpack(buffers)
+            del buffers, works
+            handed = [rows]
+            del rows
+            yield owner, handed.pop()
+
+    def _post(self, ahead: int) -> None:
+        """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
+        plan, comm = self.plan, self.plan.comm
+        while len(self._pending) < ahead and self._posted < len(self._rounds):
+            owner, peer = self._rounds[self._posted]
+            self._posted += 1
+            count = plan.halo_counts[owner]
+            buffers, works = [], []
+            for k, (dtype, width) in enumerate(self.layout.widths()):
+                buffer = tracked_buffer(
+                    comm,
+                    self.label[0],
+                    count if k == 0 else 0,
+                    (count, width),
+                    dtype,
+                    self.tensors[0].device,
+                )
+                works.append(
+                    comm.exchange(
+                        self._packer(peer, dtype), peer, buffer, owner, label=self.label
+                    )
+                )
+                buffers.append(buffer)
+            self._pending.append((owner, buffers, works))
+
+    def _packer(self, peer: int, dtype: torch.dtype) -> Callable[[], Tensor] | None:
+        """Packs ``peer``'s rows when the issuing thread gets there."""
+        rows = self.plan.send_rows(peer)
+        if rows.numel() == 0:
+            return None
+
+        def pack() -> Tensor:
+            with torch.no_grad():
+                return self.layout.pack(self.tensors, rows, dtype)
+
+        return pack
+
+
+class GradientReturn:
+    r"""Sends each shard's gradient rows to their owner and adds up what the peers send here.
+
+    Adjoint of :class:`ShardStream`. Traffic in and out: the halo rows' gradients,
+    :math:`H_p F b` bytes out.
+
+    Args:
+        plan: The halo plan.
+        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
+        layer: Whom the ledger charges.
+    """
+
+    def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], layer: str) -> None:
+        self.plan = plan
+        self.totals = list(totals)
+        self.label: Label = (layer, "backward", "gradient")
+        self.layout = RowLayout(totals)
+        self._peers = dict(plan.rounds())
+        self._pending: tuple[int, list[Tensor], list[Work]] | None = None
+
+    def send(self, owner: int, gradients: Sequence[Tensor]) -> None:
+        """Sends gradient rows to ``owner``; call once per round, in the order of the rounds."""
+        self.drain()
+        if not self.totals:
+            return
+        plan, comm = self.plan, self.plan.comm
+        peer = self._peers[owner]
+        rows = plan.send_rows(peer).numel()
+        buffers, works = [], []
+        for dtype, width in self.layout.widths():
+            packed = self.layout.pack(gradients, None, dtype).contiguous()
+            buffer = torch.empty((rows, width), dtype=dtype, device=packed.device)
+            works.append(comm.exchange(packed, owner, buffer, peer, label=self.label))
+            buffers.append(buffer)
+        self._pending = (peer, buffers, works)
+
+    def drain(self) -> None:
+        """Waits for the round in flight and adds the peer's gradients to the totals."""
+        if self._pending is None:
+            return
+        peer, buffers, works = self._pending
+        self._pending = None
+        for work in works:
+            work.wait()
+        rows = self.plan.send_rows(peer)
+        for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
+            add_rows(total, rows, part)
+
+
+# The whole halo at once ######################################################
+
+
+def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
+    """Own rows followed by the halo's: ``[num_local, *]`` to ``[num_ids, *]``."""
+    x = x.detach()
+    flat = x.reshape(x.size(0), -1)
+    out = tracked_buffer(
+        plan.comm, label[0], plan.num_halo, (plan.num_ids, flat.size(1)), x.dtype, x.device
+    )
+    out[: plan.num_local] = flat
+    halo = out[plan.num_local :]
+
+    def packer(rows: Tensor) -> Callable[[], Tensor]:
+        return lambda: flat.index_select(0, rows)
+
+    sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
+    receives = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
+    _exchange_all(plan, sends, receives, label)
+    return out.view(plan.num_ids, *x.shape[1:])
+
+
+def _return_halo(
+    ext: Tensor, plan: HaloPlan, label: Label, reduce: Callable[[Tensor, Tensor, Tensor], None]
+) -> Tensor:
+    """Halo rows go to their owners, which ``reduce(out, rows, values)`` them into their own."""
+    flat = ext.detach().reshape(plan.num_ids, -1)
+    out = flat[: plan.num_local].clone()
+    halo = flat[plan.num_local :]
+    sends = [halo[plan.halo_slice(q)].contiguous() for q in range(plan.world_size)]
+    receives = [
+        flat.new_empty(plan.send_rows(q).numel(), flat.size(1)) for q in range(plan.world_size)
+    ]
+    _exchange_all(plan, sends, receives, label)
+    for q, part in enumerate(receives):
+        if part.numel():
+            reduce(out, plan.send_rows(q), part)
+    return out.view(plan.num_local, *ext.shape[1:])
+
+
+def _exchange_all(
+    plan: HaloPlan, sends: Sequence[Any], receives: Sequence[Tensor], label: Label
+) -> None:
+    own = plan.rank
+    plan.comm.exchange_all(
+        [None if q == own else s for q, s in enumerate(sends)],
+        [None if q == own else r for q, r in enumerate(receives)],
+        label=label,
+    ).wait()
+
+
+class _HaloGather(torch.autograd.Function):
+    """``[num_local, *]`` to ``[num_ids, *]``; backward: :class:`_HaloReduce`'s forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str) -> Tensor:
+        ctx.plan, ctx.layer = plan, layer
+        return _fetch_halo(x, plan, (layer, "forward", "fetch"))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        label = (ctx.layer, "backward", "gradient")
+        return _return_halo(grad.contiguous(), ctx.plan, label, add_rows), None, None
+
+
+class _HaloReduce(torch.autograd.Function):
+    """``[num_ids, *]`` to ``[num_local, *]`` by sums; backward: the gather."""
+
+    @staticmethod
+    def forward(ctx: Any, ext: Tensor, plan: HaloPlan, layer: str) -> Tensor:
+        ctx.plan, ctx.layer = plan, layer
+        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        return _fetch_halo(grad, ctx.plan, (ctx.layer, "backward", "fetch")), None, None
+
+
+def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "") -> Tensor:
+    """Own rows followed by all halo rows, differentiable.
+
+    Args:
+        x: Node tensor ``[num_local, *]``.
+        plan: The halo plan.
+        layer: Whom the ledger charges.
+
+    Returns:
+        ``[num_ids, *]``.
+    """
+    for ledger in plan.comm.ledgers:
+        ledger.count("halo_gather")
+    return _HaloGather.apply(x, plan, layer)
+
+
+def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
+    """Adds (or takes the maximum, minimum of) halo rows to their owners' rows.
+
+    Adjoint of :func:`halo_gather`. Differentiable for ``'sum'`` only.
+
+    Args:
+        ext: ``[num_ids, *]``.
+        plan: The halo plan.
+        reduce: ``'sum'``, ``'amax'`` or ``'amin'``.
+        layer: Whom the ledger charges.
+
+    Returns:
+        ``[num_local, *]``.
+    """
+    for ledger in plan.comm.ledgers:
+        ledger.count("halo_reduce")
+    if reduce == "sum":
+        return _HaloReduce.apply(ext, plan, layer)
+    if reduce not in ("amax", "amin"):
+        raise ValueError(f"Expected 'reduce' to be 'sum', 'amax' or 'amin' (got {reduce!r})")
+
+    def merge(out: Tensor, rows: Tensor, values: Tensor) -> None:
+        out.scatter_reduce_(0, rows.view(-1, 1).expand_as(values), values, reduce=reduce)
+
+    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge)

@@ -1,0 +1,133 @@
+"""Summing parameter gradients over workers when a backward pass ends.
+
+[Note: when the sum is taken] A leaf's gradient hook runs once per backward pass, before its
+gradient is accumulated. It puts an earlier ``.grad`` aside, so that only this pass's gradients are
+summed (accumulation over several passes stays right), and asks the autograd engine for a callback
+at the end of the pass. There one all-reduce per dtype carries all parameters in the model's order,
+whichever of them got a gradient here: every worker sends the same, and where no worker has one,
+``.grad`` stays ``None``, as in one process. ``torch.autograd.grad`` accumulates nothing; then the
+callback puts everything back and communicates nothing.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm import Communicator, current
+
+_LABEL = ("", "backward", "gradient sum")
+
+
+class GradientSum:
+    """A forward pre-hook that keeps a model's parameters under gradient summation.
+
+    As a hook of the model it travels with copies of it, and takes in parameters added later.
+
+    Args:
+        comm: The communicator.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self._parameters: dict[int, Tensor] = {}
+        self._aside: dict[int, Tensor | None] = {}
+        self._accumulated: set[int] = set()
+        self._waiting = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
+        return GradientSum(self.comm)
+
+    def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
+        """Takes in the model's parameters (a forward pre-hook)."""
+        for parameter in model.parameters():
+            if id(parameter) not in self._parameters:
+                self._parameters[id(parameter)] = parameter
+                if parameter.requires_grad:
+                    self._watch(parameter)
+            elif parameter.requires_grad and not hasattr(parameter, "_pyg_sar_watched"):
+                self._watch(parameter)
+
+    def _watch(self, parameter: Tensor) -> None:
+        parameter._pyg_sar_watched = True  # type: ignore[attr-defined]
+        parameter.register_hook(partial(self._before, parameter))
+        parameter.register_post_accumulate_grad_hook(self._after)
+
+    def _before(self, parameter: Tensor, gradient: Tensor | None) -> None:
+        if id(parameter) not in self._aside:
+            self._aside[id(parameter)] = parameter.grad
+            parameter.grad = None
+        if not self._waiting:
+            self._waiting = True
+            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+
+    def _after(self, parameter: Tensor) -> None:
+        self._accumulated.add(id(parameter))
+
+    def _finish(self) -> None:
+        aside, self._aside = self._aside, {}
+        accumulated, self._accumulated = self._accumulated, set()
+        self._waiting = False
+        if accumulated:
+            _sum(self._parameters.values(), self.comm)
+        for key, earlier in aside.items():
+            parameter = self._parameters[key]
+            if earlier is not None:
+                if parameter.grad is not None:
+                    earlier.add_(parameter.grad)
+                parameter.grad = earlier
+
+
+@torch.no_grad()
+def _sum(parameters: Iterable[Tensor], comm: Communicator) -> None:
+    """Replaces each ``.grad`` by its sum over the workers, in one message per dtype."""
+    groups: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for parameter in parameters:
+        if parameter.requires_grad:
+            groups[parameter.dtype, parameter.device].append(parameter)
+    for group in groups.values():
+        present = [float(p.grad is not None) for p in group]
+        parts = []
+        for p in group:
+            if p.grad is not None and p.grad.layout != torch.strided:
+                raise ValueError(
+                    f"A parameter of shape {list(p.shape)} has a sparse gradient at rank "
+                    f"{comm.rank}; use torch.nn.Embedding(..., sparse=False)"
+                )
+            parts.append(torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1))
+        flat = torch.cat([*parts, parts[0].new_tensor(present)])
+        comm.all_reduce(flat, label=_LABEL)
+        sums = flat[: -len(group)].split([p.numel() for p in group])
+        for p, total, holders in zip(group, sums, flat[-len(group) :].tolist(), strict=True):
+            if holders:
+                if p.grad is None:
+                    p.grad = torch.empty_like(p)
+                p.grad.copy_(total.view_as(p))
+
+
+def sum_gradients(model: torch.nn.Module) -> None:
+    r"""Sums every ``p.grad`` over the workers, in place: :math:`g \leftarrow \sum_p g_p`.
+
+    For models converted with ``distribute(model, sum_gradients=False)``; call it once after
+    ``backward()`` on every worker.
+
+    Args:
+        model: The model.
+
+    Raises:
+        ValueError: When the model sums its gradients by itself.
+    """
+    hooks = model._forward_pre_hooks.values()
+    if any(isinstance(hook, GradientSum) for hook in hooks):
+        raise ValueError(
+            "This model sums its gradients inside backward() already; convert it with "
+            "pyg_sar.distribute(model, sum_gradients=False) to do it by hand"
+        )
+    comm = current()
+    if comm.world_size > 1:
+        _sum(model.parameters(), comm)

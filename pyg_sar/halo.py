@@ -1,0 +1,111 @@
+"""The halo plan: which remote rows a worker's edges need, and which of its rows others need."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from pyg_sar.comm import Communicator
+
+
+class HaloPlan:
+    r"""A worker's place in the distributed node numbering, and its exchange with the peers.
+
+    A worker numbers its own nodes :math:`0 \ldots n_p - 1` and the :math:`H_p` remote nodes that
+    its edges need (its *halo*) :math:`n_p \ldots n_p + H_p - 1`, grouped by owner.
+
+    Args:
+        comm: The communicator of the workers.
+        num_local: Own nodes :math:`n_p`.
+        halo_counts: Halo rows per owner, ``world_size`` numbers, 0 for the worker itself.
+        send_index: Own row numbers that peers need, grouped by peer, in the order of that peer's
+            halo numbering. Shape ``[sum(send_counts)]``.
+        send_counts: Rows that each peer needs from here, ``world_size`` numbers.
+
+    Raises:
+        ValueError: When the counts don't fit the communicator or each other.
+    """
+
+    def __init__(
+        self,
+        comm: Communicator,
+        num_local: int,
+        halo_counts: Sequence[int],
+        send_index: Tensor,
+        send_counts: Sequence[int],
+    ) -> None:
+        world = comm.world_size
+        for name, counts in (("halo_counts", halo_counts), ("send_counts", send_counts)):
+            if len(counts) != world:
+                raise ValueError(
+                    f"Expected {world} numbers in '{name}', one per worker (got {len(counts)}); "
+                    f"partition the graph into {world} parts or start {len(counts)} workers"
+                )
+            if counts[comm.rank] != 0:
+                raise ValueError(f"'{name}' of rank {comm.rank} counts its own rows as remote")
+        if int(sum(send_counts)) != send_index.numel():
+            raise ValueError(
+                f"'send_counts' sum to {sum(send_counts)}, but 'send_index' holds "
+                f"{send_index.numel()} rows"
+            )
+        self.comm = comm
+        self.num_local = int(num_local)
+        self.halo_counts = [int(n) for n in halo_counts]
+        self.halo_offsets = [0, *accumulate(self.halo_counts)]
+        self.num_halo = self.halo_offsets[-1]
+        self.scope = ""  # the layer that runs now: whom the ledger charges for plain gathers
+        self._sends = list(send_index.split([int(n) for n in send_counts]))
+
+    @property
+    def rank(self) -> int:
+        """This worker."""
+        return self.comm.rank
+
+    @property
+    def world_size(self) -> int:
+        """The number of workers."""
+        return self.comm.world_size
+
+    @property
+    def num_ids(self) -> int:
+        """Own and halo nodes: source ids are below this."""
+        return self.num_local + self.num_halo
+
+    def send_rows(self, peer: int) -> Tensor:
+        """Own row numbers that ``peer`` needs, in the order of its halo numbering."""
+        return self._sends[peer]
+
+    def halo_slice(self, owner: int) -> slice:
+        """The halo rows of ``owner``, counted from the first halo row."""
+        return slice(self.halo_offsets[owner], self.halo_offsets[owner + 1])
+
+    def rounds(self) -> list[tuple[int, int]]:
+        r"""The exchange schedule: ``(source, destination)`` peers of rounds 1 to W-1.
+
+        In round r worker p receives rows from p + r and sends rows to p - r, so that every
+        worker has one peer each way in each round.
+        """
+        p, world = self.rank, self.world_size
+        return [((p + r) % world, (p - r) % world) for r in range(1, world)]
+
+    def to(self, device: torch.device) -> HaloPlan:
+        """The same plan with its indices on ``device``."""
+        send = torch.cat(self._sends) if self._sends else torch.empty(0, dtype=torch.long)
+        if send.device == device:
+            return self
+        counts = [rows.numel() for rows in self._sends]
+        return HaloPlan(self.comm, self.num_local, self.halo_counts, send.to(device), counts)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> HaloPlan:
+        return self  # Immutable, and bound to a communicator that can't be copied.
+
+    def __repr__(self) -> str:
+        return (
+            f"HaloPlan(rank={self.rank}, world_size={self.world_size}, "
+            f"num_local={self.num_local}, num_halo={self.num_halo})"
+        )

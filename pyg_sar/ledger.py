@@ -1,0 +1,198 @@
+"""What was sent, fetched and kept: bytes, resident remote rows and peak memory of a worker."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+import torch
+
+Label = tuple[str, str, str]
+"""(layer, phase, kind): phase is ``'forward'``, ``'backward'`` or ``''``; kind is ``'fetch'``,
+``'refetch'``, ``'gradient'`` (halo rows), ``'sum'`` (collectives), ..."""
+
+HALO_KINDS = ("fetch", "refetch", "gradient")
+
+
+class Recorder(Protocol):
+    """Whoever carries ledgers: a communicator."""
+
+    rank: int
+    device: torch.device
+    ledgers: list[Any]
+
+
+class Ledger:
+    """Counts a worker's traffic and memory while it is open, as a context manager.
+
+    .. code-block:: python
+
+        with pyg_sar.Ledger(comm) as ledger:
+            train_epoch()
+        ledger.received_bytes(layer="convs.0", phase="backward")
+        ledger.peak_resident_rows("convs.0")
+
+    Bytes are those handed to the backend, without its headers. Resident rows follow the storage
+    of each fetched buffer, from its allocation until it is freed. Memory is the resident set of
+    the process on CPU (``VmHWM``, bytes) and the allocator's peak on CUDA.
+
+    Args:
+        comm: The communicator to watch (``pyg_sar.current()``).
+    """
+
+    def __init__(self, comm: Recorder) -> None:
+        self.comm = comm
+        self.baseline_memory = 0
+        self.peak_memory = 0
+        self._sent: Counter[tuple[Label, int]] = Counter()
+        self._received: Counter[tuple[Label, int]] = Counter()
+        self._resident: Counter[str] = Counter()
+        self._peak_resident: defaultdict[str, int] = defaultdict(int)
+        self._resident_all = 0
+        self._peak_resident_all = 0
+        self._events: Counter[str] = Counter()
+
+    def __enter__(self) -> Ledger:
+        self.baseline_memory = reset_peak_memory(self.comm.device)
+        self.comm.ledgers.append(self)
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self.comm.ledgers.remove(self)
+        self.peak_memory = peak_memory(self.comm.device)
+
+    # What the package reports ################################################
+
+    def transfer(self, label: Label, peer: int, *, sent: int = 0, received: int = 0) -> None:
+        """Records bytes that went to or came from ``peer`` (-1: a collective)."""
+        if sent:
+            self._sent[label, peer] += sent
+        if received:
+            self._received[label, peer] += received
+
+    def hold(self, layer: str, rows: int) -> None:
+        """Records remote rows that became resident (negative: were freed)."""
+        self._resident[layer] += rows
+        self._peak_resident[layer] = max(self._peak_resident[layer], self._resident[layer])
+        self._resident_all += rows
+        self._peak_resident_all = max(self._peak_resident_all, self._resident_all)
+
+    def count(self, event: str, number: int = 1) -> None:
+        """Counts an event: ``'bucketing'``, ``'probe'``, ``'recompute'``, ``'halo_gather'``..."""
+        self._events[event] += number
+
+    # What a user asks ########################################################
+
+    def sent_bytes(self, **where: Any) -> int:
+        """Bytes sent. Keywords select: ``layer``, ``phase``, ``kind``, ``peer``."""
+        return sum(n for _, n in self._select(self._sent, where))
+
+    def received_bytes(self, **where: Any) -> int:
+        """Bytes received. Keywords select: ``layer``, ``phase``, ``kind``, ``peer``."""
+        return sum(n for _, n in self._select(self._received, where))
+
+    @property
+    def sent(self) -> int:
+        """All bytes sent."""
+        return sum(self._sent.values())
+
+    @property
+    def received(self) -> int:
+        """All bytes received."""
+        return sum(self._received.values())
+
+    def events(self, event: str) -> int:
+        """How often ``event`` happened."""
+        return self._events[event]
+
+    def peak_resident_rows(self, layer: str | None = None) -> int:
+        """The most remote rows resident at once, for ``layer`` or in all."""
+        return self._peak_resident_all if layer is None else self._peak_resident[layer]
+
+    def resident_rows(self) -> int:
+        """Remote rows resident now."""
+        return self._resident_all
+
+    def by_layer(self) -> dict[str, dict[str, int]]:
+        """Bytes received and sent per layer, phase and kind: ``{layer: {'forward fetch in': n}}``."""
+        table: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for counts, way in ((self._received, "in"), (self._sent, "out")):
+            for ((layer, phase, kind), _), number in counts.items():
+                table[layer][f"{phase} {kind} {way}".strip()] += number
+        return {layer: dict(row) for layer, row in table.items()}
+
+    def by_peer(self) -> dict[int, dict[str, int]]:
+        """Bytes per peer (-1: collectives): ``{peer: {'in': n, 'out': m}}``."""
+        table: defaultdict[int, Counter[str]] = defaultdict(Counter)
+        for counts, way in ((self._received, "in"), (self._sent, "out")):
+            for (_, peer), number in counts.items():
+                table[peer][way] += number
+        return {peer: dict(row) for peer, row in table.items()}
+
+    def summary(self) -> dict[str, Any]:
+        """Everything, as plain values that JSON can hold."""
+        return {
+            "rank": self.comm.rank,
+            "sent_bytes": self.sent,
+            "received_bytes": self.received,
+            "layers": self.by_layer(),
+            "peers": {str(peer): row for peer, row in self.by_peer().items()},
+            "peak_resident_rows": self._peak_resident_all,
+            "peak_resident_rows_by_layer": dict(self._peak_resident),
+            "baseline_memory_bytes": self.baseline_memory,
+            "peak_memory_bytes": self.peak_memory or peak_memory(self.comm.device),
+            "events": dict(self._events),
+        }
+
+    @staticmethod
+    def _select(
+        counts: Counter[tuple[Label, int]], where: dict[str, Any]
+    ) -> Iterator[tuple[tuple[Label, int], int]]:
+        unknown = set(where) - {"layer", "phase", "kind", "peer"}
+        if unknown:
+            raise ValueError(
+                f"Unknown selection {sorted(unknown)}; choose from 'layer', 'phase', 'kind', 'peer'"
+            )
+        for ((layer, phase, kind), peer), number in counts.items():
+            row = {"layer": layer, "phase": phase, "kind": kind, "peer": peer}
+            if all(row[name] == value for name, value in where.items()):
+                yield ((layer, phase, kind), peer), number
+
+
+def _status_bytes(field: str) -> int:
+    """A field of ``/proc/self/status`` in bytes; 0 where there is no such file."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    for line in lines:
+        if line.startswith(field + ":"):
+            return int(line.split()[1]) * 1024
+    return 0
+
+
+def reset_peak_memory(device: torch.device) -> int:
+    """Starts a new peak and returns the memory in use now (bytes)."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        return int(torch.cuda.memory_allocated(device))
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        pass  # Not permitted here: the peak is then that of the whole process.
+    return _status_bytes("VmRSS")
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most memory in use since :func:`reset_peak_memory` (bytes)."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    return _status_bytes("VmHWM")

@@ -1,0 +1,90 @@
+"""Losses and metrics over the nodes of all workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyg_sar.comm import Communicator, current
+
+
+class _GlobalMean(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
+        local = [values.detach().sum(dtype=torch.float64), values.new_tensor(values.numel())]
+        sums = torch.stack([s.to(torch.float64) for s in local])
+        comm.all_reduce(sums, label=("", "forward", "mean"))
+        total, count = sums.tolist()
+        if count == 0:
+            raise ValueError(
+                f"No worker of {comm.world_size} holds a value to average: is the mask empty on "
+                "the whole graph?"
+            )
+        ctx.shape, ctx.count = values.shape, count
+        return values.new_tensor(total / count)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return (gradient / ctx.count).expand(ctx.shape), None
+
+
+def mean(values: Tensor) -> Tensor:
+    r"""The mean over all workers' values, the same on every worker.
+
+    .. math::
+        \frac{\sum_p \sum_k v_{p,k}}{\sum_p n_p}, \qquad
+        \frac{\partial}{\partial v_{p,k}} = \frac{1}{\sum_p n_p}
+
+    Workers may hold different numbers of values, or none. With the gradients summed over workers
+    (as :func:`pyg_sar.distribute` arranges), ``mean(values).backward()`` on every worker gives the
+    gradients of one process. A term that every worker computes alike, such as a penalty on
+    parameters, would be counted once per worker: divide it by ``comm.world_size``.
+
+    Args:
+        values: Per-node values of any shape, such as
+            ``F.cross_entropy(out[mask], y[mask], reduction='none')``.
+
+    Returns:
+        A scalar.
+
+    Raises:
+        TypeError: When ``values`` is no floating point tensor.
+        ValueError: When no worker holds a value.
+    """
+    if not isinstance(values, Tensor) or not values.is_floating_point():
+        kind = values.dtype if isinstance(values, Tensor) else type(values)
+        raise TypeError(f"Expected 'values' to be a floating point tensor (got {kind})")
+    if values.dim() == 0:
+        raise ValueError(
+            "Expected per-node values, got a scalar: pass the loss with reduction='none'"
+        )
+    return _GlobalMean.apply(values, current())  # type: ignore[no-any-return]
+
+
+def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:
+    r"""The fraction of correctly classified nodes of all workers.
+
+    Args:
+        pred: Class scores ``[num_local, C]`` or predicted classes ``[num_local]``.
+        y: Labels ``[num_local]``.
+        mask: Nodes to count, bool ``[num_local]``.
+
+    Returns:
+        A number in [0, 1]; NaN when no worker has a node to count.
+    """
+    labels = pred.argmax(dim=-1) if pred.dim() == 2 else pred
+    if labels.shape != y.shape:
+        raise ValueError(
+            f"Expected predictions for 'y' of shape {list(y.shape)} (got {list(pred.shape)})"
+        )
+    right = labels == y
+    if mask is not None:
+        right = right[mask]
+    counts = torch.tensor([int(right.sum()), right.numel()], device=y.device)
+    current().all_reduce(counts, label=("", "", "accuracy"))
+    correct, total = counts.tolist()
+    return correct / total if total else float("nan")

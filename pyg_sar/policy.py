@@ -1,0 +1,54 @@
+"""How a layer runs distributed: the training mode, prefetching and memory budgets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SARPolicy:
+    r"""How :meth:`DistMessagePassing.propagate` aggregates over a distributed graph.
+
+    All modes give the same numbers; they trade memory against work and traffic. With
+    :math:`H_p` halo rows of :math:`F` values of :math:`b` bytes at worker :math:`p`:
+
+    ====  ==============================  =====================  ======================
+    mode  what happens                    remote rows resident   traffic in, per layer
+    ====  ==============================  =====================  ======================
+    1     sequential aggregation and      ``1 + prefetch``       :math:`2 H_p F b`, or
+          rematerialization (SAR)         shards                 :math:`3 H_p F b` when
+                                                                 the backward pass needs
+                                                                 source values (case 2)
+    2     sequential aggregation, the     the halo, until the    :math:`2 H_p F b`
+          graph kept until backward       backward pass
+    3     one shot: fetch the halo, then  the halo, and all      :math:`2 H_p F b`
+          PyG's own ``propagate``         messages
+    ====  ==============================  =====================  ======================
+
+    Args:
+        mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes".
+        prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
+            shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
+            cost of a second resident shard.
+        message_budget: Bytes of messages and message inputs materialized at a time. ``None``: as
+            much as the worker's own rows of the layer take, so that it shrinks with the
+            partition (at least 1 MiB).
+
+    Raises:
+        ValueError: When an argument is out of range.
+    """
+
+    mode: int = 1
+    prefetch: int = 1
+    message_budget: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.mode not in (1, 2, 3):
+            raise ValueError(f"Expected 'mode' to be 1, 2 or 3 (got {self.mode!r})")
+        if not isinstance(self.prefetch, int) or self.prefetch < 0:
+            raise ValueError(f"Expected 'prefetch' to be an integer >= 0 (got {self.prefetch!r})")
+        if self.message_budget is not None and self.message_budget <= 0:
+            raise ValueError(
+                "Expected 'message_budget' to be a positive number of bytes or None "
+                f"(got {self.message_budget!r})"
+            )

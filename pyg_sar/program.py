@@ -1,0 +1,322 @@
+"""A layer's message as a program over tiles: which tensors it reads, in which role.
+
+PyG lifts a tensor ``x`` to ``x_j`` (source), ``x_i`` (target) or hands an edge-level tensor over as
+it is. The program knows each tensor once per role, gathers its rows for a tile, and runs
+``edge_update`` (when its result is only used in ``message``) and ``message`` on them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from inspect import Parameter
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.shard import Tile
+from pyg_sar.target_index import NeedsAllEdges, Reductions, make_target_index
+
+Role = Literal["source", "target", "edge", "whole"]
+
+_PER_TILE = ("index", "edge_index_i", "ptr", "dim_size", "size_i")
+_NEVER_PER_TILE = ("edge_index", "edge_index_j", "adj_t", "size", "size_j")
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """A tensor in its role: ``[num_local, *]`` (source, target), ``[E, *]`` (edge) or any."""
+
+    role: Role
+    tensor: Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One method of the layer and where its arguments come from.
+
+    ``arguments`` maps names to an operand's number or, wrapped in a tuple, to a constant.
+    """
+
+    method: str
+    arguments: dict[str, int | tuple[Any]]
+
+
+class DeferredEdge(Tensor):
+    """The result of ``edge_updater``, not computed: the next ``propagate`` computes it per tile.
+
+    Any other use raises :class:`DistributedIndexError` with the remedy.
+    """
+
+    size_arguments: Any
+    kwargs: dict[str, Any]
+    used: bool
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func in (Tensor.__repr__,):
+            return "DeferredEdge()"
+        name = getattr(func, "__qualname__", None) or str(func)
+        raise NeedsAllEdges(
+            f"'{name}' on what edge_updater() returned, before propagate() got it; set "
+            "`layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
+        )
+
+
+def deferred_edge(size: Any, kwargs: dict[str, Any], like: Tensor) -> DeferredEdge:
+    """A placeholder for edge-level values."""
+    out = torch.empty(0, device=like.device).as_subclass(DeferredEdge)
+    out.size_arguments, out.kwargs, out.used = size, kwargs, False
+    return out
+
+
+class TileProgram:
+    """What one call of ``propagate`` computes per edge.
+
+    Args:
+        layer: The layer.
+        edge_index: Distributed edges.
+        kwargs: Keyword arguments of ``propagate``.
+        is_edge_level: Says of an unsuffixed tensor whether it holds one row per edge.
+
+    Raises:
+        NeedsAllEdges: When the message asks for what no tile has.
+        ValueError: When a node tensor doesn't have one row per node of the worker.
+    """
+
+    def __init__(
+        self,
+        layer: MessagePassing,
+        edge_index: DistEdgeIndex,
+        kwargs: Mapping[str, Any],
+        is_edge_level: Mapping[str, bool],
+    ) -> None:
+        self.layer = layer
+        self.num_local = edge_index.plan.num_local
+        self.rank = edge_index.plan.rank
+        self.operands: list[Operand] = []
+        self._numbers: dict[tuple[Role, int], int] = {}
+        self._is_edge_level = is_edge_level
+        self._deferred: dict[str, Call] = {}
+        self._message = self._bind("message", kwargs)
+
+    def _bind(self, method: str, kwargs: Mapping[str, Any]) -> Call:
+        layer = self.layer
+        arguments: dict[str, int | tuple[Any]] = {}
+        for name in layer.inspector.get_param_names(method):
+            if name in _NEVER_PER_TILE:
+                raise NeedsAllEdges(f"'{method}' asks for '{name}'")
+            if name in _PER_TILE:
+                continue
+            value = kwargs.get(name[:-2] if name[-2:] in ("_i", "_j") else name, Parameter.empty)
+            if isinstance(value, DeferredEdge):
+                self._deferred[name] = self._bind("edge_update", value.kwargs)
+            elif name[-2:] in ("_i", "_j"):
+                arguments[name] = self._bind_node(name, value)
+            elif isinstance(value, Tensor):
+                key = name if method == "message" else f"{method}.{name}"
+                role: Role = "edge" if self._is_edge_level.get(key, False) else "whole"
+                arguments[name] = self._number(role, value)
+            else:
+                arguments[name] = (value,)
+        return Call(method, arguments)
+
+    def _bind_node(self, name: str, value: Any) -> int | tuple[Any]:
+        target = name[-2:] == "_i"
+        if isinstance(value, tuple | list):
+            value = value[1 if target else 0]
+        if not isinstance(value, Tensor):
+            return (value,)
+        axis = self.layer.node_dim
+        if axis >= value.dim() or axis + value.dim() < 0 or axis % value.dim() != 0:
+            raise NeedsAllEdges(f"the nodes of '{name[:-2]}' are not on its first axis")
+        if value.size(0) != self.num_local:
+            raise ValueError(
+                f"Expected '{name[:-2]}' to hold the {self.num_local} nodes of rank {self.rank} "
+                f"on its first axis (got shape {list(value.shape)}); pass this worker's rows, as "
+                "pyg_sar.load_partition returns them"
+            )
+        return self._number("target" if target else "source", value)
+
+    def _number(self, role: Role, tensor: Tensor) -> int:
+        key = (role, id(tensor))
+        if key not in self._numbers:
+            self._numbers[key] = len(self.operands)
+            self.operands.append(Operand(role, tensor))
+        return self._numbers[key]
+
+    def numbers(self, role: Role) -> list[int]:
+        """Operands in a role."""
+        return [k for k, operand in enumerate(self.operands) if operand.role == role]
+
+    def row_bytes(self) -> int:
+        """Bytes that one edge's inputs take when they are materialized."""
+        total = 0
+        for operand in self.operands:
+            if operand.role != "whole":
+                shape = operand.tensor.shape[1:]
+                total += shape.numel() * operand.tensor.element_size()
+        return total
+
+    def release(self) -> None:
+        """Forgets the operands' values: shapes, dtypes and roles are all that backward asks for."""
+        self.operands = [
+            Operand(operand.role, operand.tensor.detach().new_zeros(()).expand(operand.tensor.shape))
+            for operand in self.operands
+        ]
+
+    def gather(
+        self, tile: Tile, tensors: Sequence[Tensor | None], sources: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        """The operands' rows for a tile.
+
+        Args:
+            tile: The edges.
+            tensors: The operands' tensors (``None``: not at hand, and not needed).
+            sources: The owner's rows of the source operands, in their order.
+        """
+        picked: list[Tensor | None] = []
+        rows: Tensor | None = None
+        remaining = iter(sources)
+        for operand, tensor in zip(self.operands, tensors, strict=True):
+            if operand.role == "source":
+                source = next(remaining)
+                picked.append(None if source is None else source.index_select(0, tile.source))
+            elif tensor is None or operand.role == "whole":
+                picked.append(tensor)
+            elif operand.role == "target":
+                rows = tile.target_rows if rows is None else rows
+                picked.append(tensor.index_select(0, rows))
+            elif isinstance(tile.columns, slice):
+                picked.append(tensor[tile.columns])
+            else:
+                picked.append(tensor.index_select(0, tile.columns))
+        return picked
+
+    def run(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
+        """The tile's messages ``[E_tile, *]``; reductions over targets go into ``log``."""
+        layer = self.layer
+        index = make_target_index(
+            tile.index, tile.target_rows, tile.targets.numel(), self.num_local, log
+        )
+        own = {
+            "index": index,
+            "edge_index_i": index,
+            "ptr": None,
+            "dim_size": index.num_targets,
+            "size_i": index.num_targets,
+        }
+        updated = {
+            name: layer.edge_update(**self._collect(call, values, own))
+            for name, call in self._deferred.items()
+        }
+        arguments = self._collect(self._message, values, {**own, **updated})
+        for hook in layer._message_forward_pre_hooks.values():
+            result = hook(layer, (arguments,))
+            if result is not None:
+                arguments = result[0] if isinstance(result, tuple) else result
+        out = layer.message(**arguments)
+        for hook in layer._message_forward_hooks.values():
+            result = hook(layer, (arguments,), out)
+            out = out if result is None else result
+        if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != tile.num_edges:
+            raise NeedsAllEdges("the message is not one tensor with a row per edge")
+        return out
+
+    def _collect(
+        self, call: Call, values: Sequence[Any], own: Mapping[str, Any]
+    ) -> dict[str, Any]:
+        data = dict(own)
+        for name, place in call.arguments.items():
+            data[name] = place[0] if isinstance(place, tuple) else values[place]
+        collected: dict[str, Any] = self.layer.inspector.collect_param_data(call.method, data)
+        return collected
+
+
+# State that a message must leave as it was ###################################
+
+
+@contextmanager
+def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[None]:
+    """Puts tensor attributes that ``message`` set back, so that nothing of a tile outlives its turn.
+
+    Buffers too, when the message runs a second time.
+    """
+    modules = list(layer.modules())
+    kept = [dict(module.__dict__) for module in modules]
+    values = [buffer.clone() for buffer in layer.buffers()] if buffers else []
+    try:
+        yield
+    finally:
+        for module, before in zip(modules, kept, strict=True):
+            now = module.__dict__
+            for name, value in list(now.items()):
+                if isinstance(value, Tensor) and value is not before.get(name):
+                    if name in before:
+                        now[name] = before[name]
+                    else:
+                        del now[name]
+        for buffer, saved in zip(layer.buffers() if buffers else (), values, strict=True):
+            buffer.copy_(saved)
+
+
+@contextmanager
+def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[int, Tensor]]:
+    """Swaps the layer's parameters for leaves of their own: ``{id(parameter): leaf}``.
+
+    Gradients taken inside neither touch ``.grad`` nor run the parameters' hooks; they return as
+    gradients of the autograd function's inputs, once (contract, rule 3).
+    """
+    leaves: dict[int, Tensor] = {}
+    swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if id(parameter) not in leaves:
+                leaves[id(parameter)] = parameter.detach().requires_grad_()
+            swapped.append((module._parameters, name, parameter))  # type: ignore[arg-type]
+    try:
+        for registry, name, parameter in swapped:
+            registry[name] = leaves[id(parameter)]
+        yield leaves
+    finally:
+        for registry, name, parameter in swapped:
+            registry[name] = parameter
+
+
+class AmbientState:
+    """The random number and autocast state of a moment, to compute a second time as the first.
+
+    Args:
+        device: The device that the layer computes on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._autocast = torch.is_autocast_enabled(device.type)
+        self._dtype = torch.get_autocast_dtype(device.type)
+
+    def autocast(self) -> Any:
+        """The autocast state. Casts are not cached: a cast made without a graph has no gradient."""
+        return torch.autocast(
+            self.device.type, self._dtype, enabled=self._autocast, cache_enabled=False
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Runs in this state and puts the present random state back afterwards."""
+        devices = [self.device] if self._cuda is not None else []
+        with torch.random.fork_rng(devices=devices), self.autocast():
+            torch.set_rng_state(self._cpu)
+            if self._cuda is not None:
+                torch.cuda.set_rng_state(self._cuda, self.device)
+            yield

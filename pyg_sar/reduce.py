@@ -1,0 +1,289 @@
+"""Mergeable partial states: aggregating tile by tile, and each message's share of the gradient."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+import torch
+from torch import Tensor
+
+from pyg_sar.shard import Shards, Tile
+from pyg_sar.target_index import Reductions
+
+
+def _trailing(values: Tensor, like: Tensor) -> Tensor:
+    """``values [N, *]`` with axes of size 1 appended, to broadcast against ``like [N, *, *]``."""
+    return values.reshape(*values.shape, *[1] * (like.dim() - values.dim()))
+
+
+def _segment_sum(tile: Tile, values: Tensor) -> Tensor:
+    """Sums per target of the tile: ``[E_tile, *]`` to ``[U, *]``."""
+    flat = values.reshape(values.size(0), -1)
+    out = flat.new_zeros(tile.targets.numel(), flat.size(1))
+    out.scatter_add_(0, tile.index.view(-1, 1).expand_as(flat), flat)
+    return out.view(-1, *values.shape[1:])
+
+
+class Reducer(ABC):
+    r"""Aggregates messages of tiles into :math:`[n_p, *]`, with the messages' dtype and device.
+
+    Attributes:
+        needs_values: The backward pass depends on message values (case 2).
+        reads_messages: :meth:`message_gradient` reads the messages themselves.
+    """
+
+    needs_values = False
+    reads_messages = False
+
+    def __init__(self, shards: Shards) -> None:
+        self.in_degree = shards.in_degree
+        self.num_local = shards.plan.num_local
+
+    @abstractmethod
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        """Adds a tile's messages ``[E_tile, *]`` to the state."""
+
+    @abstractmethod
+    def finish(self) -> Tensor:
+        """The aggregate ``[num_local, *]``."""
+
+    def state(self) -> list[Tensor]:
+        """What the backward pass needs of the state, the aggregate first if it is among them."""
+        return []
+
+    @abstractmethod
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        """Takes the aggregate's gradient ``[num_local, *]``."""
+
+    @abstractmethod
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        """The messages' gradient ``[E_tile, *]``."""
+
+    def total_gradient(self, tile: Tile, log: Reductions) -> Tensor | None:
+        """The gradient of the tile's softmax normaliser, if there is one."""
+        return None
+
+    def finish_backward(self) -> None:
+        """Checks made after the last tile."""
+
+    def _zeros(self, messages: Tensor) -> Tensor:
+        return messages.new_zeros(self.num_local, *messages.shape[1:])
+
+
+class SumReducer(Reducer):
+    r""":math:`out_i = \sum_e m_e`; gradient :math:`\partial L/\partial m_e = g_i`."""
+
+    def __init__(self, shards: Shards) -> None:
+        super().__init__(shards)
+        self._out: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        if self._out is None:
+            self._out = self._zeros(messages)
+        self._out.index_add_(0, tile.targets, _segment_sum(tile, messages))
+
+    def finish(self) -> Tensor:
+        out = _present(self._out)
+        self._out = None
+        return out
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        self._gradient = gradient
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        return _present(self._gradient).index_select(0, tile.target_rows)
+
+
+class MeanReducer(SumReducer):
+    r""":math:`out_i = \frac{1}{\max(d_i, 1)} \sum_e m_e` with the in-degree :math:`d_i`."""
+
+    def _count(self, like: Tensor) -> Tensor:
+        return _trailing(self.in_degree.clamp(min=1).to(like.dtype), like)
+
+    def finish(self) -> Tensor:
+        out = super().finish()
+        return out.div_(self._count(out))
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        self._gradient = gradient / self._count(gradient)
+
+
+class ExtremumReducer(Reducer):
+    r""":math:`out_i = \max_e m_e` (or minimum), 0 without in-edges.
+
+    All :math:`k` messages that reach the extremum, on whichever shard, get :math:`g_i / k`:
+    the gradient of ``scatter_reduce``, which PyG uses.
+    """
+
+    needs_values = True
+    reads_messages = True
+
+    def __init__(self, shards: Shards, largest: bool) -> None:
+        super().__init__(shards)
+        self._reduce = "amax" if largest else "amin"
+        self._worst = float("-inf") if largest else float("inf")
+        self._better = torch.maximum if largest else torch.minimum
+        self._out: Tensor | None = None
+        self._ties: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._missing: Tensor | None = None
+
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        if self._out is None or self._ties is None:
+            self._out = self._zeros(messages).fill_(self._worst)
+            self._ties = self._zeros(messages)
+        if tile.num_edges == 0:
+            return
+        index = tile.index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+        best = messages.new_zeros(tile.targets.numel(), *messages.shape[1:])
+        best.scatter_reduce_(0, index, messages, reduce=self._reduce, include_self=False)
+        reached = messages == best.index_select(0, tile.index)
+        ties = _segment_sum(tile, reached.to(messages.dtype))
+        old, old_ties = self._out[tile.targets], self._ties[tile.targets]
+        new = self._better(old, best)
+        self._out[tile.targets] = new
+        self._ties[tile.targets] = old_ties * (old == new) + ties * (best == new)
+
+    def finish(self) -> Tensor:
+        out = _present(self._out)
+        out[self.in_degree == 0] = 0
+        return out
+
+    def state(self) -> list[Tensor]:
+        return [_present(self._out), _present(self._ties)]
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        self._out, self._ties = state
+        self._gradient = gradient / self._ties.clamp(min=1)
+        self._missing = self._ties.sum(dtype=torch.float64)
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        rows = tile.target_rows
+        reached = _present(messages) == _present(self._out).index_select(0, rows)
+        self._missing = _present(self._missing) - reached.sum()
+        return _present(self._gradient).index_select(0, rows) * reached
+
+    def finish_backward(self) -> None:
+        if float(_present(self._missing)) != 0 and bool(_present(self._out).isfinite().all()):
+            raise RuntimeError(
+                "A message came out differently when it was computed again for the backward pass "
+                f"({float(_present(self._missing)):.0f} extrema not found again). Is it "
+                "deterministic? SARPolicy(mode=2) keeps messages instead of recomputing them"
+            )
+
+
+class SoftmaxReducer(Reducer):
+    r""":math:`out_i = \sum_e p_e v_e` where messages carry weights normalised over their tile.
+
+    State: the maximum :math:`M`, the normaliser :math:`S` and :math:`S \cdot out`, rescaled when
+    the maximum grows. See [Note: softmax over targets].
+
+    Args:
+        shards: The edges.
+        mean: Divide by the in-degree.
+    """
+
+    needs_values = True
+
+    def __init__(self, shards: Shards, mean: bool = False) -> None:
+        super().__init__(shards)
+        self._mean = mean
+        self._out: Tensor | None = None
+        self._max: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._inner: Tensor | None = None
+
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        if tile.num_edges == 0:  # Layers return early here, without their softmax.
+            self._out = self._zeros(messages) if self._out is None else self._out
+            return
+        total = _present(log.total).detach()
+        maximum = log.maximum if log.maximum is not None else torch.zeros_like(total)
+        if self._out is None:
+            self._out = self._zeros(messages)
+        if self._max is None or self._sum is None:
+            self._max = self._zeros(total).fill_(torch.finfo(total.dtype).min)
+            self._sum = self._zeros(total)
+        old = self._max[tile.targets]
+        new = torch.maximum(old, maximum)
+        keep, weight = (old - new).exp(), (maximum - new).exp() * total
+        part = _segment_sum(tile, messages)
+        self._max[tile.targets] = new
+        self._sum[tile.targets] = self._sum[tile.targets] * keep + weight
+        self._out[tile.targets] = (
+            self._out[tile.targets] * _trailing(keep, part) + part * _trailing(weight, part)
+        ).to(part.dtype)
+
+    def finish(self) -> Tensor:
+        out = _present(self._out)
+        if self._sum is not None:
+            safe = torch.where(self._sum == 0, torch.ones_like(self._sum), self._sum)
+            out = self._out = (out / _trailing(safe, out)).to(out.dtype)
+        if self._mean:
+            out = out / _trailing(self.in_degree.clamp(min=1).to(out.dtype), out)
+        return out
+
+    def state(self) -> list[Tensor]:
+        if self._max is None or self._sum is None:
+            return []
+        return [_present(self._out), self._max, self._sum]
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        if not state:
+            self._gradient = gradient
+            return
+        self._out, self._max, self._sum = state
+        if self._mean:
+            count = self.in_degree.clamp(min=1).to(gradient.dtype)
+            gradient = gradient / _trailing(count, gradient)
+        self._gradient = gradient
+        inner = gradient * self._out
+        self._inner = inner.sum_to_size(*_trailing(self._sum, inner).shape).view_as(self._sum)
+
+    def _share(self, tile: Tile, log: Reductions) -> Tensor:
+        """``e^{m_t - M} / S`` per target of the tile."""
+        total = _present(log.total).detach()
+        maximum = log.maximum if log.maximum is not None else torch.zeros_like(total)
+        top, norm = _present(self._max)[tile.targets], _present(self._sum)[tile.targets]
+        return (maximum - top).exp() / norm
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        gradient = _present(self._gradient)[tile.targets]
+        if tile.num_edges == 0:
+            return gradient.index_select(0, tile.index)
+        weight = self._share(tile, log) * _present(log.total).detach()
+        scaled = (gradient * _trailing(weight, gradient)).to(gradient.dtype)
+        return scaled.index_select(0, tile.index)
+
+    def total_gradient(self, tile: Tile, log: Reductions) -> Tensor | None:
+        if tile.num_edges == 0:
+            return None
+        total = _present(log.total)
+        inner = _present(self._inner)[tile.targets]
+        return (-self._share(tile, log) * inner).to(total.dtype)
+
+
+def _present(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise RuntimeError("The reducer has not seen a tile yet")
+    return value
+
+
+def make_reducer(kind: str, pattern: tuple[str, ...], shards: Shards) -> Reducer:
+    """The reducer of an aggregation.
+
+    Args:
+        kind: ``'sum'``, ``'mean'``, ``'max'`` or ``'min'``.
+        pattern: Reductions over targets inside the message: ``()``, ``('max', 'sum')`` for a
+            softmax, ``('sum',)`` for a plain normalisation.
+        shards: The edges.
+    """
+    if pattern:
+        return SoftmaxReducer(shards, mean=kind == "mean")
+    if kind == "sum":
+        return SumReducer(shards)
+    if kind == "mean":
+        return MeanReducer(shards)
+    return ExtremumReducer(shards, largest=kind == "max")

@@ -1,0 +1,116 @@
+"""Edges bucketed by the owner of their source and sorted by target: made once per structure."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from pyg_sar.halo import HaloPlan
+from pyg_sar.index_space import DistEdgeIndex, plain
+
+
+def _narrow(index: Tensor, bound: int) -> Tensor:
+    """32-bit indices where they fit: structures are kept, features come and go."""
+    return index.int() if bound < 2**31 else index
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A run of a shard's edges whose messages are materialized together.
+
+    Attributes:
+        owner: Rank that owns the source rows.
+        edges: The run in shard order.
+        targets: Local ids of the targets that occur, ascending, ``[U]``.
+        index: Position of each edge's target in ``targets``, ``[E_tile]``, ascending.
+        source: Row of each edge's source in the owner's buffer, ``[E_tile]``.
+        columns: Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already.
+    """
+
+    owner: int
+    edges: slice
+    targets: Tensor
+    index: Tensor
+    source: Tensor
+    columns: Tensor | slice
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of the tile."""
+        return self.edges.stop - self.edges.start
+
+    @property
+    def target_rows(self) -> Tensor:
+        """Local id of each edge's target, ``[E_tile]``."""
+        return self.targets.index_select(0, self.index)
+
+
+class Shards:
+    r"""The edges of one worker as shards: shard q holds the edges from worker q's nodes to here.
+
+    Within a shard edges are sorted by target, so that tiles of it touch few targets.
+
+    Args:
+        edge_index: Distributed edges ``[2, E]`` with local targets.
+    """
+
+    def __init__(self, edge_index: DistEdgeIndex) -> None:
+        plan = edge_index.plan
+        for ledger in plan.comm.ledgers:
+            ledger.count("bucketing")
+        self.plan: HaloPlan = plan
+        source, target = plain(edge_index)
+        self.num_edges = source.numel()
+        self.in_degree = torch.bincount(target, minlength=plan.num_local)
+        offsets = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
+        owner = torch.bucketize(source, offsets[1:], right=True)
+        owner[source < plan.num_local] = plan.rank
+        key = owner * max(plan.num_local, 1) + target
+        in_order = bool((key.diff() >= 0).all())
+        order = None if in_order else key.argsort(stable=True)
+        counts = torch.bincount(owner, minlength=plan.world_size)
+        self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
+        if order is not None:
+            source, target, key = source[order], target[order], key[order]
+        starts = torch.zeros(plan.world_size, dtype=torch.long, device=source.device)
+        starts[:] = offsets[:-1]
+        starts[plan.rank] = 0
+        source = source - starts.repeat_interleave(counts)
+        self._source = _narrow(source, plan.num_ids)
+        self._columns = None if order is None else _narrow(order, self.num_edges)
+        first = torch.ones_like(key, dtype=torch.bool)
+        first[1:] = key.diff() != 0
+        self._targets = target[first]
+        position = first.cumsum(0) - 1
+        self._position = _narrow(position, self.num_edges)
+
+    def edges(self, owner: int) -> slice:
+        """The shard's edges in shard order."""
+        return slice(self._offsets[owner], self._offsets[owner + 1])
+
+    def tiles(self, owner: int, max_edges: int) -> list[slice]:
+        """Cuts a shard into runs of at most ``max_edges`` edges."""
+        shard = self.edges(owner)
+        return [
+            slice(start, min(start + max_edges, shard.stop))
+            for start in range(shard.start, shard.stop, max(max_edges, 1))
+        ]
+
+    def tile(self, owner: int, edges: slice) -> Tile:
+        """The index tensors of a run of edges (64-bit, made for its turn)."""
+        position = self._position[edges].long()
+        if position.numel():
+            first, last = int(position[0]), int(position[-1])
+            targets, index = self._targets[first : last + 1], position - first
+        else:
+            targets, index = self._targets[:0], position
+        columns = edges if self._columns is None else self._columns[edges].long()
+        return Tile(owner, edges, targets, index, self._source[edges].long(), columns)
+
+
+def shards_of(edge_index: DistEdgeIndex) -> Shards:
+    """The shards of ``edge_index``, made on first use and kept with it."""
+    shards: Shards = edge_index.remember("shards", lambda: Shards(edge_index))
+    return shards
