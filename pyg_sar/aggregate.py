@@ -3,8 +3,8 @@
 [Note: the modes] Forward and backward walk the same rounds and the same tiles. What differs is
 where the backward pass finds a tile's graph:
 
-* kept: it was made in the forward pass. Mode 2 keeps every graph with the rows in it. Mode 1 does so
-  where the graph holds nothing of the source rows (case 1) and little else.
+* kept: it was made in the forward pass. Mode 2 keeps every graph with the rows in it. Mode 1 does
+  so where the graph holds nothing of the source rows (case 1) and little else.
 * remade: the message runs again, on rows fetched again (case 2) or, in case 1, on stand-ins
   without memory, since the gradient doesn't depend on their values.
 * none: the message is the source rows themselves; its gradient is the aggregate's.
@@ -39,7 +39,7 @@ from pyg_sar.shard import Shards, Tile
 from pyg_sar.target_index import Reductions
 
 _LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
-_LEAST_BUDGET = 2**20
+_LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
 
 
 @dataclass(slots=True)
@@ -101,7 +101,7 @@ class SequentialAggregation:
         if budget is None:
             sources = [self.program.operands[k].tensor for k in self.program.numbers("source")]
             own = sum(t.numel() * t.element_size() for t in sources)
-            budget = max(own, _LEAST_BUDGET)
+            budget = min(max(own // 4, _LEAST_BUDGET), _MOST_BUDGET)
         return max(budget // max(per_edge, 1), 1)
 
     # Forward #################################################################
@@ -193,23 +193,22 @@ class SequentialAggregation:
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         returns = GradientReturn(
-            self.plan, [t for t in (totals[k] for k in numbers) if t is not None], self.name
+            self.plan, [_like(totals[k]) for k in numbers], self.name, self.policy.prefetch > 0
         )
         sums: dict[int, Tensor] = {}
         for owner, graphs in self._graph_rounds(tensors, last):
-            remote = owner != self.plan.rank
+            remote = owner != self.plan.rank and bool(numbers)
             shard_totals = list(totals)
             if remote:
-                for k in numbers:
-                    shape = self.program.operands[k].tensor.shape[1:]
-                    rows = self.plan.halo_counts[owner]
-                    shard_totals[k] = _like(totals[k]).new_zeros(rows, *shape)
+                for k, rows in zip(numbers, returns.start(owner), strict=True):
+                    shard_totals[k] = rows
+                    del rows
             for graph in graphs:
                 self._add_gradients(graph, reducer, shard_totals, sums)
                 del graph
+            del graphs, shard_totals
             if remote:
-                returns.send(owner, [_like(shard_totals[k]) for k in numbers])
-            del shard_totals
+                returns.send(owner)
         returns.drain()
         reducer.finish_backward()
         return totals, sums
@@ -253,11 +252,12 @@ class SequentialAggregation:
                     self.plan, sources, (self.name, "backward", "refetch"), self.policy.prefetch
                 )
                 for owner, rows in stream:
-                    yield owner, self._remade(owner, tensors, rows, parameters)
+                    handed = [rows]
                     del rows
+                    yield owner, self._remade(owner, tensors, handed, parameters)
             else:
                 for owner in owners:
-                    yield owner, self._remade(owner, tensors, None, parameters)
+                    yield owner, self._remade(owner, tensors, [], parameters)
 
     def _bare(self, tile: Tile) -> _Graph:
         return _Graph(tile, [], None, None, Reductions(), {})
@@ -266,11 +266,13 @@ class SequentialAggregation:
         self,
         owner: int,
         tensors: Sequence[Tensor | None],
-        rows: Sequence[Tensor] | None,
+        handed: list[list[Tensor]],
         parameters: dict[int, Tensor],
     ) -> Iterator[_Graph]:
+        """Runs the owner's tiles again; takes its rows over from ``handed``, to free them first."""
         program = self.program
         numbers = program.numbers("source")
+        rows = handed.pop() if handed else None
         for tile in self._tiles(owner, first=False):
             values = program.gather(tile, tensors, rows or [None] * len(numbers))
             if rows is None:

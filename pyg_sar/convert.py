@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
+from functools import cache
+from typing import Any
 
 import torch
 import torch_geometric.nn
@@ -35,7 +36,7 @@ _LOCAL_STATISTICS: tuple[type, ...] = (
 )
 
 
-@lru_cache(maxsize=None)
+@cache
 def _dist_class(kind: type[MessagePassing]) -> type[DistMessagePassing]:
     """The layer's class with :class:`DistMessagePassing` before it."""
     name = f"Dist{kind.__name__}"
@@ -87,7 +88,8 @@ def distribute(
             if not isinstance(module, DistMessagePassing):
                 module.__dict__.pop("propagate", None)
                 module.__dict__.pop("edge_updater", None)
-                module.__class__ = _dist_class(type(module))
+                kind: Any = type(module)
+                module.__class__ = _dist_class(kind)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
         elif type(module) in _NORMS:

@@ -38,7 +38,8 @@ def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
     if index.numel() == 0 or rows.numel() == 0:
         return
     flat = rows.reshape(rows.size(0), -1)
-    out.view(out.size(0), -1).scatter_add_(0, index.view(-1, 1).expand_as(flat), flat)
+    target = out.view(out.size(0), -1)  # a view, also of columns of a packed buffer
+    target.scatter_add_(0, index.view(-1, 1).expand_as(flat), flat)
 
 
 def tracked_buffer(
@@ -89,13 +90,15 @@ class RowLayout:
         """Bytes per row of all messages together."""
         return sum(w * torch.empty((), dtype=d).element_size() for d, w in self.widths())
 
-    def pack(self, tensors: Sequence[Tensor], rows: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """The rows' values of ``dtype`` side by side, ``[num_rows, width]``; ``None``: all rows."""
-        columns = []
-        for k, _, _ in self.groups[dtype]:
-            picked = tensors[k] if rows is None else tensors[k].index_select(0, rows)
-            columns.append(picked.reshape(picked.size(0), -1))
-        return columns[0] if len(columns) == 1 else torch.cat(columns, dim=1)
+    def pack(self, tensors: Sequence[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
+        """The rows' values of ``dtype`` side by side, ``[num_rows, width]``."""
+        group = self.groups[dtype]
+        if len(group) == 1:
+            return tensors[group[0][0]].index_select(0, rows).reshape(rows.numel(), -1)
+        out = tensors[group[0][0]].new_empty(rows.numel(), group[-1][2])
+        for k, start, stop in group:
+            out[:, start:stop] = tensors[k].index_select(0, rows).reshape(rows.numel(), -1)
+        return out
 
     def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Views of the messages as rows of the node tensors, in their order."""
@@ -191,38 +194,51 @@ class ShardStream:
 class GradientReturn:
     r"""Sends each shard's gradient rows to their owner and adds up what the peers send here.
 
-    Adjoint of :class:`ShardStream`. Traffic in and out: the halo rows' gradients,
-    :math:`H_p F b` bytes out.
+    Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
 
     Args:
         plan: The halo plan.
         totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
         layer: Whom the ledger charges.
+        overlap: Leave a round in flight while the next shard is worked on.
     """
 
-    def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], layer: str) -> None:
+    def __init__(
+        self, plan: HaloPlan, totals: Sequence[Tensor], layer: str, overlap: bool
+    ) -> None:
         self.plan = plan
         self.totals = list(totals)
         self.label: Label = (layer, "backward", "gradient")
+        self.overlap = overlap
         self.layout = RowLayout(totals)
         self._peers = dict(plan.rounds())
+        self._packed: list[Tensor] = []
         self._pending: tuple[int, list[Tensor], list[Work]] | None = None
 
-    def send(self, owner: int, gradients: Sequence[Tensor]) -> None:
-        """Sends gradient rows to ``owner``; call once per round, in the order of the rounds."""
+    def start(self, owner: int) -> list[Tensor]:
+        """Zeroed gradient rows for the sources of ``owner``: views of what will be sent."""
+        rows = self.plan.halo_counts[owner]
+        self._packed = [
+            torch.zeros((rows, width), dtype=dtype, device=self.totals[0].device)
+            for dtype, width in self.layout.widths()
+        ]
+        return self.layout.unpack(self._packed)
+
+    def send(self, owner: int) -> None:
+        """Sends what was started; call once per round, in the order of the rounds."""
         self.drain()
-        if not self.totals:
-            return
         plan, comm = self.plan, self.plan.comm
         peer = self._peers[owner]
         rows = plan.send_rows(peer).numel()
         buffers, works = [], []
-        for dtype, width in self.layout.widths():
-            packed = self.layout.pack(gradients, None, dtype).contiguous()
-            buffer = torch.empty((rows, width), dtype=dtype, device=packed.device)
+        for packed in self._packed:
+            buffer = packed.new_empty(rows, packed.size(1))
             works.append(comm.exchange(packed, owner, buffer, peer, label=self.label))
             buffers.append(buffer)
+        self._packed = []
         self._pending = (peer, buffers, works)
+        if not self.overlap:
+            self.drain()
 
     def drain(self) -> None:
         """Waits for the round in flight and adds the peer's gradients to the totals."""

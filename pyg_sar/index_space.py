@@ -104,7 +104,7 @@ class _InSpace(Tensor):
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"{type(self).__name__}({plain(self)!r}, plan={self.plan!r})"
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> _InSpace:
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
@@ -312,7 +312,7 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
 def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     parts = list(args[0])
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    base = next(part for part in parts if isinstance(part, _InSpace))
+    base: Any = next(part for part in parts if isinstance(part, _InSpace))
     edges = isinstance(base, DistEdgeIndex)
     if dim not in ((1, -1) if edges else (0, -1)):
         raise _refusal(func)
@@ -361,6 +361,7 @@ def _compare(func: Any, args: Any, kwargs: Any) -> Any:
     left, right = args
     if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.shape != right.shape:
         raise _refusal(func)
+    base: Any
     base, other = (left, right) if isinstance(left, _InSpace) else (right, left)
 
     def make() -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -122,7 +123,7 @@ class Ledger:
         return self._resident_all
 
     def by_layer(self) -> dict[str, dict[str, int]]:
-        """Bytes received and sent per layer, phase and kind: ``{layer: {'forward fetch in': n}}``."""
+        """Bytes per layer, phase, kind and way: ``{layer: {'forward fetch in': n}}``."""
         table: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
             for ((layer, phase, kind), _), number in counts.items():
@@ -184,10 +185,8 @@ def reset_peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return int(torch.cuda.memory_allocated(device))
-    try:
+    with suppress(OSError):  # Not permitted: the peak is then that of the whole process.
         Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        pass  # Not permitted here: the peak is then that of the whole process.
     return _status_bytes("VmRSS")
 
 

@@ -19,8 +19,9 @@ class SARPolicy:
           rematerialization (SAR)         shards                 :math:`3 H_p F b` when
                                                                  the backward pass needs
                                                                  source values (case 2)
-    2     sequential aggregation, the     the halo, until the    :math:`2 H_p F b`
-          graph kept until backward       backward pass
+    2     sequential aggregation, the     ``1 + prefetch``       :math:`2 H_p F b`
+          graph kept until backward       shards, and all
+                                          messages' inputs
     3     one shot: fetch the halo, then  the halo, and all      :math:`2 H_p F b`
           PyG's own ``propagate``         messages
     ====  ==============================  =====================  ======================
@@ -30,9 +31,9 @@ class SARPolicy:
         prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
             shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
             cost of a second resident shard.
-        message_budget: Bytes of messages and message inputs materialized at a time. ``None``: as
-            much as the worker's own rows of the layer take, so that it shrinks with the
-            partition (at least 1 MiB).
+        message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
+            quarter of what the worker's own rows of the layer take, so that it shrinks with the
+            partition, but at least 1 MiB and at most 8 MiB.
 
     Raises:
         ValueError: When an argument is out of range.

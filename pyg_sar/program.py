@@ -165,10 +165,10 @@ class TileProgram:
         return total
 
     def release(self) -> None:
-        """Forgets the operands' values: shapes, dtypes and roles are all that backward asks for."""
+        """Forgets the operands' values: shapes, dtypes and roles are all that backward asks."""
         self.operands = [
-            Operand(operand.role, operand.tensor.detach().new_zeros(()).expand(operand.tensor.shape))
-            for operand in self.operands
+            Operand(o.role, o.tensor.detach().new_zeros(()).expand(o.tensor.shape))
+            for o in self.operands
         ]
 
     def gather(
@@ -244,7 +244,7 @@ class TileProgram:
 
 @contextmanager
 def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[None]:
-    """Puts tensor attributes that ``message`` set back, so that nothing of a tile outlives its turn.
+    """Puts back tensor attributes that ``message`` set: nothing of a tile outlives its turn.
 
     Buffers too, when the message runs a second time.
     """
@@ -274,21 +274,21 @@ def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[int, Tensor]]:
     gradients of the autograd function's inputs, once (contract, rule 3).
     """
     leaves: dict[int, Tensor] = {}
-    swapped: list[tuple[dict[str, Any], str, Tensor]] = []
+    swapped: list[tuple[Any, str, Tensor]] = []
     for module in layer.modules():
         for name, parameter in module._parameters.items():
             if parameter is None or not parameter.requires_grad:
                 continue
             if id(parameter) not in leaves:
                 leaves[id(parameter)] = parameter.detach().requires_grad_()
-            swapped.append((module._parameters, name, parameter))  # type: ignore[arg-type]
+            swapped.append((module._parameters, name, parameter))
     try:
-        for registry, name, parameter in swapped:
-            registry[name] = leaves[id(parameter)]
+        for registry, name, original in swapped:
+            registry[name] = leaves[id(original)]
         yield leaves
     finally:
-        for registry, name, parameter in swapped:
-            registry[name] = parameter
+        for registry, name, original in swapped:
+            registry[name] = original
 
 
 class AmbientState:

@@ -65,26 +65,29 @@ class Shards:
         self.num_edges = source.numel()
         self.in_degree = torch.bincount(target, minlength=plan.num_local)
         offsets = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
-        owner = torch.bucketize(source, offsets[1:], right=True)
+        owner = torch.bucketize(source, offsets[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
-        key = owner * max(plan.num_local, 1) + target
-        in_order = bool((key.diff() >= 0).all())
-        order = None if in_order else key.argsort(stable=True)
         counts = torch.bincount(owner, minlength=plan.world_size)
         self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
+        wide = plan.num_local * plan.world_size >= 2**31
+        key = (owner.long() if wide else owner).mul_(max(plan.num_local, 1)).add_(target)
+        del owner
+        order = None if bool((key[1:] >= key[:-1]).all()) else key.argsort(stable=True)
         if order is not None:
             source, target, key = source[order], target[order], key[order]
-        starts = torch.zeros(plan.world_size, dtype=torch.long, device=source.device)
-        starts[:] = offsets[:-1]
-        starts[plan.rank] = 0
-        source = source - starts.repeat_interleave(counts)
-        self._source = _narrow(source, plan.num_ids)
         self._columns = None if order is None else _narrow(order, self.num_edges)
+        del order
+        starts = offsets[:-1].clone()
+        starts[plan.rank] = 0
+        shifted = source - starts.repeat_interleave(counts)
+        self._source = _narrow(shifted, plan.num_ids)
+        del shifted, source
         first = torch.ones_like(key, dtype=torch.bool)
-        first[1:] = key.diff() != 0
+        torch.ne(key[1:], key[:-1], out=first[1:])
+        del key
         self._targets = target[first]
-        position = first.cumsum(0) - 1
-        self._position = _narrow(position, self.num_edges)
+        self._position = first.cumsum(0, dtype=torch.int32 if self.num_edges < 2**31 else None)
+        self._position -= 1
 
     def edges(self, owner: int) -> slice:
         """The shard's edges in shard order."""

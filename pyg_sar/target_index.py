@@ -1,17 +1,17 @@
 """The ``index`` that a message sees while only a tile of the in-edges is present.
 
 [Note: softmax over targets] PyG's attention layers call ``softmax(alpha, index, ptr, num_nodes)``
-inside ``message`` or ``edge_update``: a scatter-maximum, an exponential, a scatter-sum. Over a tile
-these give the tile's own maximum :math:`m_t` and normaliser :math:`s_t`, so the message comes out
-normalised over the tile alone. :class:`TargetIndex` sees both reductions pass by and keeps them; the
-reducer then weighs tile t by :math:`s_t e^{m_t - M} / S`, which gives exactly the global softmax
-wherever the message is linear in the normalised weights (FlashAttention's split over keys; SAR,
-section 3.4). The analysis checks the linearity by running the message with scaled normalisers.
+inside ``message`` or ``edge_update``: a scatter-maximum, an exponential, a scatter-sum. Over a
+tile these give the tile's own maximum :math:`m_t` and normaliser :math:`s_t`, so the message comes
+out normalised over the tile alone. :class:`TargetIndex` sees both reductions pass by and keeps
+them; the reducer then weighs tile t by :math:`s_t e^{m_t - M} / S`, which gives exactly the global
+softmax wherever the message is linear in the normalised weights (FlashAttention's split over keys;
+SAR, section 3.4). The analysis checks the linearity by running the message with scaled normalisers.
 
 The normaliser is handed to the message as a constant and its own gradient is restored afterwards:
 with :math:`out_i = \\sum_e p_e v_e` homogeneous of degree -1 in :math:`S_i`,
-:math:`\\partial L/\\partial S_i = -\\langle g_i, out_i\\rangle / S_i`, which is at hand locally, so
-that no second pass over the shards is needed.
+:math:`\\partial L/\\partial S_i = -\\langle g_i, out_i\\rangle / S_i`, which is at hand locally,
+so that no second pass over the shards is needed.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class TargetIndex(Tensor):
         target_rows: Local node id of each edge's target.
         num_targets: Targets of the tile.
         num_local: Nodes of the worker.
-        log: Where reductions are noted.
+        reductions: Where they are noted.
     """
 
     flat: Tensor
     target_rows: Tensor
     num_targets: int
     num_local: int
-    log: Reductions
+    reductions: Reductions
 
     @classmethod
     def __torch_function__(
@@ -119,17 +119,17 @@ def _plain(value: Any) -> Any:
 def target_index(index: Tensor, like: TargetIndex) -> TargetIndex:
     """A view or expansion of ``like``."""
     out = index.as_subclass(TargetIndex)
-    out.flat, out.target_rows, out.log = like.flat, like.target_rows, like.log
+    out.flat, out.target_rows, out.reductions = like.flat, like.target_rows, like.reductions
     out.num_targets, out.num_local = like.num_targets, like.num_local
     return out
 
 
 def make_target_index(
-    index: Tensor, target_rows: Tensor, num_targets: int, num_local: int, log: Reductions
+    index: Tensor, target_rows: Tensor, num_targets: int, num_local: int, reductions: Reductions
 ) -> TargetIndex:
     """Wraps a tile's index. Shapes: ``index``, ``target_rows`` ``[E_tile]``."""
     out = index.view_as(index).as_subclass(TargetIndex)
-    out.flat, out.target_rows, out.log = index, target_rows, log
+    out.flat, out.target_rows, out.reductions = index, target_rows, reductions
     out.num_targets, out.num_local = num_targets, num_local
     return out
 
@@ -138,7 +138,7 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Tensor:
     out, dim, index, values = args[:4]
     if not isinstance(index, TargetIndex) or isinstance(out, TargetIndex):
         raise NeedsAllEdges("the message reduces over targets in an unusual way")
-    log = index.log
+    log = index.reductions
     if out.size(dim) != index.num_targets:
         raise NeedsAllEdges("the message reduces over targets into a tensor of another size")
     result = func(out, dim, _plain(index), values, *args[4:], **kwargs)

@@ -354,7 +354,7 @@ class DistMessagePassing(MessagePassing):
         if not cacheable or len(tensors) < 2 or any(t.requires_grad for t in others):
             yield
             return
-        key = ("normalised", id(self), tensors[0].dtype, tensors[0].size(0))
+        key: tuple[Any, ...] = ("normalised", id(self), tensors[0].dtype, tensors[0].size(0))
         key += tuple((id(t), t._version) for t in others)
         found = edge_index._memory.get(key)
         self._cached_edge_index = None if found is None else found[0]
@@ -369,8 +369,8 @@ class DistMessagePassing(MessagePassing):
             self._cached_edge_index = None
 
 
-DistMessagePassing._orig_propagate = DistMessagePassing.propagate  # type: ignore[attr-defined]
-DistMessagePassing._jinja_propagate = DistMessagePassing.propagate  # type: ignore[attr-defined]
+DistMessagePassing._orig_propagate = DistMessagePassing.propagate
+DistMessagePassing._jinja_propagate = DistMessagePassing.propagate
 
 _NEEDS_VALUES = (MaxAggregation, MinAggregation)
 

@@ -18,7 +18,8 @@ _LABEL_BACK = ("", "backward", "statistics")
 def merged_moments(x: Tensor, comm: Communicator) -> tuple[Tensor, Tensor, int]:
     r"""Mean, biased variance and count over the rows of all workers.
 
-    Each worker's count :math:`n_p`, mean :math:`\mu_p` and :math:`M_p = \sum (x - \mu_p)^2` merge by
+    Each worker's count :math:`n_p`, mean :math:`\mu_p` and :math:`M_p = \sum (x - \mu_p)^2`
+    merge by
 
     .. math::
         \mu = \sum_p \frac{n_p}{n} \mu_p, \qquad
@@ -76,7 +77,8 @@ class _Normalise(torch.autograd.Function):
         )
         sums = ctx.comm.all_reduce(sums, label=_LABEL_BACK) / ctx.total
         first, second = sums.to(inverse.dtype)
-        return ((gradient - first - normal * second) * inverse).to(normal.dtype), None, None, None, None
+        result = ((gradient - first - normal * second) * inverse).to(normal.dtype)
+        return result, None, None, None, None
 
 
 class DistBatchNorm1d(torch.nn.BatchNorm1d):
@@ -128,11 +130,11 @@ class DistBatchNorm(torch_geometric.nn.BatchNorm):
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.allow_single_element:
-            return self.module(x)  # type: ignore[no-any-return]
+            return self.module(x)
         total = torch.tensor([x.size(0)], device=x.device)
         comm = current()
         if int(comm.all_reduce(total, label=_LABEL)) > 1:
-            return self.module(x)  # type: ignore[no-any-return]
+            return self.module(x)
         norm = self.module
         return torch.nn.functional.batch_norm(
             x, norm.running_mean, norm.running_var, norm.weight, norm.bias, False, 0.0, norm.eps

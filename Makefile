@@ -1,0 +1,74 @@
+# Everything runs in the virtual environment .venv, which the first target that needs it makes.
+#
+#   PYTHON       the Python (3.11 or newer) that makes the environment
+#   TORCH        the PyTorch that is installed; pip's own settings (PIP_INDEX_URL, ...) apply
+#   PYTEST_ARGS  more arguments of pytest, for example PYTEST_ARGS='-k storage'
+
+PYTHON ?= python3
+TORCH ?= torch==2.13.0
+PYTEST_ARGS ?=
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMPS := $(VENV)/.stamps
+# Extras are built against the PyTorch that is installed, not against another one in isolation.
+INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation
+
+.DEFAULT_GOAL := help
+.NOTPARALLEL:
+.PHONY: help venv demo test test-full lint format clean distclean
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
+venv: $(STAMPS)/core ## Make the virtual environment and install the package with its core needs
+
+demo: $(STAMPS)/plot ## Partition a synthetic graph, train on 4 workers, compare with one process
+	$(BIN)/pyg-sar demo
+
+test: $(STAMPS)/test ## Run ruff, mypy and the tests
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/pytest $(PYTEST_ARGS)
+
+test-full: $(STAMPS)/full test ## Install the extras sparse and ogb (minutes of compiling), then test
+
+lint: $(STAMPS)/test ## Run ruff and mypy
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+
+format: $(STAMPS)/test ## Let ruff correct the layout of the code
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+clean: ## Remove caches and what builds leave behind
+	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
+
+distclean: clean ## Remove the virtual environment as well
+	rm -rf $(VENV)
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
+		{ echo "pyg_sar needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(STAMPS)/core: pyproject.toml | $(BIN)/python
+	$(INSTALL) 'setuptools>=77' wheel
+	$(INSTALL) '$(TORCH)'
+	$(INSTALL) -e .
+	@mkdir -p $(STAMPS) && touch $@
+
+$(STAMPS)/plot: $(STAMPS)/core
+	$(INSTALL) -e '.[plot]'
+	@touch $@
+
+$(STAMPS)/test: $(STAMPS)/core
+	$(INSTALL) -e '.[test]'
+	@touch $@
+
+$(STAMPS)/full: $(STAMPS)/test
+	$(INSTALL) -e '.[test,sparse,ogb]'
+	@touch $@

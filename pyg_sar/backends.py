@@ -1,0 +1,347 @@
+"""The libraries that carry tensors between processes, each an object behind one interface.
+
+A transport's methods block; the communicator calls them from its issuing thread alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.errors import PygSarError
+from pyg_sar.rendezvous import Place
+
+Parcel = tuple[int, Tensor]
+"""(peer, contiguous tensor)"""
+
+ABORT_TAG = 1 << 20
+"""Nobody ever sends with this tag."""
+
+OPS = ("sum", "max", "min")
+
+
+class TransportError(PygSarError):
+    """The backend reported a failed transfer; why is still to be found out."""
+
+
+class Transport(ABC):
+    """Carries tensors between ranks."""
+
+    name: ClassVar[str]
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+        """Sends and receives all parcels at once; returns when all have arrived."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        """Reduces a contiguous tensor over all ranks, in place."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        """Returns every rank's tensor, of equal shapes, in rank order."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        """Overwrites a contiguous tensor with the one of rank ``src``."""
+
+    def abort(self) -> None:
+        """Gives up what is under way, without waiting for it."""
+
+    def close(self) -> None:
+        """Frees what the transport holds."""
+
+
+def to_bytes(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor's memory as a flat uint8 tensor: any dtype can travel so."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+# Through torch.distributed ###################################################
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a transport is opened with."""
+
+    place: Place
+    store: dist.Store | None
+    timeout: float
+    device: torch.device
+
+
+class GroupTransport(Transport):
+    """Any backend of :mod:`torch.distributed`.
+
+    The default process group is set up where the script has none yet, so that the rest of
+    ``torch.distributed`` can be used as well; otherwise a group is made beside it.
+    """
+
+    uses_store: ClassVar[bool] = True
+    """Whether the workers meet in torchrun's store (MPI brings its own)."""
+    stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {torch.bool: torch.uint8}
+    """dtypes that the backend can't (or shouldn't) reduce: which one is used instead."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.owns_world = not dist.is_initialized()
+        limit = timedelta(seconds=setting.timeout)
+        if self.owns_world:
+            dist.init_process_group(timeout=limit, **self.arguments(setting))
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(backend=self.name, timeout=limit)
+        if group is None:
+            raise PygSarError(f"torch.distributed gave no process group for {self.name!r}")
+        self.group: dist.ProcessGroup = group
+        super().__init__(dist.get_rank(), dist.get_world_size(), setting.device)
+
+    @classmethod
+    def check(cls) -> None:
+        """Raises ``ValueError`` where this backend isn't available."""
+        if not dist.is_backend_available(cls.name):
+            raise unavailable(cls.name, f"a PyTorch built with {cls.name}")
+
+    @classmethod
+    def choose_device(cls, place: Place) -> torch.device:
+        """Returns the device of a worker."""
+        return torch.device("cpu")
+
+    def arguments(self, setting: Setting) -> dict[str, Any]:
+        """Returns the arguments of ``init_process_group``."""
+        if setting.store is None:
+            return {"backend": self.name}
+        return {
+            "backend": self.name,
+            "store": setting.store,
+            "rank": setting.place.rank,
+            "world_size": setting.place.world_size,
+        }
+
+    def home(self) -> torch.device:
+        """Returns the device whose memory the backend reads and writes."""
+        return torch.device("cpu")
+
+    def stage(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, or a copy of it that the backend can read."""
+        return tensor.to(self.home())
+
+    def buffer(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, or memory of its size that the backend can write."""
+        if tensor.device == self.home():
+            return tensor
+        return torch.empty_like(tensor, device=self.home())
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+        outgoing = [(peer, to_bytes(self.stage(tensor))) for peer, tensor in sends]
+        landing = [(self.buffer(tensor), tensor) for _, tensor in recvs]
+        incoming = [
+            (peer, to_bytes(buffer[0])) for (peer, _), buffer in zip(recvs, landing, strict=True)
+        ]
+        with _reported():
+            self.transfer(outgoing, incoming)
+        for buffer, target in landing:
+            if buffer is not target:
+                target.copy_(buffer)
+
+    def transfer(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+        """Posts all, then waits for all."""
+        works = [dist.irecv(tensor, peer, group=self.group) for peer, tensor in recvs]
+        works += [dist.isend(tensor, peer, group=self.group) for peer, tensor in sends]
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    def all_reduce(self, tensor: Tensor, op: str) -> None:
+        staged = self.stage(tensor)
+        dtype = self.stand_in.get(tensor.dtype, tensor.dtype)
+        wide = staged if dtype == staged.dtype else staged.to(dtype)
+        # The sum of truth values is "any", which uint8 would wrap around.
+        how = "max" if tensor.dtype == torch.bool and op == "sum" else op
+        with _reported():
+            dist.all_reduce(wide, getattr(dist.ReduceOp, how.upper()), group=self.group)
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+        staged = self.stage(tensor)
+        out = [torch.empty_like(staged) for _ in range(self.world_size)]
+        with _reported():
+            dist.all_gather([to_bytes(t) for t in out], to_bytes(staged), group=self.group)
+        return [t.to(tensor.device) for t in out]
+
+    def broadcast(self, tensor: Tensor, src: int) -> None:
+        staged = self.stage(tensor)
+        with _reported():
+            dist.broadcast(to_bytes(staged), src, group=self.group)
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(None if self.owns_world else self.group)
+
+
+class GlooTransport(GroupTransport):
+    """gloo: CPU, over TCP. Tensors of other devices are staged through CPU memory."""
+
+    name = "gloo"
+    # Half precision is summed in float32: W roundings become one.
+    stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {
+        torch.bool: torch.uint8,
+        torch.int16: torch.int32,
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+    }
+
+    def abort(self) -> None:
+        # gloo has no call for it, but a receive that times out closes all connections of the
+        # group, which ends whatever waits for them.
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError):
+                    work = dist.irecv(torch.empty(1), peer, group=self.group, tag=ABORT_TAG)
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
+
+
+class NcclTransport(GroupTransport):
+    """NCCL: one GPU per worker."""
+
+    name = "nccl"
+
+    @classmethod
+    def check(cls) -> None:
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            raise unavailable(cls.name, "a PyTorch built with NCCL, and CUDA devices")
+
+    @classmethod
+    def choose_device(cls, place: Place) -> torch.device:
+        number = place.local_rank
+        if number is None:
+            if place.local_world_size > 1 and torch.cuda.device_count() > 1:
+                raise ValueError(
+                    "LOCAL_RANK is not set, so backend 'nccl' can't choose a GPU. Start the "
+                    "workers with torchrun, or pass device= to init()"
+                )
+            number = 0
+        if number >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK={number}, but this host has {torch.cuda.device_count()} CUDA "
+                f"device(s). Start fewer workers per host, or use backend='gloo'"
+            )
+        return torch.device("cuda", number)
+
+    def arguments(self, setting: Setting) -> dict[str, Any]:
+        torch.cuda.set_device(setting.device)
+        return {**super().arguments(setting), "device_id": setting.device}
+
+    def home(self) -> torch.device:
+        return self.device
+
+    def transfer(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+        posts = [dist.P2POp(dist.irecv, tensor, peer, self.group) for peer, tensor in recvs]
+        posts += [dist.P2POp(dist.isend, tensor, peer, self.group) for peer, tensor in sends]
+        for work in dist.batch_isend_irecv(posts) if posts else ():
+            work.wait()
+
+    def abort(self) -> None:
+        if hasattr(self.group, "abort"):  # Newer than the oldest PyTorch that will do.
+            self.group.abort()
+
+
+class MpiTransport(GroupTransport):
+    """MPI, for a PyTorch built with it; the workers are started with ``mpirun``."""
+
+    name = "mpi"
+    uses_store = False
+
+    @classmethod
+    def check(cls) -> None:
+        if not dist.is_mpi_available():
+            raise unavailable(cls.name, "a PyTorch built from source with MPI")
+
+
+class CclTransport(GroupTransport):
+    """Intel oneCCL, from the package ``oneccl_bindings_for_pytorch``."""
+
+    name = "ccl"
+
+    @classmethod
+    def check(cls) -> None:
+        try:
+            # Importing it is what registers the backend.
+            importlib.import_module("oneccl_bindings_for_pytorch")
+        except ImportError as error:
+            needs = "the package oneccl_bindings_for_pytorch"
+            raise unavailable(cls.name, needs) from error
+
+
+TRANSPORTS: dict[str, type[GroupTransport]] = {
+    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport, CclTransport)
+}
+
+
+def unavailable(name: str, needs: str) -> ValueError:
+    """Returns the error for a backend that isn't there."""
+    return ValueError(
+        f"backend={name!r} needs {needs}, which is not here (torch {torch.__version__}). "
+        f"Use backend='gloo', which every PyTorch has"
+    )
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Marks errors of the backend: they tell that a transfer failed, never why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(str(error).partition("\n")[0]) from error
+
+
+# Order on a GPU ##############################################################
+
+
+class Lane:
+    """Orders the issuer's work on a GPU after what the caller has queued there.
+
+    The caller marks its stream; the issuer then works on a stream of its own, after the mark, and
+    empties it before it goes on: an ended transfer is one whose data is there. Does nothing
+    where CUDA isn't in use.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Marks how far the caller's stream has to be."""
+        if not torch.cuda.is_initialized():
+            return None
+        return torch.cuda.current_stream().record_event()
+
+    @contextlib.contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Runs a block after the mark."""
+        if mark is None:
+            yield
+            return
+        if mark.device not in self._streams:
+            self._streams[mark.device] = torch.cuda.Stream(mark.device)
+        stream = self._streams[mark.device]
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()

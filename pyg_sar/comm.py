@@ -1,0 +1,157 @@
+"""Which communicator is current: ``init``, ``current``, ``finalize``."""
+
+from __future__ import annotations
+
+import math
+from contextvars import ContextVar
+
+import torch
+import torch.distributed as dist
+
+from pyg_sar.backends import TRANSPORTS, Setting
+from pyg_sar.communicator import (
+    COLLECTIVE,
+    Communicator,
+    GroupCommunicator,
+    LocalCommunicator,
+    Outgoing,
+)
+from pyg_sar.issuer import Work
+from pyg_sar.ledger import Label
+from pyg_sar.rendezvous import (
+    Place,
+    call_the_roll,
+    connect,
+    default_backend,
+    read_environment,
+    reconnect,
+)
+from pyg_sar.watch import ASK, NoWatch, StoreWatch
+
+__all__ = [
+    "COLLECTIVE",
+    "Communicator",
+    "Label",
+    "LocalCommunicator",
+    "Outgoing",
+    "Work",
+    "adopt",
+    "current",
+    "finalize",
+    "init",
+]
+
+
+class Scope:
+    """Holds the current communicator of a process, or of a thread that is a worker."""
+
+    def __init__(self) -> None:
+        self.comm: Communicator | None = None
+        self.fallback: LocalCommunicator | None = None
+        self.generation = 0
+
+
+_scope: ContextVar[Scope] = ContextVar("pyg_sar communicator", default=Scope())  # noqa: B039
+# The default is one object for the whole process: threads (autograd's on CUDA, data loaders) start
+# with an empty context, and must find the process's communicator all the same.
+
+
+def current() -> Communicator:
+    """Returns the current communicator; that of a single process where none was set up."""
+    scope = _scope.get()
+    if scope.comm is not None and not scope.comm.closed:
+        return scope.comm
+    if scope.fallback is None:
+        scope.fallback = LocalCommunicator()
+    return scope.fallback
+
+
+def init(
+    backend: str | None = None,
+    *,
+    timeout: float = 1800.0,
+    device: torch.device | str | None = None,
+) -> Communicator:
+    """Joins the workers of this run, and returns the communicator (the current one, if any).
+
+    Reads torchrun's environment. Without it, this process is the only worker.
+
+    Args:
+        backend: ``'gloo'``, ``'nccl'``, ``'mpi'`` or ``'ccl'``. By default ``'nccl'`` where every
+            worker of the host has a GPU of its own, else ``'gloo'``.
+        timeout: Seconds that an operation, and the start, may take.
+        device: Device of this worker. By default the CPU, or ``cuda:LOCAL_RANK`` with NCCL.
+
+    Returns:
+        The communicator.
+
+    Raises:
+        ValueError: An unknown or missing backend, an incomplete environment (names the variable).
+        CommTimeoutError: Workers that did not come.
+    """
+    check_init(backend, timeout)
+    scope = _scope.get()
+    if scope.comm is not None and not scope.comm.closed:
+        if scope.comm.world_size > 1 and backend not in (None, scope.comm.backend):
+            raise ValueError(
+                f"backend={backend!r}, but this process already uses {scope.comm.backend!r}; "
+                f"call pyg_sar.finalize() first"
+            )
+        return scope.comm
+    scope.generation += 1
+    target = None if device is None else torch.device(device)
+    scope.comm = _open(backend, timeout, target, scope.generation)
+    return scope.comm
+
+
+def check_init(backend: str | None, timeout: float) -> None:
+    """Raises ``ValueError`` on arguments of :func:`init` that make no sense."""
+    if backend is not None and backend not in TRANSPORTS:
+        hint = " ('threads' is for pyg_sar.launch())" if backend == "threads" else ""
+        raise ValueError(f"backend={backend!r} must be one of {', '.join(TRANSPORTS)}{hint}")
+    if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
+        raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
+
+
+def _open(
+    backend: str | None, timeout: float, device: torch.device | None, generation: int
+) -> Communicator:
+    if backend is not None:
+        TRANSPORTS[backend].check()
+    if backend is not None and not TRANSPORTS[backend].uses_store:
+        place = Place(rank=0, world_size=1, local_rank=None, local_world_size=1, agent_store=True)
+        device = device or TRANSPORTS[backend].choose_device(place)
+        setting = Setting(place=place, store=None, timeout=timeout, device=device)
+        return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
+    found = read_environment()
+    if found is None or found.world_size == 1:
+        if found is not None and device is None:
+            device = TRANSPORTS[backend or default_backend(found)].choose_device(found)
+        return LocalCommunicator(device, timeout)
+    kind = TRANSPORTS[backend or default_backend(found)]
+    device = device or kind.choose_device(found)
+    store = dist.PrefixStore(f"pyg_sar/{generation}", connect(found, timeout))
+    everyone = call_the_roll(store, found, kind.name, timeout)
+    # A connection of its own: it must not queue behind a backend that waits for a key.
+    watch = StoreWatch(
+        dist.PrefixStore(f"pyg_sar/{generation}/watch", reconnect(ASK)), found, everyone
+    )
+    setting = Setting(
+        place=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
+    )
+    return GroupCommunicator(kind(setting), watch, timeout)
+
+
+def finalize() -> None:
+    """Ends the current communicator, if there is one. Never raises."""
+    scope = _scope.get()
+    comm, scope.comm, scope.fallback = scope.comm, None, None
+    if comm is not None:
+        comm.close()
+
+
+def adopt(comm: Communicator) -> None:
+    """Makes ``comm`` the current one of this thread (and of what it starts in its context)."""
+    scope = Scope()
+    scope.comm = comm
+    _scope.set(scope)

@@ -1,0 +1,50 @@
+"""The exceptions of the package. User mistakes are ``ValueError`` or ``TypeError`` instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class PygSarError(RuntimeError):
+    """Base of the package's own errors."""
+
+
+class CommTimeoutError(PygSarError, TimeoutError):
+    """A transfer did not end in time, though no worker is known to be lost."""
+
+
+class WorkerError(PygSarError):
+    """A worker failed.
+
+    Args:
+        message: What happened.
+        rank: The rank where the failure began (not one that only ended because of it).
+        traceback: That rank's traceback as text, where it is known.
+    """
+
+    def __init__(self, message: str, *, rank: int, traceback: str = "") -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.traceback = traceback
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), str(self), self.rank, self.traceback)
+
+
+class LostWorkerError(WorkerError):
+    """A worker is gone: killed, crashed, unreachable, or ended before the others.
+
+    :attr:`rank` is the lost one.
+    """
+
+
+class PartitionError(PygSarError, ValueError):
+    """A partition folder is damaged, incomplete, of another version or of another world size."""
+
+
+class DistributedIndexError(PygSarError):
+    """An operation on a distributed index has no distributed meaning here."""
+
+
+def _rebuild(kind: type[WorkerError], message: str, rank: int, traceback: str) -> WorkerError:
+    return kind(message, rank=rank, traceback=traceback)

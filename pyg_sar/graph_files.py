@@ -1,0 +1,150 @@
+"""Graphs in files: NumPy archives, and saved ``Data`` objects read without running their code."""
+
+from __future__ import annotations
+
+import copy
+import os
+import pickle
+import re
+import zipfile
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
+from torch_geometric.data.storage import AttrType, BaseStorage, GlobalStorage
+
+FILE_SUFFIXES = (".npz", ".pt", ".pth")
+CSR_KEYS = ("x_indptr", "x_indices", "x_values", "x_shape")
+
+
+def load_npz(path: str | os.PathLike[str]) -> Data:
+    """Reads a graph from a NumPy archive.
+
+    ==============================  =======================================================
+    key                             content
+    ==============================  =======================================================
+    ``edge_index``                  integers ``[2, E]`` (source, target); required
+    ``num_nodes``                   default: rows of ``x``, or the largest node id and one
+    ``x``                           features ``[N, F]``; or, as a CSR matrix, ``x_indptr``,
+                                    ``x_indices``, ``x_values``, ``x_shape``
+    ``y``                           labels; -1: none
+    ``train_mask``, ...             bool ``[N]``, or ``[N, k]`` for k splits
+    ``meta``                        left out
+    any other                       kept: numbers as tensors, texts as lists
+    ==============================  =======================================================
+
+    Raises:
+        ValueError: When the file is not such an archive, or holds a heterogeneous graph.
+        OSError: When there is no such file.
+    """
+    try:
+        with open(path, "rb") as opened, np.lib.npyio.NpzFile(opened) as file:
+            arrays = {key: file[key] for key in file.files if key != "meta"}
+    except (ValueError, EOFError, zipfile.BadZipFile) as error:
+        raise ValueError(f"'{path}' is not a NumPy archive of plain arrays: {error}") from error
+    if any(key.startswith("num_nodes__") for key in arrays):
+        raise ValueError(f"'{path}' holds a heterogeneous graph; only homogeneous ones are read")
+    if "edge_index" not in arrays:
+        raise ValueError(f"'{path}' has no 'edge_index'; it holds {', '.join(sorted(arrays))}")
+    data = Data(edge_index=torch.from_numpy(arrays.pop("edge_index").astype(np.int64)))
+    if all(key in arrays for key in CSR_KEYS):
+        data.x = _csr_matrix(path, *(arrays.pop(key) for key in CSR_KEYS))
+    num_nodes = arrays.pop("num_nodes", None)
+    for key, array in arrays.items():
+        data[key] = _value(array)
+    if num_nodes is not None:
+        data.num_nodes = int(num_nodes)
+    elif data.get("x") is None:
+        data.num_nodes = int(data.edge_index.max()) + 1 if data.edge_index.numel() else 0
+    return data
+
+
+def _value(array: np.ndarray[Any, Any]) -> Any:
+    if array.dtype.kind == "U" or array.ndim == 0:
+        return array.tolist()
+    return torch.from_numpy(array)
+
+
+def _csr_matrix(path: Any, starts: Any, columns: Any, values: Any, shape: Any) -> Tensor:
+    try:
+        counts = torch.from_numpy(np.diff(starts).astype(np.int64))
+        rows = torch.repeat_interleave(torch.arange(counts.numel()), counts)
+        index = torch.stack([rows, torch.from_numpy(columns.astype(np.int64))])
+        size = tuple(int(n) for n in shape)
+        entries = torch.from_numpy(values)
+        matrix = torch.sparse_coo_tensor(index, entries, size, check_invariants=True)
+        return matrix.coalesce().to_sparse_csr()  # Columns come in any order.
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise ValueError(f"'x' of '{path}' is not a CSR matrix: {error}") from error
+
+
+@contextmanager
+def safe_data_classes() -> Iterator[None]:
+    """Lets ``torch.load(weights_only=True)`` build PyG's ``Data`` and NumPy arrays as well.
+
+    These classes hold plain values: building one runs no code of the file's choosing. The list of
+    safe classes is the process's; afterwards it is as it was before.
+    """
+    before = torch.serialization.get_safe_globals()
+    reconstruct: Any = np.empty(0).__reduce__()[0]  # Moved between NumPy's versions.
+    numpy_types = {type(np.dtype(code)) for code in np.typecodes["All"]}
+    classes = [Data, DataEdgeAttr, DataTensorAttr, AttrType, BaseStorage, GlobalStorage, set]
+    # PyG's cache of attribute levels is a defaultdict, which torch reads only as a dict.
+    plain_dict: Any = (_empty_dict, "collections.defaultdict")
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(
+        [known for known in before if known is not defaultdict]
+        + [*classes, *numpy_types, np.ndarray, np.dtype, reconstruct, plain_dict]
+    )
+    try:
+        yield
+    finally:
+        torch.serialization.clear_safe_globals()
+        torch.serialization.add_safe_globals(before)
+
+
+def _empty_dict(*_: Any) -> dict[Any, Any]:
+    return {}
+
+
+def load_saved(path: str | os.PathLike[str]) -> Data:
+    """Reads a ``Data`` written by ``torch.save(data, path)``.
+
+    ``data.to_dict()`` and the processed file of a PyG dataset of one graph will do as well.
+    Only tensors, arrays, plain values and ``Data`` itself are read, so that the file can't run
+    code.
+
+    Raises:
+        ValueError: When the file holds anything else.
+        OSError: When there is no such file.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise FileNotFoundError(f"There is no file '{path}'")
+    try:
+        with safe_data_classes():
+            value = torch.load(path, map_location="cpu", weights_only=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError) as error:
+        names = sorted(set(re.findall(r"GLOBAL ([\w.]+)", str(error))))
+        reason = f"it needs {', '.join(names)}" if names else "it is damaged or of another kind"
+        raise ValueError(
+            f"'{path}' can't be loaded safely: {reason}. Only tensors, arrays, plain values and "
+            "homogeneous Data are read; save torch.save(data.to_dict(), path) with plain "
+            "attributes, or an .npz"
+        ) from error
+    if isinstance(value, tuple) and len(value) > 1 and value[1] is None:
+        value = value[0]  # A dataset's processed file: (data, slices=None, class).
+    if isinstance(value, dict):
+        value = Data.from_dict(value)
+    if type(value) is not Data:
+        raise ValueError(
+            f"'{path}' does not hold one homogeneous Data (got {type(value).__name__})"
+        )
+    return copy.copy(value)  # Drops PyG's cache of levels.

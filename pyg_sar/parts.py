@@ -1,0 +1,190 @@
+"""The tensors of one part of a graph, and the whole graph back from all parts.
+
+Tensors of part :math:`p`, with :math:`n_p` nodes, :math:`H_p` halo rows, :math:`E_p` edges and
+:math:`P` parts (all int64 but the attributes):
+
+===============  =============  ==========================================================
+name             shape          content
+===============  =============  ==========================================================
+n_id             [n_p]          global ids of its nodes, ascending
+halo_n_id        [H_p]          global ids of the remote sources of its edges, by (owner, id)
+halo_counts      [P]            halo rows per owner
+send_index       [sum]          its rows that peers need, by peer, in that peer's halo order
+send_counts      [P]            how many rows each peer needs
+edge_index       [2, E_p]       edges whose target it owns: sources are local (< n_p) or
+                                n_p + position in halo_n_id, targets local
+e_id             [E_p]          global edge ids (columns of the whole graph's edge_index)
+node.NAME        [n_p, ...]     node-level attributes (see ``attributes.py``)
+edge.NAME        [E_p, ...]     edge-level attributes
+graph.NAME       [...]          graph-level tensors, whole in every part
+===============  =============  ==========================================================
+
+Edges are sorted by (owner of the source, target, source, e_id), the part itself being an owner
+like the others.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_sar.attributes import (
+    Attribute,
+    Column,
+    concatenate_rows,
+    decode,
+    select_rows,
+    tensor_names,
+)
+from pyg_sar.partition import Layout
+
+PartTensors = dict[str, Tensor]
+
+
+def check_graph(data: Data) -> tuple[Tensor, int]:
+    """Checks ``data`` and returns its edges (int64, on the CPU) and number of nodes.
+
+    Raises:
+        TypeError: When ``data`` is not a homogeneous ``Data``.
+        ValueError: When its edges can't be used.
+    """
+    if isinstance(data, HeteroData) or not isinstance(data, Data):
+        raise TypeError(
+            "Expected 'data' to be a homogeneous torch_geometric.data.Data "
+            f"(got {type(data).__name__}); a HeteroData converts with data.to_homogeneous()"
+        )
+    num_nodes = data.num_nodes
+    if num_nodes is None:
+        raise ValueError("'data' does not tell its number of nodes; set data.num_nodes")
+    edge_index = _edge_index(data)
+    if edge_index.numel() > 0:
+        low, high = int(edge_index.min()), int(edge_index.max())
+        if low < 0 or high >= num_nodes:
+            raise ValueError(
+                f"Expected 'edge_index' to hold node ids 0 to {num_nodes - 1} (got {low} to "
+                f"{high}); correct it or set data.num_nodes"
+            )
+    return edge_index, int(num_nodes)
+
+
+def _edge_index(data: Data) -> Tensor:
+    edge_index = data.get("edge_index")
+    if edge_index is None:
+        if data.get("adj_t") is not None or data.get("adj") is not None:
+            raise ValueError(
+                "'data' holds its edges as 'adj' or 'adj_t'; partition it before ToSparseTensor, "
+                "or set data.edge_index by torch_geometric.utils.to_edge_index"
+            )
+        return torch.empty(2, 0, dtype=torch.long)
+    if hasattr(edge_index, "as_tensor"):
+        edge_index = edge_index.as_tensor()  # PyG's EdgeIndex.
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(
+            f"Expected 'edge_index' to be a tensor (got {type(edge_index).__name__}); "
+            "convert it with torch.as_tensor"
+        )
+    dtype = edge_index.dtype
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        raise ValueError(
+            f"Expected 'edge_index' to hold integers (got dtype {dtype}); convert it with .long()"
+        )
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            f"Expected 'edge_index' of shape [2, num_edges] (got {list(edge_index.shape)})"
+        )
+    return edge_index.detach().cpu().long()
+
+
+def part_tensors(
+    edge_index: Tensor, layout: Layout, columns: dict[str, Column], p: int
+) -> PartTensors:
+    """The tensors of part ``p``, by their names in its file."""
+    n_id, halo = layout.nodes(p), layout.halos[p]
+    sends = [layout.send_rows(p, q) for q in range(layout.num_parts)]
+    local_edges, e_id = _part_edges(edge_index, layout, p)
+    tensors = {
+        "n_id": n_id.clone(),
+        "halo_n_id": layout.node_order[halo],
+        "halo_counts": layout.halo_counts(p),
+        "send_index": torch.cat(sends),
+        "send_counts": torch.tensor([rows.numel() for rows in sends]),
+        "edge_index": local_edges,
+        "e_id": e_id,
+    }
+    ids = {"node": n_id, "edge": e_id}
+    for name, column in columns.items():
+        rows = column.tensors
+        if column.attribute.level in ids:
+            rows = select_rows(column.attribute, rows, ids[column.attribute.level])
+        for suffix, full_name in tensor_names(name, column.attribute).items():
+            if full_name in tensors:
+                raise ValueError(
+                    f"Two attributes would be stored as '{full_name}'; rename '{name}'"
+                )
+            tensors[full_name] = rows[suffix].clone(memory_format=torch.contiguous_format)
+    return tensors
+
+
+def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Tensor]:
+    """The edges of part ``p`` in its index space, and their global ids, in the file's order."""
+    e_id, halo = layout.edges(p), layout.halos[p]
+    low, high = int(layout.node_offsets[p]), int(layout.node_offsets[p + 1])
+    source = edge_index[0, e_id]
+    rank, owner = layout.node_rank[source], layout.part[source]
+    target = layout.node_rank[edge_index[1, e_id]] - low
+    # Stable sorts, the last key first; ids ascend already. By rank is by (owner, source).
+    order = rank.sort(stable=True).indices
+    order = order[(owner * max(high - low, 1) + target)[order].sort(stable=True).indices]
+    rank, target = rank[order], target[order]
+    local = (rank >= low) & (rank < high)
+    source = torch.where(local, rank - low, torch.searchsorted(halo, rank) + (high - low))
+    return torch.stack([source, target]), e_id[order]
+
+
+def decode_attributes(
+    attributes: dict[str, Attribute], values: dict[str, Any], tensors: PartTensors
+) -> dict[str, Any]:
+    """The attributes of a part as ``Data`` held them, ``{name: value}``, for the part's rows.
+
+    Args:
+        attributes: How each is stored.
+        values: The graph-level plain values.
+        tensors: The part's tensors.
+    """
+    decoded = {}
+    for name, attribute in attributes.items():
+        names = tensor_names(name, attribute)
+        rows = {suffix: tensors[full_name] for suffix, full_name in names.items()}
+        decoded[name] = decode(attribute, rows, values.get(name))
+    return decoded
+
+
+def merge_parts(
+    attributes: dict[str, Attribute],
+    values: dict[str, Any],
+    num_nodes: int,
+    parts: list[PartTensors],
+) -> Data:
+    """The whole graph from the tensors of all parts, nodes and edges in their old order."""
+    place = {
+        "node": torch.cat([part["n_id"] for part in parts]).argsort(),
+        "edge": torch.cat([part["e_id"] for part in parts]).argsort(),
+    }
+    edges = [torch.cat([part["n_id"], part["halo_n_id"]])[part["edge_index"]] for part in parts]
+    whole = dict(parts[0])
+    for name, attribute in attributes.items():
+        if attribute.level not in place:
+            continue
+        names = tensor_names(name, attribute)
+        rows = [{suffix: part[full] for suffix, full in names.items()} for part in parts]
+        joined = concatenate_rows(attribute, rows)
+        joined = select_rows(attribute, joined, place[attribute.level])
+        whole.update((names[suffix], tensor) for suffix, tensor in joined.items())
+    return Data(
+        edge_index=torch.cat(edges, dim=1)[:, place["edge"]],
+        num_nodes=num_nodes,
+        **decode_attributes(attributes, values, whole),
+    )

@@ -1,0 +1,52 @@
+"""What all tests share: thread counts, the folder of real graphs, and Hypothesis settings."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# Workers share the cores: one thread each, set before torch starts its pools; inherited by them.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
+os.environ.setdefault("MPLBACKEND", "Agg")
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+torch.set_num_threads(1)
+settings.register_profile(
+    "pyg_sar",
+    deadline=None,  # No test depends on the clock.
+    derandomize=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("pyg_sar")
+
+
+def shared_file(name: str) -> Path:
+    """A file of the folder of real graphs beside the repository, or a skip that says why."""
+    path = REPOSITORY.parent / "shared" / "data" / name
+    if not path.exists():
+        pytest.skip(f"the real graph '{name}' is not in {path.parent}")
+    return path
+
+
+@pytest.fixture(scope="session")
+def shared_data():
+    """``shared_data('cora.npz')``: the path of a real graph; skips where it is absent."""
+    return shared_file
+
+
+@pytest.fixture(scope="session")
+def repository() -> Path:
+    """The root of the repository."""
+    return REPOSITORY
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)

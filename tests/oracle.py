@@ -1,0 +1,318 @@
+"""The slow oracle of the tests: single-process PyG, and how workers are compared with it.
+
+A *job* is a plain PyG layer, a graph and the policies to try; workers run many jobs in one launch.
+Every comparison is of outputs, gradients of the inputs, of edge attributes and of parameters, and
+of the buffers afterwards.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+import pyg_sar
+from pyg_sar import SARPolicy
+
+TOLERANCE = 1e-10
+CHANNELS, OUT, EDGE_DIM, CLASSES = 6, 5, 4, 3
+
+BUDGET = 600  # bytes: a handful of messages per tile
+ALL_POLICIES = (
+    SARPolicy(mode=1, prefetch=1),
+    SARPolicy(mode=1, prefetch=0, message_budget=BUDGET),
+    SARPolicy(mode=1, prefetch=2, message_budget=1),
+    SARPolicy(mode=2, prefetch=0),
+    SARPolicy(mode=2, prefetch=2, message_budget=BUDGET),
+    SARPolicy(mode=3),
+)
+MODES = (
+    SARPolicy(mode=1, prefetch=0),
+    SARPolicy(mode=2, prefetch=1, message_budget=BUDGET),
+    SARPolicy(mode=3),
+)
+
+# Graphs ######################################################################
+
+
+def make_graph(
+    num_nodes: int = 40, num_edges: int = 200, seed: int = 0, dtype: torch.dtype = torch.float64
+) -> Data:
+    """A directed graph with self loops, duplicate edges and isolated nodes.
+
+    Args:
+        num_nodes: Nodes; the last is isolated, the one before has out-edges only.
+        num_edges: Edges before the special ones are added.
+        seed: Seed of everything random.
+        dtype: Of features, edge weights and edge attributes.
+    """
+    draw = torch.Generator().manual_seed(seed)
+    inner = max(num_nodes - 2, 1)
+    edges = torch.randint(inner, (2, num_edges), generator=draw)
+    loops = torch.arange(min(3, inner)).expand(2, -1)
+    leaving = torch.tensor([[inner, inner], [0, inner // 2]]) if num_nodes > inner else edges[:, :0]
+    edges = torch.cat([edges, edges[:, :5], loops, loops[:, :1], leaving], dim=1)
+    count = edges.size(1)
+    return Data(
+        x=torch.randn(num_nodes, CHANNELS, generator=draw, dtype=dtype),
+        edge_index=edges,
+        y=torch.randint(CLASSES, (num_nodes,), generator=draw),
+        edge_weight=torch.rand(count, generator=draw, dtype=dtype) + 0.1,
+        edge_attr=torch.randn(count, EDGE_DIM, generator=draw, dtype=dtype),
+        train_mask=torch.rand(num_nodes, generator=draw) < 0.5,
+        num_nodes=num_nodes,
+    )
+
+
+def two_islands(seed: int = 0) -> tuple[Data, Tensor]:
+    """A graph and an assignment to 3 parts, of which parts 0 and 2 share no edge."""
+    data = make_graph(30, 150, seed)
+    part = torch.arange(30) // 10
+    source, target = part[data.edge_index]
+    apart = (source - target).abs() == 2
+    kept = data.edge_subgraph(~apart)
+    kept.num_nodes = 30
+    return kept, part
+
+
+class Partitions:
+    """Writes partition folders once per graph and assignment.
+
+    Args:
+        folder: Where they go.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._made: dict[Any, Path] = {}
+
+    def __call__(self, data: Data, parts: int, method: str | Tensor = "random") -> Path:
+        how = method if isinstance(method, str) else tuple(method.tolist())
+        key = (id(data), parts, how)
+        if key not in self._made:
+            root = self.folder / f"parts{len(self._made)}"
+            pyg_sar.write_partitions(data, parts, root, method)
+            self._made[key] = root
+            data._kept_alive_for = self  # the key is the graph's id
+        return self._made[key]
+
+
+# One pass ####################################################################
+
+
+@dataclass
+class Result:
+    """What a forward and backward pass leaves: rows of this worker, or of the whole graph."""
+
+    out: Tensor
+    x_grad: Tensor | None
+    edge_grads: dict[str, Tensor | None]
+    parameter_grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    n_id: Tensor | None = None
+    e_id: Tensor | None = None
+
+
+@dataclass
+class Job:
+    """A layer on a partitioned graph.
+
+    Attributes:
+        layer: A plain PyG module, called as ``layer(x, edge_index, **edge tensors)``.
+        root: The partition folder.
+        edge: Names of the edge attributes that the layer takes; they get gradients.
+        policies: How to run it, one after the other, on the same converted layer.
+        constants: Edge attributes that it takes and that need no gradient.
+    """
+
+    layer: torch.nn.Module
+    root: Path
+    edge: tuple[str, ...] = ()
+    policies: Sequence[SARPolicy] = ALL_POLICIES
+    constants: tuple[str, ...] = ()
+
+
+def probe(ids: Tensor, like: Tensor) -> Tensor:
+    """Fixed weights for the outputs of nodes with these global ids, of the outputs' shape."""
+    columns = torch.arange(like[0].numel() if like.size(0) else math.prod(like.shape[1:]))
+    wave = torch.cos(ids.view(-1, 1) * 1.3 + columns.view(1, -1) * 0.7 + 0.1)
+    return wave.to(like.dtype).view(-1, *like.shape[1:])
+
+
+def node_losses(out: Tensor, ids: Tensor) -> Tensor:
+    """One value per node, of which every output has its own, nonlinear share."""
+    return (out * probe(ids, out) + 0.1 * out.square()).flatten(1).sum(-1)
+
+
+def one_pass(
+    layer: torch.nn.Module,
+    data: Data,
+    ids: Tensor,
+    mean: Callable[[Tensor], Tensor],
+    edge: Sequence[str] = (),
+    constants: Sequence[str] = (),
+) -> Result:
+    """Runs forward and backward once, from zeroed gradients."""
+    layer.zero_grad()
+    x = data.x.clone().requires_grad_()
+    tensors = {name: data[name].clone().requires_grad_() for name in edge}
+    out = layer(x, data.edge_index, **tensors, **{name: data[name] for name in constants})
+    mean(node_losses(out, ids)[data.train_mask]).backward()
+    return Result(
+        out=out.detach(),
+        x_grad=x.grad,
+        edge_grads={name: tensor.grad for name, tensor in tensors.items()},
+        parameter_grads={
+            name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()
+        },
+        buffers={name: buffer.clone() for name, buffer in layer.named_buffers()},
+    )
+
+
+def single_process(
+    layer: torch.nn.Module, data: Data, edge: Sequence[str] = (), constants: Sequence[str] = ()
+) -> Result:
+    """The oracle: plain PyG on the whole graph, on a copy of the layer."""
+    ids = torch.arange(data.num_nodes)
+    return one_pass(copy.deepcopy(layer), data, ids, torch.mean, edge, constants)
+
+
+def set_policy(model: torch.nn.Module, policy: SARPolicy) -> None:
+    """Gives all layers of a converted model a policy."""
+    for module in model.modules():
+        if isinstance(module, MessagePassing):
+            module.policy = policy
+
+
+def run_jobs(jobs: Sequence[Job]) -> list[list[Result]]:
+    """A worker's part: every job, every policy."""
+    found = []
+    for job in jobs:
+        data = pyg_sar.load_partition(job.root)
+        layer = pyg_sar.distribute(copy.deepcopy(job.layer))
+        start = {name: value.clone() for name, value in layer.state_dict().items()}
+        results = []
+        for policy in job.policies:
+            layer.load_state_dict(start)
+            set_policy(layer, policy)
+            mine = one_pass(layer, data, data.n_id, pyg_sar.mean, job.edge, job.constants)
+            mine.n_id, mine.e_id = data.n_id, data.e_id
+            results.append(mine)
+        found.append(results)
+    return found
+
+
+# Comparing ###################################################################
+
+
+def assemble(shards: Iterable[tuple[Tensor, Tensor | None]], count: int) -> Tensor | None:
+    """Puts workers' rows in their global places; every row must come exactly once."""
+    whole: Tensor | None = None
+    seen = torch.zeros(count, dtype=torch.long)
+    for ids, rows in shards:
+        seen[ids] += 1
+        if rows is None:
+            continue
+        if whole is None:
+            whole = rows.new_zeros(count, *rows.shape[1:])
+        whole[ids] = rows
+    if not bool((seen == 1).all()):
+        raise AssertionError(f"rows held {seen.unique().tolist()} times")
+    return whole
+
+
+def error(found: Tensor | None, expected: Tensor | None, scale: float | None = None) -> float:
+    """``max |found - expected|`` relative to ``max |expected|``, or to ``scale``.
+
+    ``None`` (no gradient) only equals ``None``.
+    """
+    if found is None or expected is None:
+        return 0.0 if found is None and expected is None else math.inf
+    if found.shape != expected.shape or found.dtype != expected.dtype:
+        return math.inf
+    if expected.numel() == 0:
+        return 0.0
+    difference = float((found.double() - expected.double()).abs().max())
+    size = float(expected.double().abs().max()) if scale is None else scale
+    return difference / max(size, 1e-300)
+
+
+def gradient_scale(gradients: Mapping[str, Tensor | None]) -> float:
+    """The largest parameter gradient: what the others are judged by.
+
+    A gradient that is 0 by construction (a bias before a batch norm, TransformerConv's key bias)
+    is rounding noise, in one process too.
+    """
+    return max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
+
+
+def errors(results: Sequence[Result], expected: Result) -> dict[str, float]:
+    """The error of everything that workers found, by name."""
+    nodes = expected.out.size(0)
+    ids = [r.n_id for r in results]
+    found = {
+        "out": error(
+            assemble(zip(ids, (r.out for r in results), strict=True), nodes), expected.out
+        ),
+        "x.grad": error(
+            assemble(zip(ids, (r.x_grad for r in results), strict=True), nodes), expected.x_grad
+        ),
+    }
+    for name, gradient in expected.edge_grads.items():
+        edges = sum(r.e_id.numel() for r in results)
+        rows = assemble(((r.e_id, r.edge_grads[name]) for r in results), edges)
+        found[f"{name}.grad"] = error(rows, gradient)
+    scale = gradient_scale(expected.parameter_grads)
+    for rank, result in enumerate(results):
+        for name, gradient in expected.parameter_grads.items():
+            key = f"{name}.grad@{rank}"
+            found[key] = error(result.parameter_grads[name], gradient, scale)
+        for name, buffer in expected.buffers.items():
+            found[f"{name}@{rank}"] = error(result.buffers[name], buffer)
+    return found
+
+
+def assert_small(found: Mapping[str, float], tolerance: float, title: str) -> None:
+    """Fails with the errors above the tolerance; NaN is above every tolerance."""
+    wrong = {name: value for name, value in found.items() if not value <= tolerance}
+    assert not wrong, f"{title}: {wrong}"
+
+
+@dataclass
+class Sweep:
+    """Jobs for one group of workers, and what single-process PyG says to them."""
+
+    world: int
+    jobs: list[Job] = field(default_factory=list)
+    expected: list[Result] = field(default_factory=list)
+    titles: list[str] = field(default_factory=list)
+
+    def add(self, title: str, job: Job, data: Data) -> None:
+        """Adds a job on a partition of ``data``."""
+        self.jobs.append(job)
+        self.titles.append(title)
+        self.expected.append(single_process(job.layer, data, job.edge, job.constants))
+
+    def check(self, backend: str = "threads", tolerance: float = TOLERANCE) -> None:
+        """Runs all jobs in one launch and compares them."""
+        workers = pyg_sar.launch(run_jobs, self.world, self.jobs, backend=backend, timeout=120.0)
+        for k, (job, expected, title) in enumerate(
+            zip(self.jobs, self.expected, self.titles, strict=True)
+        ):
+            for step, policy in enumerate(job.policies):
+                results = [worker[k][step] for worker in workers]
+                where = f"{title}, {self.world} workers, {policy}"
+                assert_small(errors(results, expected), tolerance, where)
+
+
+def threads(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """Runs ``fn`` on workers that are threads of this process."""
+    return pyg_sar.launch(fn, world, *args, backend="threads", timeout=60.0)

@@ -1,0 +1,507 @@
+"""Graph sources: what is drawn, read and refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import types
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import contains_self_loops, degree, is_undirected
+
+from pyg_sar.graphs import GraphOptions, load_graph, parse_source
+from pyg_sar.synthetic import SyntheticGraph, synthetic_graph
+
+
+def equal(a: Data, b: Data) -> bool:
+    left, right = a.to_dict(), b.to_dict()
+    return left.keys() == right.keys() and all(
+        torch.equal(left[key], right[key])
+        if torch.is_tensor(left[key])
+        else left[key] == right[key]
+        for key in left
+    )
+
+
+def same_class_edges(data: Data) -> int:
+    return int((data.y[data.edge_index[0]] == data.y[data.edge_index[1]]).sum())
+
+
+# Synthetic ####################################################################
+
+
+@pytest.mark.parametrize("directed", [False, True])
+@pytest.mark.parametrize("homophily", [0.0, 0.25, 0.7, 1.0])
+def test_synthetic_counts_are_exact(directed, homophily):
+    graph = SyntheticGraph(
+        nodes=2000, edges=30_000, classes=5, features=7, homophily=homophily, directed=directed
+    )
+    data = synthetic_graph(graph, seed=1)
+    assert data.edge_index.shape == (2, 30_000)
+    assert data.x.shape == (2000, 7) and data.x.dtype == torch.float32
+    assert torch.bincount(data.y).tolist() == [400] * 5
+    assert same_class_edges(data) == round(30_000 * homophily)
+    assert data.is_coalesced() and not contains_self_loops(data.edge_index)
+    assert is_undirected(data.edge_index) != directed
+
+
+def test_synthetic_degrees_follow_the_power_law():
+    """The Hill estimate of the tail's exponent, from the largest 2% of the degrees."""
+    for exponent in (2.2, 3.0):
+        graph = SyntheticGraph(nodes=100_000, degree=20, features=0, classes=2, exponent=exponent)
+        edge_index = synthetic_graph(graph).edge_index
+        largest = degree(edge_index[1], 100_000).sort(descending=True).values[:2000].double()
+        estimate = 1 + 1 / (largest / largest[-1]).log().mean().item()
+        assert abs(estimate - exponent) < 0.25
+
+
+def test_synthetic_features_tell_the_class():
+    data = synthetic_graph(SyntheticGraph(nodes=4000, classes=4, signal=0.5))
+    centroids = torch.stack([data.x[data.y == c].mean(0) for c in range(4)])
+    guess = torch.cdist(data.x, centroids).argmin(1)
+    assert (guess == data.y).float().mean() > 0.9
+    noise = synthetic_graph(SyntheticGraph(nodes=4000, classes=4, signal=0.0))
+    assert noise.x.mean().abs() < 0.01 and abs(noise.x.std().item() - 1) < 0.01
+
+
+def test_synthetic_is_the_same_for_a_seed():
+    first, again, other = (load_graph("synthetic:nodes=500", seed=s) for s in (3, 3, 4))
+    assert equal(first, again)
+    assert not torch.equal(first.edge_index, other.edge_index)
+    assert not torch.equal(first.x, other.x)
+
+
+def test_synthetic_of_two_hundred_thousand_nodes_and_ten_million_edges():
+    data = load_graph("synthetic:nodes=200_000,edges=1e7,features=4,classes=40")
+    assert data.edge_index.shape == (2, 10_000_000)
+    assert same_class_edges(data) == 7_000_000
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"nodes": 1, "degree": 0, "classes": 1},
+        {"nodes": 10, "degree": 4, "classes": 2},
+        {"nodes": 60, "degree": 20, "classes": 1, "homophily": 0.1},
+        {"nodes": 5, "edges": 0, "classes": 5, "features": 0},
+    ],
+)
+def test_synthetic_of_any_size(options):
+    data = load_graph("synthetic", **options)
+    assert data.num_nodes == options["nodes"]
+    assert data.num_edges == options.get("edges", options["nodes"] * options.get("degree", 0))
+    assert ("x" in data) == (options.get("features") != 0)
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"nodes": 0}, "'nodes'.*at least 1 \\(got 0\\)"),
+        ({"edges": 7}, "'edges'.*even unless 'directed' \\(got 7\\)"),
+        ({"homophily": 1.5}, "'homophily'.*0 to 1 \\(got 1.5\\)"),
+        ({"classes": 0}, "'classes'.*1 to 'nodes' \\(got 0\\)"),
+        ({"exponent": 1}, "'exponent'.*above 1"),
+        ({"features": -1}, "'features'"),
+        ({"degree": -2.0}, "'degree'"),
+        ({"nodes": 100, "degree": 90}, "more than half of the 4950"),
+        ({"nodes": 100, "degree": 40, "classes": 50, "homophily": 1.0}, "within 50 classes"),
+        ({"nodes": "many"}, "'nodes' to be a number \\(got 'many'\\)"),
+        ({"nodes": 10.5}, "'nodes' to be a whole number"),
+        ({"directed": "maybe"}, "'directed' to be true or false"),
+        ({"node": 10}, "Unknown option 'node' of 'synthetic'; did you mean 'nodes'"),
+    ],
+)
+def test_wrong_synthetic_options_are_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        load_graph("synthetic", **options)
+
+
+# Splits and other options #####################################################
+
+
+def sizes(data: Data) -> list[int]:
+    masks = [data.train_mask, data.val_mask, data.test_mask]
+    assert int(torch.stack(masks).sum(0).max()) <= 1  # Disjoint.
+    return [int(mask.sum()) for mask in masks]
+
+
+def test_a_split_is_drawn_by_seed():
+    first, again, other = (load_graph("synthetic:nodes=1000", seed=s) for s in (1, 1, 2))
+    assert sizes(first) == [600, 200, 200]
+    assert torch.equal(first.train_mask, again.train_mask)
+    assert not torch.equal(first.train_mask, other.train_mask)
+
+
+def test_per_class_split():
+    data = load_graph("synthetic:nodes=1000,classes=8,split=per_class")
+    assert sizes(data) == [160, 240, 600]
+    for c in range(8):
+        assert [int(data.y[mask].eq(c).sum()) for mask in (data.train_mask, data.val_mask)] == [
+            20,
+            30,
+        ]
+
+
+def test_nodes_without_label_are_in_no_split(tmp_path):
+    y = np.where(np.arange(100) < 30, -1, np.arange(100) % 2)
+    np.savez(tmp_path / "g.npz", edge_index=np.zeros((2, 0), np.int32), num_nodes=100, y=y)
+    for split in ("auto", "per_class"):
+        data = load_graph(str(tmp_path / "g.npz"), split=split)
+        assert sum(sizes(data)) == 70
+        assert not (data.train_mask | data.val_mask | data.test_mask)[:30].any()
+    # Several labels per node: those of which one is known.
+    many = np.where(y[:, None] < 0, np.nan, 1.0) * np.ones((100, 3))
+    np.savez(tmp_path / "m.npz", edge_index=np.zeros((2, 0), np.int32), num_nodes=100, y=many)
+    assert sum(sizes(load_graph(str(tmp_path / "m.npz")))) == 70
+    with pytest.raises(ValueError, match="per_class needs one class per node"):
+        load_graph(str(tmp_path / "m.npz"), split="per_class")
+
+
+def test_masks_of_several_splits(tmp_path):
+    masks = {f"{part}_mask": np.random.rand(4, 3) < 0.5 for part in ("train", "val")}
+    test = np.array([True, False, False, False])  # As in WikiCS: one test mask for all splits.
+    path = str(tmp_path / "g.npz")
+    np.savez(path, edge_index=[[0], [1]], num_nodes=4, y=[0, 1, 0, 1], test_mask=test, **masks)
+    data = load_graph(path)
+    assert data.train_mask.shape == (4, 3)
+    data = load_graph(path, split=2)
+    assert data.train_mask.tolist() == masks["train_mask"][:, 2].tolist()
+    assert data.val_mask.tolist() == masks["val_mask"][:, 2].tolist()
+    assert data.test_mask.tolist() == test.tolist()
+    assert load_graph(path + ":split=random").train_mask.shape == (4,)
+    with pytest.raises(ValueError, match="'split' below 3.*got 3"):
+        load_graph(path, split=3)
+    with pytest.raises(ValueError, match="'split' to be 'auto'.*got 'half'"):
+        load_graph(path, split="half")
+
+
+def test_undirected_keeps_edge_attributes(tmp_path):
+    path = str(tmp_path / "g.npz")
+    edge_index = np.array([[0, 1, 1, 2], [1, 0, 2, 2]])
+    np.savez(path, edge_index=edge_index, edge_weight=np.array([1.0, 3.0, 2.0, 5.0]), num_nodes=4)
+    data = load_graph(path + ":undirected=true")
+    assert data.edge_index.tolist() == [[0, 1, 1, 2, 2], [1, 0, 2, 1, 2]]
+    assert data.edge_weight.tolist() == [3.0, 3.0, 2.0, 2.0, 5.0]
+    assert data.num_nodes == 4 and "train_mask" not in data
+    data = load_graph(path + ":remove_self_loops=yes")
+    assert data.edge_index.tolist() == edge_index[:, :3].tolist()
+    assert data.edge_weight.tolist() == [1.0, 3.0, 2.0] and data.num_nodes == 4
+
+
+def test_features_normalized_sparse_and_random(tmp_path):
+    path = str(tmp_path / "g.npz")
+    x = np.array([[1.0, 3.0], [0.0, 0.0], [5.0, 0.0]], dtype=np.float32)
+    np.savez(path, edge_index=[[0], [1]], x=x)
+    expected = [[0.25, 0.75], [0.0, 0.0], [1.0, 0.0]]
+    assert load_graph(path, normalize=True).x.tolist() == expected
+    sparse = load_graph(path, normalize=True, sparse=True).x
+    assert sparse.layout == torch.sparse_csr and sparse.to_dense().tolist() == expected
+    assert load_graph(path, random_features=9).x.tolist() == x.tolist()
+    np.savez(path, edge_index=[[0], [1]], num_nodes=3)
+    first, again = (load_graph(path, random_features=9, seed=s).x for s in (0, 0))
+    assert first.shape == (3, 9) and torch.equal(first, again)
+    with pytest.raises(ValueError, match="'random_features' to be at least 0"):
+        GraphOptions(random_features=-1)
+
+
+# NumPy archives ###############################################################
+
+
+def test_npz_keys(tmp_path):
+    path = str(tmp_path / "g.npz")
+    arrays = {
+        "edge_index": np.array([[0, 2], [1, 1]], dtype=np.int32),
+        "num_nodes": 3,
+        "x_indptr": np.array([0, 2, 2, 3], dtype=np.int32),
+        "x_indices": np.array([4, 1, 0], dtype=np.int32),  # Any order within a row.
+        "x_values": np.array([1.0, 2.0, 3.0], dtype=np.float32),
+        "x_shape": np.array([3, 5]),
+        "edge_type": np.array([7, 8], dtype=np.int32),
+        "num_relations": 9,
+        "relation_names": np.array(["a", "bc"]),
+        "meta": json.dumps({"source": "here"}),
+    }
+    np.savez(path, **arrays)
+    data = load_graph(path)
+    assert data.edge_index.dtype == torch.int64 and data.edge_index.tolist() == [[0, 2], [1, 1]]
+    assert data.x.tolist() == [[0, 2, 0, 0, 1], [0] * 5, [3, 0, 0, 0, 0]]
+    assert data.edge_type.tolist() == [7, 8] and data.num_relations == 9
+    assert data.relation_names == ["a", "bc"] and "meta" not in data
+    assert torch.equal(load_graph(path, sparse=True).x.to_dense(), data.x)
+
+
+@pytest.mark.parametrize(
+    "arrays, message",
+    [
+        ({"a": np.zeros(3)}, "no 'edge_index'; it holds a"),
+        ({"num_nodes__user": 3}, "heterogeneous graph"),
+        ({"edge_index": np.array([[None], [1]], dtype=object)}, "not a NumPy archive of plain"),
+        (
+            {
+                "edge_index": np.zeros((2, 0), int),
+                "x_indptr": np.array([0, 1]),
+                "x_indices": np.array([7]),
+                "x_values": np.array([1.0]),
+                "x_shape": np.array([1, 5]),
+            },
+            "is not a CSR matrix",
+        ),
+    ],
+)
+def test_npz_that_cannot_be_used(arrays, message, tmp_path):
+    np.savez(tmp_path / "g.npz", **arrays)
+    with pytest.raises(ValueError, match=message):
+        load_graph(str(tmp_path / "g.npz"))
+
+
+def test_files_that_are_no_archives(tmp_path):
+    for content in (b"", b"text", b"PK\x03\x04 and then nothing", bytes(200)):
+        (tmp_path / "g.npz").write_bytes(content)
+        with pytest.raises(ValueError, match="not a NumPy archive"):
+            load_graph(str(tmp_path / "g.npz"))
+    with pytest.raises(FileNotFoundError):
+        load_graph(str(tmp_path / "missing.npz"))
+
+
+@pytest.mark.parametrize(
+    "name, options, num_edges, num_features, split_sizes",
+    [
+        ("cora", {}, 10_858, 1433, [140, 500, 1000]),
+        (
+            "citeseer",
+            {"undirected": True, "remove_self_loops": True},
+            9_104,
+            3703,
+            [120, 500, 1000],
+        ),
+        (
+            "amazon_photo",
+            {"undirected": True, "remove_self_loops": True},
+            238_162,
+            745,
+            [4590, 1530, 1530],
+        ),
+        ("amazon_photo", {"split": "per_class"}, 143_663, 745, [160, 240, 7250]),
+        ("tolokers", {"undirected": True, "split": 3}, 1_038_000, 10, [5879, 2939, 2940]),
+        ("coauthor_cs", {"sparse": True}, 163_788, 6805, None),
+        ("kg_aifb", {"random_features": 5}, 29_043, 5, None),
+    ],
+)
+def test_real_archives(name, options, num_edges, num_features, split_sizes, shared_data):
+    data = load_graph(str(shared_data(f"{name}.npz")), **options)
+    assert data.num_edges == num_edges and data.x.size(1) == num_features
+    assert data.x.dtype == torch.float32 and data.y.dtype == torch.int64
+    assert is_undirected(data.edge_index) or "undirected" not in options
+    if split_sizes is not None:
+        assert sizes(data) == split_sizes
+
+
+# PyG's and OGB's datasets #####################################################
+
+
+@pytest.mark.parametrize("name", ["Cora", "cora", "Planetoid/Cora"])
+def test_planetoid_offline(name, shared_data, tmp_path):
+    shutil.copytree(
+        shared_data("planetoid_raw/Cora"), tmp_path / "Cora", copy_function=shutil.copyfile
+    )
+    for path in (tmp_path / "Cora", *(tmp_path / "Cora").rglob("*")):
+        path.chmod(0o755)
+    data = load_graph(name, root=tmp_path)
+    assert (data.num_nodes, data.num_edges) == (2708, 10_556)
+    assert sizes(data) == [140, 500, 1000]
+    archive = load_graph(str(shared_data("cora.npz")), undirected=True, remove_self_loops=True)
+    assert torch.equal(data.edge_index.flip(0), archive.edge_index)  # PyG sorts by target.
+    assert torch.equal(data.y, archive.y)
+
+
+def test_a_dataset_without_download_and_without_names():
+    data = load_graph("karate-club")
+    assert data.num_nodes == 34 and int(data.train_mask.sum()) == 4
+
+
+def test_a_dataset_that_cannot_be_had(tmp_path, monkeypatch):
+    import torch_geometric.datasets as datasets
+
+    class Offline:
+        def __init__(self, root: str, name: str) -> None:
+            raise ConnectionError("no network")
+
+    monkeypatch.setattr(datasets, "Planetoid", Offline)
+    with pytest.raises(OSError, match=r"'pubmed' is not in .*Planetoid.*no network.*'root'"):
+        load_graph("pubmed", root=tmp_path)
+
+
+def test_where_datasets_are_put(tmp_path, monkeypatch):
+    import torch_geometric.datasets as datasets
+
+    made: list[Any] = []
+
+    class Fake(list):
+        def __init__(self, root: str, name: str | None = None) -> None:
+            made.append((root, name))
+            super().__init__([Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2)])
+
+    class Nameless(Fake):
+        def __init__(self, root: str) -> None:
+            super().__init__(root)
+
+    monkeypatch.setattr(datasets, "Amazon", Fake)
+    monkeypatch.setattr(datasets, "WikiCS", Nameless)
+    load_graph("photo", root=tmp_path)
+    load_graph("wiki-cs")
+    (tmp_path / "Photo").mkdir()
+    load_graph("Amazon_Photo", root=tmp_path)
+    assert made == [
+        (str(tmp_path / "Amazon"), "Photo"),
+        (str(Path("data/WikiCS")), None),
+        (str(tmp_path), "Photo"),
+    ]
+    with pytest.raises(ValueError, match="several datasets; write 'Amazon/NAME'"):
+        load_graph("Amazon")
+
+
+def test_datasets_of_other_kinds(monkeypatch):
+    import torch_geometric.datasets as datasets
+
+    for graphs, message in (
+        ([Data(), Data()], "holds 2 graphs"),
+        ([HeteroData()], "not a homogeneous graph \\(got HeteroData\\)"),
+    ):
+        monkeypatch.setattr(
+            datasets, "KarateClub", type("Fake", (), {"__new__": lambda _, g=graphs: g})
+        )
+        with pytest.raises(ValueError, match=message):
+            load_graph("karateclub")
+
+
+@pytest.mark.parametrize("name", ["coraa", "nothing-like-it", "a/b", "data_folder", "Path"])
+def test_unknown_sources(name):
+    with pytest.raises(ValueError, match=f"Unknown graph '{name}'.*'ogbn-NAME'"):
+        load_graph(name)
+    with pytest.raises(ValueError, match="did you mean 'citeseer'"):
+        load_graph("citeser")
+
+
+def test_ogb_missing(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ogb", None)
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", None)
+    with pytest.raises(ImportError, match=r"pip install 'pyg_sar\[ogb\]'"):
+        load_graph("ogbn-arxiv")
+
+
+def test_ogb_with_a_stand_in(monkeypatch, tmp_path):
+    """A stand-in for ogb's class: the real one needs a download."""
+    module = types.ModuleType("ogb.nodeproppred")
+    data = Data(
+        edge_index=torch.tensor([[0], [1]]), num_nodes=4, y=torch.tensor([[1], [0], [2], [1]])
+    )
+
+    class PygNodePropPredDataset(list):
+        def __init__(self, name: str, root: str) -> None:
+            assert (name, root) == ("ogbn-arxiv", str(tmp_path))
+            super().__init__([data])
+
+        def get_idx_split(self) -> dict[str, torch.Tensor]:
+            return {
+                k: torch.tensor(v) for k, v in (("train", [3, 1]), ("valid", [0]), ("test", [2]))
+            }
+
+    module.PygNodePropPredDataset = PygNodePropPredDataset  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "ogb", types.ModuleType("ogb"))
+    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
+    loaded = load_graph("OGBN-arxiv", root=tmp_path)
+    assert loaded.y.tolist() == [1, 0, 2, 1]
+    assert loaded.train_mask.tolist() == [False, True, False, True]
+    assert loaded.val_mask.tolist() == [True, False, False, False]
+    data.edge_index = None
+    with pytest.raises(ValueError, match="'ogbn-arxiv' is not a homogeneous graph"):
+        load_graph("ogbn-arxiv", root=tmp_path)
+
+
+# Saved Data ###################################################################
+
+
+class Harmful:
+    """What a hostile file would hold: unpickling it calls a function."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, ("harm",)
+
+
+def test_saved_data(tmp_path):
+    data = Data(
+        x=torch.randn(3, 2),
+        edge_index=torch.tensor([[0, 1], [1, 2]]),
+        train_mask=torch.tensor([True, False, True]),
+        half=torch.ones(3, dtype=torch.bfloat16),
+        array=np.arange(3),
+        names=["a", "b", "c"],
+        nested={"a": (1, None)},
+        num_nodes=3,
+    )
+    data.is_node_attr("x")  # Fills PyG's cache, which is saved with it.
+    for content in (data, data.to_dict(), (data.to_dict(), None, Data)):
+        torch.save(content, tmp_path / "graph.pt")
+        loaded = load_graph(str(tmp_path / "graph.pt"))
+        assert loaded.is_node_attr("x") and loaded.is_edge_attr("edge_index")
+        assert torch.equal(loaded.x, data.x) and torch.equal(loaded.edge_index, data.edge_index)
+        assert loaded.half.dtype == torch.bfloat16 and loaded.array.tolist() == [0, 1, 2]
+        assert loaded.names == data.names and loaded.nested == data.nested
+    data.x = data.x.to_sparse_csr()
+    torch.save(data, tmp_path / "graph.pth")
+    assert torch.equal(load_graph(str(tmp_path / "graph.pth")).x, data.x.to_dense())
+
+
+@pytest.mark.parametrize("old_format", [False, True])
+def test_a_saved_file_cannot_run_code(old_format, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    data = Data(num_nodes=2, thing=Harmful())
+    torch.save(data, "graph.pt", _use_new_zipfile_serialization=not old_format)
+    with pytest.raises(ValueError, match=r"can't be loaded safely: it needs posix.mkdir.*to_dict"):
+        load_graph("graph.pt")
+    assert not Path("harm").exists()
+
+
+def test_other_saved_files(tmp_path):
+    path = tmp_path / "graph.pt"
+    for value, message in (
+        (torch.zeros(3), "one homogeneous Data \\(got Tensor\\)"),
+        (HeteroData(), "can't be loaded safely|got HeteroData"),
+        ((Data(), {"x": [0, 1]}), "got tuple"),
+    ):
+        torch.save(value, path)
+        with pytest.raises(ValueError, match=message):
+            load_graph(str(path))
+    path.write_bytes(b"not a file of torch")
+    with pytest.raises(ValueError, match="can't be loaded safely"):
+        load_graph(str(path))
+    with pytest.raises(FileNotFoundError, match="no file"):
+        load_graph(str(tmp_path / "missing.pt"))
+
+
+def test_loading_leaves_the_list_of_safe_classes_as_it_was(tmp_path):
+    before = set(torch.serialization.get_safe_globals())
+    assert Data in before and defaultdict in before  # PyG's.
+    torch.save(Data(num_nodes=1), tmp_path / "graph.pt")
+    load_graph(str(tmp_path / "graph.pt"))
+    assert set(torch.serialization.get_safe_globals()) == before
+
+
+# The source's text ############################################################
+
+
+def test_parse_source():
+    assert parse_source("cora") == ("cora", {})
+    assert parse_source("synthetic:a=1, b = x") == ("synthetic", {"a": "1", "b": "x"})
+    assert parse_source("folder:1/g.npz") == ("folder:1/g.npz", {})
+    for source in ("cora:a=1,b", "cora:=1", "cora:a="):
+        with pytest.raises(ValueError, match="key=value"):
+            parse_source(source)

@@ -1,0 +1,206 @@
+"""Starting workers: what they get, what comes back, and that none is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyg_sar
+from pyg_sar.comm import current
+from pyg_sar.errors import WorkerError
+from pyg_sar.launch import launch
+
+
+@pytest.fixture(autouse=True)
+def light_workers(tmp_path, monkeypatch):
+    """Workers import what they need of the package only: all of PyG takes them seconds each."""
+    folder = tmp_path / "light" / "pyg_sar"
+    folder.mkdir(parents=True)
+    (folder / "__init__.py").write_text(f"__path__ = {list(pyg_sar.__path__)!r}\n")
+    monkeypatch.syspath_prepend(str(folder.parent))
+
+
+def write_pid(folder: Path, rank: int) -> None:
+    temporary = folder / f"{rank}.tmp"
+    temporary.write_text(str(os.getpid()))
+    temporary.rename(folder / f"{rank}.pid")
+
+
+def read_pids(folder: Path) -> list[int]:
+    return [int(path.read_text()) for path in sorted(folder.glob("*.pid"))]
+
+
+def exists(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (ProcessLookupError, FileNotFoundError):
+        return False
+    # An ended grandchild waits for the system's first process to take note of it.
+    return stat.rpartition(")")[2].split()[0] != "Z"
+
+
+def test_results_and_surroundings(monkeypatch):
+    """Order of results, arguments, closures and lambdas, environment, tensors both ways."""
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
+    before = dict(os.environ)
+    factor = 10
+    names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
+    names += ("MALLOC_MMAP_THRESHOLD_", "TORCHELASTIC_RUN_ID")
+
+    def work(x, function):
+        comm = current()
+        total = comm.all_reduce(x * (comm.rank + 1))
+        env = {name: os.environ.get(name) for name in names}
+        facts = comm.backend, comm.timeout, torch.get_num_threads(), os.getpid()
+        return comm.rank * factor, function(total), env, facts
+
+    cores = len(os.sched_getaffinity(0))
+    results = launch(
+        work, 2, torch.arange(3.0), lambda t: t + 1, timeout=77, env={"EXTRA": "yes"}
+    )
+    assert [r[0] for r in results] == [0, 10]
+    assert all(torch.equal(r[1], torch.tensor([1.0, 4.0, 7.0])) for r in results)
+    for rank, (_, _, env, facts) in enumerate(results):
+        assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
+        assert (env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("2", "127.0.0.1")
+        assert env["MALLOC_MMAP_THRESHOLD_"] == "1048576"
+        assert env["OMP_NUM_THREADS"] == str(max(1, cores // 2))
+        assert (env["EXTRA"], env["TORCHELASTIC_RUN_ID"]) == ("yes", None)
+        assert facts[:3] == ("gloo", 77, max(1, cores // 2))
+        assert not exists(facts[3])
+    assert dict(os.environ) == before
+
+
+def test_first_error_is_raised_and_no_process_is_left(tmp_path):
+    """Rank 1 fails; 0 waits for it, 2 waits for 0, and 3 computes, for ever."""
+
+    def work(folder):
+        comm = current()
+        write_pid(folder, comm.rank)
+        if comm.rank == 3:
+            # What it started ends with it.
+            child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
+            (folder / "4.pid").write_text(str(child.pid))
+            time.sleep(3600)
+        if comm.rank == 1:
+            while len(read_pids(folder)) < 5:
+                time.sleep(0.01)
+            rows = {"a": 1}
+            return rows["b"]
+        source = 1 if comm.rank == 0 else 0
+        recv = torch.empty(3)
+        comm.exchange(None, 0, recv, source, label=("conv", "forward", "fetch")).wait()
+        return None
+
+    with pytest.raises(WorkerError, match="Rank 1 failed: KeyError: 'b'") as caught:
+        launch(work, 4, tmp_path)
+    assert caught.value.rank == 1
+    assert 'return rows["b"]' in caught.value.traceback
+    assert "Traceback" in str(caught.value)
+    pids = read_pids(tmp_path)
+    assert len(pids) == 5
+    assert [pid for pid in pids if exists(pid)] == []
+
+
+def test_interrupt_ends_the_worker(tmp_path):
+    def work(folder):
+        write_pid(folder, 0)
+        time.sleep(3600)
+
+    def interrupt():
+        while not read_pids(tmp_path):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    with pytest.raises(KeyboardInterrupt):
+        launch(work, 1, tmp_path)
+    assert [exists(pid) for pid in read_pids(tmp_path)] == [False]
+
+
+def test_a_script_without_main_guard(tmp_path):
+    """Functions and classes of ``__main__``; a result that can't travel."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "from pyg_sar.launch import launch\n"
+        "from pyg_sar.errors import WorkerError\n"
+        "class Pair:\n"
+        "    def __init__(self, a): self.a = a\n"
+        "OFFSET = 5\n"
+        "def work(pair): return Pair(pair.a + OFFSET)\n"
+        "(result,) = launch(work, 1, Pair(2))\n"
+        "print(type(result) is Pair, result.a)\n"
+        "try:\n"
+        "    launch(lambda: (n for n in range(3)), 1)\n"
+        "except WorkerError as error:\n"
+        "    print(str(error).splitlines()[0])\n"
+    )
+    path = os.pathsep.join([str(tmp_path / "light"), *sys.path])
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    first, second = done.stdout.splitlines()
+    assert first == "True 7"
+    assert second.startswith("Rank 0 failed: TypeError: rank 0: the result can't be sent between")
+
+
+def test_arguments_that_cannot_travel():
+    with pytest.raises(TypeError, match="fn or an argument can't be sent.*lock"):
+        launch(print, 2, threading.Lock())
+
+
+def test_invalid_arguments():
+    for number in (0, -1, 2.0, "2"):
+        with pytest.raises(ValueError, match=f"num_workers={number!r} must be an integer of at l"):
+            launch(print, number)
+    with pytest.raises(ValueError, match="threads_per_worker=0"):
+        launch(print, 1, threads_per_worker=0)
+    with pytest.raises(ValueError, match="backend='tin' must be one of"):
+        launch(print, 1, backend="tin")
+    with pytest.raises(ValueError, match="timeout=0"):
+        launch(print, 1, timeout=0)
+    with pytest.raises(ValueError, match="not with backend='threads'"):
+        launch(print, 1, backend="threads", env={})
+
+
+# Threads #####################################################################
+
+
+def test_threads():
+    here = os.getpid()
+
+    def work(x):
+        comm = current()
+        assert (os.getpid(), comm.backend) == (here, "threads")
+        return comm.rank, comm.all_reduce(x.clone()).tolist()
+
+    assert launch(work, 3, torch.ones(2), backend="threads") == [(r, [3, 3]) for r in range(3)]
+    assert current().backend == "local"
+    assert not [t for t in threading.enumerate() if t.name.startswith("pyg_sar")]
+
+
+def test_first_error_of_threads():
+    def work():
+        comm = current()
+        if comm.rank == 2:
+            raise KeyError("b")
+        comm.exchange(None, 0, torch.empty(1), 1 - comm.rank, label=("", "", "fetch")).wait()
+
+    with pytest.raises(WorkerError, match="Rank 2 failed: KeyError: 'b'") as caught:
+        launch(work, 3, backend="threads")
+    assert isinstance(caught.value.__cause__, KeyError)
