@@ -193,7 +193,7 @@ class SequentialAggregation:
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         returns = GradientReturn(
-            self.plan, [_like(totals[k]) for k in numbers], self.name, self.policy.prefetch > 0
+            self.plan, [_like(totals[k]) for k in numbers], self.name, self.policy.prefetch > 1
         )
         sums: dict[int, Tensor] = {}
         for owner, graphs in self._graph_rounds(tensors, last):

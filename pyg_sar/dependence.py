@@ -14,7 +14,7 @@ The message runs once on a sample tile. Three things are read off:
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -86,7 +86,9 @@ class Inject(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, token: Tensor, rows: Tensor) -> Tensor:
-        return rows.view_as(rows)
+        # Shares the rows' memory without being a view: messages may write into it.
+        alias = rows.new_empty(0)
+        return alias.set_(rows.untyped_storage(), rows.storage_offset(), rows.shape, rows.stride())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -158,11 +160,15 @@ def analyse(program: TileProgram, shards: Shards, values_needed: bool) -> Depend
     tile = _sample(shards)
     tensors = [operand.tensor.detach() for operand in program.operands]
     sources = [tensors[k] for k in program.numbers("source")]
-    with torch.no_grad():
-        rows = program.gather(tile, tensors, sources)
+
+    def rows() -> list[Tensor | None]:
+        """Fresh rows for each run: a message may write into them."""
+        with torch.no_grad():
+            return program.gather(tile, tensors, sources)
+
     ambient = AmbientState(tile.index.device)
     with preserved_attributes(layer, buffers=True), ambient.restored(), torch.enable_grad():
-        found = _observe(program, tile, rows, values_needed)
+        found = _observe(program, tile, rows(), values_needed)
     if found.pattern not in _PATTERNS:
         raise NeedsAllEdges(f"the message makes the reductions {found.pattern} over its targets")
     if found.pattern:
@@ -264,7 +270,7 @@ def _check_graph(roots: Sequence[Tensor], leaves: set[int], begin: int) -> bool:
 def _check_linear(
     program: TileProgram,
     tile: Tile,
-    rows: Sequence[Tensor | None],
+    rows: Callable[[], Sequence[Tensor | None]],
     ambient: AmbientState,
     pattern: tuple[str, ...],
 ) -> None:
@@ -272,7 +278,7 @@ def _check_linear(
 
     def run(log: Reductions) -> Tensor:
         with ambient.restored():
-            return program.run(tile, rows, log)
+            return program.run(tile, rows(), log)
 
     first = Reductions()
     plain = run(first)

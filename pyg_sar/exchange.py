@@ -30,6 +30,11 @@ if TYPE_CHECKING:
     from pyg_sar.comm import Communicator, Work
 
 
+def flat_rows(x: Tensor) -> Tensor:
+    """``[N, *]`` as ``[N, width]``, also where there are no rows."""
+    return x.reshape(x.size(0), x.shape[1:].numel())
+
+
 def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
     r"""``out[index[k]] += rows[k]`` along the first axis, repeated indices included.
 
@@ -37,8 +42,8 @@ def add_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
     """
     if index.numel() == 0 or rows.numel() == 0:
         return
-    flat = rows.reshape(rows.size(0), -1)
-    target = out.view(out.size(0), -1)  # a view, also of columns of a packed buffer
+    flat = flat_rows(rows)
+    target = out.view(out.size(0), flat.size(1))  # a view, also of columns of a packed buffer
     target.scatter_add_(0, index.view(-1, 1).expand_as(flat), flat)
 
 
@@ -94,10 +99,10 @@ class RowLayout:
         """The rows' values of ``dtype`` side by side, ``[num_rows, width]``."""
         group = self.groups[dtype]
         if len(group) == 1:
-            return tensors[group[0][0]].index_select(0, rows).reshape(rows.numel(), -1)
+            return flat_rows(tensors[group[0][0]].index_select(0, rows))
         out = tensors[group[0][0]].new_empty(rows.numel(), group[-1][2])
         for k, start, stop in group:
-            out[:, start:stop] = tensors[k].index_select(0, rows).reshape(rows.numel(), -1)
+            out[:, start:stop] = flat_rows(tensors[k].index_select(0, rows))
         return out
 
     def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
@@ -259,7 +264,7 @@ class GradientReturn:
 def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
     """Own rows followed by the halo's: ``[num_local, *]`` to ``[num_ids, *]``."""
     x = x.detach()
-    flat = x.reshape(x.size(0), -1)
+    flat = flat_rows(x)
     out = tracked_buffer(
         plan.comm, label[0], plan.num_halo, (plan.num_ids, flat.size(1)), x.dtype, x.device
     )
@@ -279,7 +284,7 @@ def _return_halo(
     ext: Tensor, plan: HaloPlan, label: Label, reduce: Callable[[Tensor, Tensor, Tensor], None]
 ) -> Tensor:
     """Halo rows go to their owners, which ``reduce(out, rows, values)`` them into their own."""
-    flat = ext.detach().reshape(plan.num_ids, -1)
+    flat = flat_rows(ext.detach())
     out = flat[: plan.num_local].clone()
     halo = flat[plan.num_local :]
     sends = [halo[plan.halo_slice(q)].contiguous() for q in range(plan.world_size)]

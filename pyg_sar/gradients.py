@@ -36,7 +36,7 @@ class GradientSum:
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
         self._parameters: dict[int, Tensor] = {}
-        self._aside: dict[int, Tensor | None] = {}
+        self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._accumulated: set[int] = set()
         self._waiting = False
 
@@ -45,12 +45,9 @@ class GradientSum:
 
     def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
         """Takes in the model's parameters (a forward pre-hook)."""
-        for parameter in model.parameters():
-            if id(parameter) not in self._parameters:
-                self._parameters[id(parameter)] = parameter
-                if parameter.requires_grad:
-                    self._watch(parameter)
-            elif parameter.requires_grad and not hasattr(parameter, "_pyg_sar_watched"):
+        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
+        for parameter in self._parameters.values():
+            if parameter.requires_grad and not hasattr(parameter, "_pyg_sar_watched"):
                 self._watch(parameter)
 
     def _watch(self, parameter: Tensor) -> None:
@@ -60,7 +57,7 @@ class GradientSum:
 
     def _before(self, parameter: Tensor, gradient: Tensor | None) -> None:
         if id(parameter) not in self._aside:
-            self._aside[id(parameter)] = parameter.grad
+            self._aside[id(parameter)] = (parameter, parameter.grad)
             parameter.grad = None
         if not self._waiting:
             self._waiting = True
@@ -75,8 +72,7 @@ class GradientSum:
         self._waiting = False
         if accumulated:
             _sum(self._parameters.values(), self.comm)
-        for key, earlier in aside.items():
-            parameter = self._parameters[key]
+        for parameter, earlier in aside.values():
             if earlier is not None:
                 if parameter.grad is not None:
                     earlier.add_(parameter.grad)

@@ -30,7 +30,7 @@ from pyg_sar.comm import adopt, check_init, current, finalize, init
 from pyg_sar.communicator import GroupCommunicator
 from pyg_sar.errors import LostWorkerError, WorkerError
 from pyg_sar.inprocess import Hub, HubWatch, ThreadTransport
-from pyg_sar.watch import LAUNCHER, failed, is_consequence
+from pyg_sar.watch import LAUNCHER, RESUME, failed, is_consequence
 
 T = TypeVar("T")
 
@@ -89,7 +89,9 @@ def launch(
     workers: list[_Worker] = []
     try:
         for rank in range(num_workers):
-            workers.append(_Worker.start(rank, common, work))
+            workers.append(_Worker.start(rank, common))
+        for worker in workers:
+            worker.give(work)
         results = _collect(workers)
         for worker in workers:
             worker.see_off()
@@ -162,7 +164,7 @@ class _Worker:
     result: Any = None
 
     @classmethod
-    def start(cls, rank: int, common: Mapping[str, str], work: bytes) -> _Worker:
+    def start(cls, rank: int, common: Mapping[str, str]) -> _Worker:
         here, there = Pipe()
         paths = [os.path.abspath(path) for path in sys.path]
         command = (
@@ -178,10 +180,12 @@ class _Worker:
             start_new_session=True,
         )
         there.close()
-        worker = cls(rank, process, here)
+        return cls(rank, process, here)
+
+    def give(self, work: bytes) -> None:
+        """Sends what to do (which waits until the worker reads, if it's large)."""
         with contextlib.suppress(OSError):  # It died at once: reading from it will tell.
-            here.send_bytes(work)
-        return worker
+            self.pipe.send_bytes(work)
 
     def read(self) -> None:
         """Takes the worker's message: its result, its error, or its death."""
@@ -210,7 +214,7 @@ class _Worker:
             how = f"was killed by {signal.Signals(-code).name} (signal {-code})"
         else:
             how = f"ended with exit code {code} before it returned a result"
-        return LostWorkerError(f"Rank {self.rank} was lost: it {how}", rank=self.rank)
+        return LostWorkerError(f"Rank {self.rank} was lost: it {how}. {RESUME}", rank=self.rank)
 
     def _wait(self, seconds: float) -> int | None:
         try:

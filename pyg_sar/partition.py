@@ -154,7 +154,7 @@ def offsets_of(counts: Tensor) -> Tensor:
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
     r"""Nodes and edges grouped by part, and the halo of each part.
 
@@ -169,6 +169,7 @@ class Layout:
         edge_order: Edge ids sorted by (part of the target, id), ``[E]``.
         edge_offsets: Where each part starts in ``edge_order``, ``[P + 1]``.
         halos: Per part, the ranks of the remote sources of its edges, ascending.
+        halo_offsets: Where each owner starts in a part's halo, ``[P, P + 1]``.
         edge_cut: Edges between two parts.
     """
 
@@ -179,6 +180,7 @@ class Layout:
     edge_order: Tensor
     edge_offsets: Tensor
     halos: list[Tensor]
+    halo_offsets: Tensor
     edge_cut: int
 
     @property
@@ -196,13 +198,12 @@ class Layout:
 
     def halo_counts(self, p: int) -> Tensor:
         """Halo rows of part ``p`` per owner, ``[P]``."""
-        return torch.searchsorted(self.halos[p], self.node_offsets).diff()
+        return self.halo_offsets[p].diff()
 
     def send_rows(self, p: int, q: int) -> Tensor:
         """Rows of part ``p`` that part ``q`` needs, in the order of ``q``'s halo."""
-        low, high = int(self.node_offsets[p]), int(self.node_offsets[p + 1])
-        bounds = torch.searchsorted(self.halos[q], torch.tensor([low, high]))
-        return self.halos[q][bounds[0] : bounds[1]] - low
+        start, end = self.halo_offsets[q, p : p + 2].tolist()
+        return self.halos[q][start:end] - self.node_offsets[p]
 
 
 def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
@@ -239,7 +240,15 @@ def make_layout(edge_index: Tensor, part: Tensor, num_parts: int) -> Layout:
         halos.append(needed.nonzero().view(-1))
         needed[ranks] = False
     return Layout(
-        part, node_order, node_offsets, node_rank, edge_order, edge_offsets, halos, edge_cut
+        part=part,
+        node_order=node_order,
+        node_offsets=node_offsets,
+        node_rank=node_rank,
+        edge_order=edge_order,
+        edge_offsets=edge_offsets,
+        halos=halos,
+        halo_offsets=torch.stack([torch.searchsorted(halo, node_offsets) for halo in halos]),
+        edge_cut=edge_cut,
     )
 
 

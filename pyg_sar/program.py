@@ -7,7 +7,7 @@ it is. The program knows each tensor once per role, gathers its rows for a tile,
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from inspect import Parameter
@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.index_space import DistEdgeIndex
@@ -49,30 +50,36 @@ class Call:
 class DeferredEdge(Tensor):
     """The result of ``edge_updater``, not computed: the next ``propagate`` computes it per tile.
 
-    Any other use raises :class:`DistributedIndexError` with the remedy.
+    Any other use computes it there and then, for all edges at once.
     """
 
-    size_arguments: Any
     kwargs: dict[str, Any]
+    value: Tensor | None
     used: bool
+    compute: Callable[[], Tensor]
+
+    def compute_now(self) -> Tensor:
+        """The values of all edges ``[E, *]``, by PyG's own path."""
+        if self.value is None:
+            self.value = self.compute()
+        return self.value
 
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        if func in (Tensor.__repr__,):
-            return "DeferredEdge()"
-        name = getattr(func, "__qualname__", None) or str(func)
-        raise NeedsAllEdges(
-            f"'{name}' on what edge_updater() returned, before propagate() got it; set "
-            "`layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
+        args, kwargs = tree_map_only(
+            DeferredEdge, lambda deferred: deferred.compute_now(), (args, kwargs or {})
         )
+        return func(*args, **kwargs)
 
 
-def deferred_edge(size: Any, kwargs: dict[str, Any], like: Tensor) -> DeferredEdge:
+def deferred_edge(
+    compute: Callable[[], Tensor], kwargs: dict[str, Any], device: torch.device
+) -> DeferredEdge:
     """A placeholder for edge-level values."""
-    out = torch.empty(0, device=like.device).as_subclass(DeferredEdge)
-    out.size_arguments, out.kwargs, out.used = size, kwargs, False
+    out = torch.empty(0, device=device).as_subclass(DeferredEdge)
+    out.compute, out.kwargs, out.value, out.used = compute, kwargs, None, False
     return out
 
 

@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import Tensor
 
+from pyg_sar.exchange import flat_rows
 from pyg_sar.shard import Shards, Tile
 from pyg_sar.target_index import Reductions
 
@@ -18,10 +19,10 @@ def _trailing(values: Tensor, like: Tensor) -> Tensor:
 
 def _segment_sum(tile: Tile, values: Tensor) -> Tensor:
     """Sums per target of the tile: ``[E_tile, *]`` to ``[U, *]``."""
-    flat = values.reshape(values.size(0), -1)
+    flat = flat_rows(values)
     out = flat.new_zeros(tile.targets.numel(), flat.size(1))
     out.scatter_add_(0, tile.index.view(-1, 1).expand_as(flat), flat)
-    return out.view(-1, *values.shape[1:])
+    return out.view(out.size(0), *values.shape[1:])
 
 
 class Reducer(ABC):

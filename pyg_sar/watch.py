@@ -164,7 +164,9 @@ class StoreWatch(Watch):
                 record = self._publish(suspect)
             if record is not None:
                 self._acknowledge()
-                self._on_failure(to_error(record, self.rank))
+                # Its own error is this rank's already: who wrote the record raises it.
+                if record["kind"] != "error" or record["rank"] != self.rank:
+                    self._on_failure(to_error(record, self.rank))
                 return
             if self._stop.wait(BEAT):
                 return
@@ -239,8 +241,9 @@ class StoreWatch(Watch):
             # A process may end without finalize() when it has done its part.
             if min(since, now - when) > STUCK_DEAD and not self._did_its_part(rank):
                 return lost(rank, ENDED, self.rank, progress.doing)
+        orphaned = self.host is None or not self._did_its_part(self.host)
         return (
-            self._orphaned(progress.doing)
+            (self._orphaned(progress.doing) if orphaned else None)
             or self._deserted(progress.doing)
             or self._silent(progress.doing, SILENT)
         )

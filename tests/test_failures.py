@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import os
+import queue
 import signal
 import subprocess
 import sys
 import textwrap
-import time
+import threading
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import pyg_sar
+import pyg_sar.watch as watch_module
+from pyg_sar.backends import TransportError
 from pyg_sar.comm import current
-from pyg_sar.errors import LostWorkerError, WorkerError
+from pyg_sar.errors import CommTimeoutError, LostWorkerError, WorkerError
+from pyg_sar.issuer import Progress
 from pyg_sar.launch import launch
+from pyg_sar.rendezvous import Place, call_the_roll, is_dead, this_process
+from pyg_sar.watch import StoreWatch, is_consequence
 
 LABEL = ("conv", "forward", "fetch")
 PATIENCE = 120  # Seconds after which a test counts as hanging.
@@ -115,7 +122,7 @@ RANKS = textwrap.dedent(
     def hung(comm, kill):
         comm.barrier()
         if comm.rank == 1:
-            time.sleep(4)  # Longer than the timeout, but it lives.
+            time.sleep(5)  # Longer than the timeout, but it lives.
         comm.exchange(torch.ones(3), (comm.rank + 1) % 3, torch.empty(3),
                       (comm.rank - 1) % 3, label=LABEL).wait()
 
@@ -229,7 +236,7 @@ def test_environment_set_by_hand(light, tmp_path):
         "reduce_loop:3:0:100",
         "exchange_loop:3:1:100",
         "behind_a_sleeper:3:0:100",
-        "hung:3:-1:2",
+        "hung:3:-1:3",
         "leaves_early:3:-1:100",
         "fails:3:-1:100",
     ]
@@ -286,15 +293,20 @@ def test_killed_rank_under_torchrun(light, tmp_path):
 
 
 def test_hung_thread():
+    given_up = threading.Event()
+
     def work():
         comm = current()
         if comm.rank == 1:
-            time.sleep(1.5)
-        comm.exchange(None, 0, torch.empty(1), 1 - comm.rank, label=LABEL).wait()
+            given_up.wait(PATIENCE)
+            return
+        try:
+            comm.exchange(None, 1, torch.empty(1), 1, label=LABEL).wait()
+        finally:
+            given_up.set()
 
-    with pytest.raises(
-        WorkerError, match="Rank 0 failed: CommTimeoutError: .*waiting for rank 1 to send"
-    ):
+    message = "Rank 0 failed: CommTimeoutError: .*waiting for rank 1 to send"
+    with pytest.raises(WorkerError, match=message):
         launch(work, 2, backend="threads", timeout=0.5)
 
 
@@ -309,3 +321,127 @@ def test_thread_that_leaves_early():
     for collective in (True, False):
         with pytest.raises(LostWorkerError, match="Rank 1 was lost: its program had already ended"):
             launch(work, 2, collective, backend="threads", timeout=60)
+
+
+# The roll call and the watch by themselves ###################################
+
+HERE = this_process()
+
+
+def place_of(rank: int, world: int = 2, agent_store: bool = True) -> Place:
+    return Place(
+        rank=rank,
+        world_size=world,
+        local_rank=None,
+        local_world_size=world,
+        agent_store=agent_store,
+    )
+
+
+def test_roll_call():
+    store = dist.HashStore()
+    with pytest.raises(CommTimeoutError, match=r"Rank 0 waited 0.05 s for rank\(s\) \[1, 2\] of 3"):
+        call_the_roll(store, place_of(0, 3), "gloo", 0.05)
+    with pytest.raises(ValueError, match="RANK=0 is taken by another process"):
+        call_the_roll(store, place_of(0, 3), "gloo", 0.05)
+
+    store = dist.HashStore()
+    with pytest.raises(CommTimeoutError):
+        call_the_roll(store, place_of(0), "gloo", 0.05)
+    with pytest.raises(ValueError, match="backend: rank 1 wants 'nccl', rank 0 'gloo'"):
+        call_the_roll(store, place_of(1), "nccl", 5)
+
+
+def test_which_process_is_dead():
+    child = subprocess.Popen([sys.executable, "-c", "pass"])
+    start = this_process()["start"]
+    child.wait()
+    assert not is_dead(HERE)
+    assert is_dead({**HERE, "pid": child.pid})
+    assert is_dead({**HERE, "start": start - 1})  # Another process with the same number.
+    assert not is_dead({**HERE, "pid": child.pid, "host": "elsewhere"})
+
+
+class Seen:
+    """A watch over a peer on another host, and what it told."""
+
+    def __init__(self, store: dist.Store, progress: Progress, agent_store: bool = True) -> None:
+        elsewhere = {**HERE, "host": "elsewhere"}
+        self.watch = StoreWatch(store, place_of(1, 2, agent_store), [elsewhere, HERE])
+        self.errors: queue.Queue[Exception] = queue.Queue()
+        self.watch.start(self.errors.put, lambda: progress)
+
+
+PENDING = Progress(started=5, ended=4, pending=1, doing="all_reduce")
+
+
+def beat(store: dist.Store, number: int, **note: object) -> None:
+    idle = {"started": 3, "ended": 3, "pending": 0, "doing": "exchange", "left": False}
+    store.set("beat/0", json.dumps({"beat": number, **idle, **note}))
+
+
+@pytest.fixture
+def quick(monkeypatch):
+    for name in ("BEAT", "STUCK", "STUCK_DEAD"):
+        monkeypatch.setattr(watch_module, name, 0.02)
+    monkeypatch.setattr(watch_module, "SILENT", 0.2)
+    monkeypatch.setattr(watch_module, "INQUIRY", 0.1)
+
+
+def test_silent_host_is_lost_while_something_waits_for_it(quick):
+    store = dist.HashStore()
+    beat(store, 1)
+    seen = Seen(store, PENDING)
+    error = seen.errors.get(timeout=PATIENCE)
+    assert isinstance(error, LostWorkerError)
+    assert str(error).startswith("Rank 0 was lost: no sign of life for 0 s")
+    seen.watch.close()
+
+
+def test_silence_harms_nobody_who_does_not_wait(quick):
+    store = dist.HashStore()
+    beat(store, 1)
+    seen = Seen(store, PENDING._replace(pending=0))
+    with pytest.raises(queue.Empty):
+        seen.errors.get(timeout=0.5)
+    seen.watch.close()
+
+
+def test_first_failure_record_wins(quick):
+    store = dist.HashStore()
+    beat(store, 1, left=True)
+    seen = Seen(store, PENDING._replace(pending=0))
+    store.set("failure", json.dumps({"kind": "error", "rank": 0, "how": "KeyError: 'a'"}))
+    error = seen.errors.get(timeout=PATIENCE)
+    assert str(error) == "Rank 0 failed, which ends rank 1 as well: KeyError: 'a'"
+    late = seen.watch.diagnose(TransportError("connection reset"), "exchange")
+    assert str(late) == str(error)
+    seen.watch.report(ValueError("later"))
+    assert "KeyError" in store.get("failure").decode()
+    assert store.check(["seen/1"])
+    seen.watch.close()
+
+
+def test_failed_transfer_between_live_workers_keeps_its_message(quick):
+    store = dist.HashStore()
+    beat(store, 1)
+    seen = Seen(store, PENDING._replace(pending=0))
+    error = seen.watch.diagnose(TransportError("odd size"), "exchange [conv]")
+    assert str(error) == "Rank 1: exchange [conv] failed though all workers seem alive: odd size"
+    timeout = Seen(dist.HashStore(), PENDING._replace(pending=0))
+    beat(timeout.watch._store, 1, started=7, pending=1)
+    error = timeout.watch.diagnose(TransportError("Timed out waiting 5ms"), "all_reduce")
+    assert isinstance(error, CommTimeoutError)
+    assert "rank 0 is in its operation 7 (exchange)" in str(error)
+    for one in (seen, timeout):
+        one.watch.close()
+
+
+def test_errors_that_only_follow():
+    mine = WorkerError("x", rank=1)
+    wrapped = ValueError("wrapper")
+    wrapped.__cause__ = LostWorkerError("y", rank=0)
+    assert not is_consequence(mine, 1)
+    assert is_consequence(mine, 0)
+    assert is_consequence(wrapped, 1)
+    assert not is_consequence(ValueError("own"), 1)

@@ -7,6 +7,7 @@ import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from inspect import Parameter
 from typing import Any
 
@@ -118,7 +119,12 @@ class DistMessagePassing(MessagePassing):
         """
         if not isinstance(edge_index, DistEdgeIndex):
             return super().propagate(edge_index, size=size, **kwargs)
-        for deferred in (v for v in kwargs.values() if isinstance(v, DeferredEdge)):
+        for name, deferred in kwargs.items():
+            if not isinstance(deferred, DeferredEdge):
+                continue
+            if deferred.value is not None:
+                kwargs[name] = deferred.value
+                continue
             if deferred.used:
                 raise DistributedIndexError(
                     f"{self._title()} passes the result of one edge_updater() to propagate() "
@@ -140,7 +146,8 @@ class DistMessagePassing(MessagePassing):
             return super().edge_updater(edge_index, size=size, **kwargs)
         if self._refusal(edge_index) or self._edge_update_forward_pre_hooks:
             return super().edge_updater(edge_index, size=size, **kwargs)
-        return deferred_edge(size, kwargs, edge_index)
+        compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
+        return deferred_edge(compute, kwargs, edge_index.device)
 
     # How to run ##############################################################
 
@@ -266,8 +273,7 @@ class DistMessagePassing(MessagePassing):
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
-                size_arguments = value.size_arguments
-                kwargs[name] = super().edge_updater(edge_index, size=size_arguments, **value.kwargs)
+                kwargs[name] = value.compute_now()
         return super().propagate(edge_index, size=size, **kwargs)
 
     def _propagate_shards(
@@ -333,11 +339,14 @@ class DistMessagePassing(MessagePassing):
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """``return_attention_weights`` asks for edge values, which only one shot has."""
-        signature = inspect.signature(self.forward)
-        if "return_attention_weights" not in signature.parameters:
-            return False
-        bound = signature.bind_partial(*args, **kwargs).arguments
-        return bound.get("return_attention_weights") is not None
+        return self._bound(args, kwargs).get("return_attention_weights") is not None
+
+    def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of ``forward`` by name."""
+        try:
+            return inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
+        except TypeError:  # forward() itself says better what is wrong.
+            return {}
 
     @contextmanager
     def _kept_normalisation(
@@ -349,20 +358,21 @@ class DistMessagePassing(MessagePassing):
         edge index here, so that another graph or other weights get their own.
         """
         cacheable = self.__dict__.get("cached") is False and "_cached_edge_index" in self.__dict__
-        tensors = [a for a in (*args, *kwargs.values()) if isinstance(a, Tensor)]
-        others = [t for t in tensors[1:] if t is not edge_index]
-        if not cacheable or len(tensors) < 2 or any(t.requires_grad for t in others):
+        bound = self._bound(args, kwargs) if cacheable else {}
+        x, weight = bound.get("x"), bound.get("edge_weight")
+        constant = weight is None or (isinstance(weight, Tensor) and not weight.requires_grad)
+        if not isinstance(x, Tensor) or not constant:
             yield
             return
-        key: tuple[Any, ...] = ("normalised", id(self), tensors[0].dtype, tensors[0].size(0))
-        key += tuple((id(t), t._version) for t in others)
+        version = None if weight is None else weight._version
+        key = ("normalised", id(self), x.dtype, id(weight), version)
         found = edge_index._memory.get(key)
         self._cached_edge_index = None if found is None else found[0]
         self.cached = True
         try:
             yield
             if found is None and self._cached_edge_index is not None:
-                made = (self._cached_edge_index, others)
+                made = (self._cached_edge_index, weight)  # keeps the weight, and so its id
                 edge_index.remember(key, lambda: made)
         finally:
             self.cached = False

@@ -1,0 +1,378 @@
+"""Checkpoints: whole or refused, the same on every worker; resumed curves; a killed worker."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from small_graphs import CLASSES, FEATURES, small_graph
+from torch import nn
+
+import pyg_sar
+from pyg_sar.callbacks import CheckpointEvery
+from pyg_sar.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pyg_sar.models import build_model
+from pyg_sar.train_config import EpochRecord, TrainConfig
+from pyg_sar.training import Callback, Trainer, call_model
+
+CONFIG = TrainConfig(epochs=8, lr=0.05, schedule="plateau", step_size=1, warmup=1, patience=50)
+
+
+def make_model(name: str = "gat", hidden: int = 4, norm: str = "batch") -> nn.Module:
+    torch.manual_seed(1)
+    return build_model(name, FEATURES, hidden, CLASSES, heads=2, dropout=0.4, norm=norm)
+
+
+def make_trainer(config: TrainConfig = CONFIG, **options: Any) -> Trainer:
+    return Trainer(make_model(), small_graph(), config, **options)
+
+
+def same_state(a: nn.Module, b: nn.Module) -> bool:
+    others = b.state_dict()
+    return all(torch.equal(value, others[key]) for key, value in a.state_dict().items())
+
+
+# One process #################################################################
+
+
+class SaveAt(Callback):
+    """Saves after one epoch of a longer training."""
+
+    def __init__(self, path: Path, epoch: int) -> None:
+        self.path, self.epoch = path, epoch
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if record.epoch == self.epoch:
+            trainer.save(self.path, note="half way")
+
+
+@pytest.mark.parametrize("optimizer", ["adam", "adamw", "sgd"])
+def test_a_resumed_run_continues_the_very_same_curve(tmp_path, optimizer):
+    path = tmp_path / "run.ckpt"
+    config = replace(CONFIG, optimizer=optimizer)
+    whole = make_trainer(config, callbacks=[SaveAt(path, 5)])
+    reference = whole.fit()
+    torch.manual_seed(99)  # A resumed run starts in another process, at another random state.
+    resumed = make_trainer(config)
+    checkpoint = resumed.resume(path)
+    assert resumed.epoch == 5 and checkpoint.state["extra"] == {"note": "half way"}
+    result = resumed.fit()
+    assert result.losses == reference.losses
+    assert replace(result, seconds=0.0) == replace(reference, seconds=0.0)
+    assert same_state(whole.model, resumed.model)
+    assert [p.name for p in tmp_path.iterdir()] == ["run.ckpt"]
+
+
+def test_momentum_and_other_group_options_come_back(tmp_path):
+    def make() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = make_model(norm="none")
+        first, second = model.convs
+        groups = [{"params": first.parameters(), "lr": 0.3}, {"params": second.parameters()}]
+        return model, torch.optim.SGD(groups, lr=0.1, momentum=0.9, nesterov=True)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        data = small_graph()
+        optimizer.zero_grad()
+        model(data.x, data.edge_index).square().mean().backward()
+        optimizer.step()
+
+    model, optimizer = make()
+    step(model, optimizer)
+    save_checkpoint(tmp_path / "c", model, optimizer, state={"a": [1, None, "x"]})
+    other, resumed = make()
+    assert load_checkpoint(tmp_path / "c", other, resumed).state == {"a": [1, None, "x"]}
+    step(other, resumed)
+    load_checkpoint(tmp_path / "c", restore_rng=True)  # The same dropout as the other one had.
+    step(model, optimizer)
+    assert same_state(model, other)
+    assert resumed.param_groups[0]["lr"] == 0.3 and resumed.param_groups[1]["momentum"] == 0.9
+
+
+def test_best_weights_and_weights_alone(tmp_path):
+    trainer = make_trainer(callbacks=[CheckpointEvery(tmp_path / "c", every=3)])
+    trainer.fit()  # Leaves the best weights in the model; the checkpoint has both.
+    torch.manual_seed(5)
+    before = torch.get_rng_state()
+    best, last = make_model(), make_model()
+    before = torch.get_rng_state()
+    load_checkpoint(tmp_path / "c", best, weights="best")
+    load_checkpoint(tmp_path / "c", last)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert same_state(best, trainer.model)
+    assert trainer.best_epoch == trainer.epoch or not same_state(last, trainer.model)
+    save_checkpoint(tmp_path / "d", best)
+    with pytest.raises(CheckpointError, match="holds no 'best' weights"):
+        load_checkpoint(tmp_path / "d", best, weights="best")
+    with pytest.raises(CheckpointError, match="to be 'last' or 'best'"):
+        load_checkpoint(tmp_path / "d", best, weights="first")  # type: ignore[arg-type]
+
+
+def test_tied_weights_and_odd_dtypes(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3), nn.BatchNorm1d(3)).bfloat16()
+    model[1].weight = model[0].weight
+    model.register_buffer("flag", torch.tensor(True))
+    model.register_buffer("empty", torch.empty(0, 4))
+    save_checkpoint(tmp_path / "c", model, tensors={"mine": torch.arange(3)})
+    expected = {k: v.clone() for k, v in model.state_dict().items()}
+    with torch.no_grad():
+        model[0].weight.zero_()
+    checkpoint = load_checkpoint(tmp_path / "c", model)
+    assert torch.equal(checkpoint.tensors["mine"], torch.arange(3))
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, expected[name])
+
+
+def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]) -> None:
+    """Writes the file anew after ``change(tensors, header)``."""
+    with safe_open(path, framework="pt") as file:
+        header = json.loads(file.metadata()["pyg_sar"])
+        tensors = {key: file.get_tensor(key).clone() for key in file.keys()}  # noqa: SIM118
+    change(tensors, header)
+    save_file(tensors, path, metadata={"pyg_sar": json.dumps(header)})
+
+
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-100])
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-7] ^= 1
+    path.write_bytes(content)
+
+
+def foreign(path: Path) -> None:
+    save_file({"a": torch.zeros(1)}, path)
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "missing": (lambda p: p.unlink(), "there is no such file"),
+    "truncated": (truncate, "truncated or damaged"),
+    "empty": (lambda p: p.write_bytes(b""), "truncated or damaged"),
+    "text": (lambda p: p.write_text("no tensors " * 50), "truncated or damaged"),
+    "a bit": (flip, "checksum is wrong"),
+    "a number": (
+        lambda p: rewrite(p, lambda t, h: h["state"].update(epoch=1)),
+        "checksum is wrong",
+    ),
+    "foreign": (foreign, "not a checkpoint of pyg_sar"),
+    "newer": (
+        lambda p: rewrite(p, lambda t, h: h.update(version=2)),
+        "format version 2, this package knows 1; update",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_damaged_files_are_refused_and_nothing_changes(tmp_path, damage):
+    path = tmp_path / "c"
+    make_trainer().save(path)
+    change, message = DAMAGES[damage]
+    change(path)
+    trainer = make_trainer()
+    before = {k: v.clone() for k, v in trainer.model.state_dict().items()}
+    with pytest.raises(CheckpointError, match=message) as caught:
+        trainer.resume(path)
+    assert str(path) in str(caught.value)
+    assert trainer.epoch == 0
+    assert all(torch.equal(v, before[k]) for k, v in trainer.model.state_dict().items())
+
+
+def test_another_model_optimizer_or_settings_are_refused(tmp_path):
+    path, data = tmp_path / "c", small_graph()
+    make_trainer().save(path)
+    with pytest.raises(CheckpointError, match=r"another model: .*\[8, 12\] in the checkpoint"):
+        load_checkpoint(path, make_model(hidden=2))
+    with pytest.raises(CheckpointError, match=r"another model: convs\.0\.\S+ is only in the"):
+        load_checkpoint(path, make_model("gin"))
+    model = make_model()
+    sgd = torch.optim.SGD(model.parameters())
+    with pytest.raises(CheckpointError, match=r"another optimizer: Adam .* this run has SGD"):
+        load_checkpoint(path, model, sgd)
+    changed = replace(CONFIG, lr=0.2, gamma=0.1, epochs=99, patience=7)
+    message = r"other settings: lr=0\.05 is now 0\.2, gamma=0\.5 is now 0\.1; give the same, or"
+    with pytest.raises(CheckpointError, match=message):
+        make_trainer(changed).resume(path)
+    trainer = make_trainer(changed)
+    trainer.resume(path, allow_changes=True)
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.2
+    data.train_mask[:9] = False
+    with pytest.raises(CheckpointError, match="belongs to another graph or partition"):
+        Trainer(make_model(), data, CONFIG).resume(path)
+    save_checkpoint(path, model, sgd)
+    with pytest.raises(CheckpointError, match="not saved by a Trainer"):
+        make_trainer().resume(path)
+    save_checkpoint(path, model)
+    with pytest.raises(CheckpointError, match="holds no optimizer state"):
+        load_checkpoint(path, model, sgd)
+
+
+def test_what_cannot_be_written_leaves_the_file_before(tmp_path):
+    path, model = tmp_path / "c", make_model()
+    save_checkpoint(path, model, state={"n": 1})
+    for state in ({"n": object()}, {"n": float("nan")}):
+        with pytest.raises(CheckpointError, match="Cannot write the checkpoint"):
+            save_checkpoint(path, model, state=state)
+    with pytest.raises(CheckpointError, match="Cannot write the checkpoint"):
+        save_checkpoint(tmp_path / "no" / "c", model)
+    assert load_checkpoint(path).state == {"n": 1}
+    assert [p.name for p in tmp_path.iterdir()] == ["c"]
+    with pytest.raises(ValueError, match="'every' to be at least 1"):
+        CheckpointEvery(path, every=0)
+
+
+# Several workers #############################################################
+
+KILLED_AT = 7
+WORKERS = 3
+
+
+def parallel_trainer(parts: str, **options: Any) -> Trainer:
+    data = pyg_sar.load_partition(parts)
+    return Trainer(pyg_sar.distribute(make_model()), data, CONFIG, **options)
+
+
+def attempt(action: Callable[[], Any]) -> str:
+    try:
+        action()
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+def sweep(folder: str) -> dict[str, Any]:
+    """Runs on each worker: the uninterrupted curve, the killed run's sequel, and bad files."""
+    here, parts, rank = Path(folder), f"{folder}/parts", pyg_sar.current().rank
+    comm = pyg_sar.current()
+    whole = parallel_trainer(parts, callbacks=[SaveAt(here / "whole", 3)])
+    reference = whole.fit()
+    torch.manual_seed(rank + 50)
+    resumed = parallel_trainer(parts)
+    resumed.resume(here / "killed.ckpt")
+    start = resumed.epoch
+    again = resumed.fit()
+    errors = {}
+    for name, (change, _) in DAMAGES.items():
+        comm.barrier()
+        if rank == 0:
+            target = here / name
+            target.write_bytes((here / "whole").read_bytes())
+            change(target)
+        comm.barrier()
+        trainer = parallel_trainer(parts)
+        errors[name] = attempt(lambda: trainer.resume(here / name))  # noqa: B023
+    own = here / f"copy-{rank}"
+    own.write_bytes((here / "whole").read_bytes())
+    if rank == 1:
+        truncate(own)
+    errors["one worker's"] = attempt(lambda: load_checkpoint(own))
+    comm.barrier()
+    own.write_bytes((here / ("whole" if rank else "killed.ckpt")).read_bytes())
+    errors["not the same"] = attempt(lambda: load_checkpoint(own))
+    errors["model"] = attempt(lambda: load_checkpoint(here / "whole", make_model(hidden=2)))
+    errors["folder"] = attempt(lambda: whole.save(here / "no" / "c"))
+    errors["workers"] = attempt(lambda: parallel_trainer(parts).resume(here / "single"))
+    alone = make_model()
+    load_checkpoint(here / "single", alone)
+    return {
+        "losses": (reference.losses, again.losses),
+        "results": (replace(reference, seconds=0.0), replace(again, seconds=0.0)),
+        "start": start,
+        "same": same_state(whole.model, resumed.model),
+        "errors": errors,
+    }
+
+
+def killed_worker(folder: str) -> None:
+    """A worker as torchrun starts it, in whose backward pass rank 1 is killed."""
+    with pyg_sar.init(timeout=120) as comm:
+
+        def forward(model: nn.Module, data: Any) -> torch.Tensor:
+            out = call_model(model, data)
+            if trainer.epoch + 1 == KILLED_AT and comm.rank == 1 and model.training:
+                out.register_hook(lambda gradient: os.kill(os.getpid(), signal.SIGKILL))
+            return out
+
+        saving = CheckpointEvery(f"{folder}/killed.ckpt", every=5)
+        trainer = parallel_trainer(f"{folder}/parts", forward=forward, callbacks=[saving])
+        try:
+            trainer.fit()
+        except pyg_sar.LostWorkerError as error:
+            print(f"lost {error.rank}: {error}")
+            raise SystemExit(3) from error
+
+
+def start_workers(folder: Path) -> list[subprocess.Popen[str]]:
+    """Workers without a parent that watches them: they have to find out by themselves."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    code = f"import test_checkpoint; test_checkpoint.killed_worker({str(folder)!r})"
+    common = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(sys.path),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(WORKERS),
+        "LOCAL_WORLD_SIZE": str(WORKERS),
+    }
+    return [
+        subprocess.Popen(
+            [sys.executable, "-c", code],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(WORKERS)
+    ]
+
+
+def test_a_worker_killed_mid_epoch_and_the_curve_after_it(tmp_path):
+    data = small_graph()
+    pyg_sar.write_partitions(data, WORKERS, tmp_path / "parts", method="random")
+    make_trainer().save(tmp_path / "single")
+    workers = start_workers(tmp_path)
+    try:
+        assert workers[1].wait(timeout=120) == -signal.SIGKILL
+        outputs = [worker.communicate(timeout=30)[0] for worker in workers]
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+    for rank in (0, 2):
+        assert workers[rank].returncode == 3, outputs[rank]
+        assert "lost 1: " in outputs[rank] and "Rank 1 was lost" in outputs[rank]
+        assert "checkpoint" in outputs[rank]
+
+    results = pyg_sar.launch(sweep, WORKERS, str(tmp_path))
+    for result in results:
+        whole, again = result["losses"]
+        assert result["start"] == 5 and len(whole) == CONFIG.epochs
+        assert again == whole
+        assert result["results"][0] == result["results"][1]
+        assert result["same"]
+        assert result["losses"] == results[0]["losses"]
+        for name, (_, message) in DAMAGES.items():
+            assert message in result["errors"][name], name
+            assert "(rank" not in result["errors"][name]
+        assert "truncated" in result["errors"]["one worker's"]
+        assert "(rank 1)" in result["errors"]["one worker's"]
+        assert "ranks 0 and 1 read different files" in result["errors"]["not the same"]
+        assert "another model" in result["errors"]["model"]
+        assert "Cannot write" in result["errors"]["folder"]
+        assert "(rank 0)" in result["errors"]["folder"]
+        expected = "written by 1 workers, this run has 3; start 1 workers, or load the model alone"
+        assert expected in result["errors"]["workers"]

@@ -1,0 +1,428 @@
+"""Exactness (contract, rule 1): every convolution, mode, world size and partition, float64.
+
+Outputs, gradients of inputs, edge attributes and parameters, and buffers, equal those of one
+process within 1e-10 relative.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import (
+    ALL_POLICIES,
+    CHANNELS,
+    CLASSES,
+    EDGE_DIM,
+    MODES,
+    OUT,
+    TOLERANCE,
+    Job,
+    Partitions,
+    Sweep,
+    make_graph,
+    threads,
+    two_islands,
+)
+from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar import SARPolicy
+
+Make = Callable[[], torch.nn.Module]
+WEIGHT, ATTR = ("edge_weight",), ("edge_attr",)
+
+
+def mlp(inputs: int, *extra: torch.nn.Module) -> Sequential:
+    return Sequential(Linear(inputs, 8), ReLU(), *extra, Linear(8, OUT))
+
+
+# name: (layer, edge attributes with a gradient, edge attributes without)
+LAYERS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
+    "gcn": (lambda: gnn.GCNConv(CHANNELS, OUT), (), ()),
+    "gcn, learned weights": (lambda: gnn.GCNConv(CHANNELS, OUT), WEIGHT, ()),
+    "gcn, weights": (lambda: gnn.GCNConv(CHANNELS, OUT), (), WEIGHT),
+    "gcn, weights, cached": (lambda: gnn.GCNConv(CHANNELS, OUT, cached=True), (), WEIGHT),
+    "gcn, cached": (lambda: gnn.GCNConv(CHANNELS, OUT, cached=True), (), ()),
+    "gcn, improved": (lambda: gnn.GCNConv(CHANNELS, OUT, improved=True, bias=False), (), WEIGHT),
+    "gcn, no loops": (lambda: gnn.GCNConv(CHANNELS, OUT, add_self_loops=False), WEIGHT, ()),
+    "gcn, not normalised": (lambda: gnn.GCNConv(CHANNELS, OUT, normalize=False), (), WEIGHT),
+    "sage, mean": (lambda: gnn.SAGEConv(CHANNELS, OUT), (), ()),
+    "sage, sum": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="sum", project=True), (), ()),
+    "sage, max": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max", normalize=True), (), ()),
+    "sage, min": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="min", root_weight=False), (), ()),
+    "gin": (lambda: gnn.GINConv(mlp(CHANNELS, BatchNorm1d(8)), train_eps=True), (), ()),
+    "gine": (lambda: gnn.GINEConv(mlp(CHANNELS), edge_dim=EDGE_DIM), ATTR, ()),
+    "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2), (), ()),
+    "gat, edges": (
+        lambda: gnn.GATConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, concat=False),
+        ATTR,
+        (),
+    ),
+    "gat, constant edges, fill": (
+        lambda: gnn.GATConv(CHANNELS, OUT, edge_dim=EDGE_DIM, fill_value=0.5, residual=True),
+        (),
+        ATTR,
+    ),
+    "gat, no loops": (
+        lambda: gnn.GATConv(CHANNELS, OUT, heads=3, add_self_loops=False, edge_dim=EDGE_DIM),
+        ATTR,
+        (),
+    ),
+    "gatv2": (lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2, concat=False), (), ()),
+    "gatv2, shared, no loops": (
+        lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2, share_weights=True, add_self_loops=False),
+        (),
+        (),
+    ),
+    "gatv2, edges": (lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM), ATTR, ()),
+    "transformer": (
+        lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, concat=False, root_weight=False),
+        (),
+        (),
+    ),
+    "transformer, edges": (
+        lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, beta=True),
+        ATTR,
+        (),
+    ),
+    "edge conv": (lambda: gnn.EdgeConv(mlp(2 * CHANNELS), aggr="max"), (), ()),
+    "edge conv, mean": (lambda: gnn.EdgeConv(mlp(2 * CHANNELS), aggr="mean"), (), ()),
+    "nnconv": (lambda: gnn.NNConv(CHANNELS, OUT, Linear(EDGE_DIM, CHANNELS * OUT)), ATTR, ()),
+    "nnconv, max": (
+        lambda: gnn.NNConv(CHANNELS, OUT, Linear(EDGE_DIM, CHANNELS * OUT), aggr="max"),
+        ATTR,
+        (),
+    ),
+    "gated": (lambda: gnn.ResGatedGraphConv(CHANNELS, OUT), (), ()),
+    "gated, edges": (lambda: gnn.ResGatedGraphConv(CHANNELS, OUT, edge_dim=EDGE_DIM), ATTR, ()),
+    "cg": (lambda: gnn.CGConv(CHANNELS, dim=EDGE_DIM), ATTR, ()),
+    "cg, batch norm": (
+        lambda: gnn.CGConv(CHANNELS, dim=EDGE_DIM, batch_norm=True, aggr="mean"),
+        (),
+        ATTR,
+    ),
+    "graph conv": (lambda: gnn.GraphConv(CHANNELS, OUT), WEIGHT, ()),
+}
+
+# What else PyG offers: several rounds of messages, other aggregations, edge attention.
+WIDER: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
+    "agnn": (lambda: gnn.AGNNConv(), (), ()),
+    "appnp": (lambda: gnn.APPNP(3, 0.1), WEIGHT, ()),
+    "arma": (lambda: gnn.ARMAConv(CHANNELS, OUT, num_stacks=2, num_layers=2), WEIGHT, ()),
+    "cheb": (lambda: gnn.ChebConv(CHANNELS, OUT, 3), (), WEIGHT),
+    "cluster gcn": (lambda: gnn.ClusterGCNConv(CHANNELS, OUT), (), ()),
+    "feast": (lambda: gnn.FeaStConv(CHANNELS, OUT, heads=2), (), ()),
+    "film": (lambda: gnn.FiLMConv(CHANNELS, OUT), (), ()),
+    "gated graph": (lambda: gnn.GatedGraphConv(CHANNELS, 2), WEIGHT, ()),
+    "gen, softmax": (lambda: gnn.GENConv(CHANNELS, OUT, edge_dim=EDGE_DIM), ATTR, ()),
+    "general": (lambda: gnn.GeneralConv(CHANNELS, OUT, EDGE_DIM, attention=True), ATTR, ()),
+    "gmm": (lambda: gnn.GMMConv(CHANNELS, OUT, EDGE_DIM, kernel_size=2), ATTR, ()),
+    "leconv": (lambda: gnn.LEConv(CHANNELS, OUT), WEIGHT, ()),
+    "mf": (lambda: gnn.MFConv(CHANNELS, OUT), (), ()),
+    "pna": (
+        lambda: gnn.PNAConv(
+            CHANNELS, OUT, ["mean", "max", "std"], ["identity", "amplification"],
+            torch.arange(12), edge_dim=EDGE_DIM,
+        ),
+        ATTR,
+        (),
+    ),  # fmt: skip
+    "sage, median": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="median"), (), ()),
+    "sage, several": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr=["mean", "max"]), (), ()),
+    "sg": (lambda: gnn.SGConv(CHANNELS, OUT, K=2), WEIGHT, ()),
+    "ssg": (lambda: gnn.SSGConv(CHANNELS, OUT, 0.1, K=2), (), WEIGHT),
+    "tag": (lambda: gnn.TAGConv(CHANNELS, OUT), WEIGHT, ()),
+}
+
+
+def build(make: Make) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return make().double()
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph()
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
+    return Partitions(tmp_path_factory.mktemp("exactness"))
+
+
+def sweep_layers(
+    layers: dict[str, Any], world: int, data: Data, root: Any, policies: tuple[SARPolicy, ...]
+) -> Sweep:
+    sweep = Sweep(world)
+    for name, (make, edge, constants) in layers.items():
+        sweep.add(name, Job(build(make), root, edge, policies, constants), data)
+    return sweep
+
+
+@pytest.mark.parametrize("name", LAYERS)
+@pytest.mark.parametrize(("world", "method"), [(3, "random"), (2, "metis")])
+def test_layer_in_every_mode(
+    name: str, world: int, method: str, graph: Data, partitions: Partitions
+):
+    root = partitions(graph, world, method)
+    sweep_layers({name: LAYERS[name]}, world, graph, root, ALL_POLICIES).check()
+
+
+@pytest.mark.parametrize(
+    ("world", "method"), [(1, "contiguous"), (2, "random"), (3, "metis"), (5, "metis"), (5, "random")]
+)
+def test_world_sizes_and_partitioners(
+    world: int, method: str, graph: Data, partitions: Partitions
+):
+    root = partitions(graph, world, method)
+    sweep_layers(LAYERS, world, graph, root, MODES).check()
+
+
+# A worker without ... ########################################################
+
+SOME = {
+    name: LAYERS[name]
+    for name in (
+        "gcn, learned weights", "sage, mean", "sage, max", "gin", "gat, edges", "gatv2",
+        "transformer, edges", "edge conv", "nnconv", "cg, batch norm",
+    )
+}  # fmt: skip
+
+
+def test_worker_without_training_nodes(partitions: Partitions):
+    data = make_graph(seed=3)
+    part = torch.arange(data.num_nodes) % 3
+    data.train_mask &= part != 1
+    root = partitions(data, 3, part)
+    sweep_layers(SOME, 3, data, root, MODES).check()
+
+
+def test_training_nodes_on_one_worker_only(partitions: Partitions):
+    data = make_graph(seed=4)
+    part = torch.arange(data.num_nodes) % 3
+    data.train_mask = part == 2
+    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
+
+
+def test_worker_without_edges_to_some_peer(partitions: Partitions):
+    data, part = two_islands()
+    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
+
+
+def test_worker_without_any_remote_edge(partitions: Partitions):
+    """Part 1 neither needs nor gives rows."""
+    data = make_graph(30, 150, seed=5)
+    part = torch.arange(30) // 10
+    source, target = part[data.edge_index]
+    data = data.edge_subgraph(((source == 1) | (target == 1)) <= (source == target))
+    data.num_nodes = 30
+    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
+
+
+@pytest.mark.parametrize("empty", [0, 1, 2])
+def test_part_without_nodes(empty: int, partitions: Partitions):
+    data = make_graph(seed=6)
+    part = torch.arange(data.num_nodes) % 2
+    part = part + (part >= empty).long()
+    assert empty not in part.tolist()
+    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
+
+
+def test_more_parts_than_metis_fills(partitions: Partitions):
+    """METIS leaves parts empty where a graph is small."""
+    data = make_graph(6, 14, seed=7)
+    data.train_mask[:] = True
+    root = partitions(data, 5, "metis")
+    sweep_layers(SOME, 5, data, root, MODES).check()
+
+
+def test_part_without_edges(partitions: Partitions):
+    """A worker has nodes that others read, but no in-edge of its own."""
+    data = make_graph(seed=8)
+    part = torch.arange(data.num_nodes) % 3
+    kept = part[data.edge_index[1]] != 0
+    data = data.edge_subgraph(kept)
+    data.num_nodes = 40
+    sweep_layers(SOME, 3, data, partitions(data, 3, part), MODES).check()
+
+
+def test_graph_without_edges(partitions: Partitions):
+    data = make_graph(seed=9)
+    data = data.edge_subgraph(torch.zeros(data.num_edges, dtype=torch.bool))
+    data.num_nodes = 40
+    names = ("gcn", "sage, mean", "sage, max", "gat", "gatv2", "transformer", "gin")
+    some = {name: LAYERS[name] for name in names}
+    sweep_layers(some, 3, data, partitions(data, 3, "random"), MODES).check()
+
+
+@given(
+    seed=st.integers(0, 1000),
+    nodes=st.integers(3, 25),
+    edges=st.integers(0, 80),
+    world=st.integers(1, 4),
+    name=st.sampled_from(sorted(SOME)),
+    budget=st.sampled_from([None, 1, 300]),
+    prefetch=st.integers(0, 3),
+)
+@settings(max_examples=15)
+def test_any_graph_and_assignment(
+    tmp_path_factory: pytest.TempPathFactory,
+    seed: int,
+    nodes: int,
+    edges: int,
+    world: int,
+    name: str,
+    budget: int | None,
+    prefetch: int,
+):
+    data = make_graph(nodes, edges, seed)
+    data.train_mask[seed % nodes] = True
+    part = torch.randint(world, (nodes,), generator=torch.Generator().manual_seed(seed))
+    root = Partitions(tmp_path_factory.mktemp("any"))(data, world, part)
+    policies = tuple(
+        SARPolicy(mode=mode, prefetch=prefetch, message_budget=budget) for mode in (1, 2)
+    )
+    sweep_layers({name: SOME[name]}, world, data, root, policies).check()
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.parametrize("name", WIDER)
+def test_wider_choice_of_layers(name: str, graph: Data, partitions: Partitions):
+    """Whatever runs distributed at all, shard by shard or in one shot, is exact."""
+    root = partitions(graph, 3, "random")
+    sweep_layers({name: WIDER[name]}, 3, graph, root, (MODES[0], MODES[1])).check()
+
+
+def test_undirected_graph(partitions: Partitions):
+    data = make_graph(seed=10)
+    both = torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
+    weight = torch.cat([data.edge_weight] * 2)
+    attr = torch.cat([data.edge_attr] * 2)
+    data.edge_index, data.edge_weight, data.edge_attr = both, weight, attr
+    sweep_layers(SOME, 3, data, partitions(data, 3, "metis"), MODES).check()
+
+
+# Training ####################################################################
+
+
+class Net(torch.nn.Module):
+    """Three layers with batch norms, as a user writes them.
+
+    Convolutions before a batch norm have no bias: its gradient is 0 but for rounding, which Adam
+    would blow up, in one process too.
+    """
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        make = {
+            "gcn": lambda i, o, bias: gnn.GCNConv(i, o, bias=bias),
+            "sage": lambda i, o, bias: gnn.SAGEConv(i, o, aggr="max", bias=bias),
+            "gat": lambda i, o, bias: gnn.GATConv(i, o, heads=2, concat=False, bias=bias),
+        }[kind]
+        sizes = [(CHANNELS, 8, False), (8, 8, False), (8, CLASSES, True)]
+        self.convs = torch.nn.ModuleList([make(*size) for size in sizes])
+        self.norms = torch.nn.ModuleList([BatchNorm1d(8), gnn.BatchNorm(8)])
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        for conv, norm in zip(self.convs[:-1], self.norms, strict=True):
+            x = norm(conv(x, edge_index)).relu()
+        return self.convs[-1](x, edge_index)
+
+
+def train(
+    model: torch.nn.Module,
+    data: Data,
+    optimizer: str,
+    mean: Callable[[torch.Tensor], torch.Tensor],
+) -> tuple[list[torch.Tensor], dict[str, torch.Tensor], torch.Tensor]:
+    """Five epochs; returns the losses, the final state and the final outputs in evaluation."""
+    if optimizer == "adam":
+        step = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=5e-4)
+    else:
+        step = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    losses = []
+    for _ in range(5):
+        model.train()
+        step.zero_grad()
+        out = model(data.x, data.edge_index)[data.train_mask]
+        loss = mean(F.cross_entropy(out, data.y[data.train_mask], reduction="none"))
+        loss.backward()
+        step.step()
+        losses.append(loss.detach())
+    model.eval()
+    with torch.no_grad():
+        out = model(data.x, data.edge_index)
+    return losses, {k: v.clone() for k, v in model.state_dict().items()}, out
+
+
+def train_worker(root: Any, model: torch.nn.Module, optimizer: str, policy: SARPolicy) -> Any:
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(copy.deepcopy(model), policy)
+    return data.n_id, *train(model, data, optimizer, pyg_sar.mean)
+
+
+def check_training(expected: Any, workers: list[Any], title: str) -> None:
+    losses, state, out = expected
+    for rank, (n_id, found_losses, found_state, found_out) in enumerate(workers):
+        where = f"{title}, rank {rank}"
+        for epoch, (a, b) in enumerate(zip(found_losses, losses, strict=True)):
+            assert abs(float(a - b)) <= TOLERANCE * abs(float(b)), (where, "loss", epoch)
+        assert found_state.keys() == state.keys()
+        for name, value in state.items():
+            error = (found_state[name].double() - value.double()).abs().max()
+            assert float(error) <= TOLERANCE * max(1.0, float(value.abs().max())), (where, name)
+        assert torch.allclose(found_out, out[n_id], rtol=TOLERANCE, atol=TOLERANCE), where
+
+
+@pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
+@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+def test_five_steps_of_training(kind: str, optimizer: str, graph: Data, partitions: Partitions):
+    torch.manual_seed(2)
+    model = Net(kind).double()
+    expected = train(copy.deepcopy(model), graph, optimizer, torch.mean)
+    for world, mode in ((3, 1), (2, 2), (3, 3), (5, 1)):
+        root = partitions(graph, world, "random")
+        policy = SARPolicy(mode=mode, prefetch=mode % 2)
+        workers = threads(train_worker, world, root, model, optimizer, policy)
+        check_training(expected, workers, f"{kind}, {world} workers, mode {mode}")
+
+
+# Processes ###################################################################
+
+
+def gloo_worker(jobs: list[Job], trainings: list[Any]) -> Any:
+    from oracle import run_jobs
+
+    return run_jobs(jobs), [train_worker(*training) for training in trainings]
+
+
+def test_processes(graph: Data, partitions: Partitions):
+    """A smaller sweep over gloo, in one group of processes."""
+    from oracle import assert_small, errors
+
+    root = partitions(graph, 3, "random")
+    sweep = sweep_layers(SOME, 3, graph, root, MODES)
+    torch.manual_seed(2)
+    model = Net("gat").double()
+    trainings = [(root, model, "adam", SARPolicy(mode=mode)) for mode in (1, 2, 3)]
+    workers = pyg_sar.launch(
+        gloo_worker, 3, sweep.jobs, trainings, backend="gloo", threads_per_worker=1, timeout=120.0
+    )
+    for k, (job, expected, title) in enumerate(
+        zip(sweep.jobs, sweep.expected, sweep.titles, strict=True)
+    ):
+        for step, policy in enumerate(job.policies):
+            results = [worker[0][k][step] for worker in workers]
+            assert_small(errors(results, expected), TOLERANCE, f"{title}, gloo, {policy}")
+    expected = train(copy.deepcopy(model), graph, "adam", torch.mean)
+    for step, training in enumerate(trainings):
+        check_training(expected, [worker[1][step] for worker in workers], f"gloo, {training[-1]}")

@@ -1,0 +1,459 @@
+"""The training loop: against a hand-written PyG loop, and workers against one process."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from small_graphs import CLASSES, FEATURES, small_graph
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import GATConv, GCNConv
+
+import pyg_sar
+from pyg_sar.callbacks import LineProgress, TqdmProgress
+from pyg_sar.models import MODELS, NORMS, build_model
+from pyg_sar.schedule import Constant, Cosine, Plateau, Step, Warmup
+from pyg_sar.splits import split_nodes
+from pyg_sar.train_config import EpochRecord, TrainConfig, TrainResult
+from pyg_sar.training import Callback, DivergedError, Trainer, seed_worker
+
+DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
+
+
+def make_model(name: str = "gcn", *, norm: str = "none", dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(3)
+    return build_model(
+        name, FEATURES, 8, CLASSES, layers=3, heads=2, norm=norm, dropout=dropout, cached=True
+    )
+
+
+def labelled(data: Data, mask: Tensor) -> Tensor:
+    return mask & (data.y >= 0)
+
+
+# Models ######################################################################
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("norm", NORMS)
+def test_models_are_plain_pyg(name, norm):
+    data = small_graph()
+    model = make_model(name, norm=norm, dropout=0.4)
+    assert model(data.x, data.edge_index).shape == (data.num_nodes, CLASSES)
+    for module in model.modules():
+        assert not type(module).__module__.startswith("pyg_sar.nn")
+    before = model.state_dict()["convs.0." + next(iter(model.convs[0].state_dict()))].clone()
+    model.reset_parameters()
+    after = model.state_dict()["convs.0." + next(iter(model.convs[0].state_dict()))]
+    assert before.shape == after.shape
+
+
+def test_gat_has_the_papers_shape():
+    model = build_model("gat", 1433, 8, 7, dropout=0.6)
+    first, last = model.convs
+    assert isinstance(first, GATConv) and (first.heads, first.out_channels) == (8, 8)
+    assert (last.heads, last.concat, last.in_channels, last.out_channels) == (1, False, 64, 7)
+    assert first.dropout == model.dropout == 0.6
+    assert model.activation is F.elu
+
+
+def test_edge_weights_reach_gcn_only():
+    data = small_graph()
+    plain, weighted = make_model("gcn"), make_model("gcn")
+    a = plain(data.x, data.edge_index)
+    b = weighted(data.x, data.edge_index, data.edge_weight)
+    assert isinstance(plain.convs[0], GCNConv) and not torch.allclose(a, b)
+    with pytest.raises(ValueError, match=r"SAGEConv has no edge weights"):
+        make_model("sage")(data.x, data.edge_index, data.edge_weight)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"name": "gatt"}, "'name' to be one of"),
+        ({"hidden": 0}, "'hidden' to be an integer >= 1"),
+        ({"layers": 2.5}, "'layers' to be an integer >= 1"),
+        ({"dropout": 1.0}, r"'dropout' to be in \[0, 1\)"),
+        ({"norm": "instance"}, "'norm' to be one of"),
+    ],
+)
+def test_models_name_the_wrong_argument(changes, message):
+    arguments = {"name": "gat", "in_channels": 4, "hidden": 8, "out_channels": 3} | changes
+    with pytest.raises(ValueError, match=message):
+        build_model(**arguments)
+
+
+# Settings and schedules ######################################################
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"),
+    [
+        ("epochs", -1),
+        ("lr", 0.0),
+        ("lr", math.inf),
+        ("optimizer", "lion"),
+        ("weight_decay", -1e-4),
+        ("schedule", "linear"),
+        ("warmup", -1),
+        ("step_size", 0),
+        ("gamma", 1.5),
+        ("label_smoothing", 1.0),
+        ("clip_norm", 0.0),
+        ("eval_every", 0),
+        ("monitor", "f1"),
+        ("patience", 0),
+        ("split", -1),
+        ("seed", -1),
+    ],
+)
+def test_config_names_the_wrong_setting(setting, value):
+    with pytest.raises(ValueError, match=f"Expected '{setting}' to be"):
+        TrainConfig(**{setting: value})
+
+
+def test_schedules_follow_their_formulas():
+    cosine = Cosine(10, floor=0.1)
+    for epoch in range(12):
+        expected = 0.1 + 0.45 * (1 + math.cos(math.pi * min(epoch, 10) / 10))
+        assert cosine.factor(epoch) == pytest.approx(expected, abs=1e-15)
+    assert [Step(3, 0.5).factor(e) for e in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+    warm = Warmup(Step(2, 0.1), 3)
+    assert [warm.factor(e) for e in range(6)] == [0.25, 0.5, 0.75, 1, 1, pytest.approx(0.1)]
+    assert Constant().factor(99) == 1
+
+
+def test_plateau_waits_and_keeps_its_state():
+    plateau = Plateau(patience=2, gamma=0.5, floor=0.2)
+    factors = []
+    for value in (0.1, 0.3, 0.3, 0.2, 0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1):
+        plateau.observe(value)
+        factors.append(plateau.factor(0))
+    assert factors == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2, 0.2]
+    copy = Plateau(patience=2, gamma=0.5, floor=0.2)
+    copy.load_state_dict(plateau.state_dict())
+    fresh = Plateau(patience=2, gamma=0.5)
+    fresh.load_state_dict(Plateau(patience=2, gamma=0.5).state_dict())
+    for value in (0.2, 0.9, 0.3):
+        plateau.observe(value)
+        copy.observe(value)
+        assert copy.state_dict() == plateau.state_dict()
+    fresh.observe(-5.0)
+    assert fresh.state_dict()["best"] == -5.0
+
+
+def test_config_makes_the_schedule_it_names():
+    kinds = {"none": Constant, "cosine": Cosine, "step": Step, "plateau": Plateau}
+    for name, kind in kinds.items():
+        assert type(TrainConfig(schedule=name).make_schedule()) is kind
+    warm = TrainConfig(schedule="cosine", epochs=12, warmup=2).make_schedule()
+    assert isinstance(warm, Warmup)
+    assert warm.factor(2) == 1 and warm.factor(12) == 0
+
+
+# One process #################################################################
+
+
+def plain_losses(data: Data, model: nn.Module, config: TrainConfig) -> list[float]:
+    """What a PyG user writes: the oracle."""
+    kinds = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW, "sgd": torch.optim.SGD}
+    optimizer = kinds[config.optimizer](
+        model.parameters(), lr=config.lr, weight_decay=config.weight_decay
+    )
+    schedule, losses = config.make_schedule(), []
+    mask = labelled(data, data.train_mask)
+    torch.manual_seed(config.seed)
+    for epoch in range(config.epochs):
+        for group in optimizer.param_groups:
+            group["lr"] = config.lr * schedule.factor(epoch)
+        model.train()
+        optimizer.zero_grad()
+        out = model(data.x, data.edge_index)
+        smoothing = config.label_smoothing
+        loss = F.cross_entropy(out[mask], data.y[mask], label_smoothing=smoothing)
+        loss.backward()
+        if config.clip_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"optimizer": "sgd", "lr": 0.5, "schedule": "step", "step_size": 2},
+        {"optimizer": "adamw", "schedule": "cosine", "warmup": 2, "label_smoothing": 0.1},
+        {"clip_norm": 0.05, "eval_every": 3},
+    ],
+)
+def test_trainer_is_the_loop_that_a_pyg_user_writes(changes):
+    config = replace(TrainConfig(epochs=6), **changes)
+    data = small_graph(dtype=torch.float64)
+    trained = make_model(norm="batch", dropout=0.3).double()
+    by_hand = make_model(norm="batch", dropout=0.3).double()
+    # Dropout in training makes this also a test of the seed; evaluation draws nothing.
+    result = Trainer(trained, data, replace(config, restore_best=False)).fit()
+    assert result.losses == pytest.approx(plain_losses(data, by_hand, config), rel=1e-12)
+    for a, b in zip(trained.parameters(), by_hand.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-11)
+
+
+def test_evaluation_counts_labelled_nodes_only():
+    data, model = small_graph(), make_model(dropout=0.5)
+    scores = Trainer(model, data, DROPOUT_FREE).evaluate()
+    assert not model.training
+    out = model(data.x, data.edge_index)
+    for split in ("train", "val", "test"):
+        mask = labelled(data, data[f"{split}_mask"])
+        right = (out.argmax(1) == data.y)[mask].float().mean().item()
+        loss = F.cross_entropy(out[mask].double(), data.y[mask]).item()
+        assert getattr(scores, f"{split}_accuracy") == pytest.approx(right, abs=1e-7)
+        assert getattr(scores, f"{split}_loss") == pytest.approx(loss, rel=1e-6)
+
+
+class Recorder(Callback):
+    """Keeps what it is told."""
+
+    def __init__(self) -> None:
+        self.records: list[EpochRecord] = []
+        self.events: list[str] = []
+
+    def on_start(self, trainer: Trainer) -> None:
+        self.events.append("start")
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        self.records.append(record)
+
+    def on_end(self, trainer: Trainer, result: TrainResult) -> None:
+        self.events.append("end")
+
+    def close(self) -> None:
+        self.events.append("close")
+
+
+def test_early_stop_restores_the_best_weights():
+    recorder = Recorder()
+    model, data = make_model(), small_graph()
+    config = TrainConfig(epochs=500, lr=0.3, patience=4, eval_every=2, monitor="loss")
+    trainer = Trainer(model, data, config, callbacks=[recorder])
+    result = trainer.fit()
+    evaluated = [r for r in recorder.records if r.scores is not None]
+    assert [r.epoch for r in evaluated] == list(range(2, result.epochs + 1, 2))
+    losses = [r.scores.val_loss for r in evaluated]
+    best = losses.index(min(losses))
+    assert result.stopped_early and result.epochs < 500
+    assert len(losses) == best + 1 + config.patience
+    assert result.best_epoch == evaluated[best].epoch
+    assert trainer.evaluate() == result.best == evaluated[best].scores
+    assert result.final == evaluated[-1].scores
+    assert recorder.events == ["start", "end", "close"]
+
+
+def test_plateau_follows_the_validation_value():
+    recorder = Recorder()
+    config = TrainConfig(epochs=40, lr=0.3, schedule="plateau", step_size=2, gamma=0.1)
+    Trainer(make_model(), small_graph(), config, callbacks=[recorder]).fit()
+    schedule = config.make_schedule()
+    for record in recorder.records:
+        assert record.lr == pytest.approx(0.3 * schedule.factor(0), rel=1e-12)
+        schedule.observe(record.scores.val_accuracy)
+    assert recorder.records[-1].lr < 0.3
+
+
+def test_the_last_epoch_is_evaluated_and_splits_may_be_missing():
+    recorder, data = Recorder(), small_graph()
+    del data.val_mask, data.test_mask
+    config = TrainConfig(epochs=5, eval_every=3)
+    result = Trainer(make_model(), data, config, callbacks=[recorder]).fit()
+    assert [r.epoch for r in recorder.records if r.scores] == [3, 5]
+    assert result.best.val_accuracy is None and result.best.test_loss is None
+    assert result.best == result.final and result.best_epoch == 5
+
+
+def test_columns_of_masks():
+    data = small_graph(splits=3)
+    for column in range(3):
+        nodes = split_nodes(data, column)
+        for split, index in nodes.items():
+            expected = labelled(data, data[f"{split}_mask"][:, column]).nonzero().view(-1)
+            assert torch.equal(index, expected)
+    with pytest.raises(ValueError, match=r"split 3: data.train_mask has 3 splits"):
+        split_nodes(data, 3)
+
+
+def drop(name: str) -> Any:
+    def change(data: Data) -> None:
+        del data[name]
+
+    return change
+
+
+def put(name: str, value: Any) -> Any:
+    def change(data: Data) -> None:
+        data[name] = value(data)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "config", "message"),
+    [
+        (drop("y"), {}, r"data\.y is missing"),
+        (drop("train_mask"), {}, r"data\.train_mask is missing.*RandomNodeSplit"),
+        (put("y", lambda d: d.y.float()), {}, r"'data\.y' to hold one integer class.*float32"),
+        (put("y", lambda d: d.y.view(-1, 2)), {}, r"\[num_nodes, 1\] \(got torch.int64 \[45, 2\]"),
+        (put("val_mask", lambda d: d.val_mask[1:]), {}, r"'data\.val_mask' to be bool of shape"),
+        (put("train_mask", lambda d: d.train_mask & False), {}, "no labelled node on any worker"),
+        (drop("val_mask"), {"patience": 3}, "need validation nodes"),
+        (drop("val_mask"), {"schedule": "plateau"}, "need validation nodes"),
+    ],
+)
+def test_unfit_data_is_named(change, config, message):
+    data = small_graph()
+    change(data)
+    with pytest.raises(ValueError, match=message):
+        Trainer(make_model(), data, TrainConfig(**config))
+
+
+def test_unfit_models_are_named():
+    data = small_graph()
+    with pytest.raises(ValueError, match=r"scores for 2 classes, data.y holds labels up to 3"):
+        Trainer(build_model("gcn", FEATURES, 8, 2), data, DROPOUT_FREE).fit()
+    with pytest.raises(ValueError, match=r"scores of shape \[90, num_classes\]"):
+        Trainer(make_model(), data, forward=lambda m, d: m(d.x, d.edge_index)[1:]).fit()
+
+
+def test_a_diverged_loss_ends_the_training_and_closes_the_callbacks():
+    recorder = Recorder()
+    data = small_graph()
+    data.x[0, 0] = math.inf
+    trainer = Trainer(make_model(), data, DROPOUT_FREE, callbacks=[recorder])
+    with pytest.raises(DivergedError, match=r"loss is nan in epoch 1; lower 'lr'"):
+        trainer.fit()
+    assert recorder.events == ["start", "close"]
+
+
+def test_progress_shows_loss_and_accuracies(capsys):
+    lines: list[str] = []
+    callbacks = [TqdmProgress("gcn"), LineProgress(lines.append)]
+    Trainer(make_model(), small_graph(), DROPOUT_FREE, callbacks=callbacks).fit()
+    bar = capsys.readouterr().err
+    assert "gcn: 100%" in bar and "4/4" in bar
+    for text in (bar, lines[-1]):
+        assert all(word in text for word in ("loss", "train", "val", "test"))
+    assert len(lines) == 4 and lines[0].startswith("epoch    1")
+
+
+def test_seeds_differ_between_workers_and_rank_0_is_one_process():
+    draws = []
+    for rank in range(4):
+        seed_worker(5, rank)
+        draws.append(torch.rand(4))
+    torch.manual_seed(5)
+    assert torch.equal(draws[0], torch.rand(4))
+    assert len({tuple(d.tolist()) for d in draws}) == 4
+
+
+# Several workers #############################################################
+
+CASES = [
+    ("gat", "none", {}),
+    ("gat", "batch", {"clip_norm": 0.1}),
+    ("gatv2", "layer", {"optimizer": "sgd", "lr": 0.5}),
+    ("sage", "batch", {"schedule": "cosine", "warmup": 1, "label_smoothing": 0.2}),
+    ("gcn", "none", {"patience": 2, "lr": 0.5, "epochs": 12, "monitor": "loss"}),
+    ("gin", "batch", {"schedule": "plateau", "step_size": 1, "lr": 0.05, "epochs": 8}),
+]
+
+
+def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dict[str, Any]:
+    recorder = Recorder()
+    model = pyg_sar.distribute(make_model(name, norm=norm).double())
+    config = replace(TrainConfig(epochs=5, split=1), **changes)
+    result = Trainer(model, data, config, callbacks=[recorder]).fit()
+    return {
+        "result": result,
+        "lrs": [record.lr for record in recorder.records],
+        "norms": [record.grad_norm for record in recorder.records],
+        "state": {k: v.clone() for k, v in model.state_dict().items()},
+    }
+
+
+def train_cases(parts: str) -> dict[str, Any]:
+    data = pyg_sar.load_partition(parts)
+    results = {f"{case[0]} {case[1]}": train_case(data, *case) for case in CASES}
+    data.x = data.x.clone()
+    if pyg_sar.current().rank == 0:
+        data.x[0] = math.nan
+    try:
+        train_case(data, "sage", "none", {})
+        diverged = ""
+    except DivergedError as error:
+        diverged = str(error)
+    if pyg_sar.current().rank == 1:
+        data.train_mask = data.train_mask.long()
+    try:
+        train_case(data, "sage", "none", {})
+        unfit = ""
+    except ValueError as error:
+        unfit = str(error)
+    progress: list[str] = []
+    data.train_mask = data.train_mask.bool()
+    data.x = data.x.nan_to_num()
+    Trainer(
+        pyg_sar.distribute(make_model().double()),
+        data,
+        DROPOUT_FREE,
+        callbacks=[LineProgress(progress.append)],
+    ).fit()
+    nodes = {split: index.numel() for split, index in split_nodes(data, 1).items()}
+    return results | {"errors": (diverged, unfit), "lines": len(progress), "nodes": nodes}
+
+
+def strip_time(result: TrainResult) -> TrainResult:
+    return replace(result, seconds=0.0)
+
+
+def test_workers_train_as_one_process_does(tmp_path):
+    data = small_graph(dtype=torch.float64, splits=2)
+    data.train_mask = data.train_mask[:, [1, 0]]
+    data.train_mask[:, 1] &= torch.arange(data.num_nodes) % 3 > 0
+    part = (torch.arange(data.num_nodes) ** 2) % 2
+    part[(~data.train_mask[:, 1]).nonzero().view(-1)[::2]] = 2
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", method=part)
+    workers = pyg_sar.launch(train_cases, 3, str(tmp_path / "parts"))
+    assert [w["nodes"]["train"] > 0 for w in workers] == [True, True, False]
+    for case in CASES:
+        name = f"{case[0]} {case[1]}"
+        one = train_case(data, *case)
+        first = workers[0][name]
+        for worker in workers[1:]:
+            assert strip_time(worker[name]["result"]) == strip_time(first["result"]), name
+            assert worker[name]["lrs"] == first["lrs"]
+            for key, value in worker[name]["state"].items():
+                assert torch.equal(value, first["state"][key]), (name, key)
+        a, b = one["result"], first["result"]
+        assert (a.epochs, a.best_epoch, a.stopped_early) == (b.epochs, b.best_epoch, b.stopped_early)
+        assert b.losses == pytest.approx(a.losses, rel=1e-9), name
+        assert first["lrs"] == one["lrs"]
+        if case[2].get("clip_norm"):
+            assert first["norms"] == pytest.approx(one["norms"], rel=1e-9)
+        for split in ("train", "val", "test"):
+            accuracy, loss = f"{split}_accuracy", f"{split}_loss"
+            assert getattr(a.best, accuracy) == getattr(b.best, accuracy), name
+            assert getattr(b.best, loss) == pytest.approx(getattr(a.best, loss), rel=1e-9), name
+    stopped = workers[0]["gcn none"]["result"]
+    assert stopped.stopped_early
+    assert min(workers[0]["gin batch"]["lrs"]) < 0.05
+    for worker in workers:
+        diverged, unfit = worker["errors"]
+        assert "loss is nan in epoch 1" in diverged
+        assert "'data.train_mask' to be bool" in unfit and "(rank 1)" in unfit
+    assert [worker["lines"] for worker in workers] == [4, 0, 0]
