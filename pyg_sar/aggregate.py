@@ -379,9 +379,7 @@ class _Sequential(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         run: SequentialAggregation = ctx.run
         saved = ctx.saved_tensors
-        operands = [
-            t.detach() if run.saves(k) else None for k, t in enumerate(saved[: ctx.count])
-        ]
+        operands = [t.detach() if run.saves(k) else None for k, t in enumerate(saved[: ctx.count])]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         totals, sums = run.backward(
             gradient.contiguous(), operands, list(saved[ctx.count :]), last=not keep

@@ -73,9 +73,7 @@ class Dependence:
         """Inverse of :meth:`encode`."""
         gradient, sources, most, least, pattern, saved, size = numbers
         source = most if most == -least else -1
-        return cls(
-            bool(gradient), bool(sources), source, _PATTERNS[pattern], saved / 1000, size
-        )
+        return cls(bool(gradient), bool(sources), source, _PATTERNS[pattern], saved / 1000, size)
 
 
 class Inject(torch.autograd.Function):
@@ -112,9 +110,7 @@ class _Taint(TorchDispatchMode):
     def holds(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self._storages
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if any(isinstance(t, Tensor) and self.holds(t) for t in tree_leaves((args, kwargs))):
             for result in tree_leaves(out):

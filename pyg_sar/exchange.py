@@ -176,9 +176,7 @@ class ShardStream:
                     self.tensors[0].device,
                 )
                 works.append(
-                    comm.exchange(
-                        self._packer(peer, dtype), peer, buffer, owner, label=self.label
-                    )
+                    comm.exchange(self._packer(peer, dtype), peer, buffer, owner, label=self.label)
                 )
                 buffers.append(buffer)
             self._pending.append((owner, buffers, works))
@@ -208,9 +206,7 @@ class GradientReturn:
         overlap: Leave a round in flight while the next shard is worked on.
     """
 
-    def __init__(
-        self, plan: HaloPlan, totals: Sequence[Tensor], layer: str, overlap: bool
-    ) -> None:
+    def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], layer: str, overlap: bool) -> None:
         self.plan = plan
         self.totals = list(totals)
         self.label: Label = (layer, "backward", "gradient")

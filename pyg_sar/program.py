@@ -65,9 +65,7 @@ class DeferredEdge(Tensor):
         return self.value
 
     @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         args, kwargs = tree_map_only(
             DeferredEdge, lambda deferred: deferred.compute_now(), (args, kwargs or {})
         )
@@ -236,9 +234,7 @@ class TileProgram:
             raise NeedsAllEdges("the message is not one tensor with a row per edge")
         return out
 
-    def _collect(
-        self, call: Call, values: Sequence[Any], own: Mapping[str, Any]
-    ) -> dict[str, Any]:
+    def _collect(self, call: Call, values: Sequence[Any], own: Mapping[str, Any]) -> dict[str, Any]:
         data = dict(own)
         for name, place in call.arguments.items():
             data[name] = place[0] if isinstance(place, tuple) else values[place]

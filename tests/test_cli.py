@@ -1,0 +1,304 @@
+"""The command line: partition, train, demo; alone, with --workers, and under torchrun."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+import pyg_sar
+from pyg_sar import cli, demo
+from pyg_sar.checkpoint import load_checkpoint
+from pyg_sar.errors import LostWorkerError, WorkerError
+from pyg_sar.models import MODELS, build_model
+from pyg_sar.report import read_metrics
+from pyg_sar.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.train_config import TrainConfig
+
+GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"
+SMALL = ["--hidden", "4", "--heads", "2", "--eval-every", "2"]
+
+
+@pytest.fixture(autouse=True)
+def no_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory) -> str:
+    """A partition into two, and beside it one into one part (``parts1``)."""
+    folder = tmp_path_factory.mktemp("cli")
+    for number, name in ((2, "parts"), (1, "parts1")):
+        arguments = ["partition", GRAPH, "--parts", str(number), "--out", str(folder / name)]
+        assert cli.main([*arguments, "--method", "random", "--quiet"]) == 0
+    return str(folder / "parts")
+
+
+def usage_error(capsys, *arguments: str) -> str:
+    """Runs a command that must end with exit code 2 and one line on stderr."""
+    assert cli.main(arguments) == cli.EXIT_USAGE
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.count("\n") == 1
+    assert captured.err.startswith("pyg-sar: error: ")
+    return captured.err
+
+
+# partition ###################################################################
+
+
+def test_partition_prints_statistics(tmp_path, capsys):
+    out = str(tmp_path / "p")
+    assert cli.main(["partition", GRAPH, "--parts", "3", "--out", out, "--seed", "4"]) == 0
+    captured = capsys.readouterr()
+    for word in ("edge cut", "replication factor", "training nodes", "halo rows", out):
+        assert word in captured.out
+    assert "writing part 3 of 3" in captured.err
+    metadata = pyg_sar.merge_partitions(out)
+    assert metadata.num_nodes == 200
+    again = ["partition", GRAPH, "--parts", "2", "--out", out]
+    assert "exists" in usage_error(capsys, *again, "--quiet")
+    assert cli.main([*again, "--overwrite", "--quiet"]) == 0
+
+
+def test_partition_explains_mistakes_in_one_line(tmp_path, capsys):
+    out = str(tmp_path / "p")
+    assert "did you mean 'cora'" in usage_error(
+        capsys, "partition", "corra", "--parts", "2", "--out", out
+    )
+    assert "'num_parts' to be at least 1" in usage_error(
+        capsys, "partition", GRAPH, "--parts", "0", "--out", out, "--quiet"
+    )
+    missing = str(tmp_path / "none.npz")
+    assert missing in usage_error(capsys, "partition", missing, "--parts", "2", "--out", out)
+    assert not Path(out).exists()
+
+
+def test_help_tells_sources_hosts_and_defaults(capsys):
+    for command, words in {
+        "partition": ("ogbn-arxiv", "synthetic:nodes=200000", "(default: metis)"),
+        "train": ("--nnodes 2", "--node-rank", "GLOO_SOCKET_IFNAME", "--resume FILE", *MODELS),
+        "demo": ("no download", "--nodes"),
+    }.items():
+        with pytest.raises(SystemExit) as end:
+            cli.main([command, "--help"])
+        assert end.value.code == 0
+        text = capsys.readouterr().out
+        assert all(word in text for word in words), command
+        assert "None" not in text
+    with pytest.raises(SystemExit) as end:
+        cli.main(["train", "--parts", "p", "--model", "mlp"])
+    assert end.value.code == cli.EXIT_USAGE
+
+
+# train #######################################################################
+
+
+def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
+    checkpoint, report = tmp_path / "c", tmp_path / "r"
+    train = ["train", "--parts", parts, *SMALL, "--dropout", "0.5", "--report", str(report)]
+    train += ["--checkpoint", str(checkpoint), "--schedule", "step", "--step-size", "3"]
+    assert cli.main([*train, "--epochs", "4", "--checkpoint-every", "3"]) == 0
+    out = capsys.readouterr().out
+    assert "4 epochs, last loss" in out and "best epoch" in out and str(checkpoint) in out
+    assert cli.main([*train, "--workers", "2", "--epochs", "6", "--resume", "--quiet"]) == 0
+    metrics = read_metrics(report)
+    assert [m["epoch"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [m["lr"] for m in metrics] == [0.01] * 3 + [0.005] * 3
+    assert (report / "report.png").exists()
+    assert len(metrics[0]["sent_bytes"]) == 2 and min(metrics[0]["sent_bytes"]) > 0
+    # One process can use what two workers trained.
+    model = build_model("gat", 8, 4, 3, heads=2)
+    state = load_checkpoint(checkpoint, model, weights="best").state
+    assert state["epoch"] == 6 and state["extra"]["model"]["heads"] == 2
+    # A mistake that only the workers can find: one line, exit code 2.
+    capsys.readouterr()
+    error = usage_error(capsys, *train, "--epochs", "8", "--resume", "--hidden", "5", "--quiet")
+    assert "another model: hidden=4 is now 5; give the same model" in error
+
+
+def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatch):
+    train = ["train", "--parts", parts, *SMALL]
+    assert "2 parts, one for each worker" in usage_error(capsys, *train, "--workers", "3")
+    assert "holds no partition" in usage_error(capsys, "train", "--parts", str(tmp_path))
+    assert "'lr' to be a positive number" in usage_error(capsys, *train, "--lr", "-1")
+    assert "'prefetch'" in usage_error(capsys, *train, "--prefetch", "-1")
+    assert "file of --checkpoint" in usage_error(capsys, *train, "--resume")
+    missing = str(tmp_path / "no" / "c")
+    assert "no such folder" in usage_error(capsys, *train, "--checkpoint", missing)
+    monkeypatch.setenv("RANK", "0")
+    assert "WORLD_SIZE" in usage_error(capsys, *train)
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert "leave it out" in usage_error(capsys, *train, "--workers", "1")
+
+
+def config_of(parts: str, **changes) -> RunConfig:
+    settings = {"model": ModelConfig(hidden=4, heads=2), "train": TrainConfig(epochs=2)}
+    return RunConfig(parts=f"{parts}1", progress="none", **(settings | changes))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_every_model_trains_in_this_process(parts, name):
+    result = train_worker(config_of(parts, model=ModelConfig(name=name, hidden=4, norm="batch")))
+    assert result.epochs == 2 and result.losses[1] < result.losses[0]
+
+
+def test_features_labels_and_weights_of_other_graphs(tmp_path):
+    data = pyg_sar.merge_partitions(write(tmp_path / "a", lambda data: None))
+    dense = train_worker(config_of(str(tmp_path / "a"), model=ModelConfig(name="gcn")))
+
+    def weigh(data):
+        data.edge_weight = torch.linspace(0.1, 2, data.num_edges).view(-1, 1)
+
+    def sparse(data):
+        data.x = data.x.to_sparse_csr()
+
+    write(tmp_path / "b", weigh)
+    write(tmp_path / "c", sparse)
+    gcn = {"model": ModelConfig(name="gcn")}
+    assert train_worker(config_of(str(tmp_path / "b"), **gcn)).losses != dense.losses
+    assert train_worker(config_of(str(tmp_path / "c"), **gcn)).losses == dense.losses
+    sage = {"model": ModelConfig(name="sage")}
+    unweighted = train_worker(config_of(str(tmp_path / "a"), **sage)).losses
+    assert train_worker(config_of(str(tmp_path / "b"), **sage)).losses == unweighted
+    write(tmp_path / "d", lambda data: data.__delattr__("x"))
+    with pytest.raises(ValueError, match="no node features"):
+        train_worker(config_of(str(tmp_path / "d")))
+    write(tmp_path / "e", lambda data: data.__delattr__("y"))
+    with pytest.raises(ValueError, match=r"data\.y is missing"):
+        train_worker(config_of(str(tmp_path / "e")))
+    assert data.num_nodes == 200
+
+
+def write(path: Path, change) -> str:
+    """A one-part partition of the small graph after ``change(data)``, at ``path`` plus ``1``."""
+    from pyg_sar.graphs import load_graph
+
+    data = load_graph(GRAPH)
+    change(data)
+    pyg_sar.write_partitions(data, 1, f"{path}1")
+    return f"{path}1"
+
+
+# Errors ######################################################################
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "text"),
+    [
+        (ValueError("bad"), 2, "bad"),
+        (FileNotFoundError(2, "no file", "x"), 2, "no file: 'x'"),
+        (ZeroDivisionError("boo"), 1, "ZeroDivisionError: boo (--debug shows where)"),
+        (LostWorkerError("Rank 1 was lost", rank=1), 1, "Rank 1 was lost"),
+        (
+            WorkerError("Rank 1 failed: PartitionError: bad part\n\nTraceback", rank=1),
+            2,
+            "bad part",
+        ),
+        (
+            WorkerError("Rank 1 failed: DivergedError: nan\n\nTraceback", rank=1),
+            1,
+            "nan",
+        ),
+        (
+            WorkerError("Rank 1 failed: KeyError: 'a'\n\nTraceback", rank=1),
+            1,
+            "Rank 1 failed: KeyError: 'a' (--debug shows where)",
+        ),
+        (KeyboardInterrupt(), 130, ""),
+    ],
+)
+def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeypatch):
+    def fail(arguments):
+        raise error
+
+    monkeypatch.setattr(cli, "_demo", fail)
+    assert cli.main(["demo"]) == code
+    captured = capsys.readouterr().err
+    assert captured == (f"pyg-sar: error: {text}\n" if text else "")
+    if code != 130:
+        assert cli.main(["demo", "--debug"]) == code
+        assert "Traceback" in capsys.readouterr().err
+
+
+def test_the_rank_that_lives_speaks(capsys, monkeypatch):
+    for lost, rank, speaks in ((2, 0, True), (2, 1, False), (0, 1, True), (0, 2, False)):
+        monkeypatch.setenv("RANK", str(rank))
+        cli._explain(LostWorkerError(f"Rank {lost} was lost", rank=lost), debug=False)
+        assert bool(capsys.readouterr().err) == speaks
+
+
+# torchrun ####################################################################
+
+
+def torchrun(*arguments: str, workers: int) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command += ["--nproc-per-node", str(workers), "-m", "pyg_sar", *arguments]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "PYTHONWARNINGS": ""}
+    return subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=150, check=False
+    )
+
+
+def test_under_torchrun_rank_0_speaks_and_the_curve_is_the_same(parts):
+    train = ("train", "--parts", parts, *SMALL, "--epochs", "2", "--model", "sage")
+    ran = torchrun(*train, workers=2)
+    assert ran.returncode == 0, ran.stderr
+    assert ran.stdout.count("2 epochs, last loss") == 1
+    assert ran.stdout.count("epoch    2") == 1
+    launched = pyg_sar.launch(
+        train_worker,
+        2,
+        RunConfig(
+            parts=parts,
+            model=ModelConfig(name="sage", hidden=4, heads=2),
+            train=TrainConfig(epochs=2, eval_every=2),
+            progress="none",
+        ),
+    )[0]
+    assert f"last loss {launched.losses[-1]:.6f}" in ran.stdout
+
+
+def test_under_torchrun_a_mistake_is_one_line(parts):
+    ran = torchrun("train", "--parts", f"{parts}1", *SMALL, workers=2)
+    assert ran.returncode != 0
+    lines = [line for line in ran.stderr.splitlines() if line.startswith("pyg-sar: error: ")]
+    assert len(lines) == 1 and "has 1 part" in lines[0], ran.stderr
+    assert "exitcode  : 2" in ran.stderr
+
+
+# demo ########################################################################
+
+
+def test_demo_shows_equal_losses_and_lawful_bytes(tmp_path, capsys):
+    arguments = ["--nodes", "300", "--workers", "2", "--epochs", "3", "--out", str(tmp_path / "d")]
+    assert cli.main(["demo", *arguments]) == 0
+    out = capsys.readouterr().out
+    assert "largest difference" in out and "the same" in out
+    assert "equal to the byte" in out and "NOT" not in out
+    assert out.count("the law") >= 2 and "one process" in out and "worker 1" in out
+    assert [p.name for p in (tmp_path / "d").iterdir()] == ["demo.png"]
+
+
+def test_demo_fails_where_losses_or_bytes_differ(capsys):
+    lines: list[str] = []
+    assert demo._show_losses([1.0, 0.5], [1.0, 0.500009], lines.append)
+    assert not demo._show_losses([1.0, 0.5], [1.0, 0.50002], lines.append)
+    assert "NOT the same" in lines[-1]
+    config = demo.DemoConfig(epochs=1)
+    law = demo._law([10], config)[0]
+    run = demo.Run(losses=[1.0], base_memory=1, peak_memory=2, traffic=law, sent=sum(law.values()))
+    assert demo._show_bytes([run], [10], config, lines.append)
+    less = demo.Run(
+        losses=[1.0],
+        base_memory=1,
+        peak_memory=2,
+        traffic=law | {"fetch": law["fetch"] - 1},
+        sent=0,
+    )
+    assert not demo._show_bytes([less], [10], config, lines.append)
+    assert "NOT equal" in lines[-1]

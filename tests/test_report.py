@@ -1,0 +1,169 @@
+"""The report folder: what is in it, what it counts, and when it is not written."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from small_graphs import CLASSES, FEATURES, small_graph
+
+import pyg_sar
+from pyg_sar.models import build_model
+from pyg_sar.report import Report, ReportError, draw_report, read_metrics
+from pyg_sar.train_config import EpochRecord, TrainConfig
+from pyg_sar.training import Callback, DivergedError, Trainer
+
+CONFIG = TrainConfig(epochs=4, eval_every=2, clip_norm=1.0)
+KEYS = {"epoch", "loss", "lr", "grad_norm", "seconds"}
+SCORES = {f"{s}_{v}" for s in ("train", "val", "test") for v in ("accuracy", "loss")}
+WORKER_KEYS = {"sent_bytes", "received_bytes", "memory_bytes"}
+
+
+def make_trainer(*callbacks: Callback, config: TrainConfig = CONFIG) -> Trainer:
+    torch.manual_seed(0)
+    model = build_model("sage", FEATURES, 4, CLASSES)
+    return Trainer(model, small_graph(), config, callbacks=callbacks)
+
+
+def read_json(folder: Path, name: str) -> dict[str, Any]:
+    return json.loads((folder / name).read_text())
+
+
+def test_the_folder_holds_settings_metrics_summary_and_picture(tmp_path):
+    folder = tmp_path / "a" / "report"
+    result = make_trainer(Report(folder, config={"graph": "small"})).fit()
+    assert sorted(p.name for p in folder.iterdir()) == [
+        "config.json",
+        "metrics.jsonl",
+        "report.png",
+        "summary.json",
+    ]
+    config = read_json(folder, "config.json")
+    assert config["train"] == asdict(CONFIG) and config["graph"] == "small"
+    assert config["workers"] == 1 and config["versions"]["torch"] == torch.__version__
+    metrics = read_metrics(folder)
+    assert [m["loss"] for m in metrics] == result.losses
+    assert [m["epoch"] for m in metrics] == [1, 2, 3, 4]
+    assert set(metrics[0]) == KEYS | WORKER_KEYS
+    assert set(metrics[1]) == KEYS | WORKER_KEYS | SCORES
+    assert metrics[3]["val_accuracy"] == result.final.val_accuracy
+    assert metrics[0]["sent_bytes"] == [0] and metrics[0]["memory_bytes"][0] > 2**20
+    summary = read_json(folder, "summary.json")
+    assert summary["epochs"] == 4 and summary["best"] == asdict(result.best)
+    assert summary["workers"][0]["sent_bytes"] == 0 and "losses" not in summary
+    picture = (folder / "report.png").read_bytes()
+    assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
+    make_trainer(Report(tmp_path)).fit()
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    with pytest.raises(ReportError, match=r"holds the report of another run; choose another"):
+        make_trainer(Report(tmp_path)).fit()
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    make_trainer(Report(tmp_path, overwrite=True), config=replace(CONFIG, epochs=1)).fit()
+    assert len(read_metrics(tmp_path)) == 1
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ReportError, match=r"Cannot write the report .*file"):
+        make_trainer(Report(tmp_path / "file")).fit()
+    with pytest.raises(ReportError, match="not JSON serializable"):
+        make_trainer(Report(tmp_path / "b", config={"a": object()})).fit()
+
+
+def test_a_resumed_run_continues_the_lines(tmp_path):
+    first = make_trainer(Report(tmp_path / "r"))
+    first.fit()
+    first.save(tmp_path / "c")
+    path = tmp_path / "r" / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    # The killed run had gone on for an epoch, and was killed while it wrote another line.
+    path.write_text("".join(lines) + lines[-1].replace('"epoch": 4', '"epoch": 5') + '{"epo')
+    second = make_trainer(Report(tmp_path / "r"), config=replace(CONFIG, epochs=6))
+    second.resume(tmp_path / "c")
+    result = second.fit()
+    metrics = read_metrics(tmp_path / "r")
+    assert [m["epoch"] for m in metrics] == [1, 2, 3, 4, 5, 6]
+    assert [m["loss"] for m in metrics] == result.losses
+
+
+def test_without_matplotlib_only_the_picture_is_missing(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    with pytest.warns(UserWarning, match=r"matplotlib is not installed \(pip install 'pyg_sar\["):
+        make_trainer(Report(tmp_path)).fit()
+    assert (tmp_path / "summary.json").exists() and not (tmp_path / "report.png").exists()
+    monkeypatch.undo()
+    assert draw_report(tmp_path) == tmp_path / "report.png"
+    assert (tmp_path / "report.png").exists()
+
+
+def test_a_failed_training_leaves_its_metrics_and_closes_the_ledger(tmp_path):
+    class Spoil(Callback):
+        def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+            if record.epoch == 3:
+                trainer.data.x.fill_(float("nan"))
+
+    trainer = make_trainer(Report(tmp_path), Spoil())
+    with pytest.raises(DivergedError):
+        trainer.fit()
+    assert len(read_metrics(tmp_path)) == 3
+    assert not (tmp_path / "summary.json").exists()
+    assert trainer.comm.ledgers == []
+    assert draw_report(tmp_path) is not None
+
+
+def test_an_empty_report_is_drawn_all_the_same(tmp_path):
+    make_trainer(Report(tmp_path), config=replace(CONFIG, epochs=0)).fit()
+    assert read_metrics(tmp_path) == [] and (tmp_path / "report.png").exists()
+
+
+def train_with_report(folder: str) -> dict[str, Any]:
+    """On each worker (a thread): two reports of the same training with another ledger beside."""
+    data = pyg_sar.load_partition(f"{folder}/parts")
+    comm = pyg_sar.current()
+    model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES))
+    trainer = Trainer(model, data, CONFIG, comm=comm, callbacks=[Report(f"{folder}/report")])
+    halo = []
+
+    class Count(Callback):
+        def on_start(self, trainer: Trainer) -> None:
+            self.ledger = pyg_sar.Ledger(comm).__enter__()
+
+        def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+            kinds = ("fetch", "refetch", "gradient")
+            halo.append(sum(self.ledger.sent_bytes(kind=kind) for kind in kinds))
+
+        def close(self) -> None:
+            self.ledger.__exit__(None, None, None)
+
+    trainer.callbacks.append(Count())
+    trainer.fit()
+    try:
+        Trainer(model, data, CONFIG, callbacks=[Report(f"{folder}/report")]).fit()
+        refused = ""
+    except ReportError as error:
+        refused = str(error)
+    return {"halo": halo, "refused": refused}
+
+
+def test_bytes_and_memory_of_every_worker(tmp_path):
+    pyg_sar.write_partitions(small_graph(), 3, tmp_path / "parts", method="random")
+    workers = pyg_sar.launch(train_with_report, 3, str(tmp_path), backend="threads")
+    metrics = read_metrics(tmp_path / "report")
+    summary = read_json(tmp_path / "report", "summary.json")
+    for rank, worker in enumerate(workers):
+        sent = [m["sent_bytes"][rank] for m in metrics]
+        halo = [b - a for a, b in zip([0, *worker["halo"]], worker["halo"], strict=False)]
+        # What is left are sums of losses and parameter gradients, the same in each kind of epoch.
+        rest = [a - b for a, b in zip(sent, halo, strict=True)]
+        assert min(halo) > 0 and rest[0] == rest[2] and rest[1] == rest[3]
+        assert 0 < rest[0] < 10_000
+        assert len(metrics[0]["memory_bytes"]) == 3
+        assert summary["workers"][rank]["rank"] == rank
+        assert summary["workers"][rank]["sent_bytes"] >= sum(sent)
+        assert set(summary["workers"][rank]["layers"]) >= {"convs.0", "convs.1"}
+        assert "holds the report of another run" in worker["refused"]
