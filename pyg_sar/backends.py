@@ -212,7 +212,7 @@ class GlooTransport(GroupTransport):
         # group, which ends whatever waits for them.
         for peer in range(self.world_size):
             if peer != self.rank:
-                with contextlib.suppress(RuntimeError):
+                with contextlib.suppress(RuntimeError, ValueError):
                     work = dist.irecv(torch.empty(1), peer, group=self.group, tag=ABORT_TAG)
                     if work is not None:
                         work.wait(timedelta(milliseconds=1))
@@ -222,6 +222,15 @@ class NcclTransport(GroupTransport):
     """NCCL: one GPU per worker."""
 
     name = "nccl"
+    stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {
+        torch.bool: torch.uint8,
+        torch.int16: torch.int32,
+    }
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        # NCCL connects at the first operation, which must be one that all ranks take part in.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
 
     @classmethod
     def check(cls) -> None:

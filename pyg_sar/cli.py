@@ -86,6 +86,8 @@ def _explain(error: Exception, debug: bool) -> int:
     text, usage = str(error), isinstance(error, (ValueError, TypeError, OSError, ImportError))
     if isinstance(error, WorkerError):
         text, usage = _root_cause(error)
+    elif isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.strerror}: {error.filename!r}"
     elif not isinstance(error, PygSarError) and not usage:
         text = f"{type(error).__name__}: {text} (--debug shows where)"
     rank = int(os.environ.get("RANK", "0"))

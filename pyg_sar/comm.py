@@ -10,14 +10,13 @@ import torch.distributed as dist
 
 from pyg_sar.backends import TRANSPORTS, Setting
 from pyg_sar.communicator import (
-    COLLECTIVE,
     Communicator,
     GroupCommunicator,
     LocalCommunicator,
-    Outgoing,
 )
 from pyg_sar.issuer import Work
 from pyg_sar.ledger import Label
+from pyg_sar.payload import COLLECTIVE, Outgoing
 from pyg_sar.rendezvous import (
     Place,
     call_the_roll,

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,26 +14,22 @@ from pyg_sar.backends import OPS, Lane, Parcel, Transport, TransportError
 from pyg_sar.errors import PygSarError
 from pyg_sar.issuer import Issuer, Work
 from pyg_sar.ledger import Label
+from pyg_sar.payload import (
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    OBJECT,
+    SUM,
+    Outgoing,
+    count,
+    count_all,
+    decode,
+    encode,
+    num_bytes,
+    pack,
+)
 from pyg_sar.signals import TerminationNotice
 from pyg_sar.watch import Watch, is_consequence
-
-Outgoing = Tensor | Callable[[], Tensor | None] | None
-"""What to send: a tensor, a function that packs it on the issuing thread, or nothing."""
-
-COLLECTIVE = -1
-"""The peer that ledgers are told for collectives."""
-
-SUM: Label = ("", "", "sum")
-GATHER: Label = ("", "", "gather")
-BROADCAST: Label = ("", "", "broadcast")
-OBJECT: Label = ("", "", "object")
-
-
-class Counting(Protocol):
-    """What a communicator reports its transfers to: a ledger."""
-
-    def transfer(self, label: Label, peer: int, *, sent: int, received: int) -> None:
-        """Records bytes that went to or came from ``peer``."""
 
 
 class Communicator(ABC):
@@ -184,25 +179,25 @@ class Communicator(ABC):
         Raises:
             TypeError: When ``obj`` has no JSON form.
         """
-        data = _encode(obj)
+        data = encode(obj)
         sizes = self.all_gather(torch.tensor([data.numel()], device=self.device), label=label)
         largest = int(max(sizes))
         padded = torch.zeros(largest, dtype=torch.uint8)
         padded[: data.numel()] = data
         everyone = self.all_gather(padded.to(self.device), label=label)
-        return [_decode(t[: int(n)]) for t, n in zip(everyone, sizes, strict=True)]
+        return [decode(t[: int(n)]) for t, n in zip(everyone, sizes, strict=True)]
 
     def broadcast_object(self, obj: Any = None, src: int = 0, *, label: Label = OBJECT) -> Any:
         """Returns rank ``src``'s object; see :meth:`all_gather_object`."""
-        data = _encode(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        data = encode(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
         size = torch.tensor([data.numel()], device=self.device)
         self.broadcast(size, src, label=label)
         buffer = data if self.rank == src else torch.empty(int(size), dtype=torch.uint8)
-        return _decode(self.broadcast(buffer.to(self.device), src, label=label))
+        return decode(self.broadcast(buffer.to(self.device), src, label=label))
 
     def barrier(self) -> None:
         """Waits until every rank came here (and all earlier operations ended)."""
-        self.all_reduce(torch.zeros(1, device=self.device), label=("", "", "barrier"))
+        self.all_reduce(torch.zeros(1, device=self.device), label=BARRIER)
 
     # Its end -----------------------------------------------------------------
 
@@ -225,18 +220,6 @@ class Communicator(ABC):
         if error is not None:
             self.report(error)
         self.close()
-
-
-def _encode(obj: Any) -> Tensor:
-    try:
-        text = json.dumps(obj)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"'obj' must have a JSON form: {error}") from error
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
-
-
-def _decode(data: Tensor) -> Any:
-    return json.loads(data.cpu().numpy().tobytes())
 
 
 class LocalCommunicator(Communicator):
@@ -308,11 +291,11 @@ class GroupCommunicator(Communicator):
         ledgers = list(self.ledgers)
 
         def task() -> None:
-            packed = [(peer, _pack(send)) for peer, send in sends]
+            packed = [(peer, pack(send)) for peer, send in sends]
             full = [(peer, tensor) for peer, tensor in packed if tensor.numel()]
             wanted = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
             self._transport.exchange(full, wanted)
-            _count(ledgers, label, full, wanted)
+            count(ledgers, label, full, wanted)
 
         return self._submit(task, label, doing)
 
@@ -326,8 +309,8 @@ class GroupCommunicator(Communicator):
                 self._transport.all_reduce(whole, op)
             if whole is not target:
                 target.copy_(whole)
-            size = whole.numel() * whole.element_size()
-            _count_all(ledgers, label, size, size)
+            size = num_bytes(whole)
+            count_all(ledgers, label, size, size)
 
         return self._submit(task, label, f"all_reduce ({op})")
 
@@ -336,13 +319,13 @@ class GroupCommunicator(Communicator):
         result: list[Tensor] = []
 
         def task() -> None:
-            whole = _pack(tensor)
+            whole = pack(tensor)
             if whole.numel():
                 result.extend(self._transport.all_gather(whole))
             else:
                 result.extend(whole.clone() for _ in range(self.world_size))
-            size = whole.numel() * whole.element_size()
-            _count_all(ledgers, label, size, size * (self.world_size - 1))
+            size = num_bytes(whole)
+            count_all(ledgers, label, size, size * (self.world_size - 1))
 
         self._submit(task, label, "all_gather").wait()
         return result
@@ -358,9 +341,9 @@ class GroupCommunicator(Communicator):
                 self._transport.broadcast(whole, src)
             if whole is not target:
                 target.copy_(whole)
-            size = whole.numel() * whole.element_size()
+            size = num_bytes(whole)
             mine = self.rank == src
-            _count_all(ledgers, label, size if mine else 0, 0 if mine else size)
+            count_all(ledgers, label, size if mine else 0, 0 if mine else size)
 
         self._submit(task, label, f"broadcast from rank {src}").wait()
         return tensor
@@ -397,28 +380,6 @@ class GroupCommunicator(Communicator):
         # What is under way in a broken backend may never end: leave it to the process's end.
         if self._issuer.broken is None:
             self._transport.close()
-
-
-def _pack(send: Outgoing) -> Tensor:
-    tensor = send() if callable(send) else send
-    if tensor is None:
-        return torch.empty(0)
-    return tensor.detach().resolve_conj().resolve_neg().contiguous()
-
-
-def _count(
-    ledgers: list[Counting], label: Label, sends: Sequence[Parcel], recvs: Sequence[Parcel]
-) -> None:
-    for ledger in ledgers:
-        for peer, tensor in sends:
-            ledger.transfer(label, peer, sent=tensor.numel() * tensor.element_size(), received=0)
-        for peer, tensor in recvs:
-            ledger.transfer(label, peer, sent=0, received=tensor.numel() * tensor.element_size())
-
-
-def _count_all(ledgers: list[Counting], label: Label, sent: int, received: int) -> None:
-    for ledger in ledgers:
-        ledger.transfer(label, COLLECTIVE, sent=sent, received=received)
 
 
 def _check_src(src: int, world_size: int) -> None:

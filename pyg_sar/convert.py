@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm import Communicator, current
-from pyg_sar.gradients import GradientSum
+from pyg_sar.gradients import GradientSum, SummedByHand
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import DistBatchNorm, DistBatchNorm1d
 from pyg_sar.policy import SARPolicy
@@ -83,6 +84,7 @@ def distribute(
     policies = dict(layer_policies or {})
     _check(model, policies, comm)
     policy = policy or SARPolicy()
+    _check_alike(model, policy, policies, comm)
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
@@ -96,9 +98,9 @@ def distribute(
             module.__class__ = _NORMS[type(module)]
     if comm.world_size > 1:
         _copy_from_first(model, comm)
-        present = [h for h in model._forward_pre_hooks.values() if isinstance(h, GradientSum)]
-        if sum_gradients and not present:
-            hook = GradientSum(comm)
+        kinds = (GradientSum, SummedByHand)
+        if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
+            hook = GradientSum(comm) if sum_gradients else SummedByHand()
             hook(model)
             model.register_forward_pre_hook(hook)
     return model
@@ -131,6 +133,25 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
                 "each worker's own nodes only. Supported: torch.nn.BatchNorm1d and "
                 "torch_geometric.nn.BatchNorm; per-node norms (LayerNorm(mode='node'), "
                 "MessageNorm) need no conversion"
+            )
+
+
+def _check_alike(
+    model: torch.nn.Module, policy: SARPolicy, policies: Mapping[str, SARPolicy], comm: Communicator
+) -> None:
+    """Workers with different models or policies would wait for each other forever."""
+    rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
+    rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
+    everyone = comm.all_gather_object(rows)
+    for rank, theirs in enumerate(everyone):
+        if theirs != everyone[0]:
+            pairs = zip_longest(theirs, everyone[0], fillvalue="nothing")
+            here, first = next((a, b) for a, b in pairs if a != b)
+            raise ValueError(
+                f"distribute() got different models or policies: '{here}' at rank {rank}, "
+                f"'{first}' at rank 0. Build the model alike on every worker"
             )
 
 

@@ -24,6 +24,33 @@ from pyg_sar.comm import Communicator, current
 _LABEL = ("", "backward", "gradient sum")
 
 
+MARK = "_pyg_sar_gradient"
+"""Attribute of parameters whose gradients are summed, here or by hand."""
+
+
+class SummedByHand:
+    """A forward pre-hook that marks a model's parameters; the user calls ``sum_gradients``."""
+
+    def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
+        for parameter in model.parameters():
+            setattr(parameter, MARK, True)
+
+
+def unsummed_parameter(values: Tensor) -> Tensor | None:
+    """A parameter that ``values`` depend on and whose gradient nobody sums, if there is one."""
+    stack, seen = [values.grad_fn], set()
+    while stack:
+        node = stack.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, MARK):
+            return leaf
+        stack += [parent for parent, _ in node.next_functions]
+    return None
+
+
 class GradientSum:
     """A forward pre-hook that keeps a model's parameters under gradient summation.
 
@@ -44,14 +71,17 @@ class GradientSum:
         return GradientSum(self.comm)
 
     def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
-        """Takes in the model's parameters (a forward pre-hook)."""
+        """Takes in the model's parameters (a forward pre-hook).
+
+        Parameters are marked, so that :func:`pyg_sar.mean` can tell a model that nobody sums.
+        """
         self._parameters = {id(parameter): parameter for parameter in model.parameters()}
         for parameter in self._parameters.values():
-            if parameter.requires_grad and not hasattr(parameter, "_pyg_sar_watched"):
+            if parameter.requires_grad and not hasattr(parameter, MARK):
                 self._watch(parameter)
 
     def _watch(self, parameter: Tensor) -> None:
-        parameter._pyg_sar_watched = True  # type: ignore[attr-defined]
+        setattr(parameter, MARK, True)
         parameter.register_hook(partial(self._before, parameter))
         parameter.register_post_accumulate_grad_hook(self._after)
 

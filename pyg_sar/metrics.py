@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_sar.comm import Communicator, current
+from pyg_sar.gradients import unsummed_parameter
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -53,7 +54,8 @@ def mean(values: Tensor) -> Tensor:
 
     Raises:
         TypeError: When ``values`` is no floating point tensor.
-        ValueError: When no worker holds a value.
+        ValueError: When no worker holds a value, or the values depend on a parameter of a model
+            that was not passed through :func:`pyg_sar.distribute`.
     """
     if not isinstance(values, Tensor) or not values.is_floating_point():
         kind = values.dtype if isinstance(values, Tensor) else type(values)
@@ -62,7 +64,15 @@ def mean(values: Tensor) -> Tensor:
         raise ValueError(
             "Expected per-node values, got a scalar: pass the loss with reduction='none'"
         )
-    return _GlobalMean.apply(values, current())
+    comm = current()
+    stray = unsummed_parameter(values) if comm.world_size > 1 else None
+    if stray is not None:
+        raise ValueError(
+            f"'values' depend on a parameter of shape {list(stray.shape)} whose gradients are not "
+            f"summed over the workers (rank {comm.rank}): pass the model through "
+            "pyg_sar.distribute(model) first"
+        )
+    return _GlobalMean.apply(values, comm)
 
 
 def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:

@@ -26,6 +26,7 @@ class TerminationNotice:
     def __init__(self, cause: Callable[[], PygSarError | None]) -> None:
         self._cause = cause
         self._installed = False
+        self._process = os.getpid()
 
     def install(self) -> None:
         """Installs the handler where it applies."""
@@ -46,7 +47,8 @@ class TerminationNotice:
 
     def _handle(self, signum: int, frame: FrameType | None) -> None:
         self.remove()
-        error = self._cause()
+        # A forked child (a data loader's) inherits the handler, but must not touch the store.
+        error = self._cause() if os.getpid() == self._process else None
         if error is not None:
             raise error
         os.kill(os.getpid(), signum)

@@ -240,8 +240,9 @@ def error(found: Tensor | None, expected: Tensor | None, scale: float | None = N
         return math.inf
     if expected.numel() == 0:
         return 0.0
-    difference = float((found.double() - expected.double()).abs().max())
-    size = float(expected.double().abs().max()) if scale is None else scale
+    found, expected = found.detach().double(), expected.detach().double()
+    difference = float((found - expected).abs().max())
+    size = float(expected.abs().max()) if scale is None else scale
     return difference / max(size, 1e-300)
 
 

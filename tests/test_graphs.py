@@ -63,6 +63,16 @@ def test_synthetic_degrees_follow_the_power_law():
         assert abs(estimate - exponent) < 0.25
 
 
+def test_edges_between_classes_favour_no_class():
+    graph = SyntheticGraph(nodes=9000, degree=20, classes=3, homophily=0.0, directed=True)
+    data = synthetic_graph(graph)
+    source, target = data.y[data.edge_index]
+    pairs = torch.bincount(3 * source + target, minlength=9).view(3, 3)
+    assert pairs.diag().tolist() == [0, 0, 0]
+    others = pairs[~torch.eye(3, dtype=torch.bool)] / data.num_edges
+    assert (others - 1 / 6).abs().max() < 0.02
+
+
 def test_synthetic_features_tell_the_class():
     data = synthetic_graph(SyntheticGraph(nodes=4000, classes=4, signal=0.5))
     centroids = torch.stack([data.x[data.y == c].mean(0) for c in range(4)])

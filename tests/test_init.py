@@ -1,0 +1,178 @@
+"""Which communicator a process gets: alone, from torchrun's environment, by backend."""
+
+from __future__ import annotations
+
+import os
+import threading
+
+import pytest
+import torch
+
+from pyg_sar import backends
+from pyg_sar.comm import Communicator, LocalCommunicator, current, finalize, init
+from pyg_sar.errors import CommTimeoutError
+from pyg_sar.ledger import Ledger
+from pyg_sar.rendezvous import read_environment
+
+FETCH = ("conv", "forward", "fetch")
+
+# One process #################################################################
+
+
+def test_local():
+    comm = LocalCommunicator()
+    x = torch.arange(3.0)
+    with Ledger(comm) as ledger:
+        assert comm.all_reduce(x) is x
+        assert torch.equal(comm.all_gather(x)[0], x)
+        assert comm.broadcast(x) is x
+        assert comm.all_gather_object((1, "a")) == [[1, "a"]]
+        assert comm.broadcast_object({"a": 1}) == {"a": 1}
+        comm.barrier()
+        work = comm.exchange_all([None], [None], label=FETCH)
+        work.wait()
+        assert work.done()
+        with pytest.raises(ValueError, match="must be another rank than 0 of 1 workers"):
+            comm.exchange(x, 0, None, 0, label=FETCH)
+    assert (ledger.sent, ledger.received) == (0, 0)
+
+
+def test_current_without_init_is_one_local_communicator():
+    finalize()
+    comm = current()
+    assert (comm.backend, comm.rank, comm.world_size) == ("local", 0, 1)
+    assert current() is comm
+
+
+def test_init_alone(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    finalize()
+    comm = init(timeout=5)
+    try:
+        assert init() is current() is comm
+        assert (comm.world_size, comm.timeout) == (1, 5)
+        seen: list[Communicator] = []
+        thread = threading.Thread(target=lambda: seen.append(current()))
+        thread.start()
+        thread.join()
+        assert seen == [comm]  # Also from autograd's or a loader's threads.
+    finally:
+        finalize()
+    assert current() is not comm
+
+
+# The environment #############################################################
+
+TORCHRUN = {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": "1234"}
+
+
+def test_environment():
+    assert read_environment({}) is None
+    place = read_environment(TORCHRUN)
+    assert place is not None
+    assert (place.rank, place.world_size, place.local_rank, place.agent_store) == (
+        1,
+        3,
+        None,
+        False,
+    )
+    more = {"LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "1", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    place = read_environment(TORCHRUN | more)
+    assert place is not None
+    assert (place.local_rank, place.local_world_size, place.agent_store) == (0, 1, True)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": None}, "RANK is not set.*torchrun"),
+        ({"WORLD_SIZE": ""}, "WORLD_SIZE is not set"),
+        ({"MASTER_ADDR": None}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": None}, "MASTER_PORT is not set"),
+        ({"RANK": "3"}, "RANK=3 must be between 0 and 2"),
+        ({"RANK": "one"}, "RANK='one' is not a whole number"),
+        ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1"),
+        ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"LOCAL_RANK": "5"}, "LOCAL_RANK=5"),
+    ],
+)
+def test_incomplete_environment(change, message):
+    env = {k: v for k, v in (TORCHRUN | change).items() if v is not None}
+    with pytest.raises(ValueError, match=message):
+        read_environment(env)
+
+
+def test_workers_that_do_not_come(monkeypatch):
+    finalize()
+    for name, value in (TORCHRUN | {"RANK": "0", "MASTER_PORT": "0"}).items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    with pytest.raises(CommTimeoutError, match="Rank 0 did not meet the 3 workers at localhost:0"):
+        init("gloo", timeout=1)
+
+
+def test_invalid_arguments():
+    with pytest.raises(ValueError, match="backend='smoke' must be one of gloo, nccl, mpi, ccl"):
+        init("smoke")
+    with pytest.raises(ValueError, match=r"'threads' is for pyg_sar.launch\(\)"):
+        init("threads")
+    for timeout in (0, -1, float("inf"), "long"):
+        with pytest.raises(ValueError, match="timeout=.* must be a positive number"):
+            init(timeout=timeout)  # type: ignore[arg-type]
+
+
+# Backends ####################################################################
+
+
+def test_missing_backends_say_what_they_need(monkeypatch):
+    monkeypatch.setitem(os.environ, "WORLD_SIZE", "")
+    finalize()
+    with pytest.raises(ValueError, match="'ccl' needs the package oneccl_bindings_for_pytorch"):
+        init("ccl")
+    monkeypatch.setattr(torch.distributed, "is_mpi_available", lambda: False)
+    with pytest.raises(ValueError, match="'mpi' needs a PyTorch built from source with MPI"):
+        init("mpi")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="'nccl' needs a PyTorch built with NCCL"):
+        init("nccl")
+
+
+def test_nccl_needs_a_device_of_its_own(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    choose = backends.NcclTransport.choose_device
+    place = read_environment(TORCHRUN | {"LOCAL_RANK": "1"})
+    assert place is not None
+    assert choose(place) == torch.device("cuda", 1)
+    place = read_environment(TORCHRUN)
+    assert place is not None
+    with pytest.raises(ValueError, match="LOCAL_RANK is not set"):
+        choose(place)
+    place = read_environment(TORCHRUN | {"LOCAL_RANK": "2"})
+    assert place is not None
+    with pytest.raises(ValueError, match=r"LOCAL_RANK=2, but this host has 2 CUDA device"):
+        choose(place)
+
+
+def test_staged_data_lands_in_the_callers_tensor():
+    """Through memory of another device, what is received is copied back."""
+
+    class Mirror(backends.GlooTransport):
+        """Sends to itself, over memory that isn't the tensors'."""
+
+        def __init__(self) -> None:
+            pass
+
+        def stage(self, tensor):
+            return tensor.clone()
+
+        def buffer(self, tensor):
+            return torch.empty_like(tensor)
+
+        def transfer(self, sends, recvs):
+            for (_, source), (_, target) in zip(sends, recvs, strict=True):
+                target.copy_(source)
+
+    recv = torch.zeros(2, 3)
+    Mirror().exchange([(1, torch.arange(6.0).view(2, 3))], [(1, recv)])
+    assert recv.tolist() == [[0, 1, 2], [3, 4, 5]]
