@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pyg_sar.dependence import Dependence, Inject, token_for
+from pyg_sar.errors import named
 from pyg_sar.exchange import GradientReturn, ShardStream, add_rows
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import (
@@ -337,6 +338,10 @@ class SequentialAggregation:
         else:
             total += value
 
+    def title(self) -> str:
+        """The layer, its name and the rank, for messages."""
+        return f"{type(self.program.layer).__name__} '{self.name}' at rank {self.plan.rank}"
+
     def saves(self, number: int) -> bool:
         """Whether the backward pass needs an operand's values."""
         if self.no_graph or self.keeps_graphs:
@@ -381,9 +386,10 @@ class _Sequential(torch.autograd.Function):
         saved = ctx.saved_tensors
         operands = [t.detach() if run.saves(k) else None for k, t in enumerate(saved[: ctx.count])]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
-        totals, sums = run.backward(
-            gradient.contiguous(), operands, list(saved[ctx.count :]), last=not keep
-        )
+        with named(f"the backward pass of {run.title()}"):
+            totals, sums = run.backward(
+                gradient.contiguous(), operands, list(saved[ctx.count :]), last=not keep
+            )
         found = [sums.get(key) for key in ctx.parameters]
         return (None, None, *totals, *found)
 

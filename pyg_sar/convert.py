@@ -103,6 +103,9 @@ def distribute(
             hook = GradientSum(comm) if sum_gradients else SummedByHand()
             hook(model)
             model.register_forward_pre_hook(hook)
+            for module in model.modules():
+                if isinstance(module, DistMessagePassing):
+                    module.gradient_sum = hook
     return model
 
 

@@ -107,6 +107,14 @@ class _Taint(TorchDispatchMode):
         self._storages = {_storage(t) for t in tensors}
         self.escaped = False
 
+    def keep(self, tensor: Tensor) -> None:
+        """Keeps a tensor, and so its storage's number, until :meth:`forget`."""
+        self._alive.append(tensor)
+
+    def forget(self) -> None:
+        """Lets go of all tensors: a graph that saved them may hold this object."""
+        self._alive.clear()
+
     def holds(self, tensor: Tensor) -> bool:
         return _storage(tensor) in self._storages
 
@@ -194,12 +202,12 @@ def _observe(
              if t is not None and o.role == "whole"}  # fmt: skip
     saved_source = False
 
-    def pack(tensor: Tensor) -> Tensor:
+    def pack(tensor: Tensor) -> None:  # Nothing is unpacked: this graph is never run backward.
         nonlocal saved_source
         saved_source |= taint.holds(tensor)
         if _storage(tensor) not in known and not isinstance(tensor, torch.nn.Parameter):
             kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
-        return tensor
+        taint.keep(tensor)
 
     log = Reductions()
     with detached_parameters(program.layer) as parameters:
@@ -210,6 +218,7 @@ def _observe(
             message = program.run(tile, values, log)
         roots = [t for t in (message, log.total) if t is not None and t.requires_grad]
         opaque = _check_graph(roots, leaves, begin)
+        taint.forget()
     same = [k for k in program.numbers("source") if message is values[k]]
     edges = max(tile.num_edges, 1)
     return Dependence(

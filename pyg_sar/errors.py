@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 
@@ -48,3 +50,14 @@ class DistributedIndexError(PygSarError):
 
 def _rebuild(kind: type[WorkerError], message: str, rank: int, traceback: str) -> WorkerError:
     return kind(message, rank=rank, traceback=traceback)
+
+
+@contextmanager
+def named(place: str) -> Iterator[None]:
+    """Notes on an error where it happened, if nothing more precise is noted yet."""
+    try:
+        yield
+    except Exception as error:
+        if not any(note.startswith("in ") for note in getattr(error, "__notes__", ())):
+            error.add_note(f"in {place}")
+        raise

@@ -11,6 +11,7 @@ callback puts everything back and communicates nothing.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections import defaultdict
 from collections.abc import Iterable
 from functools import partial
@@ -28,12 +29,57 @@ MARK = "_pyg_sar_gradient"
 """Attribute of parameters whose gradients are summed, here or by hand."""
 
 
-class SummedByHand:
-    """A forward pre-hook that marks a model's parameters; the user calls ``sum_gradients``."""
+class ParameterHook(ABC):
+    """A forward pre-hook that knows a model's parameters, those of copies of the model too."""
+
+    def __init__(self) -> None:
+        self._copying: tuple[dict[int, Any], list[Tensor]] | None = None
+        self.parameters: list[Tensor] = []
 
     def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
-        for parameter in model.parameters():
-            setattr(parameter, MARK, True)
+        """Takes in the model's parameters, those added since the last call too."""
+        self._copying = None
+        self._set(model.parameters())
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ParameterHook:
+        # The model's parameters may be copied after this: they are looked up at the first use.
+        copy = self.fresh()
+        copy._copying = (memo, self.parameters)
+        return copy
+
+    def settle(self) -> None:
+        """Takes in the parameters of a copied model, whichever of its methods runs first."""
+        if self._copying is None:
+            return
+        memo, originals = self._copying
+        self._copying = None
+        found = (memo.get(id(original)) for original in originals)
+        self._set(parameter for parameter in found if parameter is not None)
+
+    def _set(self, parameters: Iterable[Tensor]) -> None:
+        self.parameters = list(parameters)
+        for parameter in self.parameters:
+            if parameter.requires_grad and not hasattr(parameter, MARK):
+                setattr(parameter, MARK, True)
+                self.take_in(parameter)
+
+    @abstractmethod
+    def fresh(self) -> ParameterHook:
+        """One of its kind, without parameters."""
+
+    @abstractmethod
+    def take_in(self, parameter: Tensor) -> None:
+        """Called once for each parameter that requires a gradient."""
+
+
+class SummedByHand(ParameterHook):
+    """Marks the parameters of a model whose user calls :func:`sum_gradients`."""
+
+    def fresh(self) -> SummedByHand:
+        return SummedByHand()
+
+    def take_in(self, parameter: Tensor) -> None:
+        pass
 
 
 def unsummed_parameter(values: Tensor) -> Tensor | None:
@@ -51,37 +97,24 @@ def unsummed_parameter(values: Tensor) -> Tensor | None:
     return None
 
 
-class GradientSum:
-    """A forward pre-hook that keeps a model's parameters under gradient summation.
-
-    As a hook of the model it travels with copies of it, and takes in parameters added later.
+class GradientSum(ParameterHook):
+    """Sums gradients over workers when a backward pass ends. See [Note: when the sum is taken].
 
     Args:
         comm: The communicator.
     """
 
     def __init__(self, comm: Communicator) -> None:
+        super().__init__()
         self.comm = comm
-        self._parameters: dict[int, Tensor] = {}
         self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
         self._accumulated: set[int] = set()
         self._waiting = False
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> GradientSum:
+    def fresh(self) -> GradientSum:
         return GradientSum(self.comm)
 
-    def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
-        """Takes in the model's parameters (a forward pre-hook).
-
-        Parameters are marked, so that :func:`pyg_sar.mean` can tell a model that nobody sums.
-        """
-        self._parameters = {id(parameter): parameter for parameter in model.parameters()}
-        for parameter in self._parameters.values():
-            if parameter.requires_grad and not hasattr(parameter, MARK):
-                self._watch(parameter)
-
-    def _watch(self, parameter: Tensor) -> None:
-        setattr(parameter, MARK, True)
+    def take_in(self, parameter: Tensor) -> None:
         parameter.register_hook(partial(self._before, parameter))
         parameter.register_post_accumulate_grad_hook(self._after)
 
@@ -101,7 +134,7 @@ class GradientSum:
         accumulated, self._accumulated = self._accumulated, set()
         self._waiting = False
         if accumulated:
-            _sum(self._parameters.values(), self.comm)
+            _sum(self.parameters, self.comm)
         for parameter, earlier in aside.values():
             if earlier is not None:
                 if parameter.grad is not None:

@@ -31,8 +31,8 @@ _METADATA: frozenset[Any] = frozenset(
     for name in (
         "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_sparse_csr",
         "is_quantized", "is_meta", "requires_grad", "grad", "grad_fn", "is_leaf", "names",
-        "_version", "itemsize", "nbytes", "is_mkldnn", "is_cpu", "is_mps", "is_xpu", "is_xla",
-        "_backward_hooks",
+        "_version", "is_nested", "itemsize", "nbytes", "is_mkldnn", "is_cpu", "is_mps", "is_xpu",
+        "is_xla", "_backward_hooks",
     )
     if hasattr(Tensor, name)
 ) | {
@@ -77,6 +77,11 @@ def _handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., An
     return register
 
 
+def version_of(tensor: Tensor) -> int:
+    """Counts writes into a tensor; inference tensors don't, and are taken for constant."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
 def plain(value: Any) -> Any:
     """The tensor without its meaning: ids of this worker's own numbering."""
     return value.as_subclass(Tensor) if isinstance(value, _InSpace) else value
@@ -114,7 +119,8 @@ class _InSpace(Tensor):
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """The value made earlier for ``key``, or a new one."""
         if key not in self._memory:
-            self._memory[key] = make()
+            with torch.inference_mode(False):  # Training may come after inference.
+                self._memory[key] = make()
             while len(self._memory) > _MEMORY:
                 self._memory.popitem(last=False)
         self._memory.move_to_end(key)
@@ -245,7 +251,7 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
         key = ("columns", str(columns)) if isinstance(columns, slice) else None
         return make()[1] if key is None else source.remember(key, make)[1]
     # The entry keeps `columns` alive, so that its id stays its own.
-    return source.remember(("columns", id(columns), columns._version), make)[1]
+    return source.remember(("columns", id(columns), version_of(columns)), make)[1]
 
 
 @_handles(Tensor.__getitem__)
@@ -303,7 +309,7 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
         joined = torch.stack([plain(row) for row in rows], 0)
         return other, dist_edge_index(joined, base.plan, place)
 
-    return base.remember(("stack", place, id(other), other._version), make)[1]
+    return base.remember(("stack", place, id(other), version_of(other)), make)[1]
 
 
 @_handles(torch.cat, torch.concat, torch.concatenate)
@@ -365,7 +371,7 @@ def _compare(func: Any, args: Any, kwargs: Any) -> Any:
     def make() -> Any:
         return other, func(plain(left), plain(right))
 
-    key = ("compare", func.__name__, id(other), other._version)
+    key = ("compare", func.__name__, id(other), version_of(other))
     found = base.remember(key, make)
     if found[1]._version != 0:  # Somebody wrote into the mask: make a new one.
         del base._memory[key]

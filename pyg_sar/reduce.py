@@ -113,8 +113,9 @@ class MeanReducer(SumReducer):
 class ExtremumReducer(Reducer):
     r""":math:`out_i = \max_e m_e` (or minimum), 0 without in-edges.
 
-    All :math:`k` messages that reach the extremum, on whichever shard, get :math:`g_i / k`:
-    the gradient of ``scatter_reduce``, which PyG uses.
+    All :math:`k` messages that reach the extremum, on whichever shard, get :math:`g_i / k`, or
+    :math:`g_i / (k + 1)` where it is 0: the gradient of PyG's ``scatter_reduce``, which counts the
+    zero that its output began with among the winners.
     """
 
     needs_values = True
@@ -156,7 +157,8 @@ class ExtremumReducer(Reducer):
 
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         self._out, self._ties = state
-        self._gradient = gradient / self._ties.clamp(min=1)
+        winners = self._ties + (self._out == 0)
+        self._gradient = gradient / winners.clamp(min=1)
         self._missing = self._ties.sum(dtype=torch.float64)
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:

@@ -42,7 +42,7 @@ RESUME = (
 )
 
 ENDED = "its process ended without a word (killed, out of memory, or crashed)"
-ASK = 5.0  # Seconds that the store may take to answer.
+ASK = 20.0  # Seconds that the store may take to answer.
 LAUNCHER = -1  # The "rank" of the process that started the workers.
 
 OnFailure = Callable[[PygSarError], None]
@@ -219,8 +219,8 @@ class StoreWatch(Watch):
 
     def _suspect(self, doing: str) -> dict[str, Any] | None:
         """Returns the record of who made a transfer fail by all that was seen, if anybody."""
-        deaths = sorted((when, rank) for rank, when in self._deaths.items())
-        dead = [rank for _, rank in deaths if not self._left(rank)]
+        dead = [rank for rank in self._deaths if not self._left(rank)]
+        dead.sort(key=lambda rank: (self._did_its_part(rank), self._deaths[rank]))
         # The store's host outlives every failure but its own (it waits for the others to read).
         if self._store_error is not None and self.host in dead:
             dead = [self.host]
@@ -359,10 +359,10 @@ class StoreWatch(Watch):
         self._acknowledge()
 
     def close(self) -> None:
-        self._beat(left=True)
         self._stop.set()
         if threading.current_thread() is not self._thread:
             self._thread.join(LINGER)
+        self._beat(left=True)  # The last beat: no other may follow it.
         if self._record is None and self.host == self.rank:
             self._linger(self._has_left)
 

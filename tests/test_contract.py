@@ -137,8 +137,14 @@ class Watch:
         self.refs: list[StorageWeakRef] = []
         self.comm = comm
         self.calls = self.most_alive = self.most_rows = 0
-        layer.register_message_forward_pre_hook(self.before)
-        layer.register_message_forward_hook(self.after)
+        self.handles = [
+            layer.register_message_forward_pre_hook(self.before),
+            layer.register_message_forward_hook(self.after),
+        ]
+
+    def remove(self) -> None:
+        for handle in self.handles:
+            handle.remove()
 
     def alive(self) -> int:
         return sum(not ref.expired() for ref in self.refs)
@@ -150,12 +156,17 @@ class Watch:
         self.calls += 1
         self.most_alive = max(self.most_alive, self.alive())
         self.most_rows = max(self.most_rows, *(led.resident_rows() for led in self.comm.ledgers))
-        self.watch(inputs[0]["x_j"])
+        self.watch(self.source(inputs))
 
     def after(self, layer: Any, inputs: Any, out: Tensor) -> None:
         self.watch(out)
-        if out.requires_grad and inputs[0]["x_j"].requires_grad:
-            inputs[0]["x_j"].register_hook(lambda gradient: self.watch(gradient))
+        source = self.source(inputs)
+        if out.requires_grad and source.requires_grad:
+            source.register_hook(lambda gradient: self.watch(gradient))
+
+    @staticmethod
+    def source(inputs: Any) -> Tensor:
+        return inputs[0]["x_j"] if "x_j" in inputs[0] else inputs[0]["key_j"]
 
 
 LIFETIME_LAYERS: dict[str, Callable[[], MessagePassing]] = {
@@ -169,30 +180,29 @@ LIFETIME_LAYERS: dict[str, Callable[[], MessagePassing]] = {
 
 def lifetimes(root: Path, layer: MessagePassing, policy: SARPolicy) -> dict[str, Any]:
     """Runs one pass and tells what was alive when."""
-    data = pyg_sar.load_partition(root)
     comm = pyg_sar.current()
+    data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
-    name = "k" if isinstance(layer, gnn.TransformerConv) else "x"
-    watch = Watch.__new__(Watch)
-    watch.before = lambda layer, inputs: Watch.before(  # type: ignore[method-assign]
-        watch, layer, ({"x_j": inputs[0].get("x_j", inputs[0].get("key_j"))},)
-    )
-    watch.after = lambda layer, inputs, out: Watch.after(  # type: ignore[method-assign]
-        watch, layer, ({"x_j": inputs[0].get("x_j", inputs[0].get("key_j"))},), out
-    )
-    Watch.__init__(watch, layer, comm)
+    analysis = Watch(layer, comm)
     x = data.x.clone().requires_grad_()
     with pyg_sar.Ledger(comm) as ledger:
+        layer(x, data.edge_index)
+        left_by_analysis = analysis.alive()
+        analysis.remove()
+        watch = Watch(layer, comm)
         out = layer(x, data.edge_index)
         after_forward = watch.alive(), ledger.resident_rows()
         pyg_sar.mean(node_losses(out, data.n_id)).backward()
         after_backward = watch.alive(), ledger.resident_rows()
-    shard = max(data.edge_index.plan.halo_counts)
     return {
-        "name": name, "calls": watch.calls, "alive": watch.most_alive, "rows": watch.most_rows,
-        "shard": shard, "halo": data.edge_index.plan.num_halo,
-        "after forward": after_forward, "after backward": after_backward,
-    }  # fmt: skip
+        "calls": watch.calls,
+        "alive": watch.most_alive,
+        "rows": watch.most_rows,
+        "shard": max(data.edge_index.plan.halo_counts),
+        "left by analysis": left_by_analysis,
+        "after forward": after_forward,
+        "after backward": after_backward,
+    }
 
 
 @pytest.mark.parametrize("name", LIFETIME_LAYERS)
@@ -206,6 +216,13 @@ def test_rule_2_nothing_of_a_shard_outlives_its_turn(name: str, root: Path):
         assert found["after backward"] == (0, 0), where
         assert found["alive"] == 0, where
         assert 0 < found["rows"] <= found["shard"], where
+
+
+@pytest.mark.parametrize("name", ["sum", "max", "attention"])
+def test_rule_2_the_analysis_leaves_nothing_behind(name: str, root: Path):
+    layer = LIFETIME_LAYERS[name]().double()
+    found = threads(lifetimes, WORLD, root, layer, REMADE)
+    assert [f["left by analysis"] for f in found] == [0] * WORLD
 
 
 def test_rule_2_the_instrument_sees_what_is_kept(root: Path):

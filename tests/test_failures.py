@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import queue
@@ -221,10 +222,8 @@ def run(command: list[str], light: Path, **env: str) -> subprocess.CompletedProc
         out, err = process.communicate(timeout=PATIENCE)
     finally:
         # Whatever was left, should the test fail.
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
-        except ProcessLookupError:
-            pass
     return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 

@@ -23,8 +23,8 @@ from torch_geometric.nn.aggr import (
 
 from pyg_sar.aggregate import SequentialAggregation, aggregate
 from pyg_sar.dependence import Dependence, analyse
-from pyg_sar.errors import DistributedIndexError
-from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.errors import DistributedIndexError, named
+from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.shard import shards_of
@@ -179,13 +179,24 @@ class DistMessagePassing(MessagePassing):
 
     def _verdict(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> _Verdict:
         reason = self._refusal(edge_index)
-        if reason:
-            return self._whole(reason)
-        key = self._kind_of_call(kwargs)
+        key = (reason, self._kind_of_call(kwargs))
         verdicts: _Verdicts = self.__dict__.setdefault("_verdicts", _Verdicts())
         if key not in verdicts:
-            verdicts[key] = self._analyse(edge_index, kwargs)
+            self._agree_on_call(edge_index, str(key))
+            whole = self._whole(reason) if reason else None
+            verdicts[key] = whole or self._analyse(edge_index, kwargs)
         return verdicts[key]
+
+    def _agree_on_call(self, edge_index: DistEdgeIndex, call: str) -> None:
+        """Rows of unlike width or dtype can't be exchanged."""
+        calls = edge_index.plan.comm.all_gather_object(call)
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise ValueError(
+                    f"{self._title()} is called differently on the workers, with {other} at rank "
+                    f"{rank} and {calls[0]} at rank 0 (per tensor: dtype, requires_grad, shape of "
+                    "a row, axes). Pass the same arguments on every worker"
+                )
 
     def _whole(self, reason: str) -> _Verdict:
         if reason != "asked for" and not self.__dict__.get("_warned", False):
@@ -331,7 +342,13 @@ class DistMessagePassing(MessagePassing):
         whole = self._one_shot_call
         self._one_shot_call = whole or self._wants_attention(args, kwargs)
         try:
-            with self._kept_normalisation(edge_index, args, kwargs):
+            with (
+                named(f"{self._title()} at rank {plan.rank}"),
+                self._kept_normalisation(edge_index, args, kwargs),
+            ):
+                hook = self.__dict__.get("gradient_sum")
+                if hook is not None:
+                    hook.settle()
                 yield
         finally:
             plan.scope = outer
@@ -364,14 +381,15 @@ class DistMessagePassing(MessagePassing):
         if not isinstance(x, Tensor) or not constant:
             yield
             return
-        version = None if weight is None else weight._version
+        version = None if weight is None else version_of(weight)
         key = ("normalised", id(self), x.dtype, id(weight), version)
         found = edge_index._memory.get(key)
         self._cached_edge_index = None if found is None else found[0]
         self.cached = True
         try:
             yield
-            if found is None and self._cached_edge_index is not None:
+            lasting = not torch.is_inference_mode_enabled()
+            if found is None and lasting and self._cached_edge_index is not None:
                 made = (self._cached_edge_index, weight)  # keeps the weight, and so its id
                 edge_index.remember(key, lambda: made)
         finally:
