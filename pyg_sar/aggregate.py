@@ -27,7 +27,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from pyg_sar.dependence import Dependence, Inject, token_for
 from pyg_sar.errors import named
-from pyg_sar.exchange import GradientReturn, ShardStream, add_rows
+from pyg_sar.exchange import add_rows
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import (
     AmbientState,
@@ -36,11 +36,11 @@ from pyg_sar.program import (
     preserved_attributes,
 )
 from pyg_sar.reduce import Reducer, make_reducer
-from pyg_sar.shard import Shards, Tile
+from pyg_sar.rounds import Rounds
+from pyg_sar.shard import Tile, empty_tile
 from pyg_sar.target_index import Reductions
 
 _LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
-_LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
 
 
 @dataclass(slots=True)
@@ -63,47 +63,39 @@ class SequentialAggregation:
 
     Args:
         program: The message.
-        shards: The edges.
-        kind: ``'sum'``, ``'mean'``, ``'max'`` or ``'min'``.
+        rounds: The way through the edges.
+        kind: The aggregation (:func:`~pyg_sar.reduce.make_reducer`).
         needs: The analysis' findings.
         policy: Mode 1 or 2.
         name: The layer's name, for the ledger.
+        out_row: An aggregate without rows, ``[0, *]``.
     """
 
     def __init__(
         self,
         program: TileProgram,
-        shards: Shards,
+        rounds: Rounds,
         kind: str,
         needs: Dependence,
         policy: SARPolicy,
         name: str,
+        out_row: Tensor,
     ) -> None:
-        self.program, self.shards, self.kind = program, shards, kind
+        self.program, self.rounds, self.kind = program, rounds, kind
         self.needs, self.policy, self.name = needs, policy, name
-        self.plan = shards.plan
+        self.plan, self.out_row = rounds.plan, out_row
         self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
         self.keeps_graphs = needs.needs_gradient and (
             policy.mode == 2
             or (not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES)
         )
         self.no_graph = needs.source >= 0 and not self.reducer().needs_values
-        self.max_edges = self._max_edges()
         self._graphs: list[_Graph] = []
-        self._ambient = AmbientState(shards.in_degree.device)
+        self._ambient = AmbientState(rounds.in_degree.device)
 
     def reducer(self) -> Reducer:
         """A fresh state."""
-        return make_reducer(self.kind, self.needs.pattern, self.shards)
-
-    def _max_edges(self) -> int:
-        per_edge = self.program.row_bytes() + self.needs.message_bytes
-        budget = self.policy.message_budget
-        if budget is None:
-            sources = [self.program.operands[k].tensor for k in self.program.numbers("source")]
-            own = sum(t.numel() * t.element_size() for t in sources)
-            budget = min(max(own // 4, _LEAST_BUDGET), _MOST_BUDGET)
-        return max(budget // max(per_edge, 1), 1)
+        return make_reducer(self.kind, self.needs.pattern, self.rounds)
 
     # Forward #################################################################
 
@@ -120,14 +112,13 @@ class SequentialAggregation:
         program = self.program
         reducer = self.reducer()
         sources = [tensors[k] for k in program.numbers("source")]
-        stream = ShardStream(
-            self.plan, sources, (self.name, "forward", "fetch"), self.policy.prefetch
-        )
+        label = (self.name, "forward", "fetch")
+        stream = self.rounds.stream(sources, label, self.policy.prefetch)
         keep = record and self.keeps_graphs and not self.no_graph
         seen = False
         with self._message_scope(keep) as parameters:
-            for owner, rows in stream:
-                for tile in self._tiles(owner, first=not seen):
+            for unit, rows in stream:
+                for tile in self.rounds.tiles(unit):
                     seen = True
                     values = program.gather(tile, tensors, rows)
                     graph = self._run(tile, values, parameters, keep)
@@ -140,16 +131,11 @@ class SequentialAggregation:
                         self._graphs.append(graph)
                     del graph
                 del rows
+        if not seen:  # This worker has no edges: others know what a row looks like.
+            tile = empty_tile(self._ambient.device)
+            reducer.merge(tile, self.out_row.new_empty(0, *self.out_row.shape[1:]), Reductions())
         out = reducer.finish()
         return out, reducer.state() if record else []
-
-    def _tiles(self, owner: int, first: bool) -> Iterator[Tile]:
-        """The shard's tiles; an empty one if need be, from which dtype and shape are learnt."""
-        pieces = self.shards.tiles(owner, self.max_edges)
-        if not pieces and first:
-            pieces = [slice(0, 0)]
-        for edges in pieces:
-            yield self.shards.tile(owner, edges)
 
     @contextmanager
     def _message_scope(self, graph: bool) -> Iterator[dict[int, Tensor]]:
@@ -193,23 +179,20 @@ class SequentialAggregation:
         reducer.start_backward(gradient, state)
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
-        returns = GradientReturn(
-            self.plan, [_like(totals[k]) for k in numbers], self.name, self.policy.prefetch > 1
-        )
+        own = [_like(totals[k]) for k in numbers]
+        returns = self.rounds.returns(own, self.name, self.policy.prefetch > 1)
         sums: dict[int, Tensor] = {}
-        for owner, graphs in self._graph_rounds(tensors, last):
-            remote = owner != self.plan.rank and bool(numbers)
-            shard_totals = list(totals)
-            if remote:
-                for k, rows in zip(numbers, returns.start(owner), strict=True):
-                    shard_totals[k] = rows
-                    del rows
+        for unit, graphs in self._graph_rounds(tensors, last):
+            unit_totals = list(totals)
+            for k, rows in zip(numbers, returns.start(unit) if numbers else (), strict=True):
+                unit_totals[k] = rows
+                del rows
             for graph in graphs:
-                self._add_gradients(graph, reducer, shard_totals, sums)
+                self._add_gradients(graph, reducer, unit_totals, sums)
                 del graph
-            del graphs, shard_totals
-            if remote:
-                returns.send(owner)
+            del graphs, unit_totals
+            if numbers:
+                returns.send(unit)
         returns.drain()
         reducer.finish_backward()
         return totals, sums
@@ -223,20 +206,20 @@ class SequentialAggregation:
     def _graph_rounds(
         self, tensors: Sequence[Tensor | None], last: bool
     ) -> Iterator[tuple[int, Iterator[_Graph]]]:
-        """Each owner's tiles with their graphs. See [Note: the modes]."""
-        owners = [self.plan.rank, *(owner for owner, _ in self.plan.rounds())]
-        if self.no_graph or (self.keeps_graphs and self._graphs):
+        """Each unit's tiles with their graphs. See [Note: the modes]."""
+        if self.no_graph or self.keeps_graphs:
             kept = self._graphs
             if last:
                 self._graphs = []
-            for owner in owners:
+            for unit in self.rounds.units():
                 if self.no_graph:
-                    yield owner, (self._bare(tile) for tile in self._tiles(owner, first=False))
+                    tiles = self.rounds.tiles(unit)
+                    yield unit, (self._bare(tile) for tile in tiles)
                 else:
-                    own = [graph for graph in kept if graph.tile.owner == owner]
+                    own = [graph for graph in kept if graph.tile.unit == unit]
                     if last:
-                        kept = [graph for graph in kept if graph.tile.owner != owner]
-                    yield owner, _draining(own)
+                        kept = [graph for graph in kept if graph.tile.unit != unit]
+                    yield unit, _draining(own)
                     del own
             return
         layer = self.program.layer
@@ -249,32 +232,30 @@ class SequentialAggregation:
         ):
             if self.needs.needs_sources:
                 sources = [_like(tensors[k]) for k in self.program.numbers("source")]
-                stream = ShardStream(
-                    self.plan, sources, (self.name, "backward", "refetch"), self.policy.prefetch
-                )
-                for owner, rows in stream:
+                label = (self.name, "backward", "refetch")
+                for unit, rows in self.rounds.stream(sources, label, self.policy.prefetch):
                     handed = [rows]
                     del rows
-                    yield owner, self._remade(owner, tensors, handed, parameters)
+                    yield unit, self._remade(unit, tensors, handed, parameters)
             else:
-                for owner in owners:
-                    yield owner, self._remade(owner, tensors, [], parameters)
+                for unit in self.rounds.units():
+                    yield unit, self._remade(unit, tensors, [], parameters)
 
     def _bare(self, tile: Tile) -> _Graph:
         return _Graph(tile, [], None, None, Reductions(), {})
 
     def _remade(
         self,
-        owner: int,
+        unit: int,
         tensors: Sequence[Tensor | None],
         handed: list[list[Tensor]],
         parameters: dict[int, Tensor],
     ) -> Iterator[_Graph]:
-        """Runs the owner's tiles again; takes its rows over from ``handed``, to free them first."""
+        """Runs the unit's tiles again; takes its rows over from ``handed``, to free them first."""
         program = self.program
         numbers = program.numbers("source")
         rows = handed.pop() if handed else None
-        for tile in self._tiles(owner, first=False):
+        for tile in self.rounds.tiles(unit):
             values = program.gather(tile, tensors, rows or [None] * len(numbers))
             if rows is None:
                 for k in numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +13,11 @@ from pyg_sar.train_config import EpochRecord, Scores, TrainResult
 from pyg_sar.training import Callback, Trainer
 
 __all__ = ["CheckpointEvery", "LineProgress", "TqdmProgress"]
+
+
+def _write_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
 
 
 class TqdmProgress(Callback):
@@ -53,10 +59,10 @@ class LineProgress(Callback):
     """A line per evaluation, on rank 0: for logs, where a bar would be noise.
 
     Args:
-        write: Takes each line.
+        write: Takes each line; by default it goes to stdout at once, also where that is a file.
     """
 
-    def __init__(self, write: Callable[[str], object] = print) -> None:
+    def __init__(self, write: Callable[[str], object] = _write_line) -> None:
         self.write = write
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:

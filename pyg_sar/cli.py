@@ -264,7 +264,8 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
     def _get_help_string(self, action: argparse.Action) -> str:
         text = action.help or ""
-        if action.default in (None, False, "", argparse.SUPPRESS) or "%(" in text:
+        shown = action.default is not None and not isinstance(action.default, bool)
+        if not shown or action.default == argparse.SUPPRESS:
             return text
         return text + " (default: %(default)s)"
 
@@ -284,7 +285,9 @@ def _add_partition(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    command = _command(commands, "train", _train, "train on a partitioned graph", _TRAIN_EPILOG)
+    command: argparse.ArgumentParser = _command(
+        commands, "train", _train, "train on a partitioned graph", _TRAIN_EPILOG
+    )
     group = command.add_argument_group("workers").add_argument
     group("--parts", required=True, metavar="DIR", help="folder of the partition")
     group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
@@ -302,6 +305,11 @@ def _add_train(commands: Any) -> None:
     group("--dropout", type=float, default=0.5, metavar="P", help="probability")
     group("--norm", choices=NORMS, default="none", help="between layers")
 
+    _add_training(command)
+    _add_files(command)
+
+
+def _add_training(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("training").add_argument
     group("--epochs", type=int, default=200, metavar="N", help="in all, resumed ones included")
     group("--lr", type=float, default=0.01, help="learning rate")
@@ -321,6 +329,8 @@ def _add_train(commands: Any) -> None:
     group("--patience", type=int, metavar="N", help="evaluations to wait, then stop early")
     group("--split", type=int, default=0, metavar="K", help="column of two-dimensional masks")
 
+
+def _add_files(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("files").add_argument
     group("--checkpoint", metavar="FILE", help="save here")
     group("--checkpoint-every", type=int, default=10, metavar="N", help="epochs")

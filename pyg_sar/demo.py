@@ -54,7 +54,7 @@ class DemoConfig:
     mode: int = 1
     prefetch: int = 1
     seed: int = 0
-    out: str = "pyg_sar_demo"
+    out: str = "runs/demo"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

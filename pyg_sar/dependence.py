@@ -15,24 +15,40 @@ The message runs once on a sample tile. Three things are read off:
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyg_sar.index_space import DistEdgeIndex, plain
 from pyg_sar.program import (
     AmbientState,
     TileProgram,
     detached_parameters,
     preserved_attributes,
 )
-from pyg_sar.shard import Shards, Tile
+from pyg_sar.shard import Tile
 from pyg_sar.target_index import NeedsAllEdges, Reductions
 
 _SAMPLE_EDGES = 256
+_MANY = 2**40
+_READS_MEMORY = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "__array__",
+        "__dlpack__",
+        "data_ptr",
+        "numpy",
+        "storage",
+        "tolist",
+        "untyped_storage",
+    )
+)
 _PATTERNS: tuple[tuple[str, ...], ...] = ((), ("max", "sum"), ("sum",))
 
 
@@ -56,6 +72,11 @@ class Dependence:
     saved_bytes_per_edge: float
     message_bytes: int
 
+    @staticmethod
+    def no_opinion() -> list[int]:
+        """What a worker without edges says: it agrees with the others."""
+        return [0, 0, -_MANY, -_MANY, 0, 0, 0]
+
     def encode(self) -> list[int]:
         """Numbers that workers agree on by their maximum."""
         return [
@@ -72,7 +93,7 @@ class Dependence:
     def decode(cls, numbers: Sequence[int]) -> Dependence:
         """Inverse of :meth:`encode`."""
         gradient, sources, most, least, pattern, saved, size = numbers
-        source = most if most == -least else -1
+        source = most if most == -least and most >= 0 else -1
         return cls(bool(gradient), bool(sources), source, _PATTERNS[pattern], saved / 1000, size)
 
 
@@ -130,55 +151,161 @@ class _Taint(TorchDispatchMode):
         return out
 
 
+class _Escapes(TorchFunctionMode):
+    """Notes values that leave through their memory, below the dispatcher."""
+
+    def __init__(self, taint: _Taint) -> None:
+        super().__init__()
+        self._taint = taint
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _READS_MEMORY and isinstance(args[0], Tensor):
+            self._taint.escaped |= self._taint.holds(args[0])
+        return func(*args, **(kwargs or {}))
+
+
 def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def _sample(shards: Shards) -> Tile:
+def sample(edge_index: DistEdgeIndex) -> Tile:
     """A few of the worker's edges, if it has any; sources are taken from its own rows."""
-    plan = shards.plan
-    sizes = [
-        (q == plan.rank, shards.edges(q).stop - shards.edges(q).start)
-        for q in range(plan.world_size)
-    ]
-    owner = max(range(plan.world_size), key=lambda q: (sizes[q][1] > 0, *sizes[q]))
-    edges = shards.edges(owner)
-    count = _SAMPLE_EDGES if plan.num_local else 0
-    tile = shards.tile(owner, slice(edges.start, min(edges.start + count, edges.stop)))
-    source = tile.source % max(plan.num_local, 1)
-    return Tile(owner, tile.edges, tile.targets, tile.index, source, tile.columns)
+    nodes = edge_index.plan.num_local
+    count = min(_SAMPLE_EDGES, edge_index.size(1)) if nodes else 0
+    source, target = plain(edge_index)[:, :count]
+    order = target.argsort(stable=True)
+    targets, index = torch.unique_consecutive(target[order], return_inverse=True)
+    return Tile(0, slice(0, count), targets, index, source[order] % max(nodes, 1), order)
 
 
-def analyse(program: TileProgram, shards: Shards, values_needed: bool) -> Dependence:
+def _close(values: Tensor, expected: Tensor) -> bool:
+    """Equal but for rounding, measured by the largest value."""
+    if values.shape != expected.shape:
+        return False
+    if values.numel() == 0:
+        return True
+    tolerance = {2: 6e-2, 4: 1e-3, 8: 1e-6}.get(expected.element_size(), 6e-2)
+    difference = (values - expected).nan_to_num(0, 0, 0).abs().max()
+    scale = expected.nan_to_num(0, 0, 0).abs().max()
+    return bool(difference <= tolerance * scale + torch.finfo(expected.dtype).tiny)
+
+
+def analyse(program: TileProgram, tile: Tile, values_needed: bool) -> Dependence:
     """Runs the message on a sample tile and tells what it needs.
 
     Args:
         program: The message and its operands.
-        shards: The edges.
+        tile: Some edges, with sources among the worker's own rows (:func:`sample`).
         values_needed: The aggregation's own backward pass compares message values.
 
     Raises:
         NeedsAllEdges: When the message can't be computed tile by tile.
     """
     layer = program.layer
-    tile = _sample(shards)
     tensors = [operand.tensor.detach() for operand in program.operands]
     sources = [tensors[k] for k in program.numbers("source")]
 
-    def rows() -> list[Tensor | None]:
+    def rows(piece: Tile) -> list[Tensor | None]:
         """Fresh rows for each run: a message may write into them."""
         with torch.no_grad():
-            return program.gather(tile, tensors, sources)
+            return program.gather(piece, tensors, sources)
 
     ambient = AmbientState(tile.index.device)
-    with preserved_attributes(layer, buffers=True), ambient.restored(), torch.enable_grad():
-        found = _observe(program, tile, rows(), values_needed)
+    with (
+        preserved_attributes(layer, buffers=True),
+        ambient.restored(),
+        torch.enable_grad(),
+        _watched_norms(layer),
+    ):
+        found = _observe(program, tile, rows(tile), values_needed)
     if found.pattern not in _PATTERNS:
         raise NeedsAllEdges(f"the message makes the reductions {found.pattern} over its targets")
-    if found.pattern:
-        with preserved_attributes(layer, buffers=True), torch.no_grad():
+    with preserved_attributes(layer, buffers=True), torch.no_grad():
+        _check_edges_apart(program, tile, rows, ambient)
+        if found.pattern:
             _check_linear(program, tile, rows, ambient, found.pattern)
     return found
+
+
+@contextmanager
+def _watched_norms(layer: torch.nn.Module) -> Iterator[None]:
+    """Batch statistics inside a message are over all edges of all workers."""
+
+    def refuse(module: torch.nn.Module, inputs: Any) -> None:
+        if module.training or getattr(module, "running_mean", None) is None:
+            raise NeedsAllEdges(
+                f"its message takes statistics over all edges ({type(module).__name__})",
+                collective=True,
+            )
+
+    norms = [m for m in layer.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
+    handles = [norm.register_forward_pre_hook(refuse) for norm in norms]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _check_edges_apart(
+    program: TileProgram,
+    tile: Tile,
+    rows: Callable[[Tile], list[Tensor | None]],
+    ambient: AmbientState,
+) -> None:
+    """A message of an edge must not depend on edges of other targets: it has only some of them."""
+    layer = program.layer
+    piece = _middle(tile)
+    if piece is None:
+        return
+
+    def run(part: Tile, draws: int) -> Tensor:
+        with ambient.restored():
+            torch.rand(draws)
+            return program.run(part, rows(part), Reductions())
+
+    modes = [(module, module.training) for module in layer.modules()]
+    try:
+        for module, _ in modes:
+            module.training = False
+        whole = run(tile, 0)
+        if not torch.equal(whole, run(tile, 1)):
+            return  # Random also in evaluation: nothing can be told.
+        alone = run(piece, 0)
+    finally:
+        for module, training in modes:
+            module.training = training
+    start = piece.edges.start - tile.edges.start
+    if program.complete:
+        start = int(tile.index[start])
+    if not whole.is_floating_point() or _close(alone, whole[start : start + alone.size(0)]):
+        return
+    raise NeedsAllEdges(
+        "its message mixes edges of different targets (such as by a mean over all edges), of which "
+        "a worker has some only: compute that on the whole graph before write_partitions(), or "
+        "from node features",
+        forbidden=True,
+    )
+
+
+def _middle(tile: Tile) -> Tile | None:
+    """The middle half of a tile, with whole targets; ``None`` where there are too few."""
+    edges = tile.num_edges
+    if edges < 4 or int(tile.index[edges // 4]) == int(tile.index[(3 * edges) // 4]):
+        return None
+    first, stop = int(tile.index[edges // 4]), int(tile.index[(3 * edges) // 4])
+    start, end = (int((tile.index < bound).sum()) for bound in (first, stop))
+    columns = tile.columns
+    return Tile(
+        tile.unit,
+        slice(tile.edges.start + start, tile.edges.start + end),
+        tile.targets[first:stop],
+        tile.index[start:end] - first,
+        tile.source[start:end],
+        slice(columns.start + start, columns.start + end)
+        if isinstance(columns, slice)
+        else columns[start:end],
+    )
 
 
 def _observe(
@@ -206,20 +333,22 @@ def _observe(
         nonlocal saved_source
         saved_source |= taint.holds(tensor)
         if _storage(tensor) not in known and not isinstance(tensor, torch.nn.Parameter):
-            kept[_storage(tensor)] = tensor.untyped_storage().nbytes()
+            seen = tensor.numel() * tensor.element_size()
+            kept[_storage(tensor)] = min(seen, tensor.untyped_storage().nbytes())
         taint.keep(tensor)
 
     log = Reductions()
     with detached_parameters(program.layer) as parameters:
-        known |= {_storage(p) for p in parameters.values()}
+        known |= {_storage(p) for p in (*parameters.values(), *program.layer.buffers())}
         leaves |= {id(p) for p in parameters.values()}
         begin = _sequence_number()
-        with taint, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        with _Escapes(taint), taint, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
             message = program.run(tile, values, log)
         roots = [t for t in (message, log.total) if t is not None and t.requires_grad]
         opaque = _check_graph(roots, leaves, begin)
         taint.forget()
     same = [k for k in program.numbers("source") if message is values[k]]
+    same = [] if program.complete else same
     edges = max(tile.num_edges, 1)
     return Dependence(
         needs_gradient=bool(roots),
@@ -228,7 +357,7 @@ def _observe(
         source=same[0] if same else -1,
         pattern=log.pattern,
         saved_bytes_per_edge=sum(kept.values()) / edges,
-        message_bytes=message.shape[1:].numel() * message.element_size(),
+        message_bytes=program.message_bytes,
     )
 
 
@@ -275,7 +404,7 @@ def _check_graph(roots: Sequence[Tensor], leaves: set[int], begin: int) -> bool:
 def _check_linear(
     program: TileProgram,
     tile: Tile,
-    rows: Callable[[], Sequence[Tensor | None]],
+    rows: Callable[[Tile], Sequence[Tensor | None]],
     ambient: AmbientState,
     pattern: tuple[str, ...],
 ) -> None:
@@ -283,10 +412,10 @@ def _check_linear(
 
     def run(log: Reductions) -> Tensor:
         with ambient.restored():
-            return program.run(tile, rows(), log)
+            return program.run(tile, rows(tile), log)
 
     first = Reductions()
-    plain = run(first)
+    original = run(first)
     scales: list[Tensor] = []
 
     def scale(total: Tensor) -> Tensor:
@@ -299,22 +428,14 @@ def _check_linear(
     if not scales or first.total is None:
         return
     per_edge = scales[0].index_select(0, tile.index)
-    while per_edge.dim() < plain.dim():
+    while per_edge.dim() < original.dim():
         per_edge = per_edge.unsqueeze(-1)
-    try:
-        same = torch.allclose(
-            scaled * per_edge, plain, rtol=1e-2 if plain.element_size() < 4 else 1e-4, atol=1e-6
-        )
-    except RuntimeError:
-        same = False
-    if not same:
+    if per_edge.dim() > original.dim() or not _close(scaled * per_edge, original):
         raise NeedsAllEdges("the message is not linear in the weights that it normalises")
     if pattern[0] == "max":
         moved = Reductions(shift=0.5)
         again = run(moved)
         expected = first.total * torch.exp(torch.tensor(-0.5, dtype=first.total.dtype))
-        loose = 2e-2 if plain.element_size() < 4 else 1e-3
         shifted = torch.empty(0) if moved.total is None else moved.total
-        pairs = [(again, plain), (shifted, expected)]
-        if not all(torch.allclose(a, b, rtol=loose, atol=1e-5) for a, b in pairs):
+        if not _close(again, original) or not _close(shifted, expected):
             raise NeedsAllEdges("the message uses its targets' maximum for more than a softmax")

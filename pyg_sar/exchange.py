@@ -217,7 +217,12 @@ class GradientReturn:
         self._pending: tuple[int, list[Tensor], list[Work]] | None = None
 
     def start(self, owner: int) -> list[Tensor]:
-        """Zeroed gradient rows for the sources of ``owner``: views of what will be sent."""
+        """Zeroed gradient rows for the sources of ``owner``: views of what will be sent.
+
+        The worker's own rows are added to directly.
+        """
+        if owner == self.plan.rank:
+            return self.totals
         rows = self.plan.halo_counts[owner]
         self._packed = [
             torch.zeros((rows, width), dtype=dtype, device=self.totals[0].device)
@@ -227,6 +232,8 @@ class GradientReturn:
 
     def send(self, owner: int) -> None:
         """Sends what was started; call once per round, in the order of the rounds."""
+        if owner == self.plan.rank:
+            return
         self.drain()
         plan, comm = self.plan, self.plan.comm
         peer = self._peers[owner]

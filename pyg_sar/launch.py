@@ -8,6 +8,8 @@ isn't run again, and functions defined in it, or in a notebook's cell, travel by
 from __future__ import annotations
 
 import contextlib
+import importlib
+import io
 import os
 import signal
 import socket
@@ -110,9 +112,24 @@ def _check(
     check_init(None if backend == "threads" else backend, timeout)
 
 
+class _Pickler(cloudpickle.Pickler):
+    """Sends torch's namespaces ``torch.ops`` and ``torch.classes`` by name.
+
+    cloudpickle ships each submodule that a function's attribute names match ("classes", say), and
+    these two look like modules without being picklable as such.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is torch.ops or obj is torch.classes:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
 def _pack(value: Any, what: str, rank: int) -> bytes:
     try:
-        return bytes(cloudpickle.dumps(value))
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(value)
+        return buffer.getvalue()
     except Exception as error:  # Pickling runs code of the objects: anything may be raised.
         who = "launch()" if rank < 0 else f"rank {rank}"
         raise TypeError(

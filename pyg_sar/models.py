@@ -179,6 +179,42 @@ def _check_sizes(**sizes: int) -> None:
             raise ValueError(f"Expected {argument!r} to be an integer >= 1 (got {value!r})")
 
 
+def _has_bias(norm: str, last: bool) -> bool:
+    # A batch norm takes away what a bias before it adds: such a bias has no gradient but rounding
+    # errors, which Adam would turn into full steps.
+    return last or norm != "batch"
+
+
+def _attention(
+    kind: type[nn.Module], heads: int, out_heads: int, dropout: float, norm: str
+) -> ConvFactory:
+    def make(inputs: int, outputs: int, last: bool) -> nn.Module:
+        return kind(
+            inputs,
+            outputs,
+            heads=out_heads if last else heads,
+            concat=not last,
+            dropout=dropout,
+            bias=_has_bias(norm, last),
+        )
+
+    return make
+
+
+def _gin(hidden: int, norm: str) -> ConvFactory:
+    def make(inputs: int, outputs: int, last: bool) -> nn.Module:
+        perceptron = nn.Sequential(
+            nn.Linear(inputs, hidden, bias=norm != "batch"),
+            _make_norm(norm, hidden),
+            nn.ReLU(),
+            nn.Linear(hidden, outputs, bias=_has_bias(norm, last)),
+        )
+        conv: nn.Module = GINConv(perceptron, train_eps=True)
+        return conv
+
+    return make
+
+
 def _conv_factory(
     name: str,
     hidden: int,
@@ -188,41 +224,13 @@ def _conv_factory(
     norm: str,
     cached: bool,
 ) -> ConvFactory:
-    # A batch norm takes away what a bias before it adds: such a bias has no gradient but rounding
-    # errors, which Adam would turn into full steps.
-    def bias(last: bool) -> bool:
-        return last or norm != "batch"
-
-    def attention(kind: type[nn.Module]) -> ConvFactory:
-        def make(inputs: int, outputs: int, last: bool) -> nn.Module:
-            return kind(
-                inputs,
-                outputs,
-                heads=out_heads if last else heads,
-                concat=not last,
-                dropout=dropout,
-                bias=bias(last),
-            )
-
-        return make
-
-    def gin(inputs: int, outputs: int, last: bool) -> nn.Module:
-        perceptron = nn.Sequential(
-            nn.Linear(inputs, hidden, bias=norm != "batch"),
-            _make_norm(norm, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, outputs, bias=bias(last)),
-        )
-        conv: nn.Module = GINConv(perceptron, train_eps=True)
-        return conv
-
     factories: dict[str, ConvFactory] = {
-        "gat": attention(GATConv),
-        "gatv2": attention(GATv2Conv),
-        "sage": lambda inputs, outputs, last: SAGEConv(inputs, outputs, bias=bias(last)),
+        "gat": _attention(GATConv, heads, out_heads, dropout, norm),
+        "gatv2": _attention(GATv2Conv, heads, out_heads, dropout, norm),
+        "gin": _gin(hidden, norm),
+        "sage": lambda inputs, outputs, last: SAGEConv(inputs, outputs, bias=_has_bias(norm, last)),
         "gcn": lambda inputs, outputs, last: GCNConv(
-            inputs, outputs, cached=cached, bias=bias(last)
+            inputs, outputs, cached=cached, bias=_has_bias(norm, last)
         ),
-        "gin": gin,
     }
     return factories[name]

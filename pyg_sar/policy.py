@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +36,9 @@ class SARPolicy:
         message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
             quarter of what the worker's own rows of the layer take, so that it shrinks with the
             partition, but at least 1 MiB and at most 8 MiB.
+        strategy: ``'auto'`` goes through the edges by source workers (sequential aggregation)
+            where partial states merge, and else by chunks of targets with all their in-edges;
+            ``'chunked'`` always takes the latter way (modes 1 and 2).
 
     Raises:
         ValueError: When an argument is out of range.
@@ -43,12 +47,17 @@ class SARPolicy:
     mode: int = 1
     prefetch: int = 1
     message_budget: int | None = None
+    strategy: Literal["auto", "chunked"] = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in (1, 2, 3):
             raise ValueError(f"Expected 'mode' to be 1, 2 or 3 (got {self.mode!r})")
         if not isinstance(self.prefetch, int) or self.prefetch < 0:
             raise ValueError(f"Expected 'prefetch' to be an integer >= 0 (got {self.prefetch!r})")
+        if self.strategy not in ("auto", "chunked"):
+            raise ValueError(
+                f"Expected 'strategy' to be 'auto' or 'chunked' (got {self.strategy!r})"
+            )
         if self.message_budget is not None and self.message_budget <= 0:
             raise ValueError(
                 "Expected 'message_budget' to be a positive number of bytes or None "

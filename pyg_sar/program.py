@@ -90,6 +90,9 @@ class TileProgram:
         kwargs: Keyword arguments of ``propagate``.
         is_edge_level: Says of an unsuffixed tensor whether it holds one row per edge.
 
+        complete: Tiles hold all in-edges of their targets, and ``aggregate`` is part of the
+            program.
+
     Raises:
         NeedsAllEdges: When the message asks for what no tile has.
         ValueError: When a node tensor doesn't have one row per node of the worker.
@@ -101,8 +104,12 @@ class TileProgram:
         edge_index: DistEdgeIndex,
         kwargs: Mapping[str, Any],
         is_edge_level: Mapping[str, bool],
+        complete: bool = False,
     ) -> None:
         self.layer = layer
+        self.complete = complete
+        self.message_bytes = 0
+        self.out_row: tuple[list[int], torch.dtype] | None = None
         self.num_local = edge_index.plan.num_local
         self.rank = edge_index.plan.rank
         self.operands: list[Operand] = []
@@ -110,6 +117,7 @@ class TileProgram:
         self._is_edge_level = is_edge_level
         self._deferred: dict[str, Call] = {}
         self._message = self._bind("message", kwargs)
+        self._aggregate = self._bind("aggregate", kwargs) if complete else None
 
     def _bind(self, method: str, kwargs: Mapping[str, Any]) -> Call:
         layer = self.layer
@@ -127,6 +135,8 @@ class TileProgram:
             elif isinstance(value, Tensor):
                 key = name if method == "message" else f"{method}.{name}"
                 role: Role = "edge" if self._is_edge_level.get(key, False) else "whole"
+                if method == "aggregate" and role == "whole" and value.dim() > 0:
+                    raise NeedsAllEdges(f"aggregate() takes the tensor '{name}'")
                 arguments[name] = self._number(role, value)
             else:
                 arguments[name] = (value,)
@@ -205,10 +215,18 @@ class TileProgram:
         return picked
 
     def run(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
-        """The tile's messages ``[E_tile, *]``; reductions over targets go into ``log``."""
+        """The tile's messages ``[E_tile, *]``; reductions over targets go into ``log``.
+
+        Of a complete program, the targets' aggregates ``[U, *]``.
+        """
         layer = self.layer
         index = make_target_index(
-            tile.index, tile.target_rows, tile.targets.numel(), self.num_local, log
+            tile.index,
+            tile.target_rows,
+            tile.targets.numel(),
+            self.num_local,
+            log,
+            self.complete,
         )
         own = {
             "index": index,
@@ -232,6 +250,26 @@ class TileProgram:
             out = out if result is None else result
         if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != tile.num_edges:
             raise NeedsAllEdges("the message is not one tensor with a row per edge")
+        self.message_bytes = out.shape[1:].numel() * out.element_size()
+        if self._aggregate is not None:
+            arguments = self._collect(self._aggregate, values, {**own, **updated})
+            out = self._aggregated(out, arguments)
+        self.out_row = list(out.shape[1:]), out.dtype
+        return out
+
+    def _aggregated(self, messages: Tensor, arguments: dict[str, Any]) -> Tensor:
+        layer = self.layer
+        for hook in layer._aggregate_forward_pre_hooks.values():
+            result = hook(layer, (arguments,))
+            if result is not None:
+                arguments = result[0] if isinstance(result, tuple) else result
+        out = layer.aggregate(messages, **arguments)
+        for hook in layer._aggregate_forward_hooks.values():
+            result = hook(layer, (arguments,), out)
+            out = out if result is None else result
+        targets = arguments.get("dim_size")
+        if not isinstance(out, Tensor) or out.dim() == 0 or targets not in (None, out.size(0)):
+            raise NeedsAllEdges("the aggregate is not one tensor with a row per target")
         return out
 
     def _collect(self, call: Call, values: Sequence[Any], own: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.exchange import flat_rows
-from pyg_sar.shard import Shards, Tile
+from pyg_sar.rounds import Rounds
+from pyg_sar.shard import Tile
 from pyg_sar.target_index import Reductions
 
 
@@ -36,9 +37,9 @@ class Reducer(ABC):
     needs_values = False
     reads_messages = False
 
-    def __init__(self, shards: Shards) -> None:
-        self.in_degree = shards.in_degree
-        self.num_local = shards.plan.num_local
+    def __init__(self, rounds: Rounds) -> None:
+        self.in_degree = rounds.in_degree
+        self.num_local = rounds.plan.num_local
 
     @abstractmethod
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
@@ -74,8 +75,8 @@ class Reducer(ABC):
 class SumReducer(Reducer):
     r""":math:`out_i = \sum_e m_e`; gradient :math:`\partial L/\partial m_e = g_i`."""
 
-    def __init__(self, shards: Shards) -> None:
-        super().__init__(shards)
+    def __init__(self, rounds: Rounds) -> None:
+        super().__init__(rounds)
         self._out: Tensor | None = None
         self._gradient: Tensor | None = None
 
@@ -121,8 +122,8 @@ class ExtremumReducer(Reducer):
     needs_values = True
     reads_messages = True
 
-    def __init__(self, shards: Shards, largest: bool) -> None:
-        super().__init__(shards)
+    def __init__(self, rounds: Rounds, largest: bool) -> None:
+        super().__init__(rounds)
         self._reduce = "amax" if largest else "amin"
         self._worst = float("-inf") if largest else float("inf")
         self._better = torch.maximum if largest else torch.minimum
@@ -183,14 +184,14 @@ class SoftmaxReducer(Reducer):
     the maximum grows. See [Note: softmax over targets].
 
     Args:
-        shards: The edges.
+        rounds: The way through the edges.
         mean: Divide by the in-degree.
     """
 
     needs_values = True
 
-    def __init__(self, shards: Shards, mean: bool = False) -> None:
-        super().__init__(shards)
+    def __init__(self, rounds: Rounds, mean: bool = False) -> None:
+        super().__init__(rounds)
         self._mean = mean
         self._out: Tensor | None = None
         self._max: Tensor | None = None
@@ -274,19 +275,45 @@ def _present(value: Tensor | None) -> Tensor:
     return value
 
 
-def make_reducer(kind: str, pattern: tuple[str, ...], shards: Shards) -> Reducer:
+class PlaceReducer(Reducer):
+    """Puts each target's aggregate, computed from all its in-edges, in its place."""
+
+    def __init__(self, rounds: Rounds) -> None:
+        super().__init__(rounds)
+        self._out: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        if self._out is None:
+            self._out = self._zeros(messages)
+        self._out[tile.targets] = messages
+
+    def finish(self) -> Tensor:
+        return _present(self._out)
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        self._gradient = gradient
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        return _present(self._gradient).index_select(0, tile.targets)
+
+
+def make_reducer(kind: str, pattern: tuple[str, ...], rounds: Rounds) -> Reducer:
     """The reducer of an aggregation.
 
     Args:
-        kind: ``'sum'``, ``'mean'``, ``'max'`` or ``'min'``.
+        kind: ``'sum'``, ``'mean'``, ``'max'``, ``'min'``, or ``'place'`` where chunks hold all
+            in-edges.
         pattern: Reductions over targets inside the message: ``()``, ``('max', 'sum')`` for a
             softmax, ``('sum',)`` for a plain normalisation.
-        shards: The edges.
+        rounds: The way through the edges.
     """
+    if kind == "place":
+        return PlaceReducer(rounds)
     if pattern:
-        return SoftmaxReducer(shards, mean=kind == "mean")
+        return SoftmaxReducer(rounds, mean=kind == "mean")
     if kind == "sum":
-        return SumReducer(shards)
+        return SumReducer(rounds)
     if kind == "mean":
-        return MeanReducer(shards)
-    return ExtremumReducer(shards, largest=kind == "max")
+        return MeanReducer(rounds)
+    return ExtremumReducer(rounds, largest=kind == "max")

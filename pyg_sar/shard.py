@@ -21,7 +21,7 @@ class Tile:
     """A run of a shard's edges whose messages are materialized together.
 
     Attributes:
-        owner: Rank that owns the source rows.
+        unit: What it is a piece of: the shard of that owner, or a chunk's number.
         edges: The run in shard order.
         targets: Local ids of the targets that occur, ascending, ``[U]``.
         index: Position of each edge's target in ``targets``, ``[E_tile]``, ascending.
@@ -29,7 +29,7 @@ class Tile:
         columns: Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already.
     """
 
-    owner: int
+    unit: int
     edges: slice
     targets: Tensor
     index: Tensor
@@ -45,6 +45,12 @@ class Tile:
     def target_rows(self) -> Tensor:
         """Local id of each edge's target, ``[E_tile]``."""
         return self.targets.index_select(0, self.index)
+
+
+def empty_tile(device: torch.device) -> Tile:
+    """A tile without edges."""
+    nothing = torch.empty(0, dtype=torch.long, device=device)
+    return Tile(0, slice(0, 0), nothing, nothing, nothing, nothing)
 
 
 class Shards:

@@ -22,13 +22,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.index_space import _METADATA, _RESHAPE
 
 
 class NeedsAllEdges(DistributedIndexError):
-    """A message does what is right only where all in-edges of a target are present."""
+    """A message does what is right only where all in-edges of a target are present.
+
+    Args:
+        reason: What it does.
+        collective: All edges of the graph have a part in it; one shot is right.
+        forbidden: All edges of the graph have a part in it, and no way is right over workers.
+    """
+
+    def __init__(self, reason: str, *, collective: bool = False, forbidden: bool = False) -> None:
+        super().__init__(reason)
+        self.severity = 3 if forbidden else 2 if collective else 1
 
 
 @dataclass(slots=True)
@@ -70,6 +81,7 @@ class TargetIndex(Tensor):
         num_targets: Targets of the tile.
         num_local: Nodes of the worker.
         reductions: Where they are noted.
+        complete: All in-edges of the targets are present: reductions are right as they are.
     """
 
     flat: Tensor
@@ -77,6 +89,7 @@ class TargetIndex(Tensor):
     num_targets: int
     num_local: int
     reductions: Reductions
+    complete: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -88,10 +101,13 @@ class TargetIndex(Tensor):
             source = args[0]
             args = (_plain(source), *[_plain(a) for a in args[1:]])
             return target_index(func(*args, **kwargs), source)
+        reads = func in (Tensor.index_select, torch.index_select, Tensor.__getitem__)
+        if reads and not isinstance(args[0], cls):
+            return _read(func, args, kwargs)
+        if next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).complete:
+            return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         if func in _REDUCE:
             return _reduce(func, args, kwargs)
-        if func in (Tensor.index_select, torch.index_select, Tensor.__getitem__):
-            return _read(func, args, kwargs)
         name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
         raise NeedsAllEdges(f"the message calls '{name}' on its targets' index")
 
@@ -118,17 +134,22 @@ def target_index(index: Tensor, like: TargetIndex) -> TargetIndex:
     """A view or expansion of ``like``."""
     out = index.as_subclass(TargetIndex)
     out.flat, out.target_rows, out.reductions = like.flat, like.target_rows, like.reductions
-    out.num_targets, out.num_local = like.num_targets, like.num_local
+    out.num_targets, out.num_local, out.complete = like.num_targets, like.num_local, like.complete
     return out
 
 
 def make_target_index(
-    index: Tensor, target_rows: Tensor, num_targets: int, num_local: int, reductions: Reductions
+    index: Tensor,
+    target_rows: Tensor,
+    num_targets: int,
+    num_local: int,
+    reductions: Reductions,
+    complete: bool = False,
 ) -> TargetIndex:
     """Wraps a tile's index. Shapes: ``index``, ``target_rows`` ``[E_tile]``."""
     out = index.view_as(index).as_subclass(TargetIndex)
     out.flat, out.target_rows, out.reductions = index, target_rows, reductions
-    out.num_targets, out.num_local = num_targets, num_local
+    out.num_targets, out.num_local, out.complete = num_targets, num_local, complete
     return out
 
 

@@ -6,7 +6,7 @@ import inspect
 import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -22,11 +22,13 @@ from torch_geometric.nn.aggr import (
 )
 
 from pyg_sar.aggregate import SequentialAggregation, aggregate
-from pyg_sar.dependence import Dependence, analyse
+from pyg_sar.chunk import Chunks
+from pyg_sar.dependence import Dependence, analyse, sample
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
+from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
 from pyg_sar.target_index import NeedsAllEdges
 
@@ -37,6 +39,8 @@ _MERGEABLE = {
     MinAggregation: "min",
 }
 
+_LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
+
 
 class OneShotWarning(UserWarning):
     """A layer fetches its whole halo at once because its messages can't be computed in parts."""
@@ -44,11 +48,16 @@ class OneShotWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class _Verdict:
-    """How a call of ``propagate`` runs, agreed on by all workers."""
+    """How a call of ``propagate`` runs, agreed on by all workers.
 
-    edge_level: dict[str, bool]
-    needs: Dependence | None
-    reason: str
+    ``needs`` is ``None`` where the halo is fetched at once. ``max_edges`` bounds tiles and chunks.
+    """
+
+    needs: Dependence | None = None
+    edge_level: dict[str, bool] = field(default_factory=dict)
+    kind: str = ""
+    max_edges: int = 0
+    out_row: Tensor | None = None
 
 
 class _Verdicts(dict[Any, _Verdict]):
@@ -134,7 +143,7 @@ class DistMessagePassing(MessagePassing):
         verdict = self._verdict(edge_index, kwargs)
         if verdict.needs is None:
             return self._propagate_whole(edge_index, size, kwargs)
-        return self._propagate_shards(edge_index, size, kwargs, verdict)
+        return self._propagate_parts(edge_index, size, kwargs, verdict)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         """Updates edge features; see :meth:`torch_geometric.nn.MessagePassing.edge_updater`.
@@ -144,7 +153,8 @@ class DistMessagePassing(MessagePassing):
         """
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
-        if self._refusal(edge_index) or self._edge_update_forward_pre_hooks:
+        strategy, _ = self._strategy(edge_index)
+        if strategy == "one_shot" or self._edge_update_forward_pre_hooks:
             return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
@@ -155,37 +165,113 @@ class DistMessagePassing(MessagePassing):
         name = f" '{self.ledger_name}'" if self.ledger_name else ""
         return f"{type(self).__name__}{name}"
 
-    def _refusal(self, edge_index: DistEdgeIndex) -> str:
-        """Why the layer can't run shard by shard, as far as its definition tells; '' if it can."""
+    def _strategy(self, edge_index: DistEdgeIndex) -> tuple[str, str]:
+        """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
         if self.policy.mode == 3 or self._one_shot_call:
-            return "asked for"
+            return "one_shot", "asked for"
         source = 0 if self.flow == "source_to_target" else 1
         if edge_index.dist_row != source:
-            return "it aggregates at the sources of distributed edges"
+            return "one_shot", "it aggregates at the sources of distributed edges"
         if source != 0:
-            return "its flow is 'target_to_source'"
+            return "one_shot", "its flow is 'target_to_source'"
         if self.explain:
-            return "it is being explained"
-        if type(self).aggregate is not MessagePassing.aggregate:
-            return "it has an aggregate() of its own"
-        if type(self.aggr_module) not in _MERGEABLE:
-            return f"partial states of {type(self.aggr_module).__name__} can't be merged"
-        if self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks:
-            return "it has hooks on aggregate()"
+            return "one_shot", "it is being explained"
         names = self.inspector.get_param_names("update")
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
-            return "its update() asks for edges"
-        return ""
+            return "one_shot", "its update() asks for edges"
+        merges = type(self).aggregate is MessagePassing.aggregate
+        merges &= type(self.aggr_module) in _MERGEABLE
+        merges &= not (self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks)
+        merges &= self.policy.strategy != "chunked"
+        return "sequential" if merges else "chunked", ""
 
     def _verdict(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> _Verdict:
-        reason = self._refusal(edge_index)
-        key = (reason, self._kind_of_call(kwargs))
+        strategy, reason = self._strategy(edge_index)
+        key = (strategy, reason, self.policy, self._kind_of_call(kwargs))
         verdicts: _Verdicts = self.__dict__.setdefault("_verdicts", _Verdicts())
         if key not in verdicts:
             self._agree_on_call(edge_index, str(key))
-            whole = self._whole(reason) if reason else None
-            verdicts[key] = whole or self._analyse(edge_index, kwargs)
+            verdicts[key] = self._decide(edge_index, kwargs, strategy, reason)
         return verdicts[key]
+
+    def _decide(
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], strategy: str, reason: str
+    ) -> _Verdict:
+        """The leanest strategy that is right, agreed on by all workers."""
+        if strategy == "one_shot":
+            if reason == "asked for" and self.flow == "source_to_target":
+                self._attempt(edge_index, kwargs, "sequential")  # refuses what can't be right
+            return self._whole(reason)
+        for attempt in ("sequential", "chunked"):
+            if attempt == "sequential" and strategy == "chunked":
+                continue
+            verdict, reason, severity = self._attempt(edge_index, kwargs, attempt)
+            if verdict is not None:
+                return verdict
+            if severity > 1:
+                break
+        return self._whole(reason)
+
+    def _whole(self, reason: str) -> _Verdict:
+        if reason != "asked for" and not self.__dict__.get("_warned", False):
+            self._warned = True
+            warnings.warn(
+                f"{self._title()} fetches its whole halo at once: {reason}. Its memory does not "
+                "fall with the number of workers. SARPolicy(mode=3) for this layer silences this",
+                OneShotWarning,
+                stacklevel=4,
+            )
+        return _Verdict()
+
+    def _attempt(
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], strategy: str
+    ) -> tuple[_Verdict | None, str, int]:
+        """Looks at the message once and agrees with the other workers on what it needs.
+
+        Returns:
+            The verdict, or why there is none and how bad it is (:class:`NeedsAllEdges`).
+        """
+        plan, complete = edge_index.plan, strategy == "chunked"
+        for ledger in plan.comm.ledgers:
+            ledger.count("analysis")
+        edge_level = self._agree_on_edge_level(edge_index, kwargs, complete)
+        compares = type(self.aggr_module) in _NEEDS_VALUES and not complete
+        sizes = [edge_index.size(1) if plan.num_local else 0]
+        some_edges = _maximum(plan.comm, sizes, edge_index.device)[0] > 0
+        reason, severity, budget, numbers, row = "", 0, 0, Dependence.no_opinion(), None
+        try:
+            program = TileProgram(self, edge_index, kwargs, edge_level, complete)
+            tile = sample(edge_index)
+            numbers = Dependence.no_opinion()
+            if tile.num_edges or not some_edges:
+                needs = analyse(program, tile, compares)
+                numbers, row = needs.encode(), program.out_row
+            budget = self._max_edges(program)
+            if Dependence.decode(numbers).pattern and compares:
+                raise NeedsAllEdges("it takes the maximum of weights that it normalises")
+        except NeedsAllEdges as error:
+            reason, severity = str(error), error.severity
+        agreed = _maximum(plan.comm, [severity, -budget, *numbers], edge_index.device)
+        reason = reason or "another worker found that it needs all edges"
+        if agreed[0] == 3 and plan.world_size > 1:
+            raise DistributedIndexError(f"{self._title()} can't run distributed: {reason}")
+        if agreed[0]:
+            return None, reason, agreed[0]
+        rows = plan.comm.all_gather_object(None if row is None else [row[0], str(row[1])])
+        shape, dtype = next(found for found in rows if found is not None)
+        kind = "place" if complete else _MERGEABLE.get(type(self.aggr_module), "")
+        needs = Dependence.decode(agreed[2:])
+        kept = torch.empty(0, *shape, dtype=getattr(torch, dtype[6:]), device=edge_index.device)
+        return _Verdict(needs, edge_level, kind, -agreed[1], kept), "", 0
+
+    def _max_edges(self, program: TileProgram) -> int:
+        """Edges whose messages and inputs are materialized at a time."""
+        budget = self.policy.message_budget
+        if budget is None:
+            sources = [program.operands[k].tensor for k in program.numbers("source")]
+            own = sum(t.numel() * t.element_size() for t in sources)
+            budget = min(max(own // 4, _LEAST_BUDGET), _MOST_BUDGET)
+        return max(budget // max(program.row_bytes() + program.message_bytes, 1), 1)
 
     def _agree_on_call(self, edge_index: DistEdgeIndex, call: str) -> None:
         """Rows of unlike width or dtype can't be exchanged."""
@@ -197,17 +283,6 @@ class DistMessagePassing(MessagePassing):
                     f"{rank} and {calls[0]} at rank 0 (per tensor: dtype, requires_grad, shape of "
                     "a row, axes). Pass the same arguments on every worker"
                 )
-
-    def _whole(self, reason: str) -> _Verdict:
-        if reason != "asked for" and not self.__dict__.get("_warned", False):
-            self._warned = True
-            warnings.warn(
-                f"{self._title()} fetches its whole halo at once: {reason}. Its memory does not "
-                "fall with the number of workers. SARPolicy(mode=3) for this layer silences this",
-                OneShotWarning,
-                stacklevel=4,
-            )
-        return _Verdict({}, None, reason)
 
     def _kind_of_call(self, kwargs: dict[str, Any]) -> tuple[Any, ...]:
         """What an analysis depends on; the same on all workers."""
@@ -229,36 +304,16 @@ class DistMessagePassing(MessagePassing):
             device,
             type(self.aggr_module),
             tuple(p.requires_grad for p in self.parameters()),
+            tuple(_switches(module) for module in self.modules()),
             tuple((name, kind(value)) for name, value in sorted(kwargs.items())),
         )
 
-    def _analyse(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> _Verdict:
-        """Looks at the message once and agrees with the other workers on what it needs."""
-        plan = edge_index.plan
-        for ledger in plan.comm.ledgers:
-            ledger.count("analysis")
-        edge_level = self._agree_on_edge_level(edge_index, kwargs)
-        shards = shards_of(edge_index)
-        reason, numbers = "", [0] * 7
-        try:
-            program = TileProgram(self, edge_index, kwargs, edge_level)
-            needs = analyse(program, shards, type(self.aggr_module) in _NEEDS_VALUES)
-            numbers = needs.encode()
-            if needs.pattern and type(self.aggr_module) in _NEEDS_VALUES:
-                raise NeedsAllEdges("it takes the maximum of weights that it normalises")
-        except NeedsAllEdges as error:
-            reason = str(error)
-        agreed = _maximum(plan.comm, [int(bool(reason)), *numbers], edge_index.device)
-        if agreed[0]:
-            return self._whole(reason or "another worker found that it needs all edges")
-        return _Verdict(edge_level, Dependence.decode(agreed[1:]), "")
-
     def _agree_on_edge_level(
-        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], complete: bool
     ) -> dict[str, bool]:
         """Which unsuffixed tensors hold one row per edge: those that do so on every worker."""
         found: dict[str, Tensor] = {}
-        for value_kwargs, method in self._methods(kwargs):
+        for value_kwargs, method in self._methods(kwargs, complete):
             for name in self.inspector.get_param_names(method):
                 value = value_kwargs.get(name)
                 if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
@@ -272,8 +327,12 @@ class DistMessagePassing(MessagePassing):
         agreed = _maximum(edge_index.plan.comm, misses, edge_index.device)
         return {name: not miss for name, miss in zip(found, agreed, strict=True)}
 
-    def _methods(self, kwargs: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    def _methods(
+        self, kwargs: dict[str, Any], complete: bool
+    ) -> Iterator[tuple[dict[str, Any], str]]:
         yield kwargs, "message"
+        if complete:
+            yield kwargs, "aggregate"
         for value in kwargs.values():
             if isinstance(value, DeferredEdge):
                 yield value.kwargs, "edge_update"
@@ -287,25 +346,26 @@ class DistMessagePassing(MessagePassing):
                 kwargs[name] = value.compute_now()
         return super().propagate(edge_index, size=size, **kwargs)
 
-    def _propagate_shards(
+    def _propagate_parts(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: _Verdict
     ) -> Tensor:
         for hook in self._propagate_forward_pre_hooks.values():
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        program = TileProgram(self, edge_index, kwargs, verdict.edge_level)
-        needs = verdict.needs
-        if needs is None:
-            raise RuntimeError("Expected a verdict for running shard by shard")
+        complete, needs = verdict.kind == "place", verdict.needs
+        program = TileProgram(self, edge_index, kwargs, verdict.edge_level, complete)
+        if needs is None or verdict.out_row is None:
+            raise RuntimeError("Expected a verdict for running in parts")
         self._check_edges(program, edge_index)
         run = SequentialAggregation(
             program,
-            shards_of(edge_index),
-            _MERGEABLE[type(self.aggr_module)],
+            _rounds(edge_index, complete, verdict.max_edges),
+            verdict.kind,
             needs,
             self.policy,
             self.ledger_name,
+            verdict.out_row,
         )
         try:
             out = aggregate(run)
@@ -401,6 +461,24 @@ DistMessagePassing._orig_propagate = DistMessagePassing.propagate
 DistMessagePassing._jinja_propagate = DistMessagePassing.propagate
 
 _NEEDS_VALUES = (MaxAggregation, MinAggregation)
+
+
+def _rounds(edge_index: DistEdgeIndex, complete: bool, max_edges: int) -> Rounds:
+    """The way through the edges, kept with them."""
+    if not complete:
+        return ShardRounds(shards_of(edge_index), max_edges)
+    chunks = edge_index.remember(("chunks", max_edges), lambda: Chunks(edge_index, max_edges))
+    return ChunkRounds(chunks)
+
+
+def _switches(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Attributes that may decide what a message computes: flags and names, not numbers."""
+    found = [
+        (name, value)
+        for name, value in module.__dict__.items()
+        if name[:1] != "_" and isinstance(value, bool | str | None)
+    ]
+    return type(module).__name__, *found
 
 
 def _maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int]:

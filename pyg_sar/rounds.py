@@ -1,0 +1,114 @@
+"""Which way through the edges: by shards (partial states merge) or by chunks (they don't)."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Protocol
+
+from torch import Tensor
+
+from pyg_sar.chunk import ChunkReturn, Chunks, ChunkStream
+from pyg_sar.exchange import GradientReturn, ShardStream
+from pyg_sar.halo import HaloPlan
+from pyg_sar.ledger import Label
+from pyg_sar.shard import Shards, Tile
+
+
+class Returns(Protocol):
+    """Takes gradients of source rows back to their owners."""
+
+    def start(self, unit: int) -> list[Tensor]:
+        """Gradient rows of a unit's sources, to add to."""
+
+    def send(self, unit: int) -> None:
+        """Sends them; once per unit, in order."""
+
+    def drain(self) -> None:
+        """Waits for what is in flight."""
+
+
+class Rounds(ABC):
+    """An order of units (shards or chunks), each a few tiles over one buffer of source rows.
+
+    Attributes:
+        plan: The halo plan.
+        in_degree: Edges into each node, ``[num_local]``.
+    """
+
+    plan: HaloPlan
+    in_degree: Tensor
+
+    @abstractmethod
+    def units(self) -> list[int]:
+        """The units, in order."""
+
+    @abstractmethod
+    def tiles(self, unit: int) -> Iterator[Tile]:
+        """A unit's tiles, if it has any."""
+
+    @abstractmethod
+    def stream(
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+    ) -> Iterable[tuple[int, list[Tensor]]]:
+        """Fetches the units' source rows."""
+
+    @abstractmethod
+    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
+        """Returns gradients of source rows."""
+
+
+class ShardRounds(Rounds):
+    """Shard by shard: the worker's own, then round by round.
+
+    Args:
+        shards: The edges.
+        max_edges: Edges per tile.
+    """
+
+    def __init__(self, shards: Shards, max_edges: int) -> None:
+        self.plan, self.in_degree = shards.plan, shards.in_degree
+        self._shards, self._max_edges = shards, max_edges
+
+    def units(self) -> list[int]:
+        return [self.plan.rank, *(owner for owner, _ in self.plan.rounds())]
+
+    def tiles(self, unit: int) -> Iterator[Tile]:
+        for edges in self._shards.tiles(unit, self._max_edges):
+            yield self._shards.tile(unit, edges)
+
+    def stream(
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+    ) -> Iterable[tuple[int, list[Tensor]]]:
+        return ShardStream(self.plan, tensors, label, prefetch)
+
+    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
+        return GradientReturn(self.plan, totals, layer, overlap)
+
+
+class ChunkRounds(Rounds):
+    """Chunk by chunk, each a single tile.
+
+    Args:
+        chunks: The chunks.
+    """
+
+    def __init__(self, chunks: Chunks) -> None:
+        self.plan, self.in_degree = chunks.plan, chunks.in_degree
+        self._chunks = chunks
+
+    def units(self) -> list[int]:
+        return list(range(len(self._chunks.chunks)))
+
+    def tiles(self, unit: int) -> Iterator[Tile]:
+        tile = self._chunks.tile(unit)
+        if tile.targets.numel():
+            yield tile
+
+    def stream(
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+    ) -> Iterable[tuple[int, list[Tensor]]]:
+        return ChunkStream(self._chunks, tensors, label, prefetch)
+
+    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
+        return ChunkReturn(self._chunks, totals, layer)

@@ -1,0 +1,600 @@
+"""The index space: what may be done with a distributed edge index gives global results.
+
+And what may not raises an error that names the operation, never a local number.
+"""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.transforms as T
+from oracle import TOLERANCE, Partitions, assemble, error, make_graph, threads
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric import utils
+from torch_geometric.data import Data
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+import pyg_sar
+from pyg_sar import DistEdgeIndex, DistIndex, DistributedIndexError
+
+WORLD = 3
+NODES = 40
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(NODES)
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Partitions(tmp_path_factory.mktemp("space"))(graph, WORLD, "random")
+
+
+def on_workers(fn: Callable[[Data], Any], root: Path) -> list[Any]:
+    """``fn(data)`` of every worker's part."""
+    return threads(lambda: fn(pyg_sar.load_partition(root)), WORLD)
+
+
+def refused(fn: Callable[[Data], Any], root: Path) -> str:
+    """The message of the error that every worker must raise; the same kind on all."""
+
+    def worker() -> str:
+        data = pyg_sar.load_partition(root)
+        with pytest.raises(DistributedIndexError) as caught:
+            fn(data)
+        return str(caught.value)
+
+    return threads(worker, WORLD)[0]
+
+
+# Reading and scattering ######################################################
+
+NodeFn = Callable[[Data], Tensor]
+NODE_RESULTS: dict[str, NodeFn] = {
+    "degree of sources": lambda d: utils.degree(d.edge_index[0], d.num_nodes),
+    "degree of targets": lambda d: utils.degree(d.edge_index[1], d.num_nodes),
+    "degree of sources, long": lambda d: utils.degree(d.edge_index[0], d.num_nodes, torch.long),
+    "sum at sources": lambda d: utils.scatter(d.edge_attr, d.edge_index[0], 0, d.num_nodes),
+    "mean at sources": lambda d: utils.scatter(
+        d.edge_attr, d.edge_index[0], 0, d.num_nodes, "mean"
+    ),
+    "max at sources": lambda d: utils.scatter(d.edge_attr, d.edge_index[0], 0, d.num_nodes, "max"),
+    "min at sources": lambda d: utils.scatter(d.edge_attr, d.edge_index[0], 0, d.num_nodes, "min"),
+    "max of negatives": lambda d: utils.scatter(
+        -d.edge_weight, d.edge_index[0], 0, d.num_nodes, "max"
+    ),
+    "sum along columns": lambda d: utils.scatter(
+        d.edge_attr.t(), d.edge_index[0], 1, d.num_nodes
+    ).t(),
+    "scatter_add_": lambda d: torch.zeros(d.num_nodes, dtype=torch.float64).scatter_add_(
+        0, d.edge_index[0], d.edge_weight
+    ),
+    "index_add_": lambda d: torch.zeros(d.num_nodes, 4, dtype=torch.float64).index_add_(
+        0, d.edge_index[0], d.edge_attr
+    ),
+    "scatter_add into a start": lambda d: torch.scatter_add(
+        d.x[:, 0], 0, d.edge_index[0], d.edge_weight
+    ),
+    "self loop attributes": lambda d: utils.get_self_loop_attr(
+        d.edge_index, d.edge_weight, d.num_nodes
+    ),
+    "two hops": lambda d: utils.scatter(d.x[d.edge_index[0]], d.edge_index[1], 0, d.num_nodes),
+    "max of neighbours' degrees": lambda d: utils.scatter(
+        utils.degree(d.edge_index[0], d.num_nodes)[d.edge_index[0]],
+        d.edge_index[1], 0, d.num_nodes, "max",
+    ),
+}  # fmt: skip
+
+EDGE_RESULTS: dict[str, NodeFn] = {
+    "x[row]": lambda d: d.x[d.edge_index[0]],
+    "x[col]": lambda d: d.x[d.edge_index[1]],
+    "x[:, row]": lambda d: d.x.t()[:, d.edge_index[0]].t(),
+    "x[:, row, :]": lambda d: d.x.view(-1, 2, 3).transpose(0, 1)[:, d.edge_index[0], :].sum(0),
+    "index_select": lambda d: d.x.index_select(0, d.edge_index[0]),
+    "torch.index_select": lambda d: torch.index_select(d.x.t(), -1, d.edge_index[0]).t(),
+    "torch.select": lambda d: d.x[torch.select(d.edge_index, 0, 0)],
+    "of bools": lambda d: d.train_mask[d.edge_index[0]],
+    "of integers": lambda d: d.y[d.edge_index[0]],
+    "of halves": lambda d: d.x.to(torch.bfloat16)[d.edge_index[0]],
+    "of cubes": lambda d: d.x.view(-1, 2, 3)[d.edge_index[0]],
+    "of wide rows of nothing": lambda d: d.x[:, :0][d.edge_index[0]],
+    "softmax over sources": lambda d: utils.softmax(
+        d.edge_attr, d.edge_index[0], num_nodes=d.num_nodes
+    ),
+    "softmax over targets": lambda d: utils.softmax(
+        d.edge_attr, d.edge_index[1], num_nodes=d.num_nodes
+    ),
+    "gcn_norm without loops": lambda d: gcn_norm(
+        d.edge_index, d.edge_weight, d.num_nodes, add_self_loops=False
+    )[1],
+    "loops": lambda d: d.edge_index[0] == d.edge_index[1],
+    "no loops": lambda d: d.edge_index[0] != d.edge_index[1],
+    "unbound": lambda d: d.x[d.edge_index.unbind()[0]] - d.x[torch.unbind(d.edge_index, 0)[1]],
+    "unpacked": lambda d: (lambda row, col: d.x[row] - d.x[col])(*d.edge_index),
+    "stacked": lambda d: d.x[torch.stack([d.edge_index[0], d.edge_index[1]], dim=0)[0]],
+    "cloned": lambda d: d.x[d.edge_index.clone()[0].clone()],
+    "flipped": lambda d: d.x[d.edge_index.flip(0)[1]] - d.x[d.edge_index[[1, 0]][0]],
+    "negative row": lambda d: d.x[d.edge_index[-2]] - d.x[d.edge_index[-1]],
+    "halves of the edges": lambda d: torch.cat(
+        [d.x[d.edge_index[:, :30][0]], d.x[d.edge_index[0, 30:]]]
+    ),
+    "joined halves": lambda d: d.x[
+        torch.cat([d.edge_index[:, :20], d.edge_index[:, 20:]], dim=1)[0]
+    ],
+}  # fmt: skip
+
+
+def with_gradients(fn: NodeFn, data: Data, weigh: Callable[[Tensor], Tensor]) -> Any:
+    """The result, and the gradients of a weighted sum of it over all workers."""
+    data = copy.copy(data)
+    inputs = {name: data[name].clone().requires_grad_() for name in ("x", "edge_weight", "edge_attr")}
+    for name, value in inputs.items():
+        data[name] = value
+    out = fn(data)
+    grads: dict[str, Tensor | None] = dict.fromkeys(inputs)
+    if out.requires_grad:
+        (weigh(out) * out).sum().backward()
+        grads = {name: value.grad for name, value in inputs.items()}
+    return out.detach(), grads
+
+
+def weights(ids: Tensor) -> Callable[[Tensor], Tensor]:
+    return lambda out: torch.cos(ids.double()).view(-1, *[1] * (out.dim() - 1)).to(out.dtype)
+
+
+def compare(fn: NodeFn, level: str, graph: Data, root: Path, no_gradient: bool = False) -> None:
+    count = NODES if level == "n_id" else graph.num_edges
+
+    def apply(data: Data, ids: Tensor) -> Any:
+        if no_gradient:
+            return fn(data), {}
+        return with_gradients(fn, data, weights(ids))
+
+    expected, expected_grads = apply(graph, torch.arange(count))
+    workers = on_workers(lambda d: (d.n_id, d.e_id, *apply(d, d[level])), root)
+    place = 0 if level == "n_id" else 1
+    found = assemble(((w[place], w[2]) for w in workers), count)
+    assert found is not None and found.dtype == expected.dtype
+    assert error(found, expected) <= TOLERANCE
+    for name, gradient in expected_grads.items():
+        size, k = (NODES, 0) if name == "x" else (graph.num_edges, 1)
+        got = assemble(((w[k], w[3][name]) for w in workers), size)
+        if got is None or gradient is None:
+            assert got is None or not got.any()
+            assert gradient is None or not gradient.any()
+        else:
+            tolerance = TOLERANCE if expected.dtype != torch.bfloat16 else 0.05
+            assert error(got, gradient) <= tolerance, name
+
+
+NOT_DIFFERENTIABLE = {"max at sources", "min at sources", "max of negatives"}
+
+
+@pytest.mark.parametrize("name", NODE_RESULTS)
+def test_node_results_are_global(name: str, graph: Data, root: Path):
+    compare(NODE_RESULTS[name], "n_id", graph, root, no_gradient=name in NOT_DIFFERENTIABLE)
+
+
+@pytest.mark.parametrize("name", EDGE_RESULTS)
+def test_edge_results_are_global(name: str, graph: Data, root: Path):
+    compare(EDGE_RESULTS[name], "e_id", graph, root)
+
+
+@pytest.mark.parametrize("reduce", ["max", "min"])
+def test_maxima_at_sources_have_no_gradient_and_say_so(reduce: str, root: Path):
+    def run(data: Data) -> None:
+        values = data.edge_weight.clone().requires_grad_()
+        utils.scatter(values, data.edge_index[0], 0, data.num_nodes, reduce)
+
+    assert f"a{reduce}" in refused(run, root)
+
+
+# Self loops and normalisation ################################################
+
+
+def edges_by_name(edge_index: Tensor, data: Data, values: Tensor) -> list[tuple[int, int, float]]:
+    """Edges as (source, target, value) with global ids, sorted: independent of the order."""
+    ids = data.n_id.double()
+    source, target = ids[edge_index[0]], ids[edge_index[1]]
+    rows = torch.stack([source, target, values.double()], dim=1)
+    return sorted((int(a), int(b), round(c, 9)) for a, b, c in rows.tolist())
+
+
+LISTS: dict[str, Callable[[Data], tuple[Tensor, Tensor | None]]] = {
+    "remove": lambda d: utils.remove_self_loops(d.edge_index, d.edge_weight),
+    "add": lambda d: utils.add_self_loops(d.edge_index, d.edge_weight, 0.5, d.num_nodes),
+    "add, mean": lambda d: utils.add_self_loops(d.edge_index, d.edge_weight, "mean", d.num_nodes),
+    "add, max": lambda d: utils.add_self_loops(d.edge_index, d.edge_weight, "max", d.num_nodes),
+    "add remaining": lambda d: utils.add_remaining_self_loops(
+        d.edge_index, d.edge_weight, 0.5, d.num_nodes
+    ),
+    "remove and add": lambda d: utils.add_self_loops(
+        *utils.remove_self_loops(d.edge_index, d.edge_weight), num_nodes=d.num_nodes
+    ),
+    "segregate": lambda d: utils.segregate_self_loops(d.edge_index, d.edge_weight)[:2],
+    "norm": lambda d: gcn_norm(d.edge_index, d.edge_weight, d.num_nodes),
+    "norm, improved": lambda d: gcn_norm(d.edge_index, None, d.num_nodes, True, dtype=torch.double),
+    "dropped": lambda d: (
+        d.edge_index[:, d.edge_weight > 0.5], d.edge_weight[d.edge_weight > 0.5],
+    ),
+    "sliced by index": lambda d: (
+        d.edge_index.index_select(1, (d.edge_weight > 0.5).nonzero().view(-1)),
+        d.edge_weight[d.edge_weight > 0.5],
+    ),
+    "laplacian": lambda d: utils.get_laplacian(
+        d.edge_index, d.edge_weight, "sym", num_nodes=d.num_nodes
+    ),
+    "subgraph": lambda d: utils.subgraph(d.train_mask, d.edge_index, d.edge_weight),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_edge_lists_are_those_of_the_whole_graph(name: str, graph: Data, root: Path):
+    graph.n_id = torch.arange(NODES)
+    expected = edges_by_name(*reorder(LISTS[name](graph), graph))
+
+    def worker(data: Data) -> Any:
+        edge_index, values = LISTS[name](data)
+        assert isinstance(edge_index, DistEdgeIndex)
+        return edges_by_name(*reorder((edge_index, values), data))
+
+    assert sorted(sum(on_workers(worker, root), [])) == expected
+
+
+def reorder(result: tuple[Tensor, Tensor | None], data: Data) -> tuple[Tensor, Data, Tensor]:
+    edge_index, values = result
+    return edge_index, data, values if values is not None else torch.zeros(edge_index.size(1))
+
+
+def test_self_loops_without_the_number_of_nodes(root: Path):
+    """All own nodes get one: the space knows their number."""
+
+    def worker(data: Data) -> int:
+        return utils.add_self_loops(data.edge_index)[0].size(1) - data.num_edges - data.num_nodes
+
+    assert on_workers(worker, root) == [0] * WORLD
+
+
+@pytest.mark.parametrize("transform", [T.AddSelfLoops(), T.AddRemainingSelfLoops(), T.GCNNorm()])
+def test_transforms_keep_the_space(transform: Any, root: Path):
+    def worker(data: Data) -> None:
+        assert isinstance(transform(data).edge_index, DistEdgeIndex)
+
+    on_workers(worker, root)
+
+
+def test_masked_edges_propagate(graph: Data, root: Path):
+    """Edges chosen by a mask (as ``dropout_edge`` does): still shards, still exact."""
+    kept = graph.edge_weight > 0.6
+    layer = gnn.SAGEConv(6, 5).double()
+    expected = layer(graph.x, graph.edge_index[:, kept])
+
+    def worker(data: Data) -> Any:
+        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        return data.n_id, mine(data.x, data.edge_index[:, data.edge_weight > 0.6])
+
+    found = assemble(on_workers(worker, root), NODES)
+    assert error(found, expected) <= TOLERANCE
+
+
+# What is refused #############################################################
+
+REFUSED: dict[str, Callable[[Data], Any]] = {
+    "sort": lambda d: d.edge_index[0].sort(),
+    "argsort": lambda d: torch.argsort(d.edge_index[0]),
+    "unique": lambda d: d.edge_index.unique(),
+    "unique_consecutive": lambda d: torch.unique_consecutive(d.edge_index[0]),
+    "bincount": lambda d: torch.bincount(d.edge_index[0]),
+    "add": lambda d: d.edge_index + 1,
+    "radd": lambda d: 1 + d.edge_index[0],
+    "mul": lambda d: d.edge_index[0] * d.num_nodes + d.edge_index[1],
+    "sub": lambda d: d.edge_index[0] - d.edge_index[1],
+    "floordiv": lambda d: d.edge_index[0] // 2,
+    "mod": lambda d: d.edge_index[0] % 2,
+    "lt": lambda d: d.edge_index[0] < d.edge_index[1],
+    "gt": lambda d: d.edge_index[0] > 3,
+    "eq": lambda d: d.edge_index[0] == 3,
+    "isin": lambda d: torch.isin(d.edge_index[0], torch.tensor([1, 2])),
+    "sum": lambda d: d.edge_index.sum(),
+    "t": lambda d: d.edge_index.t(),
+    "flatten": lambda d: d.edge_index.flatten(),
+    "float": lambda d: d.edge_index.float(),
+    "to": lambda d: d.edge_index.to(torch.float32),
+    "item": lambda d: d.edge_index[0][:1].item(),
+    "tolist": lambda d: d.edge_index.tolist(),
+    "numpy": lambda d: d.edge_index.numpy(),
+    "array": lambda d: np.asarray(d.edge_index),
+    "one_hot": lambda d: torch.nn.functional.one_hot(d.edge_index[0]),
+    "embedding": lambda d: torch.nn.functional.embedding(d.edge_index[0], d.x),
+    "gather": lambda d: d.x.gather(0, d.edge_index[0].view(-1, 1)),
+    "take": lambda d: d.x[:, 0].take(d.edge_index[0]),
+    "index_put_": lambda d: d.x.clone().index_put_((d.edge_index[0],), d.x[:1]),
+    "repeat_interleave": lambda d: d.edge_index.repeat_interleave(2, dim=1),
+    "roll": lambda d: d.edge_index[0].roll(1),
+    "cumsum": lambda d: d.edge_index[0].cumsum(0),
+    "searchsorted": lambda d: torch.searchsorted(d.edge_index[0], torch.tensor([1])),
+    "add_": lambda d: d.edge_index.add_(1),
+    "iadd": lambda d: d.edge_index.__iadd__(1),
+    "fill_": lambda d: d.edge_index.fill_(0),
+    "setitem": lambda d: d.edge_index.__setitem__((0, 0), 1),
+    "max of axis": lambda d: d.edge_index.max(dim=1),
+    "scatter_": lambda d: torch.zeros(d.num_nodes).scatter_(0, d.edge_index[0], 1.0),
+    "scatter prod": lambda d: utils.scatter(
+        d.edge_weight, d.edge_index[0], 0, d.num_nodes, "mul"
+    ),
+}  # fmt: skip
+WHOLE_GRAPH: dict[str, Callable[[Data], Any]] = {
+    "coalesce": lambda d: utils.coalesce(d.edge_index),
+    "to_undirected": lambda d: utils.to_undirected(d.edge_index),
+    "is_undirected": lambda d: utils.is_undirected(d.edge_index),
+    "data.is_undirected": lambda d: d.is_undirected(),
+    "data.coalesce": lambda d: d.coalesce(),
+    "sort_edge_index": lambda d: utils.sort_edge_index(d.edge_index),
+    "to_dense_adj": lambda d: utils.to_dense_adj(d.edge_index),
+    "to_torch_coo": lambda d: utils.to_torch_coo_tensor(d.edge_index),
+    "to_torch_csr": lambda d: utils.to_torch_csr_tensor(d.edge_index, d.edge_weight),
+    "to_scipy": lambda d: utils.to_scipy_sparse_matrix(d.edge_index),
+    "to_networkx": lambda d: utils.to_networkx(d),
+    "negative_sampling": lambda d: utils.negative_sampling(d.edge_index, d.num_nodes),
+    "dropout_edge, undirected": lambda d: utils.dropout_edge(
+        d.edge_index, 0.5, force_undirected=True
+    ),
+    "isolated": lambda d: utils.remove_isolated_nodes(d.edge_index, num_nodes=d.num_nodes),
+    "ToUndirected": lambda d: T.ToUndirected()(d),
+    "ToSparseTensor": lambda d: T.ToSparseTensor(layout=torch.sparse_csr)(d),
+    "line graph": lambda d: T.LineGraph()(d),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_refused_operations_name_themselves(name: str, root: Path):
+    message = refused(REFUSED[name], root)
+    named = {
+        "radd": "add", "floordiv": "floor", "array": "__array__", "max of axis": "max",
+        "scatter prod": "scatter_reduce", "iadd": "add_", "mod": "remainder|mod",
+        "isin": "isin", "embedding": "embedding|_no_grad", "setitem": "setitem",
+    }.get(name, name.rstrip("_"))  # fmt: skip
+    assert any(part in message for part in named.split("|")), message
+
+
+@pytest.mark.parametrize("name", WHOLE_GRAPH)
+def test_functions_of_the_whole_graph_are_refused(name: str, root: Path):
+    message = refused(WHOLE_GRAPH[name], root)
+    assert "distributed" in message and len(message) > 40
+
+
+def test_node_tensors_must_hold_this_workers_rows(root: Path):
+    message = refused(lambda d: torch.zeros(NODES, 2)[d.edge_index[0]], root)
+    assert "[40, 2]" in message and "rank" in message
+    refused(lambda d: torch.zeros(3)[d.edge_index[0]], root)
+    refused(lambda d: utils.degree(d.edge_index[0], NODES), root)
+    refused(lambda d: utils.degree(d.edge_index[0], d.num_nodes + 1), root)
+
+
+# Joining #####################################################################
+
+
+def test_joining_edges(root: Path):
+    def worker(data: Data) -> None:
+        edges = data.edge_index
+        loops = torch.arange(data.num_nodes).expand(2, -1)
+        joined = torch.cat([edges, loops], dim=1)
+        assert isinstance(joined, DistEdgeIndex)
+        assert joined.shape == (2, data.num_edges + data.num_nodes)
+        assert isinstance(torch.cat([loops, edges], dim=-1), DistEdgeIndex)
+        assert isinstance(torch.cat([edges, edges[:, :3]], dim=1), DistEdgeIndex)
+        assert isinstance(torch.cat([edges[0], loops[0]]), DistIndex)
+        empty = torch.empty(2, 0, dtype=torch.long)
+        assert torch.cat([edges, empty], dim=1).size(1) == data.num_edges
+
+    on_workers(worker, root)
+
+
+@pytest.mark.parametrize("bad", [NODES - 1, 10**6, -1])
+def test_joining_edges_out_of_range(bad: int, root: Path):
+    """Ids beyond the worker's own rows would mean other workers' nodes to somebody else."""
+    message = refused(
+        lambda d: torch.cat([d.edge_index, torch.tensor([[0], [bad]])], dim=1), root
+    )
+    assert str(bad) in message and "rank" in message
+    refused(lambda d: torch.cat([d.edge_index[0], torch.tensor([bad])]), root)
+
+
+def test_joining_other_spaces(root: Path):
+    def worker(data: Data) -> None:
+        other = pyg_sar.load_partition(root)
+        with pytest.raises(DistributedIndexError, match="different index spaces"):
+            torch.cat([data.edge_index, other.edge_index], dim=1)
+        with pytest.raises(DistributedIndexError, match="different index spaces"):
+            torch.cat([data.edge_index, data.edge_index.flip(0)], dim=1)
+        with pytest.raises(DistributedIndexError):
+            torch.cat([data.edge_index, data.edge_index], dim=0)
+        with pytest.raises(DistributedIndexError):
+            torch.stack([data.edge_index[0], data.edge_index[0]])
+
+    on_workers(worker, root)
+
+
+# Once per structure ##########################################################
+
+
+def test_derived_edge_lists_are_the_same_objects(root: Path):
+    """PyG derives anew in each forward pass; what hangs on the result must be made once."""
+
+    def worker(data: Data) -> None:
+        edges = data.edge_index
+        assert edges[0] is edges[0] and edges[1] is edges[1]
+        assert (edges[0] != edges[1]) is (edges[0] != edges[1])
+        mask = data.edge_weight > 0.5
+        assert edges[:, mask] is edges[:, mask]
+        assert edges[:, :7] is edges[:, :7]
+        assert edges[:, mask] is not edges[:, mask.clone()]
+        assert edges.flip(0) is edges.flip(0)
+        for _ in range(2):
+            first = utils.add_self_loops(edges, num_nodes=data.num_nodes)[0]
+            again = utils.add_self_loops(edges, num_nodes=data.num_nodes)[0]
+            assert first is again
+            first = utils.remove_self_loops(edges)[0]
+            assert first is utils.remove_self_loops(edges)[0]
+        first = gcn_norm(edges, data.edge_weight, data.num_nodes)[0]
+        assert first is gcn_norm(edges, data.edge_weight, data.num_nodes)[0]
+
+    on_workers(worker, root)
+
+
+def test_masks_written_in_place_are_noticed(root: Path):
+    def worker(data: Data) -> None:
+        edges = data.edge_index
+        mask = torch.ones(data.num_edges, dtype=torch.bool)
+        assert edges[:, mask].size(1) == data.num_edges
+        mask[:2] = False
+        assert edges[:, mask].size(1) == data.num_edges - 2
+        compared = edges[0] != edges[1]
+        loops = int((~compared).sum())
+        compared.fill_(True)
+        assert int((edges[0] == edges[1]).sum()) == loops
+        assert int((~(edges[0] != edges[1])).sum()) == loops
+        equal = edges[0] == edges[1]
+        equal &= False
+        assert int((edges[0] == edges[1]).sum()) == loops
+        target = edges[1]
+        with_mask = edges[:, compared]
+        assert with_mask.size(1) == data.num_edges and target is edges[1]
+
+    on_workers(worker, root)
+
+
+def test_joined_edges_with_other_content_are_other_edges(root: Path):
+    """Same shapes, other ids: the memory must not mix them up."""
+
+    def worker(data: Data) -> None:
+        edges = data.edge_index
+        for k in range(min(3, data.num_nodes)):
+            extra = torch.full((2, 1), k)
+            joined = torch.cat([edges, extra], dim=1)
+            assert int(joined[1][-1]) == k
+
+    on_workers(worker, root)
+
+
+def test_memory_is_bounded(root: Path):
+    """Edges drawn anew every epoch are not kept for ever."""
+
+    def worker(data: Data) -> int:
+        for seed in range(60):
+            draw = torch.Generator().manual_seed(seed)
+            chosen = data.edge_index[:, torch.rand(data.num_edges, generator=draw) < 0.5]
+            assert isinstance(chosen, DistEdgeIndex)
+        return len(data.edge_index._memory)
+
+    assert max(on_workers(worker, root)) <= 16
+
+
+# As a tensor #################################################################
+
+
+def test_it_is_a_tensor(root: Path):
+    def worker(data: Data) -> None:
+        edges = data.edge_index
+        assert isinstance(edges, Tensor) and isinstance(edges, DistEdgeIndex)
+        assert isinstance(edges[0], DistIndex) and type(edges[1]) is Tensor
+        assert edges.shape == (2, data.e_id.numel()) == edges.size()
+        assert edges.dtype == torch.long and edges.device.type == "cpu" and edges.dim() == 2
+        assert len(edges) == 2 and edges.numel() == 2 * data.num_edges
+        assert edges.is_contiguous() and not edges.requires_grad and not edges.is_sparse
+        assert torch.is_tensor(edges) and not edges.is_floating_point()
+        assert edges.to("cpu") is edges and edges.long() is edges and edges.contiguous() is edges
+        assert edges.cpu() is edges
+        assert isinstance(edges.clone(), DistEdgeIndex) and edges.clone() is not edges
+        assert isinstance(edges.detach(), DistEdgeIndex)
+        ones = torch.ones_like(edges[0])
+        assert type(ones) is Tensor and ones.numel() == data.num_edges
+        assert type(edges.new_zeros(3)) is Tensor
+
+    on_workers(worker, root)
+
+
+def test_max_is_the_last_own_node(root: Path):
+    """PyG takes ``edge_index.max() + 1`` for the number of nodes: the worker's own."""
+
+    def worker(data: Data) -> None:
+        assert int(data.edge_index.max()) + 1 == data.num_nodes
+        assert int(data.edge_index[0].max()) + 1 == data.num_nodes
+        assert utils.num_nodes.maybe_num_nodes(data.edge_index) == data.num_nodes
+        assert int(data.edge_index.min()) >= 0
+
+    on_workers(worker, root)
+
+
+def test_repr(root: Path):
+    def worker(data: Data) -> None:
+        assert "DistEdgeIndex" in repr(data.edge_index) and "rank=" in repr(data.edge_index)
+        assert "DistIndex" in repr(data.edge_index[0])
+        assert "DistEdgeIndex" in str(data.edge_index)
+        assert "edge_index" in repr(data) and "edge_index" in str(data)
+
+    on_workers(worker, root)
+
+
+def test_pickling_is_refused(root: Path):
+    def worker(data: Data) -> None:
+        for thing in (data.edge_index, data.edge_index[0], data):
+            with pytest.raises(DistributedIndexError, match="load_partition"):
+                pickle.dumps(thing)
+            with pytest.raises(DistributedIndexError, match="load_partition"):
+                torch.save(thing, io.BytesIO())
+
+    on_workers(worker, root)
+
+
+def test_deepcopy_and_clone_of_data(graph: Data, root: Path):
+    layer = gnn.GATConv(6, 5).double()
+
+    def worker(data: Data) -> Any:
+        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        copies = [copy.deepcopy(data), data.clone(), copy.copy(data), data.to("cpu"), data.cpu()]
+        for one in copies:
+            assert isinstance(one.edge_index, DistEdgeIndex)
+            assert one.num_nodes == data.num_nodes
+        return [(data.n_id, mine(one.x, one.edge_index)) for one in copies]
+
+    expected = layer(graph.x, graph.edge_index)
+    for shards in zip(*on_workers(worker, root), strict=True):
+        assert error(assemble(shards, NODES), expected) <= TOLERANCE
+
+
+def test_data_knows_its_size(root: Path, graph: Data):
+    def worker(data: Data) -> tuple[int, int]:
+        assert data.num_nodes == data.n_id.numel() == data.x.size(0)
+        assert data.num_edges == data.e_id.numel() == data.edge_attr.size(0)
+        assert data.num_features == 6
+        assert data.validate()
+        return data.num_nodes, data.num_edges
+
+    sizes = on_workers(worker, root)
+    assert sum(n for n, _ in sizes) == NODES and sum(e for _, e in sizes) == graph.num_edges
+
+
+def test_it_refuses_other_shapes():
+    from pyg_sar.halo import HaloPlan
+    from pyg_sar.index_space import dist_edge_index
+
+    plan = HaloPlan(pyg_sar.current(), 4, [0], torch.empty(0, dtype=torch.long), [0])
+    for shape in ((3, 2), (2,), (2, 3, 1)):
+        with pytest.raises(ValueError, match=r"Expected 'edge_index' of shape \[2, num_edges\]"):
+            dist_edge_index(torch.zeros(shape, dtype=torch.long), plan)
+    for counts in ([0, 0], []):
+        with pytest.raises(ValueError, match="one per worker"):
+            HaloPlan(pyg_sar.current(), 4, counts, torch.empty(0, dtype=torch.long), [0])
+    with pytest.raises(ValueError, match="sum to"):
+        HaloPlan(pyg_sar.current(), 4, [0], torch.zeros(2, dtype=torch.long), [0])
