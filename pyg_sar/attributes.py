@@ -89,8 +89,8 @@ def tensor_names(name: str, attribute: Attribute) -> dict[str, str]:
 # Encoding ################################################################################
 
 
-def encode_attributes(data: Data) -> dict[str, Column]:
-    """Encodes every attribute of ``data`` but ``edge_index`` and ``num_nodes``.
+def encode_attributes(data: Data, num_nodes: int) -> dict[str, Column]:
+    """Encodes every attribute of ``data``, of ``num_nodes`` nodes, but its edges and size.
 
     The level is PyG's (``data.is_node_attr``, ``data.is_edge_attr``); sparse matrices are node-
     or edge-level by their number of rows.
@@ -100,7 +100,7 @@ def encode_attributes(data: Data) -> dict[str, Column]:
             reserved name.
     """
     data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
-    num_nodes, num_edges = data.num_nodes, data.num_edges
+    data.num_nodes, num_edges = num_nodes, data.num_edges
     columns = {}
     for name, value in data.to_dict().items():
         if name in ("edge_index", "num_nodes") or value is None:

@@ -57,7 +57,9 @@ several hosts, here two with two workers each; the same line on both, but for --
       --master-addr HOST0 --master-port 29500 -m pyg_sar train --parts parts
 Workers talk over the interface that HOST0's name leads to; GLOO_SOCKET_IFNAME=eth0 chooses another.
 
-after a lost worker: the same line with --resume FILE continues the same loss curve.
+after a lost worker the same line with --resume continues the same loss curve; torchrun does it by
+itself with
+  torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
 """
 
 
@@ -180,6 +182,8 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         if arguments.checkpoint is None:
             raise ValueError("--resume without a file means the file of --checkpoint: give one")
         resume = arguments.checkpoint
+    if arguments.auto_resume and arguments.checkpoint is None:
+        raise ValueError("--auto-resume goes on from the file of --checkpoint: give one")
     progress = "none" if arguments.quiet else "bar" if sys.stderr.isatty() else "lines"
     for path, option in ((arguments.checkpoint, "--checkpoint"), (resume, "--resume")):
         if path is not None and not Path(path).absolute().parent.is_dir():
@@ -192,6 +196,7 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
         resume=resume,
+        auto_resume=arguments.auto_resume,
         allow_changes=arguments.allow_changes,
         report=arguments.report,
         overwrite=arguments.overwrite,
@@ -341,6 +346,7 @@ def _add_files(command: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="go on from here; without FILE: from --checkpoint",
     )
+    group("--auto-resume", action="store_true", help="go on from --checkpoint if it exists")
     group("--allow-changes", action="store_true", help="resume with other settings")
     group("--report", metavar="DIR", help="write settings, metrics and a picture here")
     group("--overwrite", action="store_true", help="replace another run's report")

@@ -30,6 +30,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import SparseTensor
 
 from pyg_sar.attributes import (
     Attribute,
@@ -56,7 +57,10 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
             "Expected 'data' to be a homogeneous torch_geometric.data.Data "
             f"(got {type(data).__name__}); a HeteroData converts with data.to_homogeneous()"
         )
-    num_nodes = data.num_nodes
+    x = data.get("x")
+    # PyG infers the number of nodes from dense features only.
+    known = isinstance(x, SparseTensor) and "num_nodes" not in data
+    num_nodes = x.size(0) if known else data.num_nodes
     if num_nodes is None:
         raise ValueError("'data' does not tell its number of nodes; set data.num_nodes")
     edge_index = _edge_index(data)

@@ -76,6 +76,7 @@ class RunConfig:
         checkpoint: File for checkpoints.
         checkpoint_every: Epochs between them.
         resume: Checkpoint to go on from.
+        auto_resume: Go on from ``checkpoint`` where that file exists.
         allow_changes: Resume although settings differ.
         report: Folder for the report.
         overwrite: Replace another run's report.
@@ -89,6 +90,7 @@ class RunConfig:
     checkpoint: str | None = None
     checkpoint_every: int = 10
     resume: str | None = None
+    auto_resume: bool = False
     allow_changes: bool = False
     report: str | None = None
     overwrite: bool = False
@@ -124,8 +126,14 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
         forward=_forward(config.model.name, data),
         callbacks=_callbacks(config),
     )
-    if config.resume is not None:
-        _resume(trainer, config.resume, config)
+    path = config.resume
+    if path is None and config.auto_resume and config.checkpoint is not None:
+        # Rank 0 wrote it, so rank 0 knows whether there is one.
+        path = (
+            config.checkpoint if comm.broadcast_object(os.path.isfile(config.checkpoint)) else None
+        )
+    if path is not None:
+        _resume(trainer, path, config)
     return trainer
 
 

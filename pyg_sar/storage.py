@@ -128,7 +128,7 @@ def write_partitions(
     root = Path(root)
     edge_index, num_nodes = check_graph(data)
     _check_target(root, overwrite)
-    columns = encode_attributes(data)
+    columns = encode_attributes(data, num_nodes)
     report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
     part = assign_nodes(edge_index, num_nodes, num_parts, method, seed)
     layout = make_layout(edge_index, part, num_parts)

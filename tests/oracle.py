@@ -33,11 +33,14 @@ ALL_POLICIES = (
     SARPolicy(mode=2, prefetch=0),
     SARPolicy(mode=2, prefetch=2, message_budget=BUDGET),
     SARPolicy(mode=3),
+    SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, strategy="chunked"),
+    SARPolicy(mode=2, prefetch=1, strategy="chunked"),
 )
 MODES = (
     SARPolicy(mode=1, prefetch=0),
     SARPolicy(mode=2, prefetch=1, message_budget=BUDGET),
     SARPolicy(mode=3),
+    SARPolicy(mode=1, prefetch=1, message_budget=BUDGET, strategy="chunked"),
 )
 
 # Graphs ######################################################################

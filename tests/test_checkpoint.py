@@ -314,6 +314,49 @@ def killed_worker(folder: str) -> None:
             raise SystemExit(3) from error
 
 
+def restarted_worker(folder: str) -> None:
+    """A worker under torchrun: the first attempt loses one, the second goes on."""
+    path = Path(folder) / "again.ckpt"
+    with pyg_sar.init(timeout=120) as comm:
+
+        class Die(Callback):
+            def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+                first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
+                if first and comm.rank == 0 and record.epoch == KILLED_AT:
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        callbacks = [CheckpointEvery(path, every=3), Die()]
+        trainer = parallel_trainer(f"{folder}/parts", callbacks=callbacks)
+        if path.exists():
+            trainer.resume(path)
+        start = trainer.epoch
+        losses = trainer.fit().losses
+        whole = parallel_trainer(f"{folder}/parts").fit().losses
+        (Path(folder) / f"rank{comm.rank}").write_text(json.dumps([start, losses, whole]))
+
+
+def test_torchrun_starts_lost_workers_again(tmp_path):
+    pyg_sar.write_partitions(small_graph(), 2, tmp_path / "parts", method="random")
+    script = tmp_path / "script.py"
+    script.write_text(
+        f"import test_checkpoint\ntest_checkpoint.restarted_worker({str(tmp_path)!r})"
+    )
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--max-restarts", "1"]
+    ran = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script)],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+        check=False,
+    )
+    assert ran.returncode == 0, ran.stderr
+    for rank in range(2):
+        start, losses, whole = json.loads((tmp_path / f"rank{rank}").read_text())
+        assert start == 6 and len(whole) == CONFIG.epochs
+        assert losses == whole
+
+
 def start_workers(folder: Path) -> list[subprocess.Popen[str]]:
     """Workers without a parent that watches them: they have to find out by themselves."""
     with socket.socket() as probe:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,7 +82,7 @@ def test_partition_explains_mistakes_in_one_line(tmp_path, capsys):
 def test_help_tells_sources_hosts_and_defaults(capsys):
     for command, words in {
         "partition": ("ogbn-arxiv", "synthetic:nodes=200000", "(default: metis)"),
-        "train": ("--nnodes 2", "--node-rank", "GLOO_SOCKET_IFNAME", "--resume FILE", *MODELS),
+        "train": ("--nnodes 2", "--node-rank", "GLOO_SOCKET_IFNAME", "--max-restarts", *MODELS),
         "demo": ("no download", "--nodes"),
     }.items():
         with pytest.raises(SystemExit) as end:
@@ -102,7 +103,8 @@ def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
     checkpoint, report = tmp_path / "c", tmp_path / "r"
     train = ["train", "--parts", parts, *SMALL, "--dropout", "0.5", "--report", str(report)]
     train += ["--checkpoint", str(checkpoint), "--schedule", "step", "--step-size", "3"]
-    assert cli.main([*train, "--epochs", "4", "--checkpoint-every", "3"]) == 0
+    first = [*train, "--epochs", "4", "--checkpoint-every", "3", "--auto-resume"]
+    assert cli.main(first) == 0
     out = capsys.readouterr().out
     assert "4 epochs, last loss" in out and "best epoch" in out and str(checkpoint) in out
     assert cli.main([*train, "--workers", "2", "--epochs", "6", "--resume", "--quiet"]) == 0
@@ -127,7 +129,8 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     assert "holds no partition" in usage_error(capsys, "train", "--parts", str(tmp_path))
     assert "'lr' to be a positive number" in usage_error(capsys, *train, "--lr", "-1")
     assert "'prefetch'" in usage_error(capsys, *train, "--prefetch", "-1")
-    assert "file of --checkpoint" in usage_error(capsys, *train, "--resume")
+    for option in ("--resume", "--auto-resume"):
+        assert "file of --checkpoint" in usage_error(capsys, *train, option)
     missing = str(tmp_path / "no" / "c")
     assert "no such folder" in usage_error(capsys, *train, "--checkpoint", missing)
     monkeypatch.setenv("RANK", "0")
@@ -146,6 +149,16 @@ def test_every_model_trains_in_this_process(parts, name):
     model = ModelConfig(name=name, hidden=8, norm="batch", dropout=0.0)
     result = train_worker(config_of(parts, model=model, train=TrainConfig(epochs=5)))
     assert result.epochs == 5 and result.losses[-1] < result.losses[0]
+
+
+def test_auto_resume_goes_on_where_there_is_a_checkpoint(parts, tmp_path):
+    checkpoint = str(tmp_path / "c")
+    config = config_of(parts, checkpoint=checkpoint, auto_resume=True)
+    first = train_worker(config)
+    longer = replace(config, train=replace(config.train, epochs=3))
+    second = train_worker(longer)
+    assert second.epochs == 3 and second.losses[:2] == first.losses
+    assert train_worker(longer).losses == second.losses
 
 
 def test_features_labels_and_weights_of_other_graphs(tmp_path):

@@ -506,9 +506,7 @@ def test_retained_graph_runs_backward_again(mode: int, kind: str, graph: Data, r
 
     def worker() -> Any:
         data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(
-            copy.deepcopy(layer), SARPolicy(mode=mode, message_budget=BUDGET)
-        )
+        mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=mode, message_budget=BUDGET))
         x = data.x.clone().requires_grad_()
         loss = pyg_sar.mean(node_losses(mine(x, data.edge_index), data.n_id))
         loss.backward(retain_graph=True)
@@ -587,9 +585,9 @@ def test_deepcopy_of_a_distributed_model(trained: bool, graph: Data, root: Path)
         assert all(p.grad is None for p in mine.parameters())
         found = gradients(twin)
         loss_on(mine, data).backward()
-        assert all(
-            torch.equal(p.grad, found[name]) for name, p in twin.named_parameters()
-        ), "the original's backward pass changed the copy"
+        assert all(torch.equal(p.grad, found[name]) for name, p in twin.named_parameters()), (
+            "the original's backward pass changed the copy"
+        )
         return found, gradients(mine)
 
     for found, original in threads(worker, WORLD):
@@ -761,7 +759,7 @@ def test_attention_weights_are_exact_per_edge(name: str, graph: Data, root: Path
 
     workers = threads(worker, WORLD)
     alone = copy.deepcopy(layer)
-    _, (edges, alpha) = alone(graph.x, graph.edge_index, return_attention_weights=True)
+    _, (_, alpha) = alone(graph.x, graph.edge_index, return_attention_weights=True)
     alpha.square().sum(-1).mean().backward()
     expected = gradients(alone)
     numbers = torch.arange(graph.num_edges)
@@ -959,13 +957,13 @@ class Fails(MessagePassing):
         super().__init__(aggr="sum")
         self.lin = Linear(CHANNELS, OUT)
         self.when = when
-        self.armed = False
+        self.armed = [False]
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x)
 
     def message(self, x_j: Tensor) -> Tensor:
-        if self.armed:
+        if self.armed[0]:
             raise ArithmeticError("a cause of its own")
         return self.lin(x_j).tanh()
 
@@ -983,9 +981,9 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(when: s
         try:
             layer: Any = net["first"]
             layer(data.x, data.edge_index)  # analysed
-            layer.armed = rank == 1 and when == "forward"
+            layer.armed[0] = rank == 1 and when == "forward"
             out = layer(data.x, data.edge_index)
-            layer.armed = rank == 1
+            layer.armed[0] = rank == 1
             out.sum().backward()
         except BaseException as problem:
             ended.append((rank, type(problem).__name__))
@@ -1004,12 +1002,41 @@ def test_rule_8_an_error_in_the_analysis(root: Path):
     def worker() -> None:
         data = pyg_sar.load_partition(root)
         layer: Any = pyg_sar.distribute(Fails("analysis").double())
-        layer.armed = pyg_sar.current().rank == 2
+        layer.armed[0] = pyg_sar.current().rank == 2
         layer(data.x, data.edge_index)
 
     with pytest.raises(pyg_sar.WorkerError, match="a cause of its own") as caught:
         threads(worker, WORLD)
     assert caught.value.rank == 2
+
+
+@pytest.mark.parametrize("later", [False, True])
+def test_attributes_may_differ_between_workers(later: bool, graph: Data, root: Path):
+    """Rank 0 talks, say: neither a mistake nor a reason to wait for each other."""
+
+    class Talks(Nonlinear):
+        verbose = False
+
+        def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+            if self.verbose:
+                assert x_j.dim() == 2
+            return super().message(x_i, x_j)
+
+    plain = Talks().double()
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        layer: Any = copy.deepcopy(plain)
+        first = pyg_sar.current().rank == 0
+        layer.verbose = first and not later
+        layer = pyg_sar.distribute(layer)
+        layer(data.x, data.edge_index)
+        layer.verbose = first
+        return data.n_id, layer(data.x, data.edge_index)
+
+    workers = pyg_sar.launch(worker, WORLD, backend="threads", timeout=15.0)
+    found = assemble(workers, 40)
+    assert error(found, plain(graph.x, graph.edge_index)) <= TOLERANCE
 
 
 def test_rule_8_wrong_shapes_are_named(root: Path):
@@ -1026,7 +1053,9 @@ def test_rule_8_wrong_shapes_are_named(root: Path):
         layer(data.x, data.edge_index, data.edge_attr)
         layer(data.x, data.edge_index, data.edge_attr[1:])
 
-    with pytest.raises(pyg_sar.WorkerError, match=r"ValueError: Expected 'x' to hold the \d+ nodes"):
+    with pytest.raises(
+        pyg_sar.WorkerError, match=r"ValueError: Expected 'x' to hold the \d+ nodes"
+    ):
         threads(nodes, WORLD)
     with pytest.raises(pyg_sar.WorkerError, match=r"ValueError: .*edge-level tensor of \d+ rows"):
         threads(edges, WORLD)

@@ -145,9 +145,7 @@ def slope_error(layer: torch.nn.Module, data: Data, policy: SARPolicy) -> float:
     global_loss(layer, data, x, 7).backward()
     alike = torch.Generator().manual_seed(0)
     own = torch.Generator().manual_seed(1 + comm.rank)
-    directions = [
-        torch.randn(p.shape, generator=alike, dtype=p.dtype) for p in layer.parameters()
-    ]
+    directions = [torch.randn(p.shape, generator=alike, dtype=p.dtype) for p in layer.parameters()]
     x_direction = torch.randn(x.shape, generator=own, dtype=x.dtype)
     # Parameter gradients are sums over the workers already.
     slope = sum(
@@ -227,9 +225,7 @@ def test_rule_4_gradients_with_dropout_are_right(name: str, random_runs: list[di
 
 
 @pytest.mark.parametrize("name", [n for n in RANDOM if n != "edges"])
-def test_rule_4_no_dropout_in_evaluation(
-    name: str, graph: Data, random_runs: list[dict[str, Any]]
-):
+def test_rule_4_no_dropout_in_evaluation(name: str, graph: Data, random_runs: list[dict[str, Any]]):
     torch.manual_seed(0)
     layers = {key: make() for key, make in RANDOM.items()}
     with torch.no_grad():
@@ -348,7 +344,7 @@ def test_rule_4_autocast(name: str, partitions: Partitions):
     out, x_grad, grads = cast_pass(copy.deepcopy(layer), data, ids, torch.mean)
     assert x_grad is not None
     workers = threads(worker, WORLD)
-    for n_id, (remade, kept, whole) in workers:
+    for _, (remade, kept, whole) in workers:
         for one in (remade, kept, whole):
             assert one[0].dtype == out.dtype
             assert one[1].dtype == x_grad.dtype
@@ -363,7 +359,7 @@ def test_rule_4_autocast(name: str, partitions: Partitions):
         assert error(found.double(), exact.out) <= 2 * plain_error + 2**-8
         x_found = assemble(((n_id, runs[step][1]) for n_id, runs in workers), 40)
         assert error(x_found, x_grad) <= 0.1
-        for n_id, runs in workers:
+        for _, runs in workers:
             for key, gradient in grads.items():
                 scale = max(float(g.abs().max()) for g in grads.values())
                 assert error(runs[step][2][key], gradient, scale) <= 0.1, (key, step)
@@ -466,9 +462,8 @@ class Mixes(MessagePassing):
         return x_j.cumsum(0)
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
 @pytest.mark.parametrize("how", ["mean", "softmax", "cumsum"])
-@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("mode", [1, 2, 3])
 def test_a_message_that_mixes_edges_is_refused(how: str, mode: int, root: Path):
     """A worker doesn't have all edges: local numbers would come out without an error."""
 

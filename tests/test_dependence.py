@@ -123,7 +123,9 @@ VALUES: dict[str, Fn] = {
     "max of row": lambda layer, x_i, x_j, w, a: x_j.max(dim=1, keepdim=True)[0],
     "argmax": lambda layer, x_i, x_j, w, a: x_j.gather(1, x_j.argmax(1, keepdim=True)),
     "sort": lambda layer, x_i, x_j, w, a: x_j.sort(dim=1)[0],
-    "lookup": lambda layer, x_i, x_j, w, a: x_i + layer.scale * layer.square[(x_j[:, 0] > 0).long()],
+    "lookup": lambda layer, x_i, x_j, w, a: (
+        x_i + layer.scale * layer.square[(x_j[:, 0] > 0).long()]
+    ),
     "index": lambda layer, x_i, x_j, w, a: layer.scale[(x_j > 0).long()] + x_j,
     "one hot": lambda layer, x_i, x_j, w, a: x_i * (x_j == x_j.amax(1, keepdim=True)),
     "detached copy": lambda layer, x_i, x_j, w, a: x_j * x_j.detach().clone().sin(),

@@ -26,12 +26,17 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    assert_small,
+    errors,
     make_graph,
+    run_jobs,
+    single_process,
     threads,
     two_islands,
 )
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
 from torch_geometric import nn as gnn
+from torch_geometric import utils
 from torch_geometric.data import Data
 
 import pyg_sar
@@ -113,6 +118,32 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     "graph conv": (lambda: gnn.GraphConv(CHANNELS, OUT), WEIGHT, ()),
 }
 
+
+class OwnAggregate(gnn.MessagePassing):
+    """An aggregation that nobody but the layer knows: a weighted mean of minimum and sum."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr=None)
+        self.mix = torch.nn.Parameter(torch.rand(CHANNELS))
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: torch.Tensor) -> torch.Tensor:
+        return x_j.sin()
+
+    def aggregate(
+        self, inputs: torch.Tensor, index: torch.Tensor, dim_size: int | None = None
+    ) -> torch.Tensor:
+        least = utils.scatter(inputs, index, 0, dim_size, "min")
+        total = utils.scatter(inputs, index, 0, dim_size, "sum")
+        return self.mix * least + (1 - self.mix) * total
+
+
+def sage(aggr: Any, **kwargs: Any) -> Make:
+    return lambda: gnn.SAGEConv(CHANNELS, OUT, aggr=aggr, aggr_kwargs=kwargs)
+
+
 # What else PyG offers: several rounds of messages, other aggregations, edge attention.
 WIDER: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
     "agnn": (lambda: gnn.AGNNConv(), (), ()),
@@ -135,13 +166,34 @@ WIDER: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
         ),
         ATTR,
         (),
-    ),  # fmt: skip
-    "sage, median": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="median"), (), ()),
-    "sage, several": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr=["mean", "max"]), (), ()),
+    ),
+    "own aggregate": (OwnAggregate, (), ()),
+    "std": (sage("std"), (), ()),
+    "var": (sage("var"), (), ()),
+    "median": (sage("median"), (), ()),
+    "quantile": (sage("quantile", q=0.3), (), ()),
+    "mul": (sage("mul"), (), ()),
+    "softmax, learned": (sage("softmax", learn=True), (), ()),
+    "powermean, learned": (sage("powermean", learn=True), (), ()),
+    "several": (sage(["mean", "max", "std", "median"]), (), ()),
+    "several, attended": (
+        sage(["mean", "max"], mode="attn", mode_kwargs={
+            "in_channels": CHANNELS, "out_channels": CHANNELS, "num_heads": 2}),
+        (),
+        (),
+    ),
+    "degree scaled": (
+        lambda: gnn.GraphConv(CHANNELS, OUT, aggr=gnn.aggr.DegreeScalerAggregation(
+            ["mean", "std"], ["identity", "amplification"], torch.arange(12))),
+        (),
+        (),
+    ),
+    "deep sets": (lambda: gnn.GINConv(Linear(CHANNELS, OUT), aggr=gnn.aggr.DeepSetsAggregation(
+        Linear(CHANNELS, 4), Linear(4, CHANNELS))), (), ()),
     "sg": (lambda: gnn.SGConv(CHANNELS, OUT, K=2), WEIGHT, ()),
     "ssg": (lambda: gnn.SSGConv(CHANNELS, OUT, 0.1, K=2), (), WEIGHT),
     "tag": (lambda: gnn.TAGConv(CHANNELS, OUT), WEIGHT, ()),
-}
+}  # fmt: skip
 
 
 def build(make: Make) -> torch.nn.Module:
@@ -178,11 +230,10 @@ def test_layer_in_every_mode(
 
 
 @pytest.mark.parametrize(
-    ("world", "method"), [(1, "contiguous"), (2, "random"), (3, "metis"), (5, "metis"), (5, "random")]
+    ("world", "method"),
+    [(1, "contiguous"), (2, "random"), (3, "metis"), (5, "metis"), (5, "random")],
 )
-def test_world_sizes_and_partitioners(
-    world: int, method: str, graph: Data, partitions: Partitions
-):
+def test_world_sizes_and_partitioners(world: int, method: str, graph: Data, partitions: Partitions):
     root = partitions(graph, world, method)
     sweep_layers(LAYERS, world, graph, root, MODES).check()
 
@@ -294,12 +345,52 @@ def test_any_graph_and_assignment(
     sweep_layers({name: SOME[name]}, world, data, root, policies).check()
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
 @pytest.mark.parametrize("name", WIDER)
 def test_wider_choice_of_layers(name: str, graph: Data, partitions: Partitions):
-    """Whatever runs distributed at all, shard by shard or in one shot, is exact."""
+    """By shards or by chunks of targets, whichever the aggregation needs: exact.
+
+    None falls back to one shot: its warning would be an error here.
+    """
     root = partitions(graph, 3, "random")
-    sweep_layers({name: WIDER[name]}, 3, graph, root, (MODES[0], MODES[1])).check()
+    sweep_layers({name: WIDER[name]}, 3, graph, root, MODES).check()
+
+
+def test_wider_choice_without_nodes_or_edges(partitions: Partitions):
+    """A part without nodes, one without in-edges."""
+    data = make_graph(seed=6)
+    part = (torch.arange(40) >= 37).long() * 2
+    assert not (part[data.edge_index[1]] == 2).any()
+    names = ("own aggregate", "std", "median", "softmax, learned", "several", "powermean, learned")
+    some = {name: WIDER[name] for name in names}
+    sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
+
+
+@pytest.mark.parametrize("aggr", ["lstm", "gru", "sort"])
+def test_order_dependent_aggregations(aggr: str, partitions: Partitions):
+    """They see neighbours in the order of the edge list: exact, or refused; never another order."""
+    data = make_graph(seed=21)
+    order = data.edge_index[1].argsort(stable=True)
+    data.edge_index = data.edge_index[:, order]
+    module: Any = {
+        "lstm": lambda: gnn.aggr.LSTMAggregation(CHANNELS, CHANNELS),
+        "gru": lambda: gnn.aggr.GRUAggregation(CHANNELS, CHANNELS),
+        "sort": lambda: gnn.aggr.SortAggregation(k=3),
+    }[aggr]
+    width = CHANNELS * 3 if aggr == "sort" else CHANNELS
+    layer = build(lambda: gnn.GraphConv((width, CHANNELS), OUT, aggr=module()))
+    if aggr == "sort":
+        layer.lin_rel = Linear(width, OUT).double()
+    root = partitions(data, 3, "random")
+    job = Job(layer, root, (), MODES[:2])
+    expected = single_process(layer, data)
+    try:
+        workers = threads(run_jobs, 3, [job])
+    except pyg_sar.WorkerError as refusal:
+        assert isinstance(refusal.__cause__, pyg_sar.DistributedIndexError), refusal
+        return
+    for step, policy in enumerate(job.policies):
+        found = errors([worker[0][step] for worker in workers], expected)
+        assert_small(found, TOLERANCE, f"{aggr}, {policy}")
 
 
 def test_undirected_graph(partitions: Partitions):
@@ -400,15 +491,11 @@ def test_five_steps_of_training(kind: str, optimizer: str, graph: Data, partitio
 
 
 def gloo_worker(jobs: list[Job], trainings: list[Any]) -> Any:
-    from oracle import run_jobs
-
     return run_jobs(jobs), [train_worker(*training) for training in trainings]
 
 
 def test_processes(graph: Data, partitions: Partitions):
     """A smaller sweep over gloo, in one group of processes."""
-    from oracle import assert_small, errors
-
     root = partitions(graph, 3, "random")
     sweep = sweep_layers(SOME, 3, graph, root, MODES)
     torch.manual_seed(2)

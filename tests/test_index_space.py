@@ -137,7 +137,8 @@ EDGE_RESULTS: dict[str, NodeFn] = {
 def with_gradients(fn: NodeFn, data: Data, weigh: Callable[[Tensor], Tensor]) -> Any:
     """The result, and the gradients of a weighted sum of it over all workers."""
     data = copy.copy(data)
-    inputs = {name: data[name].clone().requires_grad_() for name in ("x", "edge_weight", "edge_attr")}
+    names = ("x", "edge_weight", "edge_attr")
+    inputs = {name: data[name].clone().requires_grad_() for name in names}
     for name, value in inputs.items():
         data[name] = value
     out = fn(data)
@@ -248,7 +249,7 @@ def test_edge_lists_are_those_of_the_whole_graph(name: str, graph: Data, root: P
         assert isinstance(edge_index, DistEdgeIndex)
         return edges_by_name(*reorder((edge_index, values), data))
 
-    assert sorted(sum(on_workers(worker, root), [])) == expected
+    assert sorted(edge for edges in on_workers(worker, root) for edge in edges) == expected
 
 
 def reorder(result: tuple[Tensor, Tensor | None], data: Data) -> tuple[Tensor, Data, Tensor]:
@@ -403,9 +404,7 @@ def test_joining_edges(root: Path):
 @pytest.mark.parametrize("bad", [NODES - 1, 10**6, -1])
 def test_joining_edges_out_of_range(bad: int, root: Path):
     """Ids beyond the worker's own rows would mean other workers' nodes to somebody else."""
-    message = refused(
-        lambda d: torch.cat([d.edge_index, torch.tensor([[0], [bad]])], dim=1), root
-    )
+    message = refused(lambda d: torch.cat([d.edge_index, torch.tensor([[0], [bad]])], dim=1), root)
     assert str(bad) in message and "rank" in message
     refused(lambda d: torch.cat([d.edge_index[0], torch.tensor([bad])]), root)
 

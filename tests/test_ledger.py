@@ -129,9 +129,7 @@ def test_bytes_equal_the_law(name: str, mode: int, root: Path):
     model = One(make().double())
     policy = SARPolicy(mode=mode)
     size = width * 8
-    for rank, found in enumerate(
-        threads(traffic, WORLD, root, model, policy, edge, torch.float64)
-    ):
+    for rank, found in enumerate(threads(traffic, WORLD, root, model, policy, edge, torch.float64)):
         sent, received, halo, needed, summary, parameters = found
         assert sum(halo) > 0
         rows = expected_rows(policy, case)
@@ -200,9 +198,11 @@ def test_unused_tensors_are_not_shipped(root: Path):
     model = One(Picky().double())
     for found in threads(traffic, WORLD, root, model, SARPolicy(), (), torch.float64):
         _, received, halo, *_ = found
-        assert sum(received.values()) - sum(
-            n for (_, kind, _), n in received.items() if kind == "gradient"
-        ) == sum(halo) * 2 * 8
+        assert (
+            sum(received.values())
+            - sum(n for (_, kind, _), n in received.items() if kind == "gradient")
+            == sum(halo) * 2 * 8
+        )
 
 
 def test_a_tensor_in_two_roles_travels_once(root: Path):
@@ -478,7 +478,7 @@ def test_summary_and_selections(root: Path):
         assert summary["rank"] == comm.rank
         assert summary["sent_bytes"] == inner.sent
         assert summary["received_bytes"] == inner.received
-        rows = [row for row in inner.by_layer().values()]
+        rows = inner.by_layer().values()
         assert sum(n for row in rows for key, n in row.items() if key.endswith(" in")) == (
             inner.received
         )

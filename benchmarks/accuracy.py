@@ -1,0 +1,287 @@
+"""Accuracy on real graphs: plain PyG beside pyg_sar on 1, 2 and 4 workers.
+
+    python benchmarks/accuracy.py --out docs/results.md
+
+Every model is trained in single-process PyG, where pyg_sar has no part, and through pyg_sar from
+the same initial parameters. With dropout the runs draw different random numbers, so that
+accuracies are compared over seeds; without it loss curves are compared epoch by epoch.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from accuracy_report import report
+from real_graphs import GRAPHS, MODELS, Setting, build, load, parameter_groups
+from scipy.stats import rankdata
+from torch import Tensor
+from torch_geometric.data import Data
+
+import pyg_sar
+
+EXACT_EPOCHS = 25
+DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Job:
+    """One training run. ``workers`` 0: plain PyG. ``exact``: without dropout."""
+
+    graph: str
+    model: str
+    seed: int
+    workers: int
+    exact: bool = False
+    dtype: str = "float32"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class World:
+    """What differs between one process and several: three lines of a training script."""
+
+    mean: Callable[[Tensor], Tensor]
+    accuracy: Callable[[Tensor, Tensor, Tensor], float]
+    all_nodes: Callable[[Tensor, Data], Tensor]
+    rank: int = 0
+
+
+# Training ################################################################################
+
+
+def setting_of(job: Job) -> Setting:
+    """The published setting; without dropout and for few epochs where exactness is shown."""
+    setting = GRAPHS[job.graph].settings[job.model]
+    if not job.exact:
+        return setting
+    return replace(
+        setting, dropout=0.0, attention_dropout=0.0, epochs=EXACT_EPOCHS, every=EXACT_EPOCHS
+    )
+
+
+def train(job: Job, data: Data, world: World) -> dict[str, Any]:
+    """Trains one model; the test metric is that of the epoch with the best validation."""
+    setting = setting_of(job)
+    masks = {part: data[f"{part}_mask"][:, job.seed] for part in ("train", "val", "test")}
+    x = data.x.to(getattr(torch, job.dtype))
+    torch.manual_seed(job.seed)
+    model = build(job.model, x.size(1), data.num_labels, setting).to(x.dtype)
+    if job.workers:
+        model = pyg_sar.distribute(model)
+    torch.manual_seed(1000 * (job.seed + 1) + world.rank)  # Dropout's draws.
+    optimizer = torch.optim.Adam(parameter_groups(model, setting), lr=setting.lr)
+    auc = GRAPHS[job.graph].metric == "auc"
+    losses: list[float] = []
+    best, metric, best_epoch = float("inf"), float("nan"), 0
+    start = time.perf_counter()
+    for epoch in range(1, setting.epochs + 1):
+        model.train()
+        optimizer.zero_grad()
+        loss = _loss(model(x, data.edge_index), data.y, masks["train"], world)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if epoch % setting.every:
+            continue
+        out = _predict(model, x, data)
+        if auc:
+            score = -_area(out, data, masks["val"], world)
+        else:
+            score = _loss(out, data.y, masks["val"], world).item()
+        if score < best:
+            measure = _area if auc else _accuracy
+            best, metric, best_epoch = score, measure(out, data, masks["test"], world), epoch
+        elif setting.patience and epoch - best_epoch >= setting.patience:
+            break
+    return {
+        **asdict(job),
+        "metric": metric,
+        "best_epoch": best_epoch,
+        "losses": losses,
+        "seconds": time.perf_counter() - start,
+    }
+
+
+@torch.no_grad()
+def _predict(model: torch.nn.Module, x: Tensor, data: Data) -> Tensor:
+    model.eval()
+    out: Tensor = model(x, data.edge_index)
+    return out
+
+
+def _loss(out: Tensor, y: Tensor, mask: Tensor, world: World) -> Tensor:
+    return world.mean(F.cross_entropy(out[mask], y[mask], reduction="none"))
+
+
+def _accuracy(out: Tensor, data: Data, mask: Tensor, world: World) -> float:
+    return world.accuracy(out, data.y, mask)
+
+
+def _area(out: Tensor, data: Data, mask: Tensor, world: World) -> float:
+    """The area under the ROC curve: how often class 1 is ranked above class 0."""
+    columns = torch.stack([out[:, 1] - out[:, 0], data.y.to(out.dtype), mask.to(out.dtype)], dim=1)
+    score, label, kept = world.all_nodes(columns, data).unbind(1)
+    score, positive = score[kept > 0], label[kept > 0] > 0
+    ranks = torch.from_numpy(rankdata(score.numpy()))
+    ones, zeros = int(positive.sum()), int((~positive).sum())
+    return (ranks[positive].sum().item() - ones * (ones + 1) / 2) / (ones * zeros)
+
+
+# One process and several #################################################################
+
+
+def plain_world() -> World:
+    """Single-process PyG."""
+    return World(
+        mean=lambda values: values.mean(),
+        accuracy=lambda out, y, mask: (out.argmax(1) == y)[mask].double().mean().item(),
+        all_nodes=lambda rows, data: rows,
+    )
+
+
+def distributed_world() -> World:
+    """The same through pyg_sar."""
+    comm = pyg_sar.current()
+
+    def all_nodes(rows: Tensor, data: Data) -> Tensor:
+        whole = rows.new_zeros(data.num_nodes_in_all, rows.size(1))
+        whole[data.n_id] = rows
+        return comm.all_reduce(whole)
+
+    return World(mean=pyg_sar.mean, accuracy=pyg_sar.accuracy, all_nodes=all_nodes, rank=comm.rank)
+
+
+def run_jobs(jobs: list[Job], world: World, get_data: Callable[[str], Data], results: Path) -> None:
+    """Runs jobs, graph by graph; rank 0 adds a line to the file of results after each."""
+    torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
+    name, data = "", Data()
+    for job in jobs:
+        if job.graph != name:
+            name, data = job.graph, get_data(job.graph)
+        result = train(job, data, world)
+        if world.rank == 0:
+            with results.open("a") as file:
+                file.write(json.dumps(result) + "\n")
+            sys.stderr.write(
+                f"{'exact ' if job.exact else ''}{job.graph} {job.model} {job.dtype} seed "
+                f"{job.seed} workers {job.workers or 'none'}: {result['metric']:.4f} at epoch "
+                f"{result['best_epoch']} of {len(result['losses'])}, {result['seconds']:.0f} s\n"
+            )
+            sys.stderr.flush()
+
+
+def run_worker(jobs: list[Job], parts: str, results: str) -> None:
+    """What each worker of one world size does."""
+    run_jobs(
+        jobs,
+        distributed_world(),
+        lambda name: pyg_sar.load_partition(Path(parts) / name),
+        Path(results),
+    )
+
+
+# The command #############################################################################
+
+
+def jobs_of(args: argparse.Namespace, workers: int) -> Iterator[Job]:
+    """All runs of one world size."""
+    for graph in args.graphs:
+        for model in args.models:
+            case = {"graph": graph, "model": model, "workers": workers}
+            yield Job(**case, seed=0, exact=True)
+            if model == args.models[-1]:
+                yield Job(**case, seed=0, exact=True, dtype="float64")
+            for seed in range(args.seeds or GRAPHS[graph].seeds):
+                yield Job(**case, seed=seed)
+
+
+def read_results(path: Path) -> dict[Job, dict[str, Any]]:
+    """The finished runs of a file of results."""
+    fields = Job.__dataclass_fields__
+    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return {Job(**{key: row[key] for key in fields}): row for row in rows}
+
+
+def run_all(args: argparse.Namespace, results: Path, folder: Path) -> None:
+    """Runs what is not in the file of results yet."""
+    done = read_results(results)
+    todo = {
+        workers: [job for job in jobs_of(args, workers) if job not in done]
+        for workers in [0, *args.workers]
+    }
+    graphs: dict[str, Data] = {}
+    for name in args.graphs:
+        if any(job.graph == name for jobs in todo.values() for job in jobs):
+            data = load(name, args.data, args.seeds or GRAPHS[name].seeds)
+            data.num_labels = int(data.y.max()) + 1
+            data.num_nodes_in_all = data.num_nodes
+            graphs[name] = data
+    for workers in args.workers:
+        for name in {job.graph for job in todo[workers]}:
+            pyg_sar.write_partitions(graphs[name], workers, folder / str(workers) / name)
+
+    def launch(workers: int) -> None:
+        if todo[workers]:
+            parts = str(folder / str(workers))
+            pyg_sar.launch(
+                run_worker, workers, todo[workers], parts, str(results), threads_per_worker=1
+            )
+
+    # The single process and one worker compute with a core each, so they run side by side.
+    with ThreadPoolExecutor(1) as executor:
+        plain = executor.submit(run_jobs, todo[0], plain_world(), graphs.__getitem__, results)
+        for workers in args.workers:
+            launch(workers)
+            plain.result()
+
+
+def parse_arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--data", type=Path, default=DATA, help="folder of the .npz graphs")
+    parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--seeds", type=int, help="seeds per model (default: by graph)")
+    parser.add_argument(
+        "--workers",
+        type=lambda text: [int(number) for number in text.split(",")],
+        default=[1, 2, 4],
+        help="world sizes (default: 1,2,4)",
+    )
+    parser.add_argument("--results", type=Path, help="file of finished runs, to go on from")
+    parser.add_argument("--out", type=Path, help="write the report here as well as to stdout")
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Runs everything and prints the tables."""
+    args = parse_arguments()
+    missing = [GRAPHS[n].file for n in args.graphs if not (args.data / GRAPHS[n].file).exists()]
+    if missing:
+        raise SystemExit(f"--data: '{args.data}' has no {', '.join(missing)}")
+    with tempfile.TemporaryDirectory() as scratch:
+        results = args.results or Path(scratch) / "results.jsonl"
+        run_all(args, results, Path(scratch))
+        rows = read_results(results)
+        jobs = [job for workers in [0, *args.workers] for job in jobs_of(args, workers)]
+    text = report([rows[job] for job in jobs], args.workers, EXACT_EPOCHS)
+    sys.stdout.write(text)
+    if args.out:
+        args.out.parent.mkdir(parents=True, exist_ok=True)
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()

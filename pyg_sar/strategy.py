@@ -1,0 +1,306 @@
+"""Which strategy a call of ``propagate`` takes: found once per kind of call, by all workers.
+
+[Note: one decision] Workers that decide differently wait for each other forever. A kind of call is
+what they all see alike (dtypes, row shapes, ``requires_grad``, policy, training); its first
+occurrence is looked at by all, and what they find is merged. Later calls look it up. Flags and
+names among a layer's attributes may change what its message computes: when they do change, each
+worker looks again by itself, and only if it needs something else now is there a new decision.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.aggr import (
+    MaxAggregation,
+    MeanAggregation,
+    MinAggregation,
+    SumAggregation,
+)
+
+from pyg_sar.dependence import Dependence, analyse, sample
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.program import DeferredEdge, TileProgram
+from pyg_sar.target_index import NeedsAllEdges
+
+MERGEABLE = {
+    SumAggregation: "sum",
+    MeanAggregation: "mean",
+    MaxAggregation: "max",
+    MinAggregation: "min",
+}
+_COMPARES = (MaxAggregation, MinAggregation)
+_LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
+
+
+class OneShotWarning(UserWarning):
+    """A layer fetches its whole halo at once because its messages can't be computed in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """How a call of ``propagate`` runs, agreed on by all workers.
+
+    Attributes:
+        strategy: ``'sequential'``, ``'chunked'`` or ``'one_shot'``.
+        needs: What the message needs (``None`` for one shot).
+        edge_level: Which unsuffixed tensors hold one row per edge.
+        kind: The aggregation (:func:`~pyg_sar.reduce.make_reducer`).
+        max_edges: Edges per tile or chunk.
+        out_row: An aggregate without rows, ``[0, *]``.
+        found: What this worker alone found.
+    """
+
+    strategy: str
+    needs: Dependence | None = None
+    edge_level: dict[str, bool] = field(default_factory=dict)
+    kind: str = ""
+    max_edges: int = 0
+    out_row: Tensor | None = None
+    found: tuple[int, ...] = ()
+
+
+class Verdicts(dict[Any, Verdict]):
+    """Verdicts per kind of call. A copy of the layer starts without them, on all workers alike."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Verdicts:
+        return Verdicts()
+
+    def __reduce__(self) -> Any:
+        return Verdicts, ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Look:
+    """What one worker found by looking at a message."""
+
+    severity: int
+    reason: str
+    budget: int
+    numbers: list[int]
+    row: tuple[list[int], torch.dtype] | None
+
+
+def title_of(layer: Any) -> str:
+    """A layer's class and name, for messages."""
+    name = f" '{layer.ledger_name}'" if layer.ledger_name else ""
+    return f"{type(layer).__name__}{name}"
+
+
+class Chooser:
+    """Chooses the strategy of one call.
+
+    Args:
+        layer: The layer (a ``DistMessagePassing``).
+        edge_index: Distributed edges.
+        kwargs: Keyword arguments of ``propagate``.
+    """
+
+    def __init__(self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> None:
+        self.layer, self.edge_index, self.kwargs = layer, edge_index, kwargs
+        self.comm = edge_index.plan.comm
+        self.title = title_of(layer)
+
+    def verdict(self, strategy: str, reason: str) -> Verdict:
+        """The verdict for a call whose layer allows ``strategy`` by its definition.
+
+        Raises:
+            ValueError: When workers call the layer differently.
+            DistributedIndexError: When no strategy is right.
+        """
+        key = (strategy, reason, self.layer.policy, self._kind_of_call())
+        switches = tuple(_switches(module) for module in self.layer.modules())
+        verdicts: Verdicts = self.layer.__dict__.setdefault("_verdicts", Verdicts())
+        if (key, switches) in verdicts:
+            return verdicts[key, switches]
+        known = verdicts.get(key)
+        if known is None or not self._still_holds(known):
+            self._agree_on_call(str(key))
+            known = verdicts[key] = self._decide(strategy, reason)
+        verdicts[key, switches] = known
+        return known
+
+    def _still_holds(self, known: Verdict) -> bool:
+        """Whether the layer, some of whose attributes changed, needs what it needed."""
+        if known.needs is None:
+            return True
+        edge_level, some_edges = known.edge_level, True
+        look = self._look(known.strategy == "chunked", edge_level, some_edges)
+        return (look.severity, *look.numbers) == known.found
+
+    def _decide(self, strategy: str, reason: str) -> Verdict:
+        """The leanest strategy that is right, agreed on by all workers."""
+        if strategy == "one_shot":
+            if reason == "asked for" and self.layer.flow == "source_to_target":
+                self._attempt("sequential")  # refuses what can't be right
+            return self._whole(reason)
+        for attempt in ("sequential", "chunked"):
+            if attempt == "sequential" and strategy == "chunked":
+                continue
+            verdict, reason, severity = self._attempt(attempt)
+            if verdict is not None:
+                return verdict
+            if severity > 1:
+                break
+        return self._whole(reason)
+
+    def _whole(self, reason: str) -> Verdict:
+        if reason != "asked for" and not self.layer.__dict__.get("_warned", False):
+            self.layer._warned = True
+            warnings.warn(
+                f"{self.title} fetches its whole halo at once: {reason}. Its memory does not "
+                "fall with the number of workers. SARPolicy(mode=3) for this layer silences this",
+                OneShotWarning,
+                stacklevel=6,
+            )
+        return Verdict("one_shot")
+
+    def _attempt(self, strategy: str) -> tuple[Verdict | None, str, int]:
+        """Looks at the message and agrees with the other workers on what it needs.
+
+        Returns:
+            The verdict, or why there is none and how bad it is (:class:`NeedsAllEdges`).
+        """
+        plan, device = self.edge_index.plan, self.edge_index.device
+        complete = strategy == "chunked"
+        edge_level = self._agree_on_edge_level(complete)
+        sizes = [self.edge_index.size(1) if plan.num_local else 0]
+        look = self._look(complete, edge_level, maximum(self.comm, sizes, device)[0] > 0)
+        agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
+        reason = look.reason or "another worker found that it needs all edges"
+        if agreed[0] == 3 and plan.world_size > 1:
+            raise DistributedIndexError(f"{self.title} can't run distributed: {reason}")
+        if agreed[0]:
+            return None, reason, agreed[0]
+        row = look.row
+        rows = self.comm.all_gather_object(None if row is None else [row[0], str(row[1])])
+        shape, dtype = next(found for found in rows if found is not None)
+        kind = "place" if complete else MERGEABLE.get(type(self.layer.aggr_module), "")
+        verdict = Verdict(
+            strategy,
+            Dependence.decode(agreed[2:]),
+            edge_level,
+            kind,
+            -agreed[1],
+            torch.empty(
+                0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
+            ),
+            (look.severity, *look.numbers),
+        )
+        return verdict, "", 0
+
+    def _look(self, complete: bool, edge_level: dict[str, bool], some_edges: bool) -> _Look:
+        """Looks at the message on a few of this worker's edges. Communicates nothing."""
+        for ledger in self.comm.ledgers:
+            ledger.count("analysis")
+        compares = type(self.layer.aggr_module) in _COMPARES and not complete
+        numbers, budget, row = Dependence.no_opinion(), 1, None
+        try:
+            program = TileProgram(self.layer, self.edge_index, self.kwargs, edge_level, complete)
+            tile = sample(self.edge_index)
+            if tile.num_edges or not some_edges:
+                numbers = analyse(program, tile, compares).encode()
+                row = program.out_row
+            budget = self._max_edges(program)
+            if Dependence.decode(numbers).pattern and compares:
+                raise NeedsAllEdges("it takes the maximum of weights that it normalises")
+        except NeedsAllEdges as error:
+            return _Look(error.severity, str(error), budget, Dependence.no_opinion(), None)
+        return _Look(0, "", budget, numbers, row)
+
+    def _max_edges(self, program: TileProgram) -> int:
+        """Edges whose messages and inputs are materialized at a time."""
+        budget = self.layer.policy.message_budget
+        if budget is None:
+            sources = [program.operands[k].tensor for k in program.numbers("source")]
+            own = sum(t.numel() * t.element_size() for t in sources)
+            budget = min(max(own // 4, _LEAST_BUDGET), _MOST_BUDGET)
+        per_edge: int = program.row_bytes() + program.message_bytes
+        return max(budget // max(per_edge, 1), 1)
+
+    # What the workers must see alike #########################################
+
+    def _kind_of_call(self) -> tuple[Any, ...]:
+        """What an analysis depends on; the same on all workers."""
+
+        def kind(value: Any) -> Any:
+            if isinstance(value, DeferredEdge):
+                return "deferred", tuple((k, kind(v)) for k, v in sorted(value.kwargs.items()))
+            if isinstance(value, Tensor):
+                return value.dtype, value.requires_grad, tuple(value.shape[1:]), value.dim()
+            if isinstance(value, tuple | list):
+                return tuple(kind(v) for v in value)
+            return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+        layer = self.layer
+        cuda = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
+        cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
+        return (
+            layer.training,
+            torch.is_grad_enabled(),
+            (cpu, cuda),
+            type(layer.aggr_module),
+            tuple(p.requires_grad for p in layer.parameters()),
+            tuple((name, kind(value)) for name, value in sorted(self.kwargs.items())),
+        )
+
+    def _agree_on_call(self, call: str) -> None:
+        """Rows of unlike width or dtype can't be exchanged."""
+        calls = self.comm.all_gather_object(call)
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise ValueError(
+                    f"{self.title} is called differently on the workers, with {other} at rank "
+                    f"{rank} and {calls[0]} at rank 0 (per tensor: dtype, requires_grad, shape of "
+                    "a row, axes). Pass the same arguments on every worker"
+                )
+
+    def _agree_on_edge_level(self, complete: bool) -> dict[str, bool]:
+        """Which unsuffixed tensors hold one row per edge: those that do so on every worker."""
+        found: dict[str, Tensor] = {}
+        for value_kwargs, method in self._methods(complete):
+            for name in self.layer.inspector.get_param_names(method):
+                value = value_kwargs.get(name)
+                if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
+                    continue
+                if not isinstance(value, DeferredEdge):
+                    found[name if method == "message" else f"{method}.{name}"] = value
+        if not found:
+            return {}
+        edges = self.edge_index.size(1)
+        misses = [int(v.dim() == 0 or v.size(0) != edges) for v in found.values()]
+        agreed = maximum(self.comm, misses, self.edge_index.device)
+        return {name: not miss for name, miss in zip(found, agreed, strict=True)}
+
+    def _methods(self, complete: bool) -> Iterator[tuple[dict[str, Any], str]]:
+        yield self.kwargs, "message"
+        if complete:
+            yield self.kwargs, "aggregate"
+        for value in self.kwargs.values():
+            if isinstance(value, DeferredEdge):
+                yield value.kwargs, "edge_update"
+
+
+def _switches(module: torch.nn.Module) -> tuple[Any, ...]:
+    """Attributes that may decide what a message computes: flags and names, not numbers."""
+    found = [
+        (name, value)
+        for name, value in module.__dict__.items()
+        if name[:1] != "_" and isinstance(value, bool | str | None)
+    ]
+    return type(module).__name__, *found
+
+
+def maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int]:
+    """The numbers' maxima over all workers."""
+    if comm.world_size == 1:
+        return list(numbers)
+    agreed = torch.tensor(list(numbers), dtype=torch.int64, device=device)
+    result: list[int] = comm.all_reduce(agreed, "max", label=("", "", "agreement")).tolist()
+    return result
