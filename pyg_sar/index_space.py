@@ -68,10 +68,21 @@ _LIKE = {
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
+def builtin(function: Any) -> Any:
+    """What torch itself calls ``function``: PyG puts wrappers in the place of a few."""
+    return getattr(torch._C._VariableFunctions, getattr(function, "__name__", ""), function)
+
+
+def name_of(function: Any) -> str:
+    """A function's name for messages, such as ``torch.Tensor.sort``."""
+    name = torch.overrides.resolve_name(function) or getattr(function, "__qualname__", None)
+    return str(name or function)
+
+
 def _handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
         for function in functions:
-            _HANDLERS[function] = handler
+            _HANDLERS[builtin(function)] = _HANDLERS[function] = handler
         return handler
 
     return register
@@ -179,10 +190,9 @@ def dist_edge_index(edge_index: Tensor, plan: HaloPlan, dist_row: int = 0) -> Di
 
 
 def _refusal(func: Any) -> DistributedIndexError:
-    name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
     return DistributedIndexError(
-        f"'{name}' on a distributed edge index would compute with this worker's own numbering and "
-        "give local numbers. Supported: reading node tensors with it (x[row], index_select), "
+        f"'{name_of(func)}' on a distributed edge index would compute with this worker's own "
+        "numbering and give local numbers. Supported: reading node tensors with it (x[row], index_select), "
         "scattering into node tensors (scatter, degree, softmax), selecting, cutting and joining "
         "edges, comparing its two rows. Do other preprocessing on the whole graph before "
         "write_partitions(), or keep its result as an edge attribute"
@@ -350,8 +360,9 @@ def _check_joined(part: Tensor, base: Any) -> None:
                 f"Can't join edges of different index spaces at rank {plan.rank}"
             )
     elif part.numel() and not 0 <= int(part.min()) <= int(part.max()) < plan.num_local:
+        wrong = int(part.min()) if int(part.min()) < 0 else int(part.max())
         raise DistributedIndexError(
-            f"Can't join plain edges with ids up to {int(part.max())} to a distributed edge index "
+            f"Can't join plain edges with the id {wrong} to a distributed edge index "
             f"at rank {plan.rank}: they must be local ids below {plan.num_local}. Add other edges "
             "before write_partitions()"
         )
@@ -415,8 +426,13 @@ def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
     plan = index.plan
     dim = dim % x.dim() if x.dim() else 0
     _require_rows(x, dim, plan, "Reading")
-    moved = x.movedim(dim, 0).contiguous() if dim else x
-    ext = halo_gather(moved, plan, plan.scope)
+    key = (id(x), dim, version_of(x), torch.is_grad_enabled())
+    if key not in plan.gathered:
+        moved = x.movedim(dim, 0).contiguous() if dim else x
+        plan.gathered[key] = (x, halo_gather(moved, plan, plan.scope))
+    ext = plan.gathered[key][1]
+    if not plan.scope:
+        plan.gathered.clear()
     out = ext.index_select(0, index.flat)
     return out.movedim(0, dim) if dim else out
 

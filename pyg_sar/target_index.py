@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.index_space import _METADATA, _RESHAPE
+from pyg_sar.index_space import _METADATA, _RESHAPE, builtin, name_of
 
 
 class NeedsAllEdges(DistributedIndexError):
@@ -101,20 +101,25 @@ class TargetIndex(Tensor):
             source = args[0]
             args = (_plain(source), *[_plain(a) for a in args[1:]])
             return target_index(func(*args, **kwargs), source)
-        reads = func in (Tensor.index_select, torch.index_select, Tensor.__getitem__)
+        reads = func in _READ
         if reads and not isinstance(args[0], cls):
             return _read(func, args, kwargs)
         if next(a for a in tree_leaves((args, kwargs)) if isinstance(a, cls)).complete:
             return func(*tree_map(_plain, args), **tree_map(_plain, kwargs))
         if func in _REDUCE:
             return _reduce(func, args, kwargs)
-        name = getattr(func, "__qualname__", None) or getattr(func, "__name__", str(func))
-        raise NeedsAllEdges(f"the message calls '{name}' on its targets' index")
+        raise NeedsAllEdges(f"the message calls '{name_of(func)}' on its targets' index")
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TargetIndex({_plain(self)!r})"
 
 
+_READ = {
+    Tensor.index_select,
+    torch.index_select,
+    builtin(torch.index_select),
+    Tensor.__getitem__,
+}
 _REDUCE = {
     Tensor.scatter_add_: "sum",
     Tensor.scatter_add: "sum",

@@ -212,6 +212,7 @@ class DistMessagePassing(MessagePassing):
                 yield
         finally:
             plan.scope = outer
+            plan.gathered.clear()
             self._one_shot_call = whole
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
