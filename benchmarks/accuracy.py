@@ -165,7 +165,7 @@ def distributed_world() -> World:
 def run_jobs(jobs: list[Job], world: World, get_data: Callable[[str], Data], results: Path) -> None:
     """Runs jobs, graph by graph; rank 0 adds a line to the file of results after each."""
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
+    _quiet()
     name, data = "", Data()
     for job in jobs:
         if job.graph != name:
@@ -180,6 +180,10 @@ def run_jobs(jobs: list[Job], world: World, get_data: Callable[[str], Data], res
                 f"{result['best_epoch']} of {len(result['losses'])}, {result['seconds']:.0f} s\n"
             )
             sys.stderr.flush()
+
+
+def _quiet() -> None:
+    warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
 
 
 def run_worker(jobs: list[Job], parts: str, results: str) -> None:
@@ -268,6 +272,7 @@ def parse_arguments() -> argparse.Namespace:
 def main() -> None:
     """Runs everything and prints the tables."""
     args = parse_arguments()
+    _quiet()
     missing = [GRAPHS[n].file for n in args.graphs if not (args.data / GRAPHS[n].file).exists()]
     if missing:
         raise SystemExit(f"--data: '{args.data}' has no {', '.join(missing)}")

@@ -23,7 +23,7 @@ def report(rows: list[Row], workers: list[int], exact_epochs: int) -> str:
     """The whole document."""
     graphs = [name for name in GRAPHS if any(row["graph"] == name for row in rows)]
     parts = [
-        _header(rows, workers),
+        _header(rows),
         _trained(rows, graphs, workers),
         _exact(rows, graphs, workers, exact_epochs),
         _settings(rows, graphs),
@@ -32,7 +32,7 @@ def report(rows: list[Row], workers: list[int], exact_epochs: int) -> str:
     return "\n".join(parts)
 
 
-def _header(rows: list[Row], workers: list[int]) -> str:
+def _header(rows: list[Row]) -> str:
     minutes = sum(row["seconds"] for row in rows) / 60
     return f"""# Results on real graphs
 
@@ -40,12 +40,15 @@ Made by
 
     python benchmarks/accuracy.py --out docs/results.md
 
-on {datetime.date.today()}: CPU only ({platform.machine()}, {os.cpu_count()} cores, shared with
-other work), one thread per process, backend gloo, METIS partitions, `SARPolicy()` (mode 1,
-prefetch 1); Python {platform.python_version()}, torch {torch.__version__}, torch-geometric
-{torch_geometric.__version__}, pyg_sar {pyg_sar.__version__}. {len(rows)} training runs, which took
-{minutes:.0f} minutes in total (with {" and ".join(str(w) for w in workers)} workers one run after
-the other; the single process beside the one worker).
+on {datetime.date.today()}.
+
+- Hardware: {os.cpu_count()} CPU cores ({platform.machine()}) shared with other work, no GPU; one
+  thread per process.
+- Versions: Python {platform.python_version()}, torch {torch.__version__},
+  torch-geometric {torch_geometric.__version__}, pyg_sar {pyg_sar.__version__}.
+- pyg_sar: backend gloo, METIS partitions, `SARPolicy()` (mode 1, prefetch 1).
+- {len(rows)} training runs; the times of all runs add up to {minutes:.0f} minutes. The single
+  process trains beside the one worker, so that the command took less.
 
 "Plain PyG" is a single process in which no code of pyg_sar takes part: PyG's own layers on PyG's
 own `Data`. The pyg_sar runs train the same model from the same initial parameters.

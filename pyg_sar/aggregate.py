@@ -66,7 +66,7 @@ class SequentialAggregation:
         rounds: The way through the edges.
         kind: The aggregation (:func:`~pyg_sar.reduce.make_reducer`).
         needs: The analysis' findings.
-        policy: Mode 1 or 2.
+        policy: Its mode: 1 makes graphs again, 2 and 3 keep them.
         name: The layer's name, for the ledger.
         out_row: An aggregate without rows, ``[0, *]``.
     """
@@ -86,7 +86,7 @@ class SequentialAggregation:
         self.plan, self.out_row = rounds.plan, out_row
         self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
         self.keeps_graphs = needs.needs_gradient and (
-            policy.mode == 2
+            policy.mode > 1
             or (not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES)
         )
         self.no_graph = needs.source >= 0 and not self.reducer().needs_values

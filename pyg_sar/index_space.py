@@ -192,10 +192,10 @@ def dist_edge_index(edge_index: Tensor, plan: HaloPlan, dist_row: int = 0) -> Di
 def _refusal(func: Any) -> DistributedIndexError:
     return DistributedIndexError(
         f"'{name_of(func)}' on a distributed edge index would compute with this worker's own "
-        "numbering and give local numbers. Supported: reading node tensors with it (x[row], index_select), "
-        "scattering into node tensors (scatter, degree, softmax), selecting, cutting and joining "
-        "edges, comparing its two rows. Do other preprocessing on the whole graph before "
-        "write_partitions(), or keep its result as an edge attribute"
+        "numbering and give local numbers. Supported: reading node tensors with it (x[row], "
+        "index_select), scattering into node tensors (scatter, degree, softmax), selecting, "
+        "cutting and joining edges, comparing its two rows. Do other preprocessing on the whole "
+        "graph before write_partitions(), or keep its result as an edge attribute"
     )
 
 

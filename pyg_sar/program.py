@@ -219,6 +219,8 @@ class TileProgram:
 
         Of a complete program, the targets' aggregates ``[U, *]``.
         """
+        if self.complete and tile.num_edges == 0 and tile.targets.numel():
+            return self._run_without_edges(tile, values, log)
         layer = self.layer
         index = make_target_index(
             tile.index,
@@ -256,6 +258,20 @@ class TileProgram:
             out = self._aggregated(out, arguments)
         self.out_row = list(out.shape[1:]), out.dtype
         return out
+
+    def _run_without_edges(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
+        """Targets without in-edges: some aggregations can't take nothing but such.
+
+        In one process they never see that. One edge of zeros, to a target of its own, is added.
+        """
+        zero, last = tile.index.new_zeros(1), tile.index.new_full((1,), tile.targets.numel())
+        targets = torch.cat([tile.targets, tile.targets[-1:]])
+        padded = Tile(tile.unit, slice(0, 1), targets, last, zero, zero)
+        rows = [
+            value if value is None or o.role == "whole" else value.new_zeros(1, *value.shape[1:])
+            for o, value in zip(self.operands, values, strict=True)
+        ]
+        return self.run(padded, rows, log)[:-1]
 
     def _aggregated(self, messages: Tensor, arguments: dict[str, Any]) -> Tensor:
         layer = self.layer

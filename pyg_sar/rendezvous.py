@@ -107,7 +107,12 @@ def connect(place: Place, timeout: float) -> dist.Store:
             f"{timeout:g} s ({_first_line(error)}). Is every worker started, with the same "
             f"MASTER_ADDR and MASTER_PORT, and reachable?"
         ) from error
-    return store
+    return _of_this_attempt(store)
+
+
+def _of_this_attempt(store: dist.Store) -> dist.Store:
+    """torchrun starts all workers anew after a failure, with the same store."""
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
 def reconnect(timeout: float) -> dist.Store:
@@ -118,8 +123,7 @@ def reconnect(timeout: float) -> dist.Store:
         is_master=False,
         timeout=timedelta(seconds=timeout),
     )
-    # torchrun starts all workers anew after a failure, with the same store.
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    return _of_this_attempt(store)
 
 
 def _first_line(error: BaseException) -> str:

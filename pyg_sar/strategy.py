@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.nn.aggr import (
+    GRUAggregation,
+    LSTMAggregation,
     MaxAggregation,
     MeanAggregation,
     MinAggregation,
@@ -35,7 +37,9 @@ MERGEABLE = {
     MaxAggregation: "max",
     MinAggregation: "min",
 }
+_ORDERED = (LSTMAggregation, GRUAggregation)
 _COMPARES = (MaxAggregation, MinAggregation)
+_ALL_EDGES = 2**40
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
 
 
@@ -136,6 +140,13 @@ class Chooser:
 
     def _decide(self, strategy: str, reason: str) -> Verdict:
         """The leanest strategy that is right, agreed on by all workers."""
+        for module in self.layer.modules():
+            if isinstance(module, _ORDERED):
+                raise DistributedIndexError(
+                    f"{self.title} can't run distributed: {type(module).__name__} depends on the "
+                    "order of a node's edges, which a partition doesn't keep. Use an aggregation "
+                    "that does not"
+                )
         if strategy == "one_shot":
             if reason == "asked for" and self.layer.flow == "source_to_target":
                 self._attempt("sequential")  # refuses what can't be right
@@ -216,6 +227,8 @@ class Chooser:
 
     def _max_edges(self, program: TileProgram) -> int:
         """Edges whose messages and inputs are materialized at a time."""
+        if self.layer.policy.mode == 3:
+            return _ALL_EDGES
         budget = self.layer.policy.message_budget
         if budget is None:
             sources = [program.operands[k].tensor for k in program.numbers("source")]
@@ -229,16 +242,19 @@ class Chooser:
     def _kind_of_call(self) -> tuple[Any, ...]:
         """What an analysis depends on; the same on all workers."""
 
+        layer = self.layer
+
         def kind(value: Any) -> Any:
             if isinstance(value, DeferredEdge):
                 return "deferred", tuple((k, kind(v)) for k, v in sorted(value.kwargs.items()))
             if isinstance(value, Tensor):
-                return value.dtype, value.requires_grad, tuple(value.shape[1:]), value.dim()
+                nodes = {0, layer.node_dim % max(value.dim(), 1)}
+                shape = [n for axis, n in enumerate(value.shape) if axis not in nodes]
+                return value.dtype, value.requires_grad, tuple(shape), value.dim()
             if isinstance(value, tuple | list):
                 return tuple(kind(v) for v in value)
             return value if isinstance(value, bool | int | float | str | None) else type(value)
 
-        layer = self.layer
         cuda = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
         cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
         return (

@@ -65,6 +65,7 @@ def outputs(cell: dict[str, Any]) -> str:
 
 
 def test_notebook_runs_and_gives_the_outputs_it_shows(tmp_path, monkeypatch):
+    """After a change: ``PYTHONWARNINGS=ignore jupyter execute --inplace examples/*.ipynb``."""
     nbclient = pytest.importorskip("nbclient", reason="the extra 'notebook' is not installed")
     nbformat = pytest.importorskip("nbformat", reason="the extra 'notebook' is not installed")
     pytest.importorskip("ipykernel", reason="the extra 'notebook' is not installed")

@@ -119,7 +119,9 @@ class DistMessagePassing(MessagePassing):
 
     def _strategy(self, edge_index: DistEdgeIndex) -> tuple[str, str]:
         """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
-        if self.policy.mode == 3 or self._one_shot_call:
+        merges = type(self).aggregate is MessagePassing.aggregate
+        merges &= type(self.aggr_module) in MERGEABLE
+        if self._one_shot_call or (self.policy.mode == 3 and merges):
             return "one_shot", "asked for"
         source = 0 if self.flow == "source_to_target" else 1
         if edge_index.dist_row != source:
@@ -131,8 +133,6 @@ class DistMessagePassing(MessagePassing):
         names = self.inspector.get_param_names("update")
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
-        merges = type(self).aggregate is MessagePassing.aggregate
-        merges &= type(self.aggr_module) in MERGEABLE
         merges &= not (self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks)
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""

@@ -1,0 +1,603 @@
+"""``distribute``: what it changes, what it keeps, and what it refuses."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import (
+    CHANNELS,
+    MODES,
+    OUT,
+    TOLERANCE,
+    Job,
+    Partitions,
+    Sweep,
+    assemble,
+    assert_small,
+    error,
+    errors,
+    make_graph,
+    node_losses,
+    one_pass,
+    single_process,
+    threads,
+)
+from torch import Tensor
+from torch.nn import Linear
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.nn import MessagePassing
+
+import pyg_sar
+from pyg_sar import DistMessagePassing, SARPolicy
+
+WORLD = 3
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph()
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Partitions(tmp_path_factory.mktemp("convert"))(graph, WORLD, "random")
+
+
+class Net(torch.nn.Module):
+    """Layers at several depths, one of them twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gnn.GATConv(CHANNELS, 4)
+        self.block = torch.nn.ModuleDict({"conv": gnn.SAGEConv(4, 4), "norm": gnn.BatchNorm(4)})
+        self.alias = self.block["conv"]
+        self.head = Linear(4, OUT)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.long))
+        self.register_buffer("flag", torch.tensor(True))
+        self.register_buffer("low", torch.ones(3, dtype=torch.bfloat16))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.block["norm"](self.block["conv"](self.first(x, edge_index), edge_index))
+        return self.head(self.alias(x.relu(), edge_index))
+
+
+def hooks(model: torch.nn.Module) -> int:
+    return len(model._forward_pre_hooks)
+
+
+# What it keeps ###############################################################
+
+
+def test_in_place_and_nothing_else():
+    """Same object, parameters, names and order; an optimizer made before stays right."""
+
+    def worker() -> None:
+        model = Net()
+        parameters = dict(model.named_parameters())
+        keys, modules = list(model.state_dict()), dict(model.named_modules())
+        assert pyg_sar.distribute(model) is model
+        assert list(model.state_dict()) == keys
+        assert {n: id(p) for n, p in model.named_parameters()} == {
+            n: id(p) for n, p in parameters.items()
+        }
+        assert {n: id(m) for n, m in model.named_modules()} == {
+            n: id(m) for n, m in modules.items()
+        }
+        assert isinstance(model.first, gnn.GATConv | DistMessagePassing)
+        assert isinstance(model.first, gnn.GATConv) and isinstance(model.first, DistMessagePassing)
+        assert type(model) is Net and type(model.head) is Linear
+        assert "GATConv(6, 4, heads=1)" in repr(model.first)
+
+    threads(worker, WORLD)
+
+
+def test_pyg_stays_as_it_is(graph: Data):
+    """No class of PyG is patched; other models of the process don't notice."""
+    before = {kind: dict(vars(kind)) for kind in (MessagePassing, gnn.GATConv, gnn.SAGEConv)}
+    plain = gnn.GATConv(CHANNELS, OUT).double()
+    before[gnn.GATConv] = dict(vars(gnn.GATConv))
+    expected = plain(graph.x, graph.edge_index)
+    converted = pyg_sar.distribute(copy.deepcopy(plain))
+    converted(graph.x, graph.edge_index)
+    for kind, names in before.items():
+        now = dict(vars(kind))
+        changed = {n for n in names.keys() | now.keys() if names.get(n) is not now.get(n)}
+        assert not changed - {"propagate", "edge_updater", "__abstractmethods__"}, kind
+        assert kind.propagate is not DistMessagePassing.propagate
+    assert type(plain) is gnn.GATConv
+    assert torch.equal(plain(graph.x, graph.edge_index), expected)
+    again = gnn.GATConv(CHANNELS, OUT).double()
+    again.load_state_dict(plain.state_dict())
+    assert torch.equal(again(graph.x, graph.edge_index), expected)
+
+
+PLAIN: dict[str, Callable[[], MessagePassing]] = {
+    "gcn": lambda: gnn.GCNConv(CHANNELS, OUT),
+    "gat": lambda: gnn.GATConv(CHANNELS, OUT, heads=2),
+    "gatv2": lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2),
+    "transformer": lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2),
+    "sage": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"),
+    "std": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="std"),
+    "edge": lambda: gnn.EdgeConv(Linear(2 * CHANNELS, OUT)),
+}
+
+
+@pytest.mark.parametrize("name", PLAIN)
+def test_plain_edges_run_as_pyg(name: str, graph: Data):
+    """A converted layer handed an ordinary edge_index is PyG's, to the bit."""
+    plain = PLAIN[name]().double()
+    expected = single_process(plain, graph)
+    converted = pyg_sar.distribute(copy.deepcopy(plain))
+    found = one_pass(converted, graph, torch.arange(40), torch.mean)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.x_grad, expected.x_grad)
+    for key, gradient in expected.parameter_grads.items():
+        assert torch.equal(found.parameter_grads[key], gradient)
+
+
+def test_plain_sparse_matrices_and_bipartite_graphs(graph: Data):
+    """What else PyG takes: a sparse adjacency, a pair of node tensors with sizes."""
+    plain = gnn.SAGEConv((CHANNELS, CHANNELS), OUT).double()
+    converted = pyg_sar.distribute(copy.deepcopy(plain))
+    dense = torch.zeros(40, 40, dtype=torch.float64)
+    dense[graph.edge_index[1], graph.edge_index[0]] = 1
+    adjacency = dense.to_sparse_csr()
+    assert torch.equal(converted(graph.x, adjacency), plain(graph.x, adjacency))
+    pair = (graph.x, graph.x[:5])
+    edges = torch.stack([graph.edge_index[0], graph.edge_index[1] % 5])
+    assert torch.equal(converted(pair, edges), plain(pair, edges))
+    assert torch.equal(converted(pair, edges, (40, 5)), plain(pair, edges, (40, 5)))
+
+
+# Subclasses of DistMessagePassing ############################################
+
+
+class Methods:
+    """A layer's methods, for PyG's base class and for the package's."""
+
+    def __init__(self, aggr: str = "sum", flow: str = "source_to_target") -> None:
+        super().__init__(aggr=aggr, flow=flow)
+        self.score = Linear(2 * CHANNELS, 1)
+        self.lin = Linear(CHANNELS, OUT)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        gate = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=x, gate=gate)
+
+    def edge_update(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return self.score(torch.cat([x_i, x_j], -1)).sigmoid()
+
+    def message(self, x_j: Tensor, gate: Tensor) -> Tensor:
+        return gate * self.lin(x_j)
+
+    def update(self, inputs: Tensor) -> Tensor:
+        return inputs.tanh()
+
+
+class PlainLayer(Methods, MessagePassing):
+    """The oracle of :class:`OwnLayer`."""
+
+
+class OwnLayer(Methods, DistMessagePassing):
+    """A user's layer, written against the package."""
+
+
+@pytest.mark.parametrize("flow", ["source_to_target", "target_to_source"])
+@pytest.mark.parametrize("aggr", ["sum", "max", "median"])
+def test_subclass_on_plain_edges_is_pyg(aggr: str, flow: str, graph: Data):
+    own = OwnLayer(aggr, flow).double()
+    plain = PlainLayer(aggr, flow).double()
+    plain.load_state_dict(own.state_dict())
+    expected = single_process(plain, graph)
+    found = one_pass(own, graph, torch.arange(40), torch.mean)
+    assert torch.equal(found.out, expected.out)
+    assert torch.equal(found.x_grad, expected.x_grad)
+
+
+def test_subclass_on_distributed_edges(graph: Data, root: Path):
+    own = OwnLayer().double()
+    plain = PlainLayer().double()
+    plain.load_state_dict(own.state_dict())
+    sweep = Sweep(WORLD)
+    sweep.add("own", Job(own, root), graph)
+    sweep.expected[0] = single_process(plain, graph)
+    sweep.check()
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+def test_flow_from_target_to_source(graph: Data, root: Path):
+    """Aggregation at the sources: partial results go to their owners. Exact, or refused."""
+    plain = PlainLayer("sum", "target_to_source").double()
+    job = Job(plain, root, policies=MODES[:1])
+    try:
+        sweep = Sweep(WORLD)
+        sweep.add("flow", job, graph)
+        sweep.check()
+    except pyg_sar.WorkerError as refusal:
+        assert isinstance(refusal.__cause__, pyg_sar.DistributedIndexError)
+
+
+# Calling it again, policies ##################################################
+
+
+def test_idempotent(graph: Data, root: Path):
+    model = Net().double()
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        mine = copy.deepcopy(model)
+        for _ in range(3):
+            pyg_sar.distribute(mine)
+        assert type(mine.first).__name__ == "DistGATConv" and hooks(mine) == 1
+        assert type(mine.first).__mro__.count(DistMessagePassing) == 1
+        result = one_pass(mine, data, data.n_id, pyg_sar.mean)
+        result.n_id, result.e_id = data.n_id, data.e_id
+        return result
+
+    assert_small(errors(threads(worker, WORLD), single_process(model, graph)), TOLERANCE, "thrice")
+
+
+def test_policies_per_layer():
+    default, other = SARPolicy(mode=2), SARPolicy(mode=3)
+    model = pyg_sar.distribute(Net(), default, layer_policies={"block.conv": other})
+    assert model.first.policy == default and model.block["conv"].policy == other
+    pyg_sar.distribute(model, other)
+    assert model.first.policy == other
+    pyg_sar.distribute(model)
+    assert model.first.policy == SARPolicy()
+    alone = pyg_sar.distribute(gnn.GCNConv(3, 3), other)
+    assert alone.policy == other
+
+
+def test_layer_policies_take_effect(root: Path):
+    """Counted: the layer in mode 3 holds its halo, the others a shard."""
+
+    def worker() -> Any:
+        comm = pyg_sar.current()
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(
+            Net().double(), SARPolicy(prefetch=0), layer_policies={"first": SARPolicy(mode=3)}
+        )
+        with pyg_sar.Ledger(comm) as ledger:
+            model(data.x, data.edge_index)
+        return [ledger.peak_resident_rows(n) for n in ("first", "block.conv")], data.edge_index.plan
+
+    for (first, other), plan in threads(worker, WORLD):
+        assert first >= plan.num_halo
+        assert other <= max(plan.halo_counts)
+
+
+@pytest.mark.parametrize("name", ["nothing", "head", "block", ""])
+def test_unknown_layer_names(name: str):
+    with pytest.raises(ValueError, match=r"'layer_policies' names .*no message passing") as caught:
+        pyg_sar.distribute(Net(), layer_policies={name: SARPolicy(), "first": SARPolicy()})
+    assert "block.conv" in str(caught.value) and repr(name) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "argument"),
+    [({"mode": 0}, "mode"), ({"mode": 4}, "mode"), ({"mode": "1"}, "mode"),
+     ({"prefetch": -1}, "prefetch"), ({"prefetch": 1.5}, "prefetch"),
+     ({"message_budget": 0}, "message_budget"), ({"strategy": "fast"}, "strategy")],
+)  # fmt: skip
+def test_policies_are_checked(wrong: dict[str, Any], argument: str):
+    with pytest.raises(ValueError, match=f"'{argument}'.*got"):
+        SARPolicy(**wrong)
+
+
+def test_policies_are_frozen_and_keyword_only():
+    with pytest.raises(AttributeError):
+        SARPolicy().mode = 2  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        SARPolicy(2)  # type: ignore[misc]
+
+
+# What it refuses #############################################################
+
+
+def test_lazy_parameters_are_refused():
+    model = torch.nn.ModuleDict({"conv": gnn.SAGEConv(-1, 4)})
+
+    def worker() -> str:
+        with pytest.raises(ValueError, match=r"'conv\.lin_l\.weight' is not initialized") as caught:
+            pyg_sar.distribute(copy.deepcopy(model))
+        return str(caught.value)
+
+    assert all("in_channels" in message for message in threads(worker, 2))
+
+
+def test_lazy_parameters_after_a_plain_run(graph: Data, root: Path):
+    """The remedy that the error names works."""
+    model = gnn.SAGEConv(-1, OUT).double()
+    model(graph.x, graph.edge_index)
+    sweep = Sweep(WORLD)
+    sweep.add("once lazy", Job(model, root, policies=MODES[:1]), graph)
+    sweep.check()
+
+
+def test_unlike_models_are_refused():
+    """Another width or another layer on one worker: every worker says so, none waits."""
+
+    def worker(how: str) -> str:
+        rank = pyg_sar.current().rank
+        width = 5 if rank == 1 and how == "width" else 4
+        layers = [gnn.GCNConv(3, width)]
+        if rank == 1 and how == "layer":
+            layers.append(gnn.GCNConv(width, 2))
+        model = torch.nn.ModuleList(layers)
+        if rank == 1 and how == "frozen":
+            model.requires_grad_(False)
+        policy = SARPolicy(mode=2 if rank == 1 and how == "policy" else 1)
+        with pytest.raises(ValueError) as caught:
+            pyg_sar.distribute(model, policy)
+        return str(caught.value)
+
+    for how in ("width", "layer", "policy"):
+        messages = threads(worker, WORLD, how)
+        assert all("1" in message for message in messages), how
+
+
+def test_sparse_gradients_are_refused(root: Path):
+    class Table(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = torch.nn.Embedding(5, CHANNELS, sparse=True)
+            self.conv = gnn.SAGEConv(CHANNELS, OUT)
+
+        def forward(self, kind: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(self.table(kind), edge_index)
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(Table())
+        with pytest.raises(ValueError, match=r"sparse=False"):
+            pyg_sar.mean(model(data.y, data.edge_index)).backward()
+
+    threads(worker, WORLD)
+
+
+# Parameters of rank 0, gradient sums #########################################
+
+
+def test_rank_0s_parameters_and_buffers_everywhere():
+    def worker() -> dict[str, Tensor]:
+        rank = pyg_sar.current().rank
+        model = Net()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.fill_(rank + 0.5)
+            model.steps.fill_(2**53 + 1 + rank)
+            model.flag.fill_(rank == 0)
+            model.low.fill_(rank + 3)
+            model.block["norm"].module.running_mean.fill_(-rank - 1)
+        model.head.bias.requires_grad_(False)
+        pyg_sar.distribute(model)
+        return {name: value.clone() for name, value in model.state_dict().items()}
+
+    workers = threads(worker, WORLD)
+    for state in workers:
+        assert all(torch.equal(state[name], value) for name, value in workers[0].items())
+    state = workers[0]
+    assert float(state["first.lin.weight"].min()) == float(state["head.bias"].max()) == 0.5
+    assert int(state["steps"]) == 2**53 + 1 and bool(state["flag"])
+    assert float(state["low"][0]) == 3 and float(state["block.norm.module.running_mean"][0]) == -1
+
+
+def test_special_values_of_rank_0_are_copied():
+    """Rank 0's NaN, infinity and minus zero; nothing of the others' NaN gets in."""
+
+    def worker() -> Tensor:
+        model = Linear(2, 2, bias=False)
+        special = torch.tensor([[float("inf"), float("nan")], [-0.0, 1e-45]])
+        other = torch.full((2, 2), float("nan"))
+        with torch.no_grad():
+            model.weight.copy_(special if pyg_sar.current().rank == 0 else other)
+        return pyg_sar.distribute(model).weight.detach()
+
+    for weight in threads(worker, WORLD):
+        assert weight[0, 0] == float("inf") and weight[0, 1].isnan()
+        assert weight[1, 0] == 0 and weight[1, 1] == torch.tensor(1e-45)
+
+
+def test_sum_gradients_by_hand(graph: Data, root: Path):
+    model = Net().double()
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        mine = pyg_sar.distribute(copy.deepcopy(model), sum_gradients=False)
+        local = one_pass(mine, data, data.n_id, pyg_sar.mean)
+        pyg_sar.sum_gradients(mine)
+        total = {n: None if p.grad is None else p.grad for n, p in mine.named_parameters()}
+        return local.parameter_grads, total
+
+    expected = single_process(model, graph).parameter_grads
+    scale = max(float(g.abs().max()) for g in expected.values())
+    workers = threads(worker, WORLD)
+    for name, gradient in expected.items():
+        assert error(sum(w[0][name] for w in workers), gradient, scale) <= TOLERANCE
+        for _, total in workers:
+            assert error(total[name], gradient, scale) <= TOLERANCE
+
+
+def test_sum_gradients_twice_is_refused(root: Path):
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(Net().double())
+        pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
+        with pytest.raises(ValueError, match=r"sum_gradients=False"):
+            pyg_sar.sum_gradients(model)
+
+    threads(worker, WORLD)
+
+
+def test_sum_gradients_alone_changes_nothing(graph: Data):
+    model = pyg_sar.distribute(Net().double(), sum_gradients=False)
+    model(graph.x, graph.edge_index).sum().backward()
+    before = [p.grad.clone() for p in model.parameters()]
+    pyg_sar.sum_gradients(model)
+    assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
+
+
+def test_two_models_in_one_backward_pass(graph: Data, root: Path):
+    """An encoder and a head, distributed each on its own, or both frozen in turn."""
+    encoder, head = gnn.GATConv(CHANNELS, 4).double(), Linear(4, OUT).double()
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        first = pyg_sar.distribute(copy.deepcopy(encoder))
+        second = pyg_sar.distribute(copy.deepcopy(head))
+        found = []
+        for _ in range(2):
+            first.zero_grad(), second.zero_grad()
+            out = second(first(data.x, data.edge_index))
+            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+            found.append([p.grad.clone() for p in (*first.parameters(), *second.parameters())])
+        return found
+
+    alone = copy.deepcopy(encoder), copy.deepcopy(head)
+    node_losses(alone[1](alone[0](graph.x, graph.edge_index)), torch.arange(40)).mean().backward()
+    expected = [p.grad for p in (*alone[0].parameters(), *alone[1].parameters())]
+    scale = max(float(g.abs().max()) for g in expected)
+    for found in threads(worker, WORLD):
+        for step in found:
+            for gradient, right in zip(step, expected, strict=True):
+                assert error(gradient, right, scale) <= TOLERANCE
+
+
+# What must not undo the override #############################################
+
+
+def is_distributed(layer: MessagePassing) -> bool:
+    """Whether ``layer.propagate`` is the package's, however it is reached."""
+    bound = layer.propagate
+    updater = layer.edge_updater
+    return (
+        getattr(bound, "__func__", bound) is DistMessagePassing.propagate
+        and getattr(updater, "__func__", updater) is DistMessagePassing.edge_updater
+        and type(layer).propagate is DistMessagePassing.propagate
+    )
+
+
+def explain_on_and_off(layer: Any) -> Any:
+    layer.explain = True
+    layer.explain = False
+    layer.explain = None
+    return layer
+
+
+def decomposed(layer: Any) -> Any:
+    layer.decomposed_layers = 2
+    return layer
+
+
+def decomposed_and_back(layer: Any) -> Any:
+    layer.decomposed_layers = 2
+    layer.decomposed_layers = 1
+    return layer
+
+
+def state_through_pickle(layer: Any) -> Any:
+    state = pickle.loads(pickle.dumps(layer.state_dict()))
+    for value in state.values():
+        value.mul_(1)
+    layer.load_state_dict(state)
+    buffer = io.BytesIO()
+    torch.save(layer.state_dict(), buffer)
+    buffer.seek(0)
+    layer.load_state_dict(torch.load(buffer, weights_only=True))
+    return layer
+
+
+def another_plain_layer(layer: Any) -> Any:
+    """PyG installs templates on classes whenever a layer is built or copied."""
+    copy.deepcopy(gnn.SAGEConv(3, 3))
+    kind = type(layer).__mro__[2]
+    assert issubclass(kind, MessagePassing)
+    copy.deepcopy(layer)
+    return layer
+
+
+CHANGES: dict[str, Callable[[Any], Any]] = {
+    "nothing": lambda layer: layer,
+    "explain": explain_on_and_off,
+    "decomposed": decomposed,
+    "decomposed and back": decomposed_and_back,
+    "deepcopy": copy.deepcopy,
+    "copy of a copy": lambda layer: copy.deepcopy(copy.deepcopy(layer)),
+    "state_dict": state_through_pickle,
+    "another layer": another_plain_layer,
+    "reset_parameters": lambda layer: (layer.reset_parameters(), layer.load_state_dict(START))[0]
+    or layer,
+    "to": lambda layer: layer.to(torch.float32).to(torch.float64),
+    "distribute again": lambda layer: pyg_sar.distribute(layer),
+}
+START: dict[str, Tensor] = {}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_override_survives(change: str, graph: Data, root: Path):
+    """Counted too: the layer goes on aggregating shard by shard, and exactly."""
+    layer = gnn.TransformerConv(CHANNELS, OUT, heads=2).double().float().double()
+    START.clear()
+    START.update(copy.deepcopy(layer.state_dict()))
+    policy = SARPolicy(mode=1, prefetch=0)
+
+    def worker() -> Any:
+        comm = pyg_sar.current()
+        data = pyg_sar.load_partition(root)
+        mine = CHANGES[change](pyg_sar.distribute(copy.deepcopy(layer), policy))
+        pyg_sar.distribute(mine, policy)
+        assert is_distributed(mine)
+        with pyg_sar.Ledger(comm) as ledger:
+            out = mine(data.x, data.edge_index)
+        assert ledger.peak_resident_rows() <= max(data.edge_index.plan.halo_counts)
+        return data.n_id, out.detach()
+
+    expected = layer(graph.x, graph.edge_index).detach()
+    assert error(assemble(threads(worker, WORLD), 40), expected) <= TOLERANCE
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+def test_an_explained_layer_is_exact(graph: Data, root: Path):
+    """An edge mask, as explainers set it: each edge's message is scaled."""
+    layer = gnn.SAGEConv(CHANNELS, OUT).double()
+
+    def explained(module: Any, mask: Tensor) -> Any:
+        module.explain = True
+        module._edge_mask, module._loop_mask, module._apply_sigmoid = mask, None, False
+        return module
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        mine = explained(pyg_sar.distribute(copy.deepcopy(layer)), data.edge_weight)
+        return data.n_id, mine(data.x, data.edge_index).detach()
+
+    expected = explained(copy.deepcopy(layer), graph.edge_weight)(graph.x, graph.edge_index)
+    assert error(assemble(threads(worker, WORLD), 40), expected) <= TOLERANCE
+
+
+def test_explainers_run_on_a_converted_model_and_plain_edges(graph: Data):
+    """Explaining a trained model afterwards, in one process."""
+    model = pyg_sar.distribute(Net().double())
+    explainer = Explainer(
+        model,
+        GNNExplainer(epochs=2),
+        explanation_type="model",
+        node_mask_type=None,
+        edge_mask_type="object",
+        model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+    )
+    graph = make_graph(dtype=torch.float64)
+    loose = graph.edge_index[:, graph.edge_index[0] != graph.edge_index[1]]
+    explanation = explainer(graph.x, loose, index=3)
+    assert explanation.edge_mask.numel() == loose.size(1)
+    assert is_distributed(model.first)
