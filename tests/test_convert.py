@@ -535,8 +535,9 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
     "copy of a copy": lambda layer: copy.deepcopy(copy.deepcopy(layer)),
     "state_dict": state_through_pickle,
     "another layer": another_plain_layer,
-    "reset_parameters": lambda layer: (layer.reset_parameters(), layer.load_state_dict(START))[0]
-    or layer,
+    "reset_parameters": lambda layer: (
+        (layer.reset_parameters(), layer.load_state_dict(START))[0] or layer
+    ),
     "to": lambda layer: layer.to(torch.float32).to(torch.float64),
     "distribute again": lambda layer: pyg_sar.distribute(layer),
 }

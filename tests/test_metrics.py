@@ -112,7 +112,12 @@ def test_mean_of_nothing_anywhere():
 
 @pytest.mark.parametrize(
     ("values", "kind"),
-    [(torch.tensor([1, 2]), "int64"), (torch.tensor([True]), "bool"), ([1.0], "list"), (1.0, "float")],
+    [
+        (torch.tensor([1, 2]), "int64"),
+        (torch.tensor([True]), "bool"),
+        ([1.0], "list"),
+        (1.0, "float"),
+    ],
 )
 def test_mean_refuses_what_is_no_floating_point_tensor(values: Any, kind: str):
     with pytest.raises(TypeError, match=f"floating point tensor.*{kind}"):

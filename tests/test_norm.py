@@ -1,9 +1,10 @@
-"""Batch normalisation over the nodes of all workers, against torch's and PyG's own on one process."""
+"""Batch normalisation over the nodes of all workers, against torch's and PyG's on one process."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -54,7 +55,7 @@ def batches(rows: int = ROWS, dtype: torch.dtype = torch.float64) -> list[Tensor
 def split(world: int, rows: int = ROWS) -> list[slice]:
     """Uneven parts; with three workers the second has no row."""
     bounds = {1: [0, rows], 2: [0, 4, rows], 3: [0, rows - 2, rows - 2, rows]}[world]
-    return [slice(a, b) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+    return [slice(a, b) for a, b in pairwise(bounds)]
 
 
 def steps(norm: torch.nn.Module, inputs: list[Tensor]) -> list[Any]:
@@ -154,7 +155,7 @@ def test_large_mean_small_deviation(world: int, dtype: torch.dtype):
 
 @pytest.mark.parametrize("parameters", [torch.bfloat16, torch.float32])
 def test_low_precision(parameters: torch.dtype):
-    """bfloat16 rows, with parameters of either kind: torch's dtype and no more than twice its error."""
+    """bfloat16 rows, parameters of either kind: torch's dtype, at most twice its error."""
     inputs = batches(60, torch.bfloat16)
     norm = BatchNorm1d(CHANNELS).to(parameters)
     theirs = copy.deepcopy(norm)(inputs[1])
@@ -171,7 +172,7 @@ def test_low_precision(parameters: torch.dtype):
 
 
 def test_counts_are_exact():
-    """Counts beyond what float32 holds exactly would shift Bessel's correction; here: small ones."""
+    """Bessel's correction by the number of all rows, with workers of one row and of none."""
 
     def worker() -> Tensor:
         rows = [1, 0, 1][pyg_sar.current().rank]

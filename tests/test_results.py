@@ -59,7 +59,7 @@ def _train(
     mean: Callable[[Tensor], Tensor],
     accuracy: Callable[[Tensor, Tensor, Tensor], float],
 ) -> Run:
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.02, weight_decay=5e-4)
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01, weight_decay=5e-4)
     losses = []
     for _ in range(EPOCHS):
         optimizer.zero_grad()

@@ -95,8 +95,11 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
         self._check_input_dim(input)
         comm = current()
         batch_statistics = self.training or self.running_mean is None
-        if not batch_statistics or input.dim() != 2:
+        if not batch_statistics:
             return super().forward(input)
+        if input.dim() == 3:  # [N, C, L]: every position is a row
+            rows = input.transpose(1, 2)
+            return self(rows.reshape(-1, input.size(1))).view(rows.shape).transpose(1, 2)
         mean, variance, total = merged_moments(input, comm)
         if total <= 1:
             raise ValueError(
