@@ -126,7 +126,7 @@ _SHCHUR = {
         lr=0.01,
         weight_decay=0.01,
         decay_all=True,
-        epochs=100,
+        epochs=80,
         patience=50,
         every=5,
     ),
@@ -137,6 +137,7 @@ _SHCHUR_GRAPH: dict[str, Any] = {
     "options": "undirected=true,remove_self_loops=true",
     "largest_component": True,
     "split": "per_class",
+    "seeds": 2,
     "settings": _SHCHUR,
 }
 _PLANETOID_OPTIONS = "undirected=true,remove_self_loops=true,normalize=true,sparse=true"

@@ -52,12 +52,14 @@ def load_partition(
     _agree(comm, problem)
     if metadata is None:
         raise PartitionError(f"'{root}' could not be read")
-    copies = comm.all_gather_object([part.sha256 for part in metadata.parts])
-    other = [rank for rank, copy in enumerate(copies) if copy != copies[0]]
+    mine = [os.fspath(root), [part.sha256 for part in metadata.parts]]
+    copies = comm.all_gather_object(mine)
+    other = [rank for rank, copy in enumerate(copies) if copy[1] != copies[0][1]]
     if other:
         raise PartitionError(
-            f"'{root}' is another partition at rank {other[0]} than at rank 0; copy the folder of "
-            "one pyg_sar.write_partitions() to all hosts"
+            f"'{copies[other[0]][0]}' at rank {other[0]} is another partition than "
+            f"'{copies[0][0]}' at rank 0; copy the folder of one pyg_sar.write_partitions() to "
+            "all hosts"
         )
     return _as_data(comm, metadata, tensors, torch.device(device or comm.device))
 

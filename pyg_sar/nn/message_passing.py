@@ -82,6 +82,8 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
+            if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
+                return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
         for name, deferred in kwargs.items():
             if not isinstance(deferred, DeferredEdge):
