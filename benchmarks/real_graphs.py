@@ -114,9 +114,9 @@ _SHCHUR = {
         dropout=0.4,
         lr=0.001,
         weight_decay=0.1,
-        epochs=100,
+        epochs=200,
         patience=50,
-        every=5,
+        every=10,
         clip=True,
     ),
     "gat": Setting(

@@ -13,7 +13,7 @@ from torch import Tensor
 import pyg_sar
 from pyg_sar.graphs import load_graph
 
-FEATURES, EDGE_FEATURES, CLASSES, WORKERS = 16, 3, 5, 3
+FEATURES, EDGE_FEATURES, CLASSES, WORKERS = 16, 3, 5, 2
 
 
 class GatedConv(pyg_sar.DistMessagePassing):

@@ -9,14 +9,14 @@ or ``1 + prefetch``. A row that several chunks need travels once for each.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pyg_sar.exchange import RowLayout, add_rows, tracked_buffer
+from pyg_sar.exchange import RowLayout, add_rows, post_all, tracked_buffer
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, plain
 from pyg_sar.ledger import Label
@@ -205,20 +205,10 @@ class ChunkStream:
                 )
                 buffer[:local] = self.layout.pack(self.tensors, chunk.local_rows, dtype)
                 receives = list(buffer[local:].split(chunk.counts))
-                sends = [self._packer(rows, dtype) for rows in chunk.sends]
-                works.append(_exchange_all(self.chunks.plan, sends, receives, self.label))
+                sends = [self.layout.packer(self.tensors, rows, dtype) for rows in chunk.sends]
+                works.append(post_all(self.chunks.plan, sends, receives, self.label))
                 buffers.append(buffer)
             self._pending.append((buffers, works))
-
-    def _packer(self, rows: Tensor, dtype: torch.dtype) -> Callable[[], Tensor] | None:
-        if rows.numel() == 0:
-            return None
-
-        def pack() -> Tensor:
-            with torch.no_grad():
-                return self.layout.pack(self.tensors, rows, dtype)
-
-        return pack
 
 
 class ChunkReturn:
@@ -254,7 +244,7 @@ class ChunkReturn:
         for packed in self._packed:
             receives = [packed.new_empty(rows.numel(), packed.size(1)) for rows in chunk.sends]
             sends = list(packed[local:].split(chunk.counts))
-            _exchange_all(plan, sends, receives, self.label).wait()
+            post_all(plan, sends, receives, self.label).wait()
             received.append(receives)
         own = self.layout.unpack([packed[:local] for packed in self._packed])
         for total, part in zip(self.totals, own, strict=True):
@@ -267,17 +257,3 @@ class ChunkReturn:
 
     def drain(self) -> None:
         """Nothing is left in flight."""
-
-
-def _exchange_all(
-    plan: HaloPlan,
-    sends: Sequence[Tensor | Callable[[], Tensor] | None],
-    receives: Sequence[Tensor],
-    label: Label,
-) -> Work:
-    own = plan.rank
-    return plan.comm.exchange_all(
-        [None if q == own else send for q, send in enumerate(sends)],
-        [None if q == own else receive for q, receive in enumerate(receives)],
-        label=label,
-    )

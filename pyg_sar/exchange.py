@@ -105,6 +105,19 @@ class RowLayout:
             out[:, start:stop] = flat_rows(tensors[k].index_select(0, rows))
         return out
 
+    def packer(
+        self, tensors: Sequence[Tensor], rows: Tensor, dtype: torch.dtype
+    ) -> Callable[[], Tensor] | None:
+        """Packs when the issuing thread gets there; ``None`` where there are no rows."""
+        if rows.numel() == 0:
+            return None
+
+        def pack() -> Tensor:
+            with torch.no_grad():
+                return self.pack(tensors, rows, dtype)
+
+        return pack
+
     def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Views of the messages as rows of the node tensors, in their order."""
         out: list[Any] = [None] * len(self.shapes)
@@ -176,22 +189,16 @@ class ShardStream:
                     self.tensors[0].device,
                 )
                 works.append(
-                    comm.exchange(self._packer(peer, dtype), peer, buffer, owner, label=self.label)
+                    comm.exchange(
+                        self.layout.packer(self.tensors, plan.send_rows(peer), dtype),
+                        peer,
+                        buffer,
+                        owner,
+                        label=self.label,
+                    )
                 )
                 buffers.append(buffer)
             self._pending.append((owner, buffers, works))
-
-    def _packer(self, peer: int, dtype: torch.dtype) -> Callable[[], Tensor] | None:
-        """Packs ``peer``'s rows when the issuing thread gets there."""
-        rows = self.plan.send_rows(peer)
-        if rows.numel() == 0:
-            return None
-
-        def pack() -> Tensor:
-            with torch.no_grad():
-                return self.layout.pack(self.tensors, rows, dtype)
-
-        return pack
 
 
 class GradientReturn:
@@ -279,7 +286,7 @@ def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
 
     sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
     receives = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
-    _exchange_all(plan, sends, receives, label)
+    post_all(plan, sends, receives, label).wait()
     return out.view(plan.num_ids, *x.shape[1:])
 
 
@@ -294,22 +301,26 @@ def _return_halo(
     receives = [
         flat.new_empty(plan.send_rows(q).numel(), flat.size(1)) for q in range(plan.world_size)
     ]
-    _exchange_all(plan, sends, receives, label)
+    post_all(plan, sends, receives, label).wait()
     for q, part in enumerate(receives):
         if part.numel():
             reduce(out, plan.send_rows(q), part)
     return out.view(plan.num_local, *ext.shape[1:])
 
 
-def _exchange_all(
-    plan: HaloPlan, sends: Sequence[Any], receives: Sequence[Tensor], label: Label
-) -> None:
+def post_all(
+    plan: HaloPlan,
+    sends: Sequence[Tensor | Callable[[], Tensor] | None],
+    receives: Sequence[Tensor],
+    label: Label,
+) -> Work:
+    """Exchanges with all peers at once; the worker's own entries are left out."""
     own = plan.rank
-    plan.comm.exchange_all(
-        [None if q == own else s for q, s in enumerate(sends)],
-        [None if q == own else r for q, r in enumerate(receives)],
+    return plan.comm.exchange_all(
+        [None if q == own else send for q, send in enumerate(sends)],
+        [None if q == own else receive for q, receive in enumerate(receives)],
         label=label,
-    ).wait()
+    )
 
 
 class _HaloGather(torch.autograd.Function):

@@ -53,7 +53,7 @@ def test_quickstart_is_short_and_changes_three_lines():
 
 def test_custom_layer_is_the_same_on_workers():
     out = run_example("custom_layer.py")
-    assert "3 workers and one process: the same" in out
+    assert "2 workers and one process: the same" in out
     names = ["out", *(f"conv{k}.{part}" for k in (1, 2) for part in ("root", "neighbour", "gate"))]
     assert all(name in out for name in names)
 
