@@ -230,11 +230,15 @@ def _load_dataset(name: str, root: Path) -> Data:
             f"pip install {error.name}"
         ) from error
     except OSError as error:
-        raise OSError(
-            f"The dataset '{name}' is not in '{folder}', and could not be downloaded and "
-            f"processed there: {error}; set 'root' to a writable folder that holds it"
-        ) from error
+        raise OSError(_unavailable(name, folder, error)) from error
     return _single_graph(dataset, name)
+
+
+def _unavailable(name: str, folder: Path, error: OSError) -> str:
+    return (
+        f"The dataset '{name}' is not in '{folder}', and could not be downloaded and processed "
+        f"there: {error}; set 'root' to a writable folder that holds it"
+    )
 
 
 def _single_graph(dataset: Any, name: str) -> Data:
@@ -268,9 +272,12 @@ def _load_ogb(name: str, root: Path) -> Data:
         raise ImportError(
             f"'{name}' needs the extra 'ogb', which is not installed: pip install 'pyg_sar[ogb]'"
         ) from error
-    with safe_data_classes():  # OGB's files are pickled Data objects.
-        dataset = PygNodePropPredDataset(name=name, root=str(root))
-        data, split = dataset[0], dataset.get_idx_split()
+    try:
+        with safe_data_classes():  # OGB's files are pickled Data objects.
+            dataset = PygNodePropPredDataset(name=name, root=str(root))
+            data, split = dataset[0], dataset.get_idx_split()
+    except OSError as error:
+        raise OSError(_unavailable(name, root, error)) from error
     if "edge_index" not in data or not isinstance(split["train"], Tensor):
         raise ValueError(f"'{name}' is not a homogeneous graph; only those are supported")
     num_nodes = data.num_nodes

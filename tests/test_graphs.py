@@ -434,6 +434,12 @@ def test_ogb_with_a_stand_in(monkeypatch, tmp_path):
     data.edge_index = None
     with pytest.raises(ValueError, match="'ogbn-arxiv' is not a homogeneous graph"):
         load_graph("ogbn-arxiv", root=tmp_path)
+    data.edge_index = torch.tensor([[0], [1]])
+    monkeypatch.setattr(
+        PygNodePropPredDataset, "get_idx_split", lambda self: open("/nowhere/at/all")
+    )
+    with pytest.raises(OSError, match="'ogbn-arxiv' is not in .*/nowhere/at/all"):
+        load_graph("ogbn-arxiv", root=tmp_path)
 
 
 # Saved Data ###################################################################

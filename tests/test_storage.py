@@ -286,7 +286,8 @@ def test_torch_sparse_features(tmp_path, values):
         value=value,
         sparse_sizes=(4, 3),
     )
-    write_partitions(data, 2, tmp_path / "parts", "random")
+    write_partitions(data, 2, tmp_path / "parts", "random")  # Infers 4 nodes from x.
+    data.num_nodes = 4
     assert_same_data(data, merge_partitions(tmp_path / "parts"))
 
 
