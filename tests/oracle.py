@@ -95,7 +95,7 @@ class Partitions:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self._made: dict[Any, Path] = {}
+        self._made: dict[Any, tuple[Path, Data]] = {}
 
     def __call__(self, data: Data, parts: int, method: str | Tensor = "random") -> Path:
         how = method if isinstance(method, str) else tuple(method.tolist())
@@ -103,9 +103,8 @@ class Partitions:
         if key not in self._made:
             root = self.folder / f"parts{len(self._made)}"
             pyg_sar.write_partitions(data, parts, root, method)
-            self._made[key] = root
-            data._kept_alive_for = self  # the key is the graph's id
-        return self._made[key]
+            self._made[key] = root, data  # kept alive: the key is its id
+        return self._made[key][0]
 
 
 # One pass ####################################################################
