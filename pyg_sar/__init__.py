@@ -13,6 +13,7 @@ A plugin for PyTorch Geometric with the sequential aggregation and rematerializa
     loss = pyg_sar.mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))
 """
 
+from pyg_sar.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
 from pyg_sar.comm import Communicator, current, finalize, init
 from pyg_sar.convert import distribute
 from pyg_sar.errors import (
@@ -32,10 +33,13 @@ from pyg_sar.metrics import accuracy, mean
 from pyg_sar.nn import DistMessagePassing, OneShotWarning
 from pyg_sar.policy import SARPolicy
 from pyg_sar.storage import merge_partitions, write_partitions
+from pyg_sar.train_config import TrainConfig
+from pyg_sar.training import Trainer
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "CheckpointError",
     "CommTimeoutError",
     "Communicator",
     "DistEdgeIndex",
@@ -48,6 +52,8 @@ __all__ = [
     "PartitionError",
     "PygSarError",
     "SARPolicy",
+    "TrainConfig",
+    "Trainer",
     "WorkerError",
     "accuracy",
     "current",
@@ -55,9 +61,11 @@ __all__ = [
     "finalize",
     "init",
     "launch",
+    "load_checkpoint",
     "load_partition",
     "mean",
     "merge_partitions",
+    "save_checkpoint",
     "sum_gradients",
     "write_partitions",
 ]

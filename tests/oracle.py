@@ -304,9 +304,11 @@ class Sweep:
         self.titles.append(title)
         self.expected.append(single_process(job.layer, data, job.edge, job.constants))
 
-    def check(self, backend: str = "threads", tolerance: float = TOLERANCE) -> None:
+    def check(
+        self, backend: str = "threads", tolerance: float = TOLERANCE, timeout: float = 120.0
+    ) -> None:
         """Runs all jobs in one launch and compares them."""
-        workers = pyg_sar.launch(run_jobs, self.world, self.jobs, backend=backend, timeout=120.0)
+        workers = pyg_sar.launch(run_jobs, self.world, self.jobs, backend=backend, timeout=timeout)
         for k, (job, expected, title) in enumerate(
             zip(self.jobs, self.expected, self.titles, strict=True)
         ):

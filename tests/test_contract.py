@@ -931,6 +931,30 @@ def test_rule_7_parameters_without_a_gradient(root: Path):
         assert found["nowhere.weight"] is None and found["nowhere.bias"] is None
 
 
+def test_rule_7_parameters_without_a_gradient_accumulate(root: Path):
+    """A second pass in which another worker, or none, uses the head: sums of both passes."""
+    model = Choosy().double()
+
+    def worker(users: tuple[int, ...]) -> Any:
+        data = pyg_sar.load_partition(root)
+        net = pyg_sar.distribute(copy.deepcopy(model))
+        found = []
+        for user in users:
+            out = net(data.x, data.edge_index, pyg_sar.current().rank == user)
+            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+            grad = net.here.weight.grad
+            found.append(None if grad is None else grad.clone())
+        return found
+
+    ones = [threads(worker, WORLD, (user,))[0][0] for user in range(WORLD)]
+    for users in ((1, 1), (1, 2), (0, 9, 2), (9, 1)):
+        for found in threads(worker, WORLD, users):
+            for step in range(len(users)):
+                held = [ones[user] for user in users[: step + 1] if user < WORLD]
+                expected = sum(held) if held else None
+                assert error(found[step], expected) <= TOLERANCE, (users, step)
+
+
 def test_rule_7_an_unused_parameter_costs_no_exchange(root: Path):
     """Gradients go in one message per dtype, however many parameters there are."""
 

@@ -185,7 +185,7 @@ class InPlace(torch.nn.Module):
         self.conv = conv
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        return F.relu(self.conv(x, edge_index), inplace=True).mul_(1.5)
+        return F.relu(self.conv(x, edge_index).mul_(1.5), inplace=True)
 
 
 IN_PLACE: dict[str, Callable[[], MessagePassing]] = {
@@ -205,24 +205,33 @@ def test_outputs_changed_in_place(name: str, graph: Data, root: Path):
     check(name, InPlace(IN_PLACE[name]()), graph, root)
 
 
+class Checkpointed(torch.nn.Module):
+    """A layer under ``torch.utils.checkpoint``, between two others or last."""
+
+    def __init__(self, reentrant: bool, last: bool) -> None:
+        super().__init__()
+        self.reentrant = reentrant
+        self.before = Linear(CHANNELS, CHANNELS)
+        self.conv = Learned()
+        self.after = torch.nn.Identity() if last else Linear(OUT, OUT)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.before(x)
+        x = checkpoint(self.conv, x, edge_index, use_reentrant=self.reentrant)
+        return self.after(x)
+
+
+@pytest.mark.parametrize("last", [False, True])
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_activation_checkpointing(reentrant: bool, graph: Data, root: Path):
-    """Both kinds of ``torch.utils.checkpoint``: gradients are summed once, whatever runs nested."""
-
-    class Model(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.before, self.after = Linear(CHANNELS, CHANNELS), Linear(OUT, OUT)
-            self.conv = Learned()
-
-        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            x = self.before(x)
-            return self.after(checkpoint(self.conv, x, edge_index, use_reentrant=reentrant))
-
-    check(f"reentrant {reentrant}", Model(), graph, root, policies=MODES)
+def test_activation_checkpointing(reentrant: bool, last: bool, graph: Data, root: Path):
+    """Both kinds: all workers exchange alike, and gradients are summed once, nested or not."""
+    sweep = Sweep(WORLD)
+    model = Checkpointed(reentrant, last).double()
+    sweep.add(f"reentrant {reentrant}", Job(model, root, policies=MODES), graph)
+    sweep.check(timeout=20.0)
 
 
-def test_gradients_of_gradients_accumulate_after_an_error(graph: Data, root: Path):
+def test_backward_after_a_backward_that_failed(graph: Data, root: Path):
     """A backward pass that fails leaves nothing behind that would spoil the next one."""
     plain = Learned().double()
 
@@ -355,7 +364,7 @@ def hook_propagate_input(layer: MessagePassing, inputs: Any) -> Any:
 
 def hook_edge_input(layer: MessagePassing, inputs: Any) -> Any:
     edge_index, size, arguments = inputs
-    return edge_index, size, {**arguments, "x": arguments["x"].sin()}
+    return edge_index, size, {**arguments, "x_j": arguments["x_j"].sin()}
 
 
 def double(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:

@@ -436,7 +436,7 @@ def test_ogb_with_a_stand_in(monkeypatch, tmp_path):
         load_graph("ogbn-arxiv", root=tmp_path)
     data.edge_index = torch.tensor([[0], [1]])
     monkeypatch.setattr(
-        PygNodePropPredDataset, "get_idx_split", lambda self: open("/nowhere/at/all")
+        PygNodePropPredDataset, "get_idx_split", lambda self: Path("/nowhere/at/all").read_text()
     )
     with pytest.raises(OSError, match="'ogbn-arxiv' is not in .*/nowhere/at/all"):
         load_graph("ogbn-arxiv", root=tmp_path)
