@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
-from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from pyg_sar.dependence import Dependence, Inject, token_for
 from pyg_sar.errors import named
@@ -91,7 +91,7 @@ class SequentialAggregation:
         )
         self.no_graph = needs.source >= 0 and not self.reducer().needs_values
         self._graphs: list[_Graph] = []
-        self._ambient = AmbientState(rounds.in_degree.device)
+        self._ambient = AmbientState(rounds.in_degree.device, program.layer)
 
     def reducer(self) -> Reducer:
         """A fresh state."""
@@ -144,6 +144,8 @@ class SequentialAggregation:
             stack.enter_context(torch.set_grad_enabled(graph))
             stack.enter_context(preserved_attributes(layer, buffers=False))
             stack.enter_context(self._ambient.autocast())
+            if graph:  # Others' hooks (checkpointing, offloading) are for graphs that they see.
+                stack.enter_context(saved_tensors_hooks(_own, _own))
             yield stack.enter_context(detached_parameters(layer)) if graph else {}
 
     def _run(
@@ -330,6 +332,11 @@ class SequentialAggregation:
         return self.needs.needs_sources or self.program.operands[number].role != "source"
 
 
+def _own(tensor: Tensor) -> Tensor:
+    """What a tile's graph saves: an alias, or an operator's output would own itself."""
+    return tensor.detach()
+
+
 def _like(value: Tensor | None) -> Tensor:
     if value is None:
         raise RuntimeError("A tensor that the backward pass needs was not kept")
@@ -355,7 +362,8 @@ class _Sequential(torch.autograd.Function):
         # Zero-size stand-ins keep the places of what needn't be saved.
         empty = out.new_empty(0)
         operands = [t if run.saves(k) else empty for k, t in enumerate(tensors[:count])]
-        ctx.save_for_backward(*operands, *state)
+        # Parameters are saved for the sake of their versions: a change in place is noticed.
+        ctx.save_for_backward(*operands, *tensors[count:], *state)
         ctx.run, ctx.parameters, ctx.count = run, parameters, count
         run.program.release()
         return out
@@ -365,12 +373,11 @@ class _Sequential(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         run: SequentialAggregation = ctx.run
         saved = ctx.saved_tensors
+        state = saved[ctx.count + len(ctx.parameters) :]
         operands = [t.detach() if run.saves(k) else None for k, t in enumerate(saved[: ctx.count])]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         with named(f"the backward pass of {run.title()}"):
-            totals, sums = run.backward(
-                gradient.contiguous(), operands, list(saved[ctx.count :]), last=not keep
-            )
+            totals, sums = run.backward(gradient.contiguous(), operands, list(state), last=not keep)
         found = [sums.get(key) for key in ctx.parameters]
         return (None, None, *totals, *found)
 

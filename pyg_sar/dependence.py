@@ -199,7 +199,7 @@ def analyse(program: TileProgram, tile: Tile, values_needed: bool) -> Dependence
         with torch.no_grad():
             return program.gather(piece, tensors, sources)
 
-    ambient = AmbientState(tile.index.device)
+    ambient = AmbientState(tile.index.device, layer)
     with (
         preserved_attributes(layer, buffers=True),
         ambient.restored(),

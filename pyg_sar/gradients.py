@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -39,6 +40,7 @@ class ParameterHook(ABC):
     def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
         """Takes in the model's parameters, those added since the last call too."""
         self._copying = None
+        self.settle()
         self._set(model.parameters())
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterHook:
@@ -107,9 +109,7 @@ class GradientSum(ParameterHook):
     def __init__(self, comm: Communicator) -> None:
         super().__init__()
         self.comm = comm
-        self._aside: dict[int, tuple[Tensor, Tensor | None]] = {}
-        self._accumulated: set[int] = set()
-        self._waiting = False
+        self._passes: dict[int, _Pass] = {}
 
     def fresh(self) -> GradientSum:
         return GradientSum(self.comm)
@@ -118,55 +118,108 @@ class GradientSum(ParameterHook):
         parameter.register_hook(partial(self._before, parameter))
         parameter.register_post_accumulate_grad_hook(self._after)
 
+    def settle(self) -> None:
+        super().settle()
+        if torch._C._current_graph_task_id() == -1 and self._passes:
+            # Not within a backward pass: those that are open failed, and their callbacks with them.
+            failed, self._passes = self._passes, {}
+            for one in reversed(failed.values()):
+                for parameter, earlier, stand_in in one.aside.values():
+                    if parameter.grad is stand_in:  # Else the user has reset it since.
+                        parameter.grad = earlier
+
     def _before(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        if id(parameter) not in self._aside:
-            self._aside[id(parameter)] = (parameter, parameter.grad)
-            parameter.grad = None
-        if not self._waiting:
-            self._waiting = True
-            torch.autograd.Variable._execution_engine.queue_callback(self._finish)
+        task = torch._C._current_graph_task_id()
+        if task not in self._passes:
+            self._passes[task] = _Pass()
+            callback = partial(self._finish, task)
+            torch.autograd.Variable._execution_engine.queue_callback(callback)
+        # torch.autograd.grad() runs hooks too, but accumulates nothing.
+        node = torch.autograd.graph.get_gradient_edge(parameter).node
+        self._passes[task].accumulates |= torch._C._will_engine_execute_node(node)
+        aside = self._passes[task].aside
+        if id(parameter) not in aside:
+            earlier = parameter.grad
+            stand_in = None if earlier is None else torch.zeros_like(earlier)
+            aside[id(parameter)] = (parameter, earlier, stand_in)
+            parameter.grad = stand_in
 
     def _after(self, parameter: Tensor) -> None:
-        self._accumulated.add(id(parameter))
+        self._passes[torch._C._current_graph_task_id()].accumulated.add(id(parameter))
 
-    def _finish(self) -> None:
-        aside, self._aside = self._aside, {}
-        accumulated, self._accumulated = self._accumulated, set()
-        self._waiting = False
-        if accumulated:
-            _sum(self.parameters, self.comm)
-        for parameter, earlier in aside.values():
-            if earlier is not None:
-                if parameter.grad is not None:
-                    earlier.add_(parameter.grad)
-                parameter.grad = earlier
+    @torch.no_grad()
+    def _finish(self, task: int) -> None:
+        one = self._passes.pop(task)
+        totals: dict[int, Tensor] = {}
+        if one.accumulates:
+            own = [p if id(p) in one.accumulated else None for p in self.parameters]
+            totals = _totals(self.parameters, own, self.comm)
+        for parameter in self.parameters:
+            key = id(parameter)
+            total = totals.get(key)
+            earlier = one.aside[key][1] if key in one.aside else parameter.grad
+            outer = next((p for p in self._passes.values() if key in p.aside), None)
+            if outer is not None and total is not None:
+                # A pass within a pass: this sum is done, the outer pass's part is not.
+                _, before, stand_in = outer.aside[key]
+                done = total if before is None else before.add_(total)
+                outer.aside[key] = (parameter, done, stand_in)
+                total = None
+            if total is not None:
+                earlier = total if earlier is None else earlier.add_(total)
+            parameter.grad = earlier
 
 
-@torch.no_grad()
-def _sum(parameters: Iterable[Tensor], comm: Communicator) -> None:
-    """Replaces each ``.grad`` by its sum over the workers, in one message per dtype."""
-    groups: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
-    for parameter in parameters:
+@dataclass(slots=True)
+class _Pass:
+    """A backward pass under way: gradients put aside, and whose were accumulated since.
+
+    ``aside`` holds parameters with their earlier gradients and what stands in for these.
+    ``accumulates`` is false for a pass of ``torch.autograd.grad``.
+    """
+
+    aside: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=dict)
+    accumulated: set[int] = field(default_factory=set)
+    accumulates: bool = False
+
+
+def _totals(
+    parameters: Sequence[Tensor], own: Sequence[Tensor | None], comm: Communicator
+) -> dict[int, Tensor]:
+    """Sums gradients over the workers, in one message per dtype.
+
+    Args:
+        parameters: All parameters, alike on every worker.
+        own: Those whose ``.grad`` counts here, ``None`` in the places of the others.
+        comm: The communicator.
+
+    Returns:
+        The sum by ``id(parameter)``, for those to which any worker contributed.
+    """
+    groups: defaultdict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor | None]]]
+    groups = defaultdict(list)
+    for parameter, mine in zip(parameters, own, strict=True):
         if parameter.requires_grad:
-            groups[parameter.dtype, parameter.device].append(parameter)
+            gradient = None if mine is None else mine.grad
+            groups[parameter.dtype, parameter.device].append((parameter, gradient))
+    totals: dict[int, Tensor] = {}
     for group in groups.values():
-        present = [float(p.grad is not None) for p in group]
         parts = []
-        for p in group:
-            if p.grad is not None and p.grad.layout != torch.strided:
+        for p, gradient in group:
+            if gradient is not None and gradient.layout != torch.strided:
                 raise ValueError(
                     f"A parameter of shape {list(p.shape)} has a sparse gradient at rank "
                     f"{comm.rank}; use torch.nn.Embedding(..., sparse=False)"
                 )
-            parts.append(torch.zeros_like(p).view(-1) if p.grad is None else p.grad.reshape(-1))
+            parts.append((torch.zeros_like(p) if gradient is None else gradient).reshape(-1))
+        present = [float(gradient is not None) for _, gradient in group]
         flat = torch.cat([*parts, parts[0].new_tensor(present)])
         comm.all_reduce(flat, label=_LABEL)
-        sums = flat[: -len(group)].split([p.numel() for p in group])
-        for p, total, holders in zip(group, sums, flat[-len(group) :].tolist(), strict=True):
+        sums = flat[: -len(group)].split([p.numel() for p, _ in group])
+        for (p, _), total, holders in zip(group, sums, flat[-len(group) :].tolist(), strict=True):
             if holders:
-                if p.grad is None:
-                    p.grad = torch.empty_like(p)
-                p.grad.copy_(total.view_as(p))
+                totals[id(p)] = total.view_as(p).clone()
+    return totals
 
 
 def sum_gradients(model: torch.nn.Module) -> None:
@@ -188,5 +241,13 @@ def sum_gradients(model: torch.nn.Module) -> None:
             "pyg_sar.distribute(model, sum_gradients=False) to do it by hand"
         )
     comm = current()
-    if comm.world_size > 1:
-        _sum(model.parameters(), comm)
+    if comm.world_size == 1:
+        return
+    parameters = list(model.parameters())
+    with torch.no_grad():
+        for key, total in _totals(parameters, parameters, comm).items():
+            parameter = next(p for p in parameters if id(p) == key)
+            if parameter.grad is None:
+                parameter.grad = total
+            else:
+                parameter.grad.copy_(total)

@@ -41,7 +41,7 @@ _METADATA: frozenset[Any] = frozenset(
     Tensor.is_complex, Tensor.data_ptr, Tensor.storage_offset, Tensor.is_signed, Tensor.get_device,
     Tensor.untyped_storage, Tensor.is_pinned, Tensor.is_shared, Tensor.is_inference,
     Tensor.__hash__, Tensor.type, torch.is_floating_point, torch.is_complex, torch.numel,
-    torch.is_tensor,
+    torch.is_tensor, getattr(Tensor, "requires_grad").__set__,  # noqa: B009
 }  # fmt: skip
 
 _SAME_CLASS = {
@@ -408,6 +408,14 @@ def _min(func: Any, args: Any, kwargs: Any) -> Any:
 @_handles(*_LIKE)
 def _like(func: Any, args: Any, kwargs: Any) -> Any:
     return func(plain(args[0]), *args[1:], **kwargs)
+
+
+@_handles(Tensor.view_as)
+def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
+    source, other = args
+    if not isinstance(source, _InSpace) or source.shape != other.shape:
+        raise _refusal(func)
+    return source  # The same object: what is remembered on it stays.
 
 
 @_handles(*_RESHAPE)

@@ -36,15 +36,17 @@ def check_edges_apart(
     if piece is None:
         return
 
-    def run(part: Tile, draws: int) -> Tensor:
-        with ambient.restored():
-            torch.rand(draws)
-            return program.run(part, rows(part), Reductions())
-
     modes = [(module, module.training) for module in layer.modules()]
     try:
         for module, _ in modes:
             module.training = False
+        still = AmbientState(ambient.device, layer)
+
+        def run(part: Tile, draws: int) -> Tensor:
+            with still.restored():
+                torch.rand(draws)
+                return program.run(part, rows(part), Reductions())
+
         whole = run(tile, 0)
         if not torch.equal(whole, run(tile, 1)):
             return  # Random also in evaluation: nothing can be told.

@@ -219,8 +219,8 @@ class TileProgram:
 
         Of a complete program, the targets' aggregates ``[U, *]``.
         """
-        if self.complete and tile.num_edges == 0 and tile.targets.numel():
-            return self._run_without_edges(tile, values, log)
+        if self.complete and _opens_without_edges(tile):
+            return self._run_with_stand_in(tile, values, log)
         layer = self.layer
         index = make_target_index(
             tile.index,
@@ -259,19 +259,31 @@ class TileProgram:
         self.out_row = list(out.shape[1:]), out.dtype
         return out
 
-    def _run_without_edges(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
-        """Targets without in-edges: some aggregations can't take nothing but such.
+    def _run_with_stand_in(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
+        """A first target without in-edges, or no edge at all: not every aggregation takes that.
 
-        In one process they never see that. One edge of zeros, to a target of its own, is added.
+        In one process they hardly ever see it. A copy of the first edge (zeros, if there is none)
+        is put in front, with a target of its own that is dropped again.
         """
-        zero, last = tile.index.new_zeros(1), tile.index.new_full((1,), tile.targets.numel())
-        targets = torch.cat([tile.targets, tile.targets[-1:]])
-        padded = Tile(tile.unit, slice(0, 1), targets, last, zero, zero)
+        zero = tile.index.new_zeros(1)
+        padded = Tile(
+            tile.unit,
+            slice(0, tile.num_edges + 1),
+            torch.cat([tile.targets[:1], tile.targets]),
+            torch.cat([zero, tile.index + 1]),
+            torch.cat([zero, tile.source]),
+            tile.columns,
+        )
+
+        def padded_rows(value: Tensor) -> Tensor:
+            first = value[:1] if value.size(0) else value.new_zeros(1, *value.shape[1:])
+            return torch.cat([first, value])
+
         rows = [
-            value if value is None or o.role == "whole" else value.new_zeros(1, *value.shape[1:])
+            value if value is None or o.role == "whole" else padded_rows(value)
             for o, value in zip(self.operands, values, strict=True)
         ]
-        return self.run(padded, rows, log)[:-1]
+        return self.run(padded, rows, log)[1:]
 
     def _aggregated(self, messages: Tensor, arguments: dict[str, Any]) -> Tensor:
         layer = self.layer
@@ -294,6 +306,12 @@ class TileProgram:
             data[name] = place[0] if isinstance(place, tuple) else values[place]
         collected: dict[str, Any] = self.layer.inspector.collect_param_data(call.method, data)
         return collected
+
+
+def _opens_without_edges(tile: Tile) -> bool:
+    if tile.targets.numel() == 0:
+        return False
+    return tile.num_edges == 0 or int(tile.index[0]) != 0
 
 
 # State that a message must leave as it was ###################################
@@ -349,14 +367,16 @@ def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[int, Tensor]]:
 
 
 class AmbientState:
-    """The random number and autocast state of a moment, to compute a second time as the first.
+    """Random numbers, autocast and training flags of a moment: to compute again as at first.
 
     Args:
         device: The device that the layer computes on.
+        layer: Whose training flags matter.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
         self.device = device
+        self._training = [(module, module.training) for module in layer.modules()]
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -370,10 +390,17 @@ class AmbientState:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Runs in this state and puts the present random state back afterwards."""
+        """Runs in this state and puts the present state back afterwards."""
         devices = [self.device] if self._cuda is not None else []
+        now = [(module, module.training) for module, _ in self._training]
         with torch.random.fork_rng(devices=devices), self.autocast():
             torch.set_rng_state(self._cpu)
             if self._cuda is not None:
                 torch.cuda.set_rng_state(self._cuda, self.device)
-            yield
+            try:
+                for module, training in self._training:
+                    module.training = training
+                yield
+            finally:
+                for module, training in now:
+                    module.training = training

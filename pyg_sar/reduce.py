@@ -232,7 +232,8 @@ class SoftmaxReducer(Reducer):
     def state(self) -> list[Tensor]:
         if self._max is None or self._sum is None:
             return []
-        return [_present(self._out), self._max, self._sum]
+        # A copy: what was handed out may be written into (F.relu(out, inplace=True)).
+        return [_present(self._out).clone(), self._max, self._sum]
 
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         if not state:

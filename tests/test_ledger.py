@@ -364,6 +364,50 @@ def test_resident_rows_of_the_other_modes(root: Path):
         assert rows >= halo
 
 
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_resident_rows_of_chunks(prefetch: int, partitions: Partitions):
+    """Chunked: the halo of one chunk, and of the prefetched one.
+
+    A chunk has as many edges as the budget holds inputs for, or those of one target: it needs no
+    more halo rows than that.
+    """
+    data = make_graph(80, 1500, seed=5)
+    root = partitions(data, 2, "random")
+    most = 20
+    policy = SARPolicy(
+        mode=1, prefetch=prefetch, message_budget=most * CHANNELS * 8, strategy="chunked"
+    )
+
+    def worker() -> Any:
+        comm = pyg_sar.current()
+        mine = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="median").double(), policy)
+        x = mine.x.clone().requires_grad_()
+        with pyg_sar.Ledger(comm) as ledger:
+            layer(x, mine.edge_index).sum().backward()
+        target = mine.edge_index[1]
+        degree = int(torch.bincount(target).max())
+        return ledger.peak_resident_rows(), ledger.resident_rows(), degree, mine.edge_index.plan
+
+    for peak, left, degree, plan in threads(worker, 2):
+        bound = (1 + prefetch) * max(most, degree)
+        assert left == 0 and 0 < peak <= bound < plan.num_halo * (1 + prefetch) + most
+
+
+@pytest.mark.parametrize("name", ["sage", "gat", "transformer"])
+def test_one_chunk_ships_what_shards_ship(name: str, root: Path):
+    """With a budget for all edges a row travels once: ``H_p F b``, and again in case 2."""
+    make, width, _, edge = LAWS[name]
+    policy = SARPolicy(mode=1, strategy="chunked", message_budget=2**30)
+    model = One(make().double())
+    for _, received, halo, needed, *_ in threads(
+        traffic, WORLD, root, model, policy, edge, torch.float64
+    ):
+        for kind, rows in (("fetch", halo), ("gradient", needed)):
+            found = sum(n for (_, k, _), n in received.items() if k == kind)
+            assert found == sum(rows) * width * 8, kind
+
+
 # Once per structure ##########################################################
 
 PREPROCESSING = (
@@ -384,9 +428,13 @@ class Operators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-@pytest.mark.parametrize("mode", [1, 2, 3])
+@pytest.mark.parametrize(
+    "policy",
+    [*(SARPolicy(mode=mode) for mode in (1, 2, 3)), SARPolicy(strategy="chunked")],
+    ids=["mode 1", "mode 2", "mode 3", "chunked"],
+)
 def test_no_preprocessing_after_the_first_epoch(
-    mode: int, root: Path, monkeypatch: pytest.MonkeyPatch
+    policy: SARPolicy, root: Path, monkeypatch: pytest.MonkeyPatch
 ):
     """No bucketing, analysis, normalisation, sorting: counted over whole epochs."""
     norms: list[int] = []
@@ -401,7 +449,7 @@ def test_no_preprocessing_after_the_first_epoch(
     def worker() -> Any:
         comm = pyg_sar.current()
         data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(Deep().double(), SARPolicy(mode=mode))
+        model = pyg_sar.distribute(Deep().double(), policy)
         optimizer = torch.optim.Adam(model.parameters())
         with pyg_sar.Ledger(comm) as first, Operators() as before:
             epoch(model, data, optimizer)
@@ -417,7 +465,9 @@ def test_no_preprocessing_after_the_first_epoch(
     for first, later, before, after, made in workers:
         assert made == WORLD, "one normalisation per worker"
         assert len(norms) == made, "normalised again"
-        if mode != 3:
+        if policy.mode != 3:
+            assert first.events("bucketing") >= 2
+        if policy.mode != 3 and policy.strategy == "auto":
             # The edges as they are, and with loops replaced: GCN and GAT share these.
             assert first.events("bucketing") == 2
             assert first.events("analysis") >= 5
@@ -426,7 +476,7 @@ def test_no_preprocessing_after_the_first_epoch(
         assert later.events("halo_reduce") == 0
         found = {name: after[name] for name in PREPROCESSING if after[name]}
         assert not found, found
-        assert any(before[name] for name in ("bincount", "bucketize")) or mode == 3
+        assert any(before[name] for name in ("bincount", "bucketize")) or policy.mode == 3
         assert after["threshold_backward"] > 0, "the backward pass is counted as well"
 
 

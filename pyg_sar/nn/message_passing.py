@@ -112,7 +112,8 @@ class DistMessagePassing(MessagePassing):
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
         strategy, _ = self._strategy(edge_index)
-        if strategy == "one_shot" or self._edge_update_forward_pre_hooks:
+        hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
+        if strategy == "one_shot" or hooks:
             return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
@@ -146,6 +147,8 @@ class DistMessagePassing(MessagePassing):
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
+        if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
+            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
         return super().propagate(edge_index, size=size, **kwargs)
 
     def _propagate_parts(
