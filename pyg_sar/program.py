@@ -255,6 +255,8 @@ class TileProgram:
         self.message_bytes = out.shape[1:].numel() * out.element_size()
         if self._aggregate is not None:
             arguments = self._collect(self._aggregate, values, {**own, **updated})
+            if type(layer).aggregate is MessagePassing.aggregate:
+                arguments["index"] = tile.index  # all in-edges are there: nothing to be noted
             out = self._aggregated(out, arguments)
         self.out_row = list(out.shape[1:]), out.dtype
         return out
