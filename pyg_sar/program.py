@@ -262,15 +262,15 @@ class TileProgram:
         return out
 
     def _run_with_stand_in(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
-        """A first target without in-edges, or no edge at all: not every aggregation takes that.
+        """A first target without in-edges, or hardly an edge: not every aggregation takes that.
 
-        In one process they hardly ever see it. A copy of the first edge (zeros, if there is none)
-        is put in front, with a target of its own that is dropped again.
+        In one process they hardly ever see it. Two copies of the first edge (zeros, if there is
+        none) are put in front, with a target of their own that is dropped again.
         """
-        zero = tile.index.new_zeros(1)
+        zero = tile.index.new_zeros(2)
         padded = Tile(
             tile.unit,
-            slice(0, tile.num_edges + 1),
+            slice(0, tile.num_edges + 2),
             torch.cat([tile.targets[:1], tile.targets]),
             torch.cat([zero, tile.index + 1]),
             torch.cat([zero, tile.source]),
@@ -279,7 +279,7 @@ class TileProgram:
 
         def padded_rows(value: Tensor) -> Tensor:
             first = value[:1] if value.size(0) else value.new_zeros(1, *value.shape[1:])
-            return torch.cat([first, value])
+            return torch.cat([first, first, value])
 
         rows = [
             value if value is None or o.role == "whole" else padded_rows(value)
@@ -313,7 +313,7 @@ class TileProgram:
 def _opens_without_edges(tile: Tile) -> bool:
     if tile.targets.numel() == 0:
         return False
-    return tile.num_edges == 0 or int(tile.index[0]) != 0
+    return tile.num_edges < 2 or int(tile.index[0]) != 0
 
 
 # State that a message must leave as it was ###################################

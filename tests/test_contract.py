@@ -402,6 +402,29 @@ def test_rule_3_hooks_may_change_gradients(graph: Data, root: Path):
     assert all(same(w, reference(model, graph), factor=3.0) for w in threads(worker, WORLD))
 
 
+@pytest.mark.parametrize("mode", [1, 2, 3])
+def test_rule_3_backward_for_some_parameters(mode: int, graph: Data, root: Path):
+    """``backward(inputs=...)`` accumulates into these, summed, and into no other."""
+    model = make_net()
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        chosen = [mine.conv1.lin.weight, mine.conv2.lin_l.weight]
+        for _ in range(2):
+            loss_on(mine, data).backward(inputs=chosen)
+        return gradients(mine)
+
+    expected = reference(model, graph)
+    scale = max(float(g.abs().max()) for g in expected.values())
+    for found in threads(worker, WORLD):
+        for name, gradient in expected.items():
+            if name in ("conv1.lin.weight", "conv2.lin_l.weight"):
+                assert error(found[name], 2 * gradient, scale) <= TOLERANCE, name
+            else:
+                assert found[name] is None, name
+
+
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("mode", [1, 2, 3])
 def test_rule_3_gradients_accumulate(mode: int, to_none: bool, graph: Data, root: Path):
