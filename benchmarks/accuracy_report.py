@@ -86,17 +86,17 @@ def _trained_row(rows: list[Row], name: str, model: str, workers: list[int]) -> 
         w: [100 * row["metric"] for row in _select(rows, name, model, w, exact=False)]
         for w in [0, *workers]
     }
-    published = graph.published.get(model)
-    cells += [str(len(values[0])), str(published or "not published for this setting")]
+    published = graph.published.get(model, ())
+    cells.append(str(len(values[0])))
+    cells.append("; ".join(map(str, published)) or "not published for this setting")
     cells += [f"{mean(values[w]):.2f} ± {_spread(values[w]):.2f}" for w in values]
     cells.append(f"{max(abs(mean(values[w]) - mean(values[0])) for w in workers):.2f}")
-    cells.append(_verdict(published, [value for group in values.values() for value in group]))
+    everything = [value for group in values.values() for value in group]
+    cells.append("; ".join(f"[{p.source}] {_verdict(p, everything)}" for p in published))
     return cells
 
 
-def _verdict(published: Published | None, values: list[float]) -> str:
-    if published is None:
-        return ""
+def _verdict(published: Published, values: list[float]) -> str:
     gap, room = mean(values) - published.mean, _spread(values) + (published.std or 0.0)
     if abs(gap) <= room:
         return "yes"
@@ -203,7 +203,7 @@ def _shape(setting: Setting, model: str) -> str:
 
 
 def _sources(graphs: Iterable[str]) -> str:
-    used = {p.source for name in graphs for p in GRAPHS[name].published.values()}
+    used = {p.source for n in graphs for some in GRAPHS[n].published.values() for p in some}
     lines = [f"- [{key}] {text}." for key, text in SOURCES.items() if key in used]
     return "## Sources of the published figures\n\n" + "\n".join(lines) + "\n"
 

@@ -134,9 +134,7 @@ class GradientSum(ParameterHook):
             self._passes[task] = _Pass()
             callback = partial(self._finish, task)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
-        # torch.autograd.grad() runs hooks too, but accumulates nothing.
-        node = torch.autograd.graph.get_gradient_edge(parameter).node
-        self._passes[task].accumulates |= torch._C._will_engine_execute_node(node)
+        self._passes[task].accumulates |= _will_accumulate(parameter)
         aside = self._passes[task].aside
         if id(parameter) not in aside:
             earlier = parameter.grad
@@ -168,6 +166,15 @@ class GradientSum(ParameterHook):
             if total is not None:
                 earlier = total if earlier is None else earlier.add_(total)
             parameter.grad = earlier
+
+
+def _will_accumulate(parameter: Tensor) -> bool:
+    """Whether the pass under way accumulates; ``torch.autograd.grad`` runs hooks, but doesn't."""
+    node = torch.autograd.graph.get_gradient_edge(parameter).node
+    try:
+        return bool(torch._C._will_engine_execute_node(node))
+    except RuntimeError:  # The engine's answer for a leaf in torch.autograd.grad().
+        return False
 
 
 @dataclass(slots=True)
