@@ -106,6 +106,7 @@ def train(job: Job, data: Data, world: World) -> dict[str, Any]:
             break
     return {
         **asdict(job),
+        "setting": asdict(setting),
         "metric": metric,
         "best_epoch": best_epoch,
         "losses": losses,
@@ -212,10 +213,28 @@ def jobs_of(args: argparse.Namespace, workers: int) -> Iterator[Job]:
 
 
 def read_results(path: Path) -> dict[Job, dict[str, Any]]:
-    """The finished runs of a file of results."""
-    fields = Job.__dataclass_fields__
-    rows = [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
-    return {Job(**{key: row[key] for key in fields}): row for row in rows}
+    """The finished runs of a file of results, but for those of other settings than today's."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    results = {}
+    for row in map(json.loads, lines):
+        job = Job(**{key: row[key] for key in Job.__dataclass_fields__})
+        if row["setting"] == asdict(setting_of(job)):
+            results[job] = row
+    return results
+
+
+def command(args: argparse.Namespace) -> str:
+    """The command that makes this report, without the folders of this machine."""
+    text = "python benchmarks/accuracy.py"
+    if args.graphs != list(GRAPHS):
+        text += f" --graphs {' '.join(args.graphs)}"
+    if args.models != list(MODELS):
+        text += f" --models {' '.join(args.models)}"
+    if args.seeds:
+        text += f" --seeds {args.seeds}"
+    if args.workers != [1, 2, 4]:
+        text += f" --workers {','.join(map(str, args.workers))}"
+    return f"{text} --out docs/results.md"
 
 
 def run_all(args: argparse.Namespace, results: Path, folder: Path) -> None:
@@ -281,7 +300,7 @@ def main() -> None:
         run_all(args, results, Path(scratch))
         rows = read_results(results)
         jobs = [job for workers in [0, *args.workers] for job in jobs_of(args, workers)]
-    text = report([rows[job] for job in jobs], args.workers, EXACT_EPOCHS)
+    text = report([rows[job] for job in jobs], command(args), args.workers, EXACT_EPOCHS)
     sys.stdout.write(text)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -19,11 +19,11 @@ Row = dict[str, Any]
 NAMES = {"gcn": "GCN", "sage": "SAGE", "gat": "GAT"}
 
 
-def report(rows: list[Row], workers: list[int], exact_epochs: int) -> str:
+def report(rows: list[Row], command: str, workers: list[int], exact_epochs: int) -> str:
     """The whole document."""
     graphs = [name for name in GRAPHS if any(row["graph"] == name for row in rows)]
     parts = [
-        _header(rows),
+        _header(rows, command),
         _trained(rows, graphs, workers),
         _exact(rows, graphs, workers, exact_epochs),
         _settings(rows, graphs),
@@ -32,13 +32,13 @@ def report(rows: list[Row], workers: list[int], exact_epochs: int) -> str:
     return "\n".join(parts)
 
 
-def _header(rows: list[Row]) -> str:
+def _header(rows: list[Row], command: str) -> str:
     minutes = sum(row["seconds"] for row in rows) / 60
     return f"""# Results on real graphs
 
 Made by
 
-    python benchmarks/accuracy.py --out docs/results.md
+    {command}
 
 on {datetime.date.today()}.
 
@@ -153,6 +153,45 @@ def _small(value: float) -> str:
 
 # Settings and sources ####################################################################
 
+# Which graphs a note is about (none: all), and the note.
+_NOTES = (
+    (
+        (),
+        """\
+- Adam, no weight decay on biases. "Stop": the most epochs, and after how many epochs without a
+  lower validation loss training ends before. Validation by loss, on Tolokers by the metric.""",
+    ),
+    (
+        ("cora", "citeseer"),
+        """\
+- Cora and CiteSeer: the public split, rows of features scaled to sum 1, settings of [K] and [V].
+  [V] trains until 100 epochs bring no improvement; here at most the epochs given. SAGE, for which
+  there is no figure of this kind, uses the settings of GCN.""",
+    ),
+    (
+        ("photo", "computers", "cs"),
+        """\
+- Amazon and Coauthor: undirected, largest connected component, 20 nodes per class for training and
+  30 for validation, drawn by seed; the settings that [S] found best for each model, but fewer
+  epochs: [S] trains until 50 bring no improvement. SAGE is theirs in that rows longer than 1 are
+  scaled to length 1; their mean includes the node itself, PyG's does not.""",
+    ),
+    (
+        ("cora", "citeseer", "photo", "computers", "cs"),
+        """\
+- SAGE computes mean(W x_j) for W mean(x_j): the same function, fewer values to aggregate.""",
+    ),
+    (
+        ("tolokers",),
+        """\
+- Tolokers: the first public splits. The networks of [P], residual blocks with LayerNorm and a
+  feed-forward part, not plain GCN, SAGE and GAT; made of PyG's `GCNConv`, `SAGEConv` and `GATConv`,
+  narrower and trained for fewer steps at a higher rate than in [P] (width 512, 1 to 5 blocks chosen
+  by validation, 8 heads, 1,000 steps, learning rate 3e-5), so that a CPU can do it. Two outputs and
+  cross entropy for one output and its binary form.""",
+    ),
+)
+
 
 def _settings(rows: list[Row], graphs: list[str]) -> str:
     head = ["graph", "model", "layers", "dropout", "learning rate", "weight decay", "stop"]
@@ -160,25 +199,12 @@ def _settings(rows: list[Row], graphs: list[str]) -> str:
     for name, model in _cases(rows, graphs):
         graph = GRAPHS[name]
         lines.append(_line([graph.title, NAMES[model], *_setting_cells(graph, model)]))
+    notes = "\n".join(note for about, note in _NOTES if not about or set(about) & set(graphs))
     return f"""## Settings
 
 {_table(lines)}
 
-- Adam, no weight decay on biases. "Stop": the most epochs, and after how many epochs without a
-  lower validation loss training ends before. Validation by loss, on Tolokers by the metric.
-- Cora and CiteSeer: the public split, rows of features scaled to sum 1, settings of [K] and [V].
-  [V] trains until 100 epochs bring no improvement; here at most the epochs given. SAGE, for which
-  there is no figure of this kind, uses the settings of GCN.
-- Amazon and Coauthor: undirected, largest connected component, 20 nodes per class for training and
-  30 for validation, drawn by seed; the settings that [S] found best for each model, but fewer
-  epochs: [S] trains until 50 bring no improvement. SAGE is theirs in that rows longer than 1 are
-  scaled to length 1; their mean includes the node itself, PyG's does not.
-- SAGE computes mean(W x_j) for W mean(x_j): the same function, fewer values to aggregate.
-- Tolokers: the first public splits. The networks of [P], residual blocks with LayerNorm and a
-  feed-forward part, not plain GCN, SAGE and GAT; made of PyG's `GCNConv`, `SAGEConv` and `GATConv`,
-  narrower and trained for fewer steps at a higher rate than in [P] (width 512, 1 to 5 blocks chosen
-  by validation, 8 heads, 1,000 steps, learning rate 3e-5), so that a CPU can do it. Two outputs and
-  cross entropy for one output and its binary form.
+{notes}
 """
 
 
