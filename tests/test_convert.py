@@ -547,6 +547,7 @@ START: dict[str, Tensor] = {}
 @pytest.mark.parametrize("change", CHANGES)
 def test_override_survives(change: str, graph: Data, root: Path):
     """Counted too: the layer goes on aggregating shard by shard, and exactly."""
+    gnn.SAGEConv(3, 3)  # PyG compiles a class's templates at its first use, in one thread only
     layer = gnn.TransformerConv(CHANNELS, OUT, heads=2).double().float().double()
     START.clear()
     START.update(copy.deepcopy(layer.state_dict()))

@@ -221,12 +221,9 @@ def sweep_layers(
 
 
 @pytest.mark.parametrize("name", LAYERS)
-@pytest.mark.parametrize(("world", "method"), [(3, "random"), (2, "metis")])
-def test_layer_in_every_mode(
-    name: str, world: int, method: str, graph: Data, partitions: Partitions
-):
-    root = partitions(graph, world, method)
-    sweep_layers({name: LAYERS[name]}, world, graph, root, ALL_POLICIES).check()
+def test_layer_in_every_mode(name: str, graph: Data, partitions: Partitions):
+    root = partitions(graph, 3, "random")
+    sweep_layers({name: LAYERS[name]}, 3, graph, root, ALL_POLICIES).check()
 
 
 @pytest.mark.parametrize(
