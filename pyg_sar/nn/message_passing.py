@@ -15,13 +15,14 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.aggregate import SequentialAggregation, aggregate
 from pyg_sar.chunk import Chunks
+from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
-from pyg_sar.strategy import MERGEABLE, Chooser, Verdict, title_of
+from pyg_sar.strategy import Chooser, Verdict, decomposition_of, title_of
 from pyg_sar.target_index import NeedsAllEdges
 
 
@@ -123,7 +124,7 @@ class DistMessagePassing(MessagePassing):
     def _strategy(self, edge_index: DistEdgeIndex) -> tuple[str, str]:
         """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
         merges = type(self).aggregate is MessagePassing.aggregate
-        merges &= type(self.aggr_module) in MERGEABLE
+        merges &= decompose(self.aggr_module) is not None
         if self._one_shot_call or (self.policy.mode == 3 and merges):
             return "one_shot", "asked for"
         source = 0 if self.flow == "source_to_target" else 1
@@ -159,18 +160,21 @@ class DistMessagePassing(MessagePassing):
             if result is not None:
                 edge_index, size, kwargs = result
         complete, needs = verdict.strategy == "chunked", verdict.needs
-        program = TileProgram(self, edge_index, kwargs, verdict.edge_level, complete)
-        if needs is None or verdict.out_row is None:
+        reductions = decomposition_of(self, complete)
+        program = TileProgram(
+            self, edge_index, kwargs, verdict.edge_level, reductions.groups, complete
+        )
+        if needs is None:
             raise RuntimeError("Expected a verdict for running in parts")
         self._check_edges(program, edge_index)
         run = SequentialAggregation(
             program,
             _rounds(edge_index, verdict),
-            verdict.kind,
+            reductions,
             needs,
             self.policy,
             self.ledger_name,
-            verdict.out_row,
+            verdict.out_rows,
         )
         try:
             out = aggregate(run)
