@@ -122,7 +122,7 @@ class SequentialAggregation:
             record: Whether a backward pass may follow.
 
         Returns:
-            Each reduction's result ``[num_local, *]`` and its state for the backward pass.
+            Each reduction's result ``[num_targets, *]`` and its state for the backward pass.
         """
         program = self.program
         reducers = self.reducers()
@@ -206,7 +206,7 @@ class SequentialAggregation:
         """Gradients of the operands and of the layer's parameters (by id).
 
         Args:
-            gradients: The results' gradients ``[num_local, *]``.
+            gradients: The results' gradients ``[num_targets, *]``.
             tensors: The operands' tensors; ``None`` where values aren't needed.
             states: The reductions' states.
             last: Kept graphs may be freed.

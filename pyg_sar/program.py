@@ -31,7 +31,8 @@ _NEVER_PER_TILE = ("edge_index", "edge_index_j", "adj_t", "size", "size_j")
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor in its role: ``[num_local, *]`` (source, target), ``[E, *]`` (edge) or any.
+    """A tensor in its role: ``[num_local, *]`` (source), ``[num_targets, *]`` (target), ``[E, *]``
+    (edge) or any.
 
     ``axis`` is where the message wants its edges; here they, and nodes, come first.
     """
@@ -125,6 +126,7 @@ class TileProgram:
         self.message_bytes = 0
         self.out_rows: list[tuple[list[int], torch.dtype]] | None = None
         self.num_local = edge_index.plan.num_local
+        self.num_targets = edge_index.num_targets
         self.rank = edge_index.plan.rank
         self.operands: list[Operand] = []
         self._numbers: dict[tuple[Role, int], int] = {}
@@ -164,9 +166,10 @@ class TileProgram:
         if not isinstance(value, Tensor):
             return (value,)
         axis, dims = self.layer.node_dim, value.dim()
-        if not -dims <= axis < dims or value.size(axis) != self.num_local:
+        nodes = self.num_targets if target else self.num_local
+        if not -dims <= axis < dims or value.size(axis) != nodes:
             raise ValueError(
-                f"Expected '{name[:-2]}' to hold the {self.num_local} nodes of rank {self.rank} "
+                f"Expected '{name[:-2]}' to hold the {nodes} nodes of rank {self.rank} "
                 f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
                 "pyg_sar.load_partition returns them"
             )
@@ -265,7 +268,7 @@ class TileProgram:
     def _index(self, tile: Tile, log: Reductions) -> TargetIndex:
         targets = tile.targets.numel()
         return make_target_index(
-            tile.index, tile.target_rows, targets, self.num_local, log, self.complete
+            tile.index, tile.target_rows, targets, self.num_targets, log, self.complete
         )
 
     def _messages(

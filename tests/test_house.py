@@ -19,7 +19,7 @@ LAYERS = (
     "errors policy ledger",
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
     "partition attributes parts storage synthetic graph_files graphs",
-    "halo exchange index_space shard chunk rounds target_index",
+    "halo exchange distributed_index index_space shard chunk rounds target_index",
     "reduce decompose program message_checks dependence strategy aggregate gradients",
     "nn.message_passing nn.norm nn",
     "convert loading metrics",
