@@ -26,13 +26,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.message_checks import check_edges_apart, check_linear
-from pyg_sar.program import (
-    AmbientState,
-    TileProgram,
-    detached_parameters,
-    preserved_attributes,
-)
+from pyg_sar.program import TileProgram
 from pyg_sar.shard import Tile
 from pyg_sar.target_index import NeedsAllEdges, Reductions
 
@@ -207,7 +203,7 @@ def analyse(
 
     ambient = AmbientState(tile.index.device, layer)
     with (
-        preserved_attributes(layer, buffers=True),
+        preserved_attributes(layer, buffers=True) as program.sets,
         ambient.restored(),
         torch.enable_grad(),
         _watched_norms(layer),
@@ -270,13 +266,14 @@ def _observe(
              if t is not None and o.role == "whole"}  # fmt: skip
     saved_source = False
 
-    def pack(tensor: Tensor) -> None:  # Nothing is unpacked: this graph is never run backward.
+    def pack(tensor: Tensor) -> Tensor:
         nonlocal saved_source
         saved_source |= taint.holds(tensor)
         if _storage(tensor) not in known and not isinstance(tensor, torch.nn.Parameter):
             seen = tensor.numel() * tensor.element_size()
             kept[_storage(tensor)] = min(seen, tensor.untyped_storage().nbytes())
         taint.keep(tensor)
+        return tensor.detach()  # an alias, or an operator's output would own itself
 
     log = Reductions()
     with detached_parameters(program.layer) as parameters:

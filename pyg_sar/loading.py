@@ -95,5 +95,6 @@ def _as_data(
     data.n_id = tensors["n_id"].to(device)
     data.e_id = tensors["e_id"].to(device)
     data.num_nodes = plan.num_local
-    data.edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    data.edge_index = edge_index.ordered(data.e_id)
     return data

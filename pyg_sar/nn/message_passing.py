@@ -18,12 +18,20 @@ from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
+from pyg_sar.layer_state import forget_tile_values, tile_value
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.reverse import reversed_edges
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
-from pyg_sar.strategy import Chooser, Verdict, decomposition_of, edge_level_names, title_of
+from pyg_sar.strategy import (
+    Chooser,
+    Verdict,
+    decomposition_of,
+    edge_level_names,
+    most_edges,
+    title_of,
+)
 from pyg_sar.target_index import NeedsAllEdges
 
 
@@ -184,7 +192,13 @@ class DistMessagePassing(MessagePassing):
         complete, needs = verdict.strategy == "chunked", verdict.needs
         reductions = decomposition_of(self, complete)
         program = TileProgram(
-            self, edge_index, kwargs, verdict.edge_level, reductions.groups, complete
+            self,
+            edge_index,
+            kwargs,
+            verdict.edge_level,
+            reductions.groups,
+            complete,
+            most_edges(self, edge_index, complete),
         )
         if needs is None:
             raise RuntimeError("Expected a verdict for running in parts")
@@ -205,6 +219,8 @@ class DistMessagePassing(MessagePassing):
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
+        for name in verdict.sets:
+            self.__dict__[name] = tile_value(name)
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
         for hook in self._propagate_forward_hooks.values():
@@ -240,6 +256,7 @@ class DistMessagePassing(MessagePassing):
                 hook = self.__dict__.get("gradient_sum")
                 if hook is not None:
                     hook.settle()
+                forget_tile_values(self)
                 yield
         finally:
             plan.scope = outer
