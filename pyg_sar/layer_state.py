@@ -87,7 +87,7 @@ def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[list
     """Puts back tensor attributes that ``message`` set: nothing of a tile outlives its turn.
 
     Buffers too, when the message runs a second time. Yields a list that afterwards names the
-    layer's attributes that were set where there had been none.
+    layer's attributes that were ``None`` and were set.
     """
     names: list[str] = []
     modules = list(layer.modules())
@@ -100,7 +100,7 @@ def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[list
             now = module.__dict__
             for name, value in list(now.items()):
                 if isinstance(value, Tensor) and value is not before.get(name):
-                    if module is layer and before.get(name) is None:
+                    if module is layer and before.get(name, value) is None:
                         names.append(name)
                     if name in before:
                         now[name] = before[name]
