@@ -32,6 +32,7 @@ from pyg_sar.comm import Communicator, current
 
 OVER_ROWS: tuple[type, ...] = (
     _NormBase,
+    gnn.BatchNorm,
     gnn.DiffGroupNorm,
     gnn.GraphNorm,
     gnn.GraphSizeNorm,
@@ -57,7 +58,8 @@ def reduces_over_rows(module: torch.nn.Module) -> bool:
         return module.training or module.running_mean is None
     if isinstance(module, gnn.LayerNorm):
         return bool(module.mode == "graph")
-    return isinstance(module, OVER_ROWS) and not isinstance(module, gnn.DiffGroupNorm)
+    wrappers = (gnn.BatchNorm, gnn.DiffGroupNorm)  # of a batch norm, which is asked itself
+    return isinstance(module, OVER_ROWS) and not isinstance(module, wrappers)
 
 
 @dataclass(frozen=True, slots=True)

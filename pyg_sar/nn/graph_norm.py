@@ -199,9 +199,11 @@ class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
 
     def forward(self, input: Tensor) -> Tensor:
         """See :class:`torch.nn.InstanceNorm1d`."""
-        if current().world_size == 1 or not reduces_over_rows(self):
+        if current().world_size == 1:
             return super().forward(input)
         self._check_input_dim(input)
+        if not reduces_over_rows(self):
+            return super().forward(input) if input.size(0) else self._of_nothing(input)
         if not self._nodes_are_positions(input):
             return self._node_by_node(input)
         if self.affine and input.size(-2) != self.num_features:
@@ -227,17 +229,25 @@ class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
         return all(size == first for _, size in everyone)
 
     def _node_by_node(self, input: Tensor) -> Tensor:
-        if self.running_mean is None:
-            return super().forward(input) if input.size(0) else input.clone()
-        if input.dim() == 2:
+        if self.running_mean is not None and input.dim() == 2:
             raise ValueError(
                 f"InstanceNorm1d keeps running statistics of {self.num_features} channels, got "
                 f"{list(input.shape)} at rank {current().rank}: nodes would be the channels. Pass "
                 "x.t(), or use torch_geometric.nn.InstanceNorm"
             )
-        spread, mean = torch.var_mean(input.detach().double(), dim=2)
-        found = moments(torch.cat([mean, spread], dim=1), order=1)
-        track_instances(self, *found.mean[0].chunk(2))
-        if not input.size(0):
-            return input.clone()
-        return instance_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        if input.size(0):
+            out = instance_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+        else:
+            out = self._of_nothing(input)
+        if self.running_mean is not None:
+            values = input.detach().double()
+            mean = values.mean(2)
+            spread = (values - mean.unsqueeze(2)).square().sum(2) / max(input.size(2) - 1, 1)
+            found = moments(torch.cat([mean, spread], dim=1), order=1)
+            track_instances(self, *found.mean[0].chunk(2))
+        return out
+
+    def _of_nothing(self, input: Tensor) -> Tensor:
+        """Torch takes no empty input; parameters must get their gradient, of 0, all the same."""
+        out = input if self.weight is None else input * self.weight.view(-1, 1)
+        return out if self.bias is None else out + self.bias.view(-1, 1)
