@@ -27,6 +27,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
 
 from pyg_sar.comm import Communicator, current
 
@@ -52,7 +53,7 @@ _BLOCK_GPU = 2**24
 
 def reduces_over_rows(module: torch.nn.Module) -> bool:
     """Whether a call of this norm would take statistics over the rows that it gets."""
-    if isinstance(module, gnn.HeteroBatchNorm):
+    if isinstance(module, gnn.HeteroBatchNorm | _InstanceNorm):
         return bool(module.training or not module.track_running_stats)
     if isinstance(module, _NormBase):
         return module.training or module.running_mean is None

@@ -16,7 +16,7 @@ from oracle import TOLERANCE, error, threads
 from torch import Tensor
 
 import pyg_sar
-from pyg_sar.moments import moments
+from pyg_sar.moments import moments, reduces_over_rows
 from pyg_sar.nn import NORMS
 
 CHANNELS, NODES, TYPES = 5, 31, 4
@@ -211,8 +211,8 @@ def test_moments_of_any_split(owner: list[int], graph: list[int], shift: float):
 
 
 def test_more_graphs_than_everyone_could_send_to_everyone():
-    """Sums instead of gathered moments; the same numbers, and a third fewer bytes in than that."""
-    size, world = 2**17, 2
+    """Sums instead of gathered moments: the same numbers; bytes in don't grow with workers."""
+    size, world = 2**15, 3
     batch = torch.randint(size, (400,), generator=torch.Generator().manual_seed(0))
     batch[:200] = batch[200:]  # graphs of two nodes
     draw = torch.Generator().manual_seed(1)
@@ -224,7 +224,7 @@ def test_more_graphs_than_everyone_could_send_to_everyone():
 
     def worker() -> Any:
         comm = pyg_sar.current()
-        mine = torch.arange(400) % 3 == comm.rank if comm.rank else torch.arange(400) % 3 != 1
+        mine = torch.arange(400) % 3 == comm.rank
         rows = values[mine].requires_grad_()
         with pyg_sar.Ledger(comm) as ledger:
             out = pyg_sar.distribute(copy.deepcopy(norm))(rows, batch[mine], size)
@@ -235,6 +235,38 @@ def test_more_graphs_than_everyone_could_send_to_everyone():
         assert error(out, expected.detach()[mine]) <= TOLERANCE
         assert error(gradient, x.grad[mine]) <= TOLERANCE
         assert received < size * (1 + 2 * CHANNELS) * 8 * 1.01
+
+
+def test_features_without_a_gradient():
+    """A first layer: parameters get theirs, and nothing is sent backward but their sum."""
+    names = [name for name in ALL if list(make_norm(name).parameters())]
+    draw = torch.Generator().manual_seed(0)
+    x, cotangents = torch.randn(2, 20, CHANNELS, generator=draw, dtype=torch.float64)
+    types = torch.arange(20) % TYPES
+
+    def one(name: str, part: slice, convert: Callable[..., Any]) -> dict[str, Tensor]:
+        norm = convert(make_norm(name))
+        out = norm(x[part], types[part]) if name in TYPE_NORMS else norm(x[part])
+        out.backward(cotangents[part])
+        return {n: p.grad for n, p in norm.named_parameters() if p.grad is not None}
+
+    def worker() -> list[tuple[dict[str, Tensor], int]]:
+        comm, found = pyg_sar.current(), []
+        part = [slice(0, 20), slice(20, 20)][comm.rank]
+        for name in names:
+            with pyg_sar.Ledger(comm) as ledger:
+                grads = one(name, part, pyg_sar.distribute)
+            found.append((grads, ledger.sent_bytes(phase="backward", kind="statistics")))
+        return found
+
+    workers = threads(worker, 2)
+    for k, name in enumerate(names):
+        expected = one(name, slice(None), lambda norm: norm)
+        for grads, sent in (w[k] for w in workers):
+            assert grads.keys() == expected.keys()
+            assert all(error(grads[n], g) <= TOLERANCE for n, g in expected.items()), name
+            # The softmax before DiffGroupNorm's statistics has a parameter.
+            assert (sent > 0) == name.startswith("DiffGroupNorm"), name
 
 
 @pytest.mark.parametrize("graphs", [False, True])
@@ -413,6 +445,24 @@ def test_torch_instance_norm(layout: str, running: bool, world: int):
         assert error(torch.cat([w[k][1] for w in workers]), gradient) <= TOLERANCE
         for w in workers:
             assert all(error(*pair) <= TOLERANCE for pair in zip(w[k][2], buffers, strict=True))
+
+
+def test_instance_norm_told_not_to_use_what_it_tracked():
+    """``track_running_stats`` switched off later: instance statistics in evaluation too."""
+    norm = gnn.InstanceNorm(CHANNELS, track_running_stats=True).double().eval()
+    norm.track_running_stats = False
+    x = torch.randn(9, CHANNELS, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    expected = copy.deepcopy(norm)
+    out = expected(x)
+    assert reduces_over_rows(norm)
+
+    def worker() -> Any:
+        model = pyg_sar.distribute(copy.deepcopy(norm))
+        return model(x[[slice(0, 3), slice(3, 9)][pyg_sar.current().rank]]), model.running_var
+
+    workers = threads(worker, 2)
+    assert error(torch.cat([w[0] for w in workers]), out) <= TOLERANCE
+    assert all(error(w[1], expected.running_var) <= TOLERANCE for w in workers)
 
 
 # What travels ##################################################################

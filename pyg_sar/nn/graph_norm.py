@@ -155,7 +155,7 @@ class DistInstanceNorm(gnn.InstanceNorm):
         if comm.world_size == 1:
             return super().forward(x, batch, batch_size)
         dtype = plain_dtype(self, gnn.InstanceNorm, x, batch)
-        if not self.training and self.track_running_stats:
+        if not reduces_over_rows(self):
             scale = scaled((self.running_var.double() + self.eps).rsqrt(), self.weight)
             shift, scale = self.running_mean.view(1, -1), scale.view(1, -1)
             return standardise(x, shift, scale, self.bias, None, dtype)
