@@ -178,9 +178,10 @@ class DistMessagePassing(MessagePassing):
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
-            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
-        return super().propagate(edge_index, size=size, **kwargs)
+        with _first_target_filled(self.aggr_module):
+            if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
+                return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
+            return super().propagate(edge_index, size=size, **kwargs)
 
     def _propagate_parts(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: Verdict
@@ -331,6 +332,47 @@ def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
                 "nodes, or leave 'size' out"
             )
     return known
+
+
+@contextmanager
+def _first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
+    """Where a worker's first target has no message, its aggregation sees two before the first.
+
+    PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
+    its parts. The target of these messages is cut off again.
+    """
+    added = False
+
+    def add(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        nonlocal added
+        x, index, dim = args[0], kwargs["index"], kwargs["dim"]
+        lacking = x.size(dim) < 2 or not bool((index == 0).any())
+        added = type(index) is Tensor and lacking
+        if not added:
+            return None
+        shape = [2 if axis == dim % x.dim() else n for axis, n in enumerate(x.shape)]
+        more = {
+            "index": torch.cat([index.new_zeros(2), index + 1]),
+            "ptr": None,
+            "dim_size": kwargs["dim_size"] + 1,
+        }
+        return (torch.cat([x.new_zeros(shape), x], dim),), kwargs | more
+
+    def cut(module: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        return out.narrow(kwargs["dim"], 1, kwargs["dim_size"] - 1) if added else out
+
+    if aggr is None or decompose(aggr) is not None:
+        yield
+        return
+    handles = [
+        aggr.register_forward_pre_hook(add, with_kwargs=True),
+        aggr.register_forward_hook(cut, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
