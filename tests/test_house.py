@@ -18,7 +18,8 @@ PACKAGE = REPOSITORY / "pyg_sar"
 LAYERS = (
     "errors policy ledger",
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
-    "partition attributes parts storage synthetic graph_files graphs",
+    "partition attributes parts hetero_partition hetero_parts prepare storage",
+    "synthetic graph_files graphs",
     "halo exchange distributed_index index_space shard chunk rounds target_index",
     "reduce program message_checks dependence strategy aggregate gradients",
     "nn.message_passing nn.norm nn",
