@@ -37,6 +37,13 @@ from pyg_sar.distributed_index import (
 )
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange import halo_gather, halo_reduce
+from pyg_sar.joint_index import (
+    ShiftedEdges,
+    join,
+    row_of_shifted,
+    set_shifted_row,
+    widened_row,
+)
 
 __all__ = [
     "METADATA",
@@ -103,9 +110,14 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
 @handles(Tensor.__getitem__)
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     source, key = args
-    if isinstance(source, DistEdgeIndex):
+    if isinstance(source, DistEdgeIndex | ShiftedEdges):
+        if isinstance(key, tuple) and len(key) == 2 and key[1] == slice(None):
+            key = key[0]
         if isinstance(key, int):
+            if isinstance(source, ShiftedEdges):
+                return row_of_shifted(source, key % 2)
             return _row(source, key % 2)
+    if isinstance(source, DistEdgeIndex):
         if isinstance(key, tuple) and len(key) == 2:
             rows, columns = key
             if isinstance(rows, int) and isinstance(columns, slice | Tensor):
@@ -166,9 +178,11 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     parts = list(args[0])
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     base: Any = next(part for part in parts if isinstance(part, InSpace))
-    edges = isinstance(base, DistEdgeIndex)
+    edges = isinstance(base, DistEdgeIndex | ShiftedEdges)
     if dim not in ((1, -1) if edges else (0, -1)):
         raise refusal(func)
+    if any(isinstance(part, ShiftedEdges) for part in parts):
+        return join(parts)
     for part in parts:
         _check_joined(part, base)
     others = [plain(part) for part in parts if part is not base]
@@ -246,8 +260,9 @@ def _compare(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
-    plan = index.plan
     dim = dim % x.dim() if x.dim() else 0
+    index = widened_row(index, x.size(dim)) if x.dim() else index
+    plan = index.plan
     require_rows(x, dim, plan, "Reading")
     key = (id(x), dim, version_of(x), torch.is_grad_enabled())
     if key not in plan.gathered:
@@ -278,8 +293,9 @@ def _scatter(
     out: Tensor, dim: int, index: DistIndex, values: Tensor, reduce: Literal["sum", "amax", "amin"]
 ) -> Tensor:
     """Scatters ``values`` into a copy of ``out``, remote targets included."""
-    plan = index.plan
     dim = dim % out.dim()
+    index = widened_row(index, out.size(dim))
+    plan = index.plan
     require_rows(out, dim, plan, "Scattering into")
     out0, values0 = out.movedim(dim, 0), values.movedim(dim, 0)
     rows = index.flat.view(-1, *[1] * (values0.dim() - 1)).expand_as(values0)
@@ -323,6 +339,8 @@ def _scatter_reduce(func: Any, args: Any, kwargs: Any) -> Any:
 @handles(Tensor.__setitem__)
 def _setitem(func: Any, args: Any, kwargs: Any) -> Any:
     out, key, value = args
+    if isinstance(out, DistEdgeIndex | ShiftedEdges):
+        return set_shifted_row(out, key, value, refusal(func))
     if isinstance(out, InSpace) or not isinstance(key, DistIndex):
         raise refusal(func)
     rows = key.flat

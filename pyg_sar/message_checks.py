@@ -116,7 +116,8 @@ def check_linear(
     per_edge = scales[0].index_select(0, tile.index)
     while per_edge.dim() < original.dim():
         per_edge = per_edge.unsqueeze(-1)
-    if per_edge.dim() > original.dim() or not _close(scaled * per_edge, original):
+    apart = all(a in (1, b) for a, b in zip(per_edge.shape[1:], original.shape[1:], strict=False))
+    if per_edge.dim() > original.dim() or not apart or not _close(scaled * per_edge, original):
         raise NeedsAllEdges("the message is not linear in the weights that it normalises")
     if pattern[0] == "max":
         moved = Reductions(shift=0.5)

@@ -119,6 +119,9 @@ class TileProgram:
         self._numbers: dict[tuple[Role, int], int] = {}
         self._is_edge_level = is_edge_level
         self._deferred: dict[str, Call] = {}
+        # `to_hetero_with_bases` weighs messages in a hook, by the type of each edge.
+        tag = layer.__dict__.get("_edge_type")
+        self._tag = self._number("edge", tag) if isinstance(tag, Tensor) else None
         self._message = self._bind("message", kwargs)
         self._aggregate = self._bind("aggregate", kwargs) if complete else None
 
@@ -226,6 +229,8 @@ class TileProgram:
         if self.complete and _opens_without_edges(tile):
             return self._run_with_stand_in(tile, values, log)
         layer = self.layer
+        if self._tag is not None:
+            layer.__dict__["_edge_type"] = values[self._tag]
         index = make_target_index(
             tile.index,
             tile.target_rows,

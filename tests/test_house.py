@@ -20,7 +20,7 @@ LAYERS = (
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
     "partition attributes parts hetero_partition hetero_parts prepare storage",
     "synthetic graph_files graphs",
-    "halo exchange distributed_index index_space shard chunk rounds target_index",
+    "halo exchange distributed_index joint_index index_space shard chunk rounds target_index",
     "reduce program message_checks dependence strategy aggregate gradients",
     "nn.message_passing nn.norm nn",
     "convert loading metrics",
