@@ -162,7 +162,7 @@ class TileProgram:
             raise ValueError(
                 f"Expected '{name[:-2]}' to hold the {nodes} nodes of rank {self.rank} "
                 f"on its first axis (got shape {list(value.shape)}); pass this worker's rows, as "
-                "pyg_sar.load_partition returns them"
+                "pyg_sar.load_partition returns them (data.n_id to a layer that takes node ids)"
             )
         return self._number("target" if target else "source", value)
 

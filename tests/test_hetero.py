@@ -10,17 +10,21 @@ import pytest
 import torch
 from hetero_graphs import WIDTHS, make_hetero, random_parts
 from oracle import (
+    CHANNELS,
+    EDGE_DIM,
     MODES,
     assemble,
     error,
     gradient_scale,
+    make_graph,
     node_losses,
     set_policy,
     threads,
 )
 from torch import Tensor
-from torch_geometric.data import HeteroData
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import (
+    FastRGCNConv,
     GATConv,
     GATv2Conv,
     GCNConv,
@@ -30,6 +34,8 @@ from torch_geometric.nn import (
     HeteroDictLinear,
     HeteroLayerNorm,
     HGTConv,
+    RGATConv,
+    RGCNConv,
     SAGEConv,
     TransformerConv,
     to_hetero,
@@ -236,3 +242,129 @@ def test_models_equal_one_process(world, tmp_path):
     root = tmp_path / "parts"
     pyg_sar.write_partitions(data, world, root, random_parts(data, world))
     check(models(), world, MODES, root, data)
+
+
+# Relations as edge types ######################################################
+
+TYPES, NODES = 3, 40
+
+
+class ByType(torch.nn.Module):
+    """A relational layer on features, or on node ids as features."""
+
+    def __init__(self, conv: torch.nn.Module, ids: bool = False, attr: bool = False) -> None:
+        super().__init__()
+        self.conv, self.ids, self.attr = conv, ids, attr
+
+    def forward(self, x: Tensor, edge_index: Tensor, n_id: Tensor, edge_type: Tensor, attr: Any):
+        if self.ids:
+            return self.conv(n_id, edge_index, edge_type) + 0 * x.sum(1, keepdim=True)
+        more = {"edge_attr": attr} if self.attr else {}
+        return self.conv(x, edge_index, edge_type, **more)
+
+
+def relational() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(2)
+    size = (CHANNELS, 6, TYPES)
+    found = {
+        "RGCN": ByType(RGCNConv(*size)),
+        "RGCN, bases": ByType(RGCNConv(*size, num_bases=2)),
+        "RGCN, blocks": ByType(RGCNConv(*size, num_blocks=2)),
+        "RGCN, max": ByType(RGCNConv(*size, aggr="max")),
+        "RGCN, ids": ByType(RGCNConv(NODES, 6, TYPES), ids=True),
+        "FastRGCN": ByType(FastRGCNConv(*size)),
+        "FastRGCN, bases": ByType(FastRGCNConv(*size, num_bases=2)),
+        "FastRGCN, blocks": ByType(FastRGCNConv(*size, num_blocks=2)),
+        "RGAT": ByType(RGATConv(*size, heads=2)),
+        "RGAT, within": ByType(RGATConv(*size, attention_mechanism="within-relation")),
+        "RGAT, bases, attr": ByType(
+            RGATConv(*size, num_bases=2, mod="f-scaled", edge_dim=EDGE_DIM), attr=True
+        ),
+    }
+    return {name: model.double() for name, model in found.items()}
+
+
+def relational_pass(model: Any, data: Data, n_id: Tensor, mean: Any) -> Any:
+    model.zero_grad()
+    x = data.x.clone().requires_grad_()
+    attr = data.edge_attr.clone().requires_grad_()
+    out = model(x, data.edge_index, n_id, data.edge_type, attr)
+    mean(node_losses(out, n_id)).backward()
+    grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return out.detach(), x.grad, attr.grad, grads
+
+
+def relational_worker(jobs: Any, policies: Any, root: Any) -> Any:
+    data = pyg_sar.load_partition(root)
+    found = {}
+    for name, plain in jobs.items():
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        for k, policy in enumerate(policies):
+            set_policy(model, policy)
+            found[name, k] = relational_pass(model, data, data.n_id, pyg_sar.mean)
+    return data.n_id, data.e_id, found
+
+
+def typed_graph() -> Data:
+    data = make_graph(NODES)
+    data.edge_type = torch.arange(data.num_edges) % (TYPES - 1)  # the last relation is absent
+    return data
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_relational_layers_equal_one_process(world, tmp_path):
+    data, root, jobs = typed_graph(), tmp_path / "parts", relational()
+    part = torch.arange(NODES) * max(world - 1, 1) // NODES  # the last of several parts is empty
+    pyg_sar.write_partitions(data, world, root, part)
+    workers = threads(relational_worker, world, jobs, MODES, root)
+    for name, plain in jobs.items():
+        expected = relational_pass(plain, data, torch.arange(NODES), torch.mean)
+        scale = gradient_scale(expected[3])
+        for k, policy in enumerate(MODES):
+            where = f"{name}, {world} workers, {policy}"
+            for place, ids, count in ((0, 0, NODES), (1, 0, NODES), (2, 1, data.num_edges)):
+                shards = [(worker[ids], worker[2][name, k][place]) for worker in workers]
+                assert error(assemble(shards, count), expected[place]) <= 1e-10, (where, place)
+            for worker in workers:
+                for n, gradient in expected[3].items():
+                    got = worker[2][name, k][3][n]
+                    assert error(got, gradient, scale) <= 1e-10, (where, n)
+
+
+def refused(root: Any) -> list[str]:
+    data = pyg_sar.load_partition(root)
+    found = []
+    for conv, x in ((RGCNConv, None), (FastRGCNConv, None), (FastRGCNConv, data.n_id)):
+        model = pyg_sar.distribute(conv(NODES, 4, TYPES).double())
+        try:
+            model(x, data.edge_index, data.edge_type)
+        except (ValueError, pyg_sar.DistributedIndexError) as problem:
+            found.append(str(problem))
+    return found
+
+
+def test_node_ids_of_this_worker_are_refused(tmp_path):
+    pyg_sar.write_partitions(typed_graph(), 2, tmp_path / "parts", "contiguous")
+    for found in threads(refused, 2, tmp_path / "parts"):
+        assert len(found) == 3
+        assert "data.n_id" in found[0] and "data.n_id" in found[1]
+        assert "distributed" in found[2]
+
+
+def bucketings(root: Any) -> list[int]:
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(RGCNConv(CHANNELS, 4, 40).double())
+    found = []
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        for _ in range(3):
+            model(data.x, data.edge_index, data.edge_type).sum().backward()
+            found.append(ledger.events("bucketing"))
+    return found
+
+
+def test_relations_are_bucketed_once(tmp_path):
+    data = typed_graph()
+    data.edge_type = torch.arange(data.num_edges) % 40
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+    for found in threads(bucketings, 2, tmp_path / "parts"):
+        assert found == [40, 40, 40]

@@ -22,7 +22,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
-from pyg_sar.strategy import MERGEABLE, Chooser, Verdict, title_of
+from pyg_sar.strategy import MERGEABLE, Chooser, Verdict, maximum, title_of
 from pyg_sar.target_index import NeedsAllEdges
 
 
@@ -203,6 +203,9 @@ class DistMessagePassing(MessagePassing):
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
+        if self.__dict__.get("_alpha", 0) is None:
+            # Layers check that their message left its attention weights here. They are not kept.
+            self._alpha = out.new_empty(0)
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
         for hook in self._propagate_forward_hooks.values():
@@ -328,4 +331,10 @@ def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
     most = verdict.max_edges
     if verdict.strategy == "sequential":
         return ShardRounds(shards_of(edge_index), most)
-    return ChunkRounds(edge_index.remember(("chunks", most), lambda: Chunks(edge_index, most)))
+    # Chunks are made by all workers together, but not all remember the same edges: those of one
+    # relation may be equal to those of another here (none, say), and not there.
+    key = ("chunks", most)
+    missing = [int(key not in edge_index._memory)]
+    if maximum(edge_index.plan.comm, missing, edge_index.device)[0]:
+        edge_index._memory.pop(key, None)
+    return ChunkRounds(edge_index.remember(key, lambda: Chunks(edge_index, most)))
