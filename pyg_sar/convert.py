@@ -121,9 +121,9 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"Parameter '{name}' is not initialized at rank {comm.rank}: give its layer's "
-                "in_channels instead of -1, or run the model once on a small plain graph before "
-                "distribute()"
+                f"Parameter '{name}' is not initialized at rank {comm.rank}: call "
+                "pyg_sar.initialize(model, data.x, data.edge_index) with the model's arguments "
+                "before distribute(), or give its layer's in_channels instead of -1"
             )
     if comm.world_size == 1:
         return

@@ -368,3 +368,54 @@ def test_relations_are_bucketed_once(tmp_path):
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
     for found in threads(bucketings, 2, tmp_path / "parts"):
         assert found == [40, 40, 40]
+
+
+# Lazy parameters ##############################################################
+
+
+def lazy_models() -> dict[str, torch.nn.Module]:
+    data = make_hetero()
+    known = [name for name in data.node_types if name != "loner"], data.edge_types
+    torch.manual_seed(3)
+    found = {
+        "HeteroConv": HeteroConv(relations(lambda a, b: SAGEConv((-1, -1), OUT))),
+        "to_hetero": to_hetero(Homogeneous(GATv2Conv, add_self_loops=False), known),
+        "with bases": to_hetero_with_bases(
+            Homogeneous(SAGEConv), data.metadata(), 2, in_channels={"x": 5}
+        ),
+        "HGT": HGTConv(-1, OUT, data.metadata()),
+    }
+    return {name: model.double() for name, model in found.items()}
+
+
+def lazy_worker(root: Any) -> Any:
+    data = pyg_sar.load_partition(root)
+    ids = {name: data[name].n_id for name in data.node_types}
+    found, problem = {}, ""
+    for name, model in lazy_models().items():
+        try:
+            pyg_sar.distribute(model)
+        except ValueError as error:
+            problem = str(error)
+        pyg_sar.initialize(model, data.x_dict, data.edge_index_dict)
+        model = pyg_sar.distribute(model)
+        found[name] = model.state_dict(), model.training, model(data.x_dict, data.edge_index_dict)
+    return ids, found, problem
+
+
+def test_lazy_parameters_are_initialised_from_the_partition(tmp_path):
+    data = make_hetero()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", random_parts(data, 3))
+    workers = threads(lazy_worker, 3, tmp_path / "parts")
+    for name, plain in lazy_models().items():
+        with torch.no_grad():
+            plain(data.x_dict, data.edge_index_dict)
+        plain.load_state_dict(workers[0][1][name][0])
+        expected = plain(data.x_dict, data.edge_index_dict)
+        for kind, whole in expected.items():
+            shards = [(ids[kind], found[name][2][kind]) for ids, found, _ in workers]
+            got = assemble(shards, data[kind].num_nodes)
+            assert error(got, whole) <= 1e-10, (name, kind)
+    for _, found, problem in workers:
+        assert "pyg_sar.initialize" in problem
+        assert all(training for _, training, _ in found.values())

@@ -23,7 +23,7 @@ LAYERS = (
     "halo exchange distributed_index joint_index index_space shard chunk rounds target_index",
     "reduce program message_checks dependence strategy aggregate gradients",
     "nn.message_passing nn.norm nn",
-    "convert loading metrics",
+    "lazy convert loading metrics",
     "models schedule splits checkpoint train_config training callbacks report",
     "pyg_sar",
     "run demo cli __main__",
