@@ -55,7 +55,7 @@ class ShiftedEdges(InSpace):
     dist_row: int
 
 
-@handles(Tensor.__add__, Tensor.add, torch.add, Tensor.__iadd__, Tensor.add_, Tensor.__radd__)
+@handles(Tensor.__iadd__, Tensor.add_)
 def _add(func: Any, args: Any, kwargs: Any) -> Any:
     row, offset = args if len(args) == 2 else (None, None)
     if kwargs or not isinstance(row, DistIndex | ShiftedRow) or isinstance(offset, bool):
