@@ -21,10 +21,10 @@ LAYERS = (
     "partition attributes parts hetero_partition hetero_parts prepare storage",
     "synthetic graph_files graphs",
     "halo exchange distributed_index joint_index index_space shard chunk rounds target_index",
-    "reduce program message_checks dependence strategy aggregate gradients",
-    "nn.message_passing nn.norm nn",
+    "reduce program message_checks dependence strategy aggregate owned_rows gradients",
+    "nn.embedding nn.message_passing nn.norm nn",
     "lazy convert loading metrics",
-    "models schedule splits checkpoint train_config training callbacks report",
+    "models schedule splits checkpoint_rows checkpoint train_config training callbacks report",
     "pyg_sar",
     "run demo cli __main__",
 )
