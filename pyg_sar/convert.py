@@ -16,8 +16,10 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.comm import Communicator, current
 from pyg_sar.gradients import GradientSum, SummedByHand
 from pyg_sar.moments import OVER_ROWS
+from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
+from pyg_sar.owned_rows import owned_parameters, shared_parameters
 from pyg_sar.policy import SARPolicy
 
 
@@ -40,7 +42,9 @@ def distribute(
     Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a
     :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; norms over nodes take their
     statistics over all workers. Parameters, buffers, ``state_dict`` keys and the model's own code
-    stay. Rank 0's parameters and buffers are copied to all workers.
+    stay. Rank 0's parameters and buffers are copied to all workers, but for those with a row per
+    node, of which each worker owns its rows (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of
+    ``LightGCN`` and the adjacency's weight of ``LINKX``, built with ``data.num_nodes``).
 
     .. code-block:: python
 
@@ -66,6 +70,7 @@ def distribute(
     """
     comm = current()
     policies = dict(layer_policies or {})
+    claim_rows(model)
     _check(model, policies, comm)
     policy = policy or SARPolicy()
     _check_alike(model, policy, policies, comm)
@@ -105,9 +110,9 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"Parameter '{name}' is not initialized at rank {comm.rank}: give its layer's "
-                "in_channels instead of -1, or run the model once on a small plain graph before "
-                "distribute()"
+                f"Parameter '{name}' is not initialized at rank {comm.rank}: call "
+                "pyg_sar.initialize(model, data.x, data.edge_index) with the model's arguments "
+                "before distribute(), or give its layer's in_channels instead of -1"
             )
     if comm.world_size == 1:
         return
@@ -141,7 +146,11 @@ def _check_alike(
 ) -> None:
     """Workers with different models or policies would wait for each other forever."""
     rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
-    rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    owned = {name for name, _, _ in owned_parameters(model)}
+    rows += [
+        f"{name}: {[*(['own rows'] if name in owned else p.shape[:1]), *p.shape[1:]]} {p.dtype}"
+        for name, p in model.named_parameters()
+    ]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
     everyone = comm.all_gather_object(rows)
@@ -159,7 +168,7 @@ def _check_alike(
 def _copy_from_first(model: torch.nn.Module, comm: Communicator) -> None:
     """Rank 0's parameters and buffers on every worker, one message per dtype."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*shared_parameters(model), *model.buffers()):
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     label = ("", "", "initial parameters")
     for (dtype, _), tensors in groups.items():

@@ -165,9 +165,13 @@ class DistEdgeIndex(InSpace):
         edge_index: Integer tensor ``[2, E]``.
         plan: The halo plan of the source nodes.
         targets: Between nodes of two types: this worker's nodes of the targets' type.
+
+    Attributes:
+        origin: What it is a copy of.
     """
 
     dist_row: int
+    origin: DistEdgeIndex | None = None
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The distributed row and the local one, both as plain tensors ``[E]``."""
@@ -249,7 +253,9 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     plan = source.plan.to(out.device)
     order = None if source.order is None else source.order.to(out.device)
     if isinstance(source, DistEdgeIndex):
-        return dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
+        copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
+        copy.origin = source if plan is source.plan else None
+        return copy
     return dist_index(out, plan, targets=source.targets).ordered(order)
 
 

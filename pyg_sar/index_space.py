@@ -13,7 +13,8 @@ comes back and what hangs on it (shards, normalisation) is made once.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,13 @@ from pyg_sar.distributed_index import (
 )
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange import halo_gather, halo_reduce
+from pyg_sar.joint_index import (
+    ShiftedEdges,
+    join,
+    row_of_shifted,
+    set_shifted_row,
+    widened_row,
+)
 
 __all__ = [
     "METADATA",
@@ -119,26 +127,79 @@ def _joined_order(parts: Sequence[Any], edges: bool) -> Tensor | None:
     return torch.cat(ranks)
 
 
+class _Selections:
+    """Edges selected from a tensor earlier, found again by the same or by equal columns.
+
+    Relational layers select the edges of each relation by a mask that they make anew in each
+    pass. As many edges are remembered as there are in a few copies of the whole.
+
+    Args:
+        num_edges: Edges that may be selected.
+    """
+
+    def __init__(self, num_edges: int) -> None:
+        self._room = 4 * num_edges + 64
+        self._held = 0
+        self._by_identity: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
+        self._by_content: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
+
+    def find(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
+        """The edges in these columns (a mask, or their numbers)."""
+        key = (id(columns), version_of(columns))
+        if key not in self._by_identity:
+            # The entry keeps `columns` alive, so that its id stays its own.
+            self._by_identity[key] = columns, self._equal(columns, make)
+            if len(self._by_identity) > 16:
+                self._by_identity.popitem(last=False)
+        self._by_identity.move_to_end(key)
+        return self._by_identity[key][1]
+
+    def _equal(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
+        with torch.inference_mode(False):
+            mask = columns.dtype in (torch.bool, torch.uint8)
+            numbers = columns.nonzero().view(-1) if mask else columns.clone()
+        places = torch.arange(numbers.numel(), device=numbers.device) % 1009
+        key = numbers.numel(), int(numbers.sum()), int((numbers * places).sum())
+        found = self._by_content.pop(key, None)
+        if found is not None and not torch.equal(found[0], numbers):
+            self._held -= numbers.numel()
+            found = None
+        if found is None:
+            found = numbers, make()
+            self._held += numbers.numel()
+        self._by_content[key] = found
+        while self._held > self._room and len(self._by_content) > 1:
+            _, (dropped, _) = self._by_content.popitem(last=False)
+            self._held -= dropped.numel()
+        return found[1]
+
+
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     """``edge_index[:, columns]``. See [Note: once per structure]."""
 
-    def make() -> Any:
-        chosen = _edges_like(plain(source)[:, columns], source)
-        return columns, chosen.ordered(_selected_order(source, columns))
+    def make() -> DistEdgeIndex:
+        with torch.inference_mode(False):
+            chosen = _edges_like(plain(source)[:, columns], source)
+            return chosen.ordered(_selected_order(source, columns))
 
     if not isinstance(columns, Tensor):
         key = ("columns", str(columns)) if isinstance(columns, slice) else None
-        return make()[1] if key is None else source.remember(key, make)[1]
-    # The entry keeps `columns` alive, so that its id stays its own.
-    return source.remember(("columns", id(columns), version_of(columns)), make)[1]
+        return make() if key is None else source.remember(key, make)
+    selections: _Selections = source.remember("selections", lambda: _Selections(source.size(1)))
+    return selections.find(columns, make)
 
 
 @handles(Tensor.__getitem__)
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     source, key = args
-    if isinstance(source, DistEdgeIndex):
+    if isinstance(source, DistEdgeIndex | ShiftedEdges):
+        if isinstance(key, tuple) and len(key) == 2 and key[1] == slice(None):
+            key = key[0]
         if isinstance(key, int):
+            if isinstance(source, ShiftedEdges):
+                return row_of_shifted(source, key % 2)
             return _row(source, key % 2)
+    if isinstance(source, DistEdgeIndex):
         if isinstance(key, tuple) and len(key) == 2:
             rows, columns = key
             if isinstance(rows, int) and isinstance(columns, slice | Tensor):
@@ -201,9 +262,11 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     parts = list(args[0])
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     base: Any = next(part for part in parts if isinstance(part, InSpace))
-    edges = isinstance(base, DistEdgeIndex)
+    edges = isinstance(base, DistEdgeIndex | ShiftedEdges)
     if dim not in ((1, -1) if edges else (0, -1)):
         raise refusal(func)
+    if any(isinstance(part, ShiftedEdges) for part in parts):
+        return join(parts)
     for part in parts:
         _check_joined(part, base)
     others = [plain(part) for part in parts if part is not base]
@@ -282,8 +345,9 @@ def _compare(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
-    plan = index.plan
     dim = dim % x.dim() if x.dim() else 0
+    index = widened_row(index, x.size(dim)) if x.dim() else index
+    plan = index.plan
     require_rows(x, dim, plan, "Reading")
     key = (id(x), dim, version_of(x), torch.is_grad_enabled())
     if key not in plan.gathered:
@@ -315,8 +379,9 @@ def _scatter(
     out: Tensor, dim: int, index: DistIndex, values: Tensor, reduce: Literal["sum", "amax", "amin"]
 ) -> Tensor:
     """Scatters ``values`` into a copy of ``out``, remote targets included."""
-    plan = index.plan
     dim = dim % out.dim()
+    index = widened_row(index, out.size(dim))
+    plan = index.plan
     require_rows(out, dim, plan, "Scattering into")
     out0, values0 = out.movedim(dim, 0), values.movedim(dim, 0)
     rows = index.flat.view(-1, *[1] * (values0.dim() - 1)).expand_as(values0)
@@ -360,6 +425,8 @@ def _scatter_reduce(func: Any, args: Any, kwargs: Any) -> Any:
 @handles(Tensor.__setitem__)
 def _setitem(func: Any, args: Any, kwargs: Any) -> Any:
     out, key, value = args
+    if isinstance(out, DistEdgeIndex | ShiftedEdges):
+        return set_shifted_row(out, key, value, refusal(func))
     if isinstance(out, InSpace) or not isinstance(key, DistIndex):
         raise refusal(func)
     rows = key.flat

@@ -138,6 +138,9 @@ class TileProgram:
         self._named: list[Tensor] = []  # alive, or their ids would come again
         self._is_edge_level = is_edge_level
         self._deferred: dict[str, Call] = {}
+        # `to_hetero_with_bases` weighs messages in a hook, by the type of each edge.
+        tag = layer.__dict__.get("_edge_type")
+        self._tag = self._number("edge", tag) if isinstance(tag, Tensor) else None
         self._message = self._bind("message", kwargs)
         self._aggregate = self._bind("aggregate", kwargs) if complete else None
 
@@ -176,7 +179,7 @@ class TileProgram:
             raise ValueError(
                 f"Expected '{name[:-2]}' to hold the {nodes} nodes of rank {self.rank} "
                 f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
-                "pyg_sar.load_partition returns them"
+                "pyg_sar.load_partition returns them (data.n_id to a layer that takes node ids)"
             )
         return self._number("target" if target else "source", value, axis % dims)
 
@@ -285,6 +288,8 @@ class TileProgram:
             value.movedim(0, o.axis) if o.axis and value is not None else value
             for o, value in zip(self.operands, values, strict=True)
         ]
+        if self._tag is not None:
+            layer.__dict__["_edge_type"] = values[self._tag]
         index = self._index(tile, log)
         own = {
             "index": index,

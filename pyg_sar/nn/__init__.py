@@ -1,5 +1,6 @@
 """Layers and norms that run on a distributed graph."""
 
+from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
 from pyg_sar.nn.graph_norm import (
     DistGraphNorm,
     DistGraphSizeNorm,
@@ -35,5 +36,9 @@ __all__ = [
     "DistMessagePassing",
     "DistPairNorm",
     "DistSyncBatchNorm",
+    "NodeEmbedding",
     "OneShotWarning",
+    "gather_embedding",
+    "own_rows",
+    "scatter_embedding",
 ]

@@ -18,6 +18,7 @@ from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
+from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
@@ -29,6 +30,7 @@ from pyg_sar.strategy import (
     Verdict,
     decomposition_of,
     edge_level_names,
+    maximum,
     most_edges,
     title_of,
 )
@@ -71,12 +73,12 @@ class DistMessagePassing(MessagePassing):
     # Entry points ############################################################
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        edge_index = next(
-            (a for a in (*args, *kwargs.values()) if isinstance(a, DistEdgeIndex)), None
-        )
-        if edge_index is None:
+        given = (*args, *kwargs.values())
+        relations = [r for a in given if isinstance(a, dict) for r in a.values()]
+        edges = [a for a in (*given, *relations) if isinstance(a, DistEdgeIndex)]
+        if not edges:
             return super().__call__(*args, **kwargs)
-        with self._call_scope(edge_index, args, kwargs):
+        with self._call_scope(edges, args, kwargs):
             return super().__call__(*args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
@@ -107,14 +109,16 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
+        edge_index = self._with_room(edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = self._reversed(edge_index, size, kwargs)
         size = _known_size(edge_index, size, self)
-        strategy, reason = self._strategy()
-        verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
-        if verdict.needs is None:
-            return self._propagate_whole(edge_index, size, kwargs)
-        return self._propagate_parts(edge_index, size, kwargs, verdict)
+        with _charged([] if edge_index.plan.scope else [edge_index], self.ledger_name):
+            strategy, reason = self._strategy()
+            verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
+            if verdict.needs is None:
+                return self._propagate_whole(edge_index, size, kwargs)
+            return self._propagate_parts(edge_index, size, kwargs, verdict)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         """Updates edge features; see :meth:`torch_geometric.nn.MessagePassing.edge_updater`.
@@ -124,6 +128,7 @@ class DistMessagePassing(MessagePassing):
         """
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
+        edge_index = self._with_room(edge_index, kwargs)
         size = _known_size(edge_index, size, self)
         strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
@@ -131,6 +136,24 @@ class DistMessagePassing(MessagePassing):
             return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
+
+    def _with_room(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
+        """Edges of several relations, among as many nodes as the layer's tensors have rows."""
+        if not edge_index.plan.open_ended:
+            return edge_index
+        rows: dict[int, int] = {}  # nodes by the row of edges that refers to them
+        for method in ("message", "edge_update"):
+            for name in self.inspector.get_param_names(method) if method in _methods(self) else ():
+                value: Any = kwargs.get(name[:-2]) if name[-2:] in ("_i", "_j") else None
+                row = int((name[-2:] == "_i") == (self.flow == "source_to_target"))
+                pair = value if isinstance(value, tuple | list) else {row: value}
+                found = dict(enumerate(pair)) if isinstance(pair, tuple | list) else pair
+                for place, tensor in found.items():
+                    if isinstance(tensor, Tensor):
+                        rows[place] = tensor.size(int(self.node_dim))
+        place = edge_index.dist_row
+        sources = rows.get(place, edge_index.plan.num_local)
+        return widened(edge_index, sources, rows.get(1 - place, sources))
 
     # How to run ##############################################################
 
@@ -243,16 +266,15 @@ class DistMessagePassing(MessagePassing):
 
     @contextmanager
     def _call_scope(
-        self, edge_index: DistEdgeIndex, args: Sequence[Any], kwargs: dict[str, Any]
+        self, edges: Sequence[DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        plan = edge_index.plan
-        outer, plan.scope = plan.scope, self.ledger_name
         whole = self._one_shot_call
         self._one_shot_call = whole or self._wants_attention(args, kwargs)
         try:
             with (
-                named(f"{title_of(self)} at rank {plan.rank}"),
-                self._kept_normalisation(edge_index, args, kwargs),
+                _charged(edges, self.ledger_name),
+                named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
+                self._kept_normalisation(edges[0], args, kwargs),
             ):
                 hook = self.__dict__.get("gradient_sum")
                 if hook is not None:
@@ -260,8 +282,6 @@ class DistMessagePassing(MessagePassing):
                 forget_tile_values(self)
                 yield
         finally:
-            plan.scope = outer
-            plan.gathered.clear()
             self._one_shot_call = whole
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -316,6 +336,25 @@ def _kind_of_argument(value: Any) -> Any:
     if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
         return tuple((name, _kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
+
+
+@contextmanager
+def _charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
+    """Ledgers charge the layer for what is gathered with these edges; each tensor once."""
+    outer = [(edge_index.plan, edge_index.plan.scope) for edge_index in edges]
+    for plan, _ in outer:
+        plan.scope = layer
+    try:
+        yield
+    finally:
+        for plan, scope in reversed(outer):
+            plan.scope = scope
+            plan.gathered.clear()
+
+
+def _methods(layer: MessagePassing) -> tuple[str, ...]:
+    updates = type(layer).edge_update is not MessagePassing.edge_update
+    return ("message", "edge_update") if updates else ("message",)
 
 
 def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
@@ -380,4 +419,10 @@ def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
     most = verdict.max_edges
     if verdict.strategy == "sequential":
         return ShardRounds(shards_of(edge_index), most)
-    return ChunkRounds(edge_index.remember(("chunks", most), lambda: Chunks(edge_index, most)))
+    # Chunks are made by all workers together, but not all remember the same edges: those of one
+    # relation may be equal to those of another here (none, say), and not there.
+    key = ("chunks", most)
+    missing = [int(key not in edge_index._memory)]
+    if maximum(edge_index.plan.comm, missing, edge_index.device)[0]:
+        edge_index._memory.pop(key, None)
+    return ChunkRounds(edge_index.remember(key, lambda: Chunks(edge_index, most)))
