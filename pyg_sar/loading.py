@@ -10,6 +10,7 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PartitionError
+from pyg_sar.graph_index import dist_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import dist_edge_index
 from pyg_sar.storage import PartitionMetadata, part_attributes, read_metadata, read_part
@@ -24,8 +25,9 @@ def load_partition(
     """Loads this worker's part of a partitioned graph.
 
     The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
-    ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). Only this
-    worker's file is read.
+    ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
+    ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
+    together. Only this worker's file is read.
 
     Args:
         root: The folder that :func:`write_partitions` wrote.
@@ -96,4 +98,7 @@ def _as_data(
     data.e_id = tensors["e_id"].to(device)
     data.num_nodes = plan.num_local
     data.edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    kind = metadata.attributes.get("batch")
+    if kind is not None and (kind.level, kind.dtype, len(kind.shape)) == ("node", "int64", 1):
+        data.batch = dist_batch(data.batch)
     return data
