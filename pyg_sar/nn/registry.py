@@ -14,9 +14,9 @@ import torch
 from torch_geometric.nn import Aggregation, DeepSetsAggregation, MessagePassing
 
 from pyg_sar.comm import current
-from pyg_sar.nn import pool
+from pyg_sar.nn import attention, pool
 
-MODULES: dict[type, type] = {**pool.MODULES}
+MODULES: dict[type, type] = {**pool.MODULES, **attention.MODULES}
 MIXINS: dict[type, type] = {}
 REFUSED: dict[type, str] = {**pool.REFUSED}
 
