@@ -107,7 +107,7 @@ class SequentialAggregation:
             record: Whether a backward pass may follow.
 
         Returns:
-            The aggregate ``[num_local, *]`` and the reducer's state for the backward pass.
+            The aggregate ``[num_targets, *]`` and the reducer's state for the backward pass.
         """
         program = self.program
         reducer = self.reducer()
@@ -172,7 +172,7 @@ class SequentialAggregation:
         """Gradients of the operands and of the layer's parameters (by id).
 
         Args:
-            gradient: The aggregate's gradient ``[num_local, *]``.
+            gradient: The aggregate's gradient ``[num_targets, *]``.
             tensors: The operands' tensors; ``None`` where values aren't needed.
             state: The reducer's state.
             last: Kept graphs may be freed.

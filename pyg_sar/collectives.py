@@ -24,7 +24,9 @@ BACKWARD = ("", "backward", "readout")
 
 
 def _summed(tensor: Tensor, comm: Communicator, label: tuple[str, str, str]) -> Tensor:
-    return comm.all_reduce(tensor.detach().clone(memory_format=torch.contiguous_format), label=label)
+    return comm.all_reduce(
+        tensor.detach().clone(memory_format=torch.contiguous_format), label=label
+    )
 
 
 class _Sum(torch.autograd.Function):

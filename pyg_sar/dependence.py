@@ -170,9 +170,12 @@ def _storage(tensor: Tensor) -> int:
 
 
 def sample(edge_index: DistEdgeIndex) -> Tile:
-    """A few of the worker's edges, if it has any; sources are taken from its own rows."""
+    """A few of the worker's edges, if it has any; sources are taken from its own rows.
+
+    Without own rows (of the sources' type) the analysis has one that stands in for them.
+    """
     nodes = edge_index.plan.num_local
-    count = min(_SAMPLE_EDGES, edge_index.size(1)) if nodes else 0
+    count = min(_SAMPLE_EDGES, edge_index.size(1))
     source, target = plain(edge_index)[:, :count]
     order = target.argsort(stable=True)
     targets, index = torch.unique_consecutive(target[order], return_inverse=True)
@@ -192,7 +195,7 @@ def analyse(program: TileProgram, tile: Tile, values_needed: bool) -> Dependence
     """
     layer = program.layer
     tensors = [operand.tensor.detach() for operand in program.operands]
-    sources = [tensors[k] for k in program.numbers("source")]
+    sources = [_with_rows(tensors[k]) for k in program.numbers("source")]
 
     def rows(piece: Tile) -> list[Tensor | None]:
         """Fresh rows for each run: a message may write into them."""
@@ -214,6 +217,11 @@ def analyse(program: TileProgram, tile: Tile, values_needed: bool) -> Dependence
         if found.pattern:
             check_linear(program, tile, rows, ambient, found.pattern)
     return found
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """A source tensor, or one row where the worker owns none: its edges' sources are remote."""
+    return tensor if tensor.size(0) else tensor.new_ones(1, *tensor.shape[1:])
 
 
 @contextmanager

@@ -23,7 +23,7 @@ from torch import Tensor
 from pyg_sar.collectives import largest_of_groups, product_over_workers, sum_over_workers
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.index_space import _METADATA, DistIndex, builtin, name_of
+from pyg_sar.distributed_index import METADATA, builtin, name_of
 
 _LABEL = ("", "", "number of graphs")
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -71,7 +71,7 @@ class DistBatch(Tensor):
         handler = _HANDLERS.get(func)
         if handler is not None:
             return handler(func, args, kwargs)
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         raise _refusal(func)

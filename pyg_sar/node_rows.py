@@ -21,7 +21,7 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange import halo_gather
 from pyg_sar.graph_index import one_graph
 from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import _METADATA, builtin, name_of
+from pyg_sar.distributed_index import METADATA, builtin, name_of
 
 _BY_ELEMENT = (
     "abs", "add", "clamp", "clone", "cos", "detach", "div", "exp", "float", "double", "log",
@@ -57,7 +57,7 @@ class NodeRows(Tensor):
         kwargs = kwargs or {}
         if func in _REDUCED:
             return _reduce(func, args, kwargs)
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
         if func in _BY_ROW:

@@ -30,7 +30,9 @@ _NEVER_PER_TILE = ("edge_index", "edge_index_j", "adj_t", "size", "size_j")
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor in its role: ``[num_local, *]`` (source, target), ``[E, *]`` (edge) or any."""
+    """A tensor in its role: ``[num_local, *]`` (source), ``[num_targets, *]`` (target),
+    ``[E, *]`` (edge) or any.
+    """
 
     role: Role
     tensor: Tensor
@@ -111,6 +113,7 @@ class TileProgram:
         self.message_bytes = 0
         self.out_row: tuple[list[int], torch.dtype] | None = None
         self.num_local = edge_index.plan.num_local
+        self.num_targets = edge_index.num_targets
         self.rank = edge_index.plan.rank
         self.operands: list[Operand] = []
         self._numbers: dict[tuple[Role, int], int] = {}
@@ -151,9 +154,10 @@ class TileProgram:
         axis = self.layer.node_dim
         if axis >= value.dim() or axis + value.dim() < 0 or axis % value.dim() != 0:
             raise NeedsAllEdges(f"the nodes of '{name[:-2]}' are not on its first axis")
-        if value.size(0) != self.num_local:
+        nodes = self.num_targets if target else self.num_local
+        if value.size(0) != nodes:
             raise ValueError(
-                f"Expected '{name[:-2]}' to hold the {self.num_local} nodes of rank {self.rank} "
+                f"Expected '{name[:-2]}' to hold the {nodes} nodes of rank {self.rank} "
                 f"on its first axis (got shape {list(value.shape)}); pass this worker's rows, as "
                 "pyg_sar.load_partition returns them"
             )
@@ -226,7 +230,7 @@ class TileProgram:
             tile.index,
             tile.target_rows,
             tile.targets.numel(),
-            self.num_local,
+            self.num_targets,
             log,
             self.complete,
         )

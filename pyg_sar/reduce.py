@@ -39,7 +39,7 @@ class Reducer(ABC):
 
     def __init__(self, rounds: Rounds) -> None:
         self.in_degree = rounds.in_degree
-        self.num_local = rounds.plan.num_local
+        self.num_targets = rounds.in_degree.numel()
 
     @abstractmethod
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
@@ -47,7 +47,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def finish(self) -> Tensor:
-        """The aggregate ``[num_local, *]``."""
+        """The aggregate ``[num_targets, *]``."""
 
     def state(self) -> list[Tensor]:
         """What the backward pass needs of the state, the aggregate first if it is among them."""
@@ -55,7 +55,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
-        """Takes the aggregate's gradient ``[num_local, *]``."""
+        """Takes the aggregate's gradient ``[num_targets, *]``."""
 
     @abstractmethod
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
@@ -69,7 +69,7 @@ class Reducer(ABC):
         """Checks made after the last tile."""
 
     def _zeros(self, messages: Tensor) -> Tensor:
-        return messages.new_zeros(self.num_local, *messages.shape[1:])
+        return messages.new_zeros(self.num_targets, *messages.shape[1:])
 
 
 class SumReducer(Reducer):

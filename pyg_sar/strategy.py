@@ -181,8 +181,8 @@ class Chooser:
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
         edge_level = self._agree_on_edge_level(complete)
-        sizes = [self.edge_index.size(1) if plan.num_local else 0]
-        look = self._look(complete, edge_level, maximum(self.comm, sizes, device)[0] > 0)
+        some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
+        look = self._look(complete, edge_level, some_edges)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
         reason = look.reason or "another worker found that it needs all edges"
         if agreed[0] == 3 and plan.world_size > 1:

@@ -122,7 +122,10 @@ def test_memory_and_traffic():
         ):
             out = ring.global_attention(q, k, v, batch, prefetch=prefetch, layer="attn")
             out.sum().backward()
-        found = [ledger.received_bytes(layer="attn", kind=kind) for kind in ("fetch", "refetch", "gradient")]
+        found = [
+            ledger.received_bytes(layer="attn", kind=kind)
+            for kind in ("fetch", "refetch", "gradient")
+        ]
         return ledger.peak_resident_rows("attn"), found, max(saved)
 
     per_pass = (world - 1) * rows * heads * 2 * width * 8
@@ -237,9 +240,7 @@ def sgformer(**options: Any) -> torch.nn.Module:
 
 
 def gps(**options: Any) -> torch.nn.Module:
-    return Stack(
-        lambda: gnn.GPSConv(CHANNELS, gnn.GCNConv(CHANNELS, CHANNELS), heads=2, **options)
-    )
+    return Stack(lambda: gnn.GPSConv(CHANNELS, gnn.GCNConv(CHANNELS, CHANNELS), heads=2, **options))
 
 
 ANY: dict[str, Callable[[], torch.nn.Module]] = {
@@ -286,7 +287,6 @@ def test_models_are_exact(world: int, tmp_path: Any):
     datas, part = {several: graph(several) for several in (False, True)}, assignment(world)
     for several, data in datas.items():
         pyg_sar.write_partitions(data, world, tmp_path / f"{several}", part)
-
 
     def run(load: Any, convert: Any, mean: Any) -> list[Any]:
         found, loaded = [], {several: load(several) for several in datas}

@@ -181,9 +181,7 @@ def sgformer(attn: SGFormerAttention, x: Tensor, graphs: DistBatch, padding: Pad
     return ((above + padding.longest * inner) / (below + padding.longest)).mean(dim=1)
 
 
-def polynormer(
-    attn: PolynormerAttention, x: Tensor, graphs: DistBatch, padding: Padding
-) -> Tensor:
+def polynormer(attn: PolynormerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
     """:class:`PolynormerAttention` of rows ``[rows, C]``."""
 
     def split(values: Tensor) -> Tensor:

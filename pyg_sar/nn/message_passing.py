@@ -97,6 +97,7 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
+        size = _known_size(edge_index, size, self)
         strategy, reason = self._strategy(edge_index)
         verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
         if verdict.needs is None:
@@ -111,6 +112,7 @@ class DistMessagePassing(MessagePassing):
         """
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
+        size = _known_size(edge_index, size, self)
         strategy, _ = self._strategy(edge_index)
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         if strategy == "one_shot" or hooks:
@@ -248,7 +250,9 @@ class DistMessagePassing(MessagePassing):
             yield
             return
         version = None if weight is None else version_of(weight)
-        key = ("normalised", id(self), x.dtype, id(weight), version)
+        # Not id(self), which a later layer may get: on some workers only, and with other options.
+        itself = self.__dict__.setdefault("_identity", object())
+        key = ("normalised", itself, x.dtype, id(weight), version)
         found = edge_index._memory.get(key)
         self._cached_edge_index = None if found is None else found[0]
         self.cached = True
@@ -265,6 +269,22 @@ class DistMessagePassing(MessagePassing):
 
 DistMessagePassing._orig_propagate = DistMessagePassing.propagate
 DistMessagePassing._jinja_propagate = DistMessagePassing.propagate
+
+
+def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
+    """The size of a relation between nodes of two types; a given one must agree with it."""
+    if not edge_index.bipartite:
+        return size
+    known = (edge_index.plan.num_local, edge_index.num_targets)
+    known = known if edge_index.dist_row == 0 else known[::-1]
+    for given, expected in zip(size or (None, None), known, strict=True):
+        if given not in (None, expected):
+            raise ValueError(
+                f"{title_of(layer)} got size={tuple(size)} for a relation of {known[0]} and "
+                f"{known[1]} nodes at rank {edge_index.plan.rank}; pass this worker's numbers of "
+                "nodes, or leave 'size' out"
+            )
+    return known
 
 
 def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:

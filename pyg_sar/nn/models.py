@@ -71,7 +71,9 @@ class DistInnerProductDecoder(gnn.InnerProductDecoder):
     """:class:`InnerProductDecoder` of distributed edges."""
 
     def forward_all(self, z: Tensor, sigmoid: bool = True) -> Tensor:
-        raise _refuse(self, "forward_all()", "the dense matrix of all pairs isn't made over workers")
+        raise _refuse(
+            self, "forward_all()", "the dense matrix of all pairs isn't made over workers"
+        )
 
 
 class _Reconstruction(gnn.GAE):

@@ -14,11 +14,11 @@ import torch
 from torch_geometric.nn import Aggregation, DeepSetsAggregation, MessagePassing
 
 from pyg_sar.comm import current
-from pyg_sar.nn import attention, pool
+from pyg_sar.nn import attention, models, pool
 
-MODULES: dict[type, type] = {**pool.MODULES, **attention.MODULES}
-MIXINS: dict[type, type] = {}
-REFUSED: dict[type, str] = {**pool.REFUSED}
+MODULES: dict[type, type] = {**pool.MODULES, **attention.MODULES, **models.MODULES}
+MIXINS: dict[type, type] = {**models.MIXINS}
+REFUSED: dict[type, str] = {**pool.REFUSED, **models.REFUSED}
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:
@@ -69,7 +69,8 @@ def check_modules(modules: Mapping[str, torch.nn.Module]) -> None:
     for name, module in modules.items():
         if type(module) in MODULES or isinstance(module, done):
             continue
-        title = f"'{name}' ({type(module).__name__}) can't be distributed (rank {rank})"
+        what = f"'{name}'" if name else "The model"
+        title = f"{what} ({type(module).__name__}) can't be distributed (rank {rank})"
         for kind in type(module).__mro__:
             if kind in REFUSED:
                 raise ValueError(f"{title}: {REFUSED[kind]}")
