@@ -90,8 +90,8 @@ def distribute(
     """
     comm = current()
     policies = dict(layer_policies or {})
-    names = registry.distributed_modules(model, replicated)
-    _check(model, policies, comm, names)
+    seeing = registry.distributed_modules(model, replicated)
+    _check(model, policies, comm, seeing)
     policy = policy or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
     for name, module in model.named_modules():
@@ -103,7 +103,7 @@ def distribute(
                 module.__class__ = _dist_class(kind)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
-        elif name not in names:
+        elif name not in seeing:
             continue
         elif type(module) in _NORMS:
             module.__class__ = _NORMS[type(module)]
@@ -126,7 +126,7 @@ def _check(
     model: torch.nn.Module,
     policies: Mapping[str, SARPolicy],
     comm: Communicator,
-    names: Collection[str],
+    seeing: Mapping[str, torch.nn.Module],
 ) -> None:
     modules = dict(model.named_modules())
     unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
@@ -145,10 +145,8 @@ def _check(
             )
     if comm.world_size == 1:
         return
-    registry.check_modules({name: modules[name] for name in names})
-    for name, module in modules.items():
-        if name not in names:
-            continue
+    registry.check_modules(seeing)
+    for name, module in seeing.items():
         known = type(module) in _NORMS or type(module) in _NORMS.values()
         layer_norm = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode == "graph"
         if layer_norm or (isinstance(module, _LOCAL_STATISTICS) and not known):

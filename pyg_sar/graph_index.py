@@ -22,8 +22,8 @@ from torch import Tensor
 
 from pyg_sar.collectives import largest_of_groups, product_over_workers, sum_over_workers
 from pyg_sar.comm import Communicator, current
-from pyg_sar.errors import DistributedIndexError
 from pyg_sar.distributed_index import METADATA, builtin, name_of
+from pyg_sar.errors import DistributedIndexError
 
 _LABEL = ("", "", "number of graphs")
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -201,7 +201,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         keys = key if isinstance(key, tuple) else (key,)
         plain = tuple(plain_batch(k) if isinstance(k, Tensor) else k for k in keys)
         return source[plain if isinstance(key, tuple) else plain[0]]
-    if source.dim() != 1 or isinstance(key, int | tuple) or isinstance(key, DistBatch):
+    if source.dim() != 1 or isinstance(key, int | tuple | DistBatch):
         raise _refusal(func)
     return _wrap(plain_batch(source)[key], source)
 

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from pyg_sar.collectives import sum_over_workers
 from pyg_sar.comm import Communicator, current
+from pyg_sar.distributed_index import METADATA, builtin, name_of
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange import halo_gather
 from pyg_sar.graph_index import one_graph
 from pyg_sar.halo import HaloPlan
-from pyg_sar.distributed_index import METADATA, builtin, name_of
 
 _BY_ELEMENT = (
     "abs", "add", "clamp", "clone", "cos", "detach", "div", "exp", "float", "double", "log",
@@ -41,6 +41,8 @@ _BY_ROW: frozenset[Any] = frozenset(
     for function in (getattr(Tensor, name, None), getattr(torch, name, None))
     if function is not None
 ) | frozenset(_FUNCTIONS)
+
+_PRODUCTS = (Tensor.matmul, torch.matmul, Tensor.__matmul__, torch.mm, Tensor.mm)
 
 _REDUCED: dict[Any, str] = {
     function: name
@@ -62,9 +64,8 @@ class NodeRows(Tensor):
                 return func(*args, **kwargs)
         if func in _BY_ROW:
             return _by_row(func, args, kwargs)
-        if func in (Tensor.matmul, torch.matmul, Tensor.__matmul__, torch.mm, Tensor.mm):
-            if isinstance(args[0], NodeRows) and not isinstance(args[1], NodeRows):
-                return _by_row(func, args, kwargs)
+        if func in _PRODUCTS and type(args[0]) is NodeRows and type(args[1]) is not NodeRows:
+            return _by_row(func, args, kwargs)
         raise DistributedIndexError(
             f"'{name_of(func)}' on this worker's node rows would mix its own nodes only (rank "
             f"{current().rank}). Supported: functions of each row, and sum, mean, max, min over "

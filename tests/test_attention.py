@@ -246,7 +246,9 @@ def gps(**options: Any) -> torch.nn.Module:
 ANY: dict[str, Callable[[], torch.nn.Module]] = {
     "GPS": gps,
     "GPS, no norm": lambda: gps(norm=None, act="tanh"),
-    "GPS, no conv": lambda: Stack(lambda: gnn.GPSConv(CHANNELS, None, norm="layer_norm", norm_kwargs={"mode": "node"})),
+    "GPS, no conv": lambda: Stack(
+        lambda: gnn.GPSConv(CHANNELS, None, norm="layer_norm", norm_kwargs={"mode": "node"})
+    ),
     "GPS, performer": lambda: gps(
         attn_type="performer", attn_kwargs={"head_channels": 4, "qkv_bias": True}
     ),

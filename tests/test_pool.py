@@ -89,6 +89,15 @@ READOUTS: dict[str, Callable[[], torch.nn.Module]] = {
         Sequential(Linear(CHANNELS, 5), Tanh()), gnn.MLP([5, 6, 3])
     ),
     "variance preserving": aggr.VariancePreservingAggregation,
+    "set transformer": lambda: aggr.SetTransformerAggregation(
+        CHANNELS, 2, heads=2, layer_norm=True
+    ),
+    "set transformer, mean": lambda: aggr.SetTransformerAggregation(
+        CHANNELS, 3, num_encoder_blocks=2, concat=False
+    ),
+    "multiset transformer": lambda: aggr.GraphMultisetTransformer(
+        CHANNELS, 3, heads=2, layer_norm=True
+    ),
 }
 
 

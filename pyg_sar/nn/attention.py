@@ -102,7 +102,13 @@ def outer_sums(k: Tensor, v: Tensor, graphs: DistBatch) -> Tensor:
 
 
 def read_sums(q: Tensor, sums: Tensor, graphs: DistBatch) -> Tensor:
-    r""":math:`q_i^\top S_{g(i)}`: ``[n, heads, r]`` and ``[graphs, heads, r, d]`` to ``[n, heads, d]``."""
+    r""":math:`q_i^\top S_{g(i)}`, ``[n, heads, d]``.
+
+    Args:
+        q: ``[n, heads, r]``.
+        sums: ``[num_graphs, heads, r, d]``.
+        graphs: Graph of each row.
+    """
     if graphs.num_graphs == 1:
         return torch.einsum("nhr,hrd->nhd", q, sums[0])
     order, counts = local_slices(graphs)

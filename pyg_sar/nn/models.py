@@ -36,7 +36,8 @@ def _count(number: int, device: torch.device) -> int:
 
 def _refuse(model: torch.nn.Module, what: str, instead: str) -> ValueError:
     return ValueError(
-        f"{type(model).__name__}.{what} would see only the nodes of rank {current().rank}; {instead}"
+        f"{type(model).__name__}.{what} would see the nodes of rank {current().rank} only; "
+        f"{instead}"
     )
 
 
@@ -186,7 +187,7 @@ class LabelPropagationMixin(gnn.LabelPropagation):
         return cast(Tensor, super().forward(y, *args, **kwargs))
 
 
-class DistRECT_L(gnn.RECT_L):
+class DistRectL(gnn.RECT_L):
     """:class:`RECT_L` whose semantic labels are class means over all workers."""
 
     def get_semantic_labels(self, x: Tensor, y: Tensor, mask: Tensor) -> Tensor:
@@ -269,7 +270,7 @@ MODULES: dict[type, type] = {
     gnn.ARGVA: DistARGVA,
     gnn.SignedGCN: DistSignedGCN,
     gnn.CorrectAndSmooth: DistCorrectAndSmooth,
-    gnn.RECT_L: DistRECT_L,
+    gnn.RECT_L: DistRectL,
     gnn.NeuralFingerprint: DistNeuralFingerprint,
     gnn.ARLinkPredictor: DistARLinkPredictor,
 }

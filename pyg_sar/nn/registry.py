@@ -11,14 +11,25 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 
 import torch
-from torch_geometric.nn import Aggregation, DeepSetsAggregation, MessagePassing
+from torch_geometric.nn import (
+    Aggregation,
+    DeepSetsAggregation,
+    GraphMultisetTransformer,
+    MessagePassing,
+    SetTransformerAggregation,
+)
 
 from pyg_sar.comm import current
-from pyg_sar.nn import attention, models, pool
+from pyg_sar.nn import attention, models, pool, set_attention
 
-MODULES: dict[type, type] = {**pool.MODULES, **attention.MODULES, **models.MODULES}
+MODULES: dict[type, type] = {
+    **pool.MODULES,
+    **attention.MODULES,
+    **set_attention.MODULES,
+    **models.MODULES,
+}
 MIXINS: dict[type, type] = {**models.MIXINS}
-REFUSED: dict[type, str] = {**pool.REFUSED, **models.REFUSED}
+REFUSED: dict[type, str] = {**pool.REFUSED, **set_attention.REFUSED, **models.REFUSED}
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:
@@ -37,12 +48,16 @@ def _kept(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
         prefix = f"{name}." if name else ""
         if isinstance(module, MessagePassing):
             yield f"{prefix}aggr_module"  # DistMessagePassing sees to it.
+        elif isinstance(module, GraphMultisetTransformer | SetTransformerAggregation):
+            yield from (f"{prefix}{child}" for child, _ in module.named_children())
         elif isinstance(module, DeepSetsAggregation):
             yield from (f"{prefix}global_nn", f"{prefix}global_mlp")  # After the reduction.
 
 
-def distributed_modules(model: torch.nn.Module, replicated: Collection[str]) -> frozenset[str]:
-    """Names of the modules that see nodes: all but aggregations of layers and what is replicated.
+def distributed_modules(
+    model: torch.nn.Module, replicated: Collection[str]
+) -> dict[str, torch.nn.Module]:
+    """The modules that see nodes, by name: all but layers' aggregations and what is replicated.
 
     Raises:
         ValueError: When ``replicated`` names no submodule.
@@ -55,7 +70,7 @@ def distributed_modules(model: torch.nn.Module, replicated: Collection[str]) -> 
             f"{[name for name in modules if name]}"
         )
     roots = {*replicated, *_kept(modules)}
-    return frozenset(name for name in modules if not _inside(name, roots))
+    return {name: module for name, module in modules.items() if not _inside(name, roots)}
 
 
 def check_modules(modules: Mapping[str, torch.nn.Module]) -> None:
