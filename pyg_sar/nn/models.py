@@ -214,7 +214,7 @@ class DistARLinkPredictor(gnn.ARLinkPredictor):
     """:class:`ARLinkPredictor` of distributed edges."""
 
     def calculate_r_fraction(self, attract_z: Tensor, repel_z: Tensor) -> float:
-        norms = torch.stack([(attract_z**2).sum(), (repel_z**2).sum()])
+        norms = torch.stack([(attract_z**2).sum(), (repel_z**2).sum()]).detach()
         attract, repel = sum_over_workers(norms, current())
         return float(repel / (attract + repel + 1e-10))
 
