@@ -90,7 +90,7 @@ def distribute(
     """
     comm = current()
     policies = dict(layer_policies or {})
-    seeing = registry.distributed_modules(model, replicated)
+    seeing = registry.Seeing(model, replicated)
     _check(model, policies, comm, seeing)
     policy = policy or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
@@ -103,12 +103,10 @@ def distribute(
                 module.__class__ = _dist_class(kind)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
-        elif name not in seeing:
-            continue
-        elif type(module) in _NORMS:
+        elif name in seeing.rows and type(module) in _NORMS:
             module.__class__ = _NORMS[type(module)]
-        elif type(module) in registry.MODULES:
-            module.__class__ = registry.MODULES[type(module)]
+        elif name in seeing.nodes:
+            module.__class__ = registry.class_after(type(module))
     if comm.world_size > 1:
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
@@ -126,7 +124,7 @@ def _check(
     model: torch.nn.Module,
     policies: Mapping[str, SARPolicy],
     comm: Communicator,
-    seeing: Mapping[str, torch.nn.Module],
+    seeing: registry.Seeing,
 ) -> None:
     modules = dict(model.named_modules())
     unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
@@ -145,8 +143,8 @@ def _check(
             )
     if comm.world_size == 1:
         return
-    registry.check_modules(seeing)
-    for name, module in seeing.items():
+    registry.check_modules(seeing.nodes)
+    for name, module in seeing.rows.items():
         known = type(module) in _NORMS or type(module) in _NORMS.values()
         layer_norm = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode == "graph"
         if layer_norm or (isinstance(module, _LOCAL_STATISTICS) and not known):

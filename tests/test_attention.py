@@ -318,3 +318,80 @@ def test_models_are_exact(world: int, tmp_path: Any):
         for worker in workers:
             for name, gradient in want[2].items():
                 assert error(worker[k][2][name], gradient, scale) <= TOLERANCE, (case, name)
+
+
+# torch's attention ###########################################################
+
+
+class Sequences(torch.nn.Module):
+    """A sequence of three tokens per node."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attn = torch.nn.MultiheadAttention(CHANNELS, 2, batch_first=True)
+        self.block = torch.nn.TransformerEncoderLayer(CHANNELS, 2, 8, dropout=0.0, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        tokens = torch.stack([x, x + 1, x * x], dim=1)
+        return self.block(self.attn(tokens, tokens, tokens)[0]).sum(1)
+
+
+def test_sequences_per_node_are_exact_and_attention_among_nodes_is_refused():
+    x, part = draw(NODES, CHANNELS), assignment(3)
+    torch.manual_seed(1)
+    model = Sequences()
+    expected = model(x).detach()
+
+    def worker() -> Any:
+        ours = pyg_sar.distribute(copy.deepcopy(model))
+        mine = x[part == pyg_sar.current().rank]
+        out = ours(mine).detach()
+        for training in (True, False):  # torch has a path of its own for evaluation.
+            ours.train(training)
+            with torch.no_grad():
+                for call in (lambda t: ours.attn(t, t, t), ours.block):
+                    for shape in (mine.unsqueeze(0), mine):
+                        with pytest.raises(pyg_sar.DistributedIndexError, match="GPSConv"):
+                            call(shape)
+        return out
+
+    found = torch.cat(threads(worker, 3))
+    assert error(found, expected[part.argsort(stable=True)]) <= TOLERANCE
+
+
+def test_dense_batches_of_several_graphs_are_refused():
+    def worker() -> None:
+        model = pyg_sar.distribute(plain.SGFormerAttention(CHANNELS, 2, 4))
+        with pytest.raises(ValueError, match=r"nodes of one graph.*without padding"):
+            model(draw(2, 5, CHANNELS))
+        with pytest.raises(ValueError, match=r"nodes of one graph"):
+            model(draw(1, 3, CHANNELS), torch.tensor([[True, True, False]]))
+        with pytest.raises(ValueError, match="add_bias_kv"):
+            attn = torch.nn.MultiheadAttention(CHANNELS, 2, add_bias_kv=True)
+            layer = gnn.GPSConv(CHANNELS, None, norm=None)
+            layer.attn = attn
+            pyg_sar.distribute(layer)(draw(3, CHANNELS), None)
+
+    threads(worker, 2)
+
+
+class OwnGPS(gnn.GPSConv):
+    """Overrides nothing that is distributed."""
+
+    def extra_repr(self) -> str:
+        return "own"
+
+
+class OtherGPS(gnn.GPSConv):
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return x - x.mean(0)
+
+
+def test_subclasses():
+    def worker() -> list[str]:
+        own = pyg_sar.distribute(OwnGPS(CHANNELS, None))
+        with pytest.raises(ValueError, match=r"model \(OtherGPS\).*overrides forward of GPSConv"):
+            pyg_sar.distribute(OtherGPS(CHANNELS, None))
+        return [kind.__name__ for kind in type(own).__mro__[:3]]
+
+    assert threads(worker, 2) == [["DistOwnGPS", "DistGPSConv", "OwnGPS"]] * 2

@@ -23,6 +23,8 @@ from oracle import (
 )
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
+from torch_geometric.nn import models, pool
+from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.utils import scatter
 
 import pyg_sar
@@ -371,3 +373,178 @@ def test_models_are_exact(world: int, tmp_path: Any):
             for key, buffer in want[3].items():
                 assert error(worker[name][3][key], buffer) <= TOLERANCE, (name, key, rank)
             assert error(worker[name][4], want[4]) <= TOLERANCE, (name, "loss", rank)
+
+
+# What is refused #############################################################
+
+
+def refused() -> dict[str, Callable[[], torch.nn.Module]]:
+    conv = functools.partial(gnn.GCNConv, HIDDEN)
+    path = torch.tensor([[0, 1], [1, 0]])
+    meta = {("a", "to", "a"): path}
+    return {
+        "GraphUNet": lambda: gnn.GraphUNet(CHANNELS, HIDDEN, 2, depth=1),
+        "LINKX": lambda: gnn.LINKX(NODES, CHANNELS, HIDDEN, 2, 1),
+        "SparseLinear": lambda: SparseLinear(NODES, HIDDEN),
+        "LightGCN": lambda: gnn.LightGCN(NODES, HIDDEN, 1),
+        "Node2Vec": lambda: bare(gnn.Node2Vec),
+        "MetaPath2Vec": lambda: gnn.MetaPath2Vec(meta, HIDDEN, [("a", "to", "a")], 2, 2),
+        "TGNMemory": lambda: gnn.TGNMemory(
+            NODES, 2, 3, 2, models.tgn.IdentityMessage(2, 3, 2), models.tgn.LastAggregator()
+        ),
+        "RENet": lambda: gnn.RENet(NODES, 3, HIDDEN, 2),
+        "SchNet": lambda: gnn.SchNet(HIDDEN, 4, 1, 4),
+        "DimeNet": lambda: bare(gnn.DimeNet),
+        "DimeNetPlusPlus": lambda: bare(gnn.DimeNetPlusPlus),
+        "ViSNet": lambda: bare(gnn.ViSNet),
+        "GNNFF": lambda: bare(gnn.GNNFF),
+        "AttentiveFP": lambda: gnn.AttentiveFP(CHANNELS, HIDDEN, 2, EDGE_DIM, 1, 1),
+        "GPSE": lambda: bare(gnn.GPSE),
+        "LPFormer": lambda: bare(gnn.LPFormer),
+        "TopKPooling": lambda: gnn.TopKPooling(HIDDEN),
+        "SAGPooling": lambda: gnn.SAGPooling(HIDDEN),
+        "EdgePooling": lambda: gnn.EdgePooling(HIDDEN),
+        "ClusterPooling": lambda: gnn.ClusterPooling(HIDDEN),
+        "ASAPooling": lambda: gnn.ASAPooling(HIDDEN, GNN=conv),
+        "PANPooling": lambda: gnn.PANPooling(HIDDEN),
+        "MemPooling": lambda: gnn.MemPooling(HIDDEN, 2, 1, 2),
+    }
+
+
+def bare(kind: type) -> torch.nn.Module:
+    """A module of a class whose constructor needs much, or packages that aren't here."""
+    module = kind.__new__(kind)
+    torch.nn.Module.__init__(module)
+    return module
+
+
+@pytest.mark.parametrize("name", refused())
+def test_refused_models_are_named(name: str):
+    def worker() -> None:
+        with pytest.raises(ValueError, match=rf"'inner' \({name}\) can't be .*rank \d"):
+            pyg_sar.distribute(torch.nn.ModuleDict({"inner": refused()[name]()}))
+
+    threads(worker, 2)
+
+
+OTHER = {
+    "to_captum_model": "works on one process",
+    "to_captum_input": "works on one process",
+    "captum_output_to_dicts": "works on one process",
+    "HeteroJumpingKnowledge": "per node",
+    "JumpingKnowledge": "in BasicGNN, jk",
+    "SGFormer": "test_attention.py",
+    "Polynormer": "test_attention.py",
+    "InnerProductDecoder": "in GAE",
+}
+
+
+def test_every_model_is_exact_or_refused():
+    shown = {name.split(",")[0] for name in CASES} | set(refused()) | set(OTHER)
+    assert set(models.__all__) <= shown
+
+
+def test_every_pooling_module_is_refused():
+    kinds = {n for n in pool.__all__ if isinstance(getattr(gnn, n, None), type)}
+    kinds = {n for n in kinds if issubclass(getattr(gnn, n), torch.nn.Module)}
+    assert kinds <= set(refused())
+
+
+POOLINGS: dict[str, Callable[[Any], Any]] = {
+    "graclus": lambda data: gnn.graclus(data.edge_index, num_nodes=data.num_nodes),
+    "avg_pool": lambda data: gnn.avg_pool(torch.arange(data.num_nodes), data),
+    "max_pool": lambda data: gnn.max_pool(torch.arange(data.num_nodes), data),
+}
+
+
+def test_methods_and_functions_that_see_this_workers_nodes(tmp_path: Any):
+    pyg_sar.write_partitions(graph(), 2, tmp_path / "parts", parts(2))
+
+    def worker() -> list[str]:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        edges, z = data.edge_index, data.z
+        auto = pyg_sar.distribute(gnn.GAE(gnn.GCNConv(CHANNELS, HIDDEN)))
+        model = pyg_sar.distribute(gnn.SignedGCN(CHANNELS, HIDDEN, 1)).double()
+        for call in (
+            lambda: auto.recon_loss(z, edges),
+            lambda: auto.recon_loss(z, edges, torch.zeros(2, 3, dtype=torch.long)),
+            lambda: auto.test(z, edges, edges),
+            lambda: auto.decoder.forward_all(z),
+            *(functools.partial(getattr(model, m), z, edges, edges) for m in ("loss", "nll_loss")),
+            lambda: model.pos_embedding_loss(z, edges),
+            lambda: model.create_spectral_features(edges, edges),
+        ):
+            with pytest.raises(ValueError, match=r"rank \d"):
+                call()
+        silent = []
+        for name, function in POOLINGS.items():
+            try:
+                function(data)
+                silent.append(name)
+            except (pyg_sar.DistributedIndexError, ImportError):
+                pass
+        return silent
+
+    assert threads(worker, 2) == [[], []]
+
+
+REFUSED_ROWS: dict[str, Callable[[Tensor], Any]] = {
+    "permuted": lambda x: x[torch.randperm(x.size(0))],
+    "first": lambda x: x[0],
+    "sorted": lambda x: x.sort(dim=0),
+    "median": lambda x: x.median(dim=0),
+    "gram": lambda x: x.t() @ x,
+    "softmax": lambda x: torch.softmax(x, dim=0),
+    "argmax": lambda x: x.max(dim=0),
+    "std": lambda x: x.std(0),
+    "norm": lambda x: x.norm(),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED_ROWS)
+@pytest.mark.parametrize("role", ["summary", "corruption"])
+def test_infomax_refuses_functions_of_its_own_rows(name: str, role: str, tmp_path: Any):
+    pyg_sar.write_partitions(graph(), 2, tmp_path / "parts", parts(2))
+    wrong = REFUSED_ROWS[name]
+    functions: dict[str, Any] = {
+        "summary": lambda z, x, edge_index: z.mean(0),
+        "corruption": lambda x, edge_index: (-x, edge_index),
+    }
+    functions[role] = lambda x, *rest: wrong(x)
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        model = gnn.DeepGraphInfomax(HIDDEN, gnn.GCNConv(CHANNELS, HIDDEN), **functions).double()
+        model = pyg_sar.distribute(model)
+        with pytest.raises(pyg_sar.DistributedIndexError):
+            model(data.x, data.edge_index)
+
+    threads(worker, 2)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_shuffle_is_a_permutation_of_all_nodes(world: int):
+    """Every row once; rows change workers; the gradient follows each row home."""
+    x, part = torch.arange(2.0 * NODES).view(NODES, 2), parts(world)
+
+    def worker(seed: int) -> Any:
+        ids = (part == pyg_sar.current().rank).nonzero().view(-1)
+        mine = x[ids].requires_grad_()
+        torch.manual_seed(seed)
+        out = pyg_sar.nn.shuffle_nodes(mine)
+        (out * out.detach().cos()).sum().backward()
+        return out.detach(), mine.grad, ids
+
+    orders = []
+    for seed in (1, 2):
+        workers = threads(worker, world, seed)
+        out = torch.cat([w[0] for w in workers])
+        assert torch.equal(out.sort(0).values, x)
+        for _, grad, ids in workers:
+            assert torch.equal(grad, x[ids].cos())
+        assert [w[0].shape for w in workers] == [w[1].shape for w in workers]
+        orders.append(out)
+        if world > 1:
+            stayed = [torch.isin(w[0][:, 0], x[w[2], 0]).double().mean() for w in workers]
+            assert not all(share == 1 for share in stayed)
+    assert not torch.equal(*orders)
