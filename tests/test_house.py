@@ -21,7 +21,7 @@ LAYERS = (
     "partition attributes parts storage synthetic graph_files graphs",
     "halo exchange distributed_index index_space shard chunk rounds target_index",
     "collectives graph_index node_rows ring",
-    "reduce program message_checks dependence strategy aggregate gradients",
+    "reduce decompose program reverse message_checks dependence strategy aggregate gradients",
     "metrics nn.message_passing nn.norm nn.pool nn.attention nn.set_attention",
     "nn.sequences nn.models nn.registry nn",
     "convert loading",
