@@ -25,6 +25,7 @@ from torch_geometric.nn import (
 
 from pyg_sar.comm import current
 from pyg_sar.nn import attention, models, pool, sequences, set_attention
+from pyg_sar.nn.norm import NORMS
 
 MODULES: dict[type, type] = {
     **pool.MODULES,
@@ -105,6 +106,13 @@ def _of_layers(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
             yield f"{name}.aggr_module" if name else "aggr_module"
 
 
+def _of_norms(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
+    """Names of the parts of norms, which see to these (HeteroBatchNorm has an aggregation)."""
+    for name, module in modules.items():
+        if isinstance(module, (*NORMS, *NORMS.values())):
+            yield from (f"{name}.{part}" if name else part for part, _ in module.named_children())
+
+
 def _after_readouts(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
     """Names of parts of readouts that see graphs instead of nodes."""
     for name, module in modules.items():
@@ -126,7 +134,7 @@ class Seeing:
 
     Attributes:
         rows: Modules by name that see this worker's nodes or edges: norms count over all workers.
-        nodes: Those of them that aren't part of a layer's aggregation.
+        nodes: Those of them that aren't part of a layer's aggregation or of a norm.
 
     Raises:
         ValueError: When ``replicated`` names no submodule.
@@ -144,7 +152,8 @@ class Seeing:
         after = [name for name in _after_readouts(modules) if not _inside(name, layers)]
         copies = [*replicated, *after]
         self.rows = {name: m for name, m in modules.items() if not _inside(name, copies)}
-        self.nodes = {name: m for name, m in self.rows.items() if not _inside(name, layers)}
+        parts = [*layers, *_of_norms(modules)]
+        self.nodes = {name: m for name, m in self.rows.items() if not _inside(name, parts)}
 
 
 def check_modules(modules: Mapping[str, torch.nn.Module]) -> None:
