@@ -160,6 +160,5 @@ def check_modules(modules: Mapping[str, torch.nn.Module]) -> None:
         except ValueError as error:
             what = f"'{name}'" if name else "The model"
             raise ValueError(
-                f"{what} ({kind.__name__}) can't be distributed (rank {current().rank}): "
-                f"{error}"
+                f"{what} ({kind.__name__}) can't be distributed (rank {current().rank}): {error}"
             ) from None
