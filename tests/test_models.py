@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -27,6 +29,7 @@ from torch_geometric.nn import models, pool
 from torch_geometric.utils import scatter
 
 import pyg_sar
+from pyg_sar.nn import registry
 
 # EdgeCNN with norms has one in its message.
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
@@ -318,6 +321,25 @@ def han(model: torch.nn.Module, data: Any, mean: Any) -> Any:
     return out["n"], mean(out["n"].square().sum(1)) + mean(weights["n"].square())
 
 
+class Neighbours(torch.nn.Module):
+    """PyG's pooling of neighbours, which keeps the nodes."""
+
+    def __init__(self, pooling: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.lin, self.pooling = Linear(CHANNELS, HIDDEN), pooling
+
+    def forward(self, data: Any) -> Tensor:
+        data = copy.copy(data)
+        data.x = self.lin(data.x)
+        return self.pooling(data).x
+
+
+for _pooling in (gnn.max_pool_neighbor_x, gnn.avg_pool_neighbor_x):
+    CASES[_pooling.__name__] = (
+        functools.partial(Neighbours, _pooling),
+        lambda model, data, mean: model(data),
+    )
+
 METADATA = (["n"], [("n", "r0", "n"), ("n", "r1", "n")])
 CASES["HANConv"] = (lambda: gnn.HANConv(CHANNELS, HIDDEN, METADATA, heads=1), han)
 
@@ -458,6 +480,21 @@ POOLINGS: dict[str, Callable[[Any], Any]] = {
     "avg_pool": lambda data: gnn.avg_pool(torch.arange(data.num_nodes), data),
     "max_pool": lambda data: gnn.max_pool(torch.arange(data.num_nodes), data),
 }
+
+
+def test_the_documentation_lists_every_class():
+    """docs/global.md says of each class what ``distribute`` does, and why."""
+    text = (Path(__file__).parent.parent / "docs" / "global.md").read_text()
+    rows = dict(re.findall(r"^\| `(\w+)` \| (.*) \|$", text, flags=re.MULTILINE))
+    for package in (models, pool, gnn.aggr, gnn.attention):
+        for name in package.__all__:
+            kind: Any = getattr(gnn, name, None) or getattr(package, name)
+            bases = getattr(kind, "__mro__", ())
+            reasons = [registry.REFUSED[base] for base in bases if base in registry.REFUSED]
+            verdict = f"no | refused: {reasons[0]}" if reasons else ("yes", "no | ")
+            assert rows[name].startswith(verdict), name
+            if kind in registry.MODULES:
+                assert rows[name].startswith("yes"), name
 
 
 def test_methods_and_functions_that_see_this_workers_nodes(tmp_path: Any):

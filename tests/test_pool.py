@@ -17,6 +17,7 @@ from torch_geometric.nn import aggr
 from torch_geometric.utils import degree, scatter, softmax
 
 import pyg_sar
+from pyg_sar.nn import registry
 
 CHANNELS, ROWS, GRAPHS = 4, 23, 5
 WORLDS = (1, 2, 3, 5)
@@ -353,8 +354,6 @@ def test_refused_readouts_name_the_module(name: str):
 
 
 def test_every_aggregation_is_exact_or_refused():
-    from pyg_sar.nn import registry
-
     kinds = {getattr(aggr, name) for name in aggr.__all__} - {aggr.Aggregation}
     assert kinds - set(registry.MODULES) == kinds & set(registry.REFUSED)
 
