@@ -25,6 +25,7 @@ from oracle import (
 )
 from torch import Tensor
 from torch.nn import BatchNorm1d, Linear, ReLU, Sequential
+from torch_geometric import seed_everything
 from torch_geometric.nn import models, pool
 from torch_geometric.utils import scatter
 
@@ -526,6 +527,19 @@ def test_methods_and_functions_that_see_this_workers_nodes(tmp_path: Any):
         return silent
 
     assert threads(worker, 2) == [[], []]
+
+
+def test_one_process_samples_pairs_as_before():
+    data = graph()
+    z, edges = data.z, data.edge_index
+    auto, plain = pyg_sar.distribute(gnn.GAE(Linear(2, 2))), gnn.GAE(Linear(2, 2))
+    losses = []
+    for model in (auto, plain):
+        seed_everything(1)
+        losses.append(model.recon_loss(z, edges))
+    assert torch.equal(*losses)
+    assert torch.equal(auto.decoder.forward_all(z), plain.decoder.forward_all(z))
+    assert float(pyg_sar.distribute(gnn.SignedGCN(4, HIDDEN, 1)).loss(z, edges, edges).detach()) > 0
 
 
 REFUSED_ROWS: dict[str, Callable[[Tensor], Any]] = {

@@ -317,6 +317,18 @@ def test_readouts_refuse_ordinary_indices():
     threads(worker, 2)
 
 
+def test_one_process_takes_ordinary_indices():
+    x, batch = draw(ROWS, CHANNELS), graphs()
+    ptr = torch.bincount(batch).cumsum(0)
+    ptr = torch.cat([ptr.new_zeros(1), ptr])
+    for name in ("sum", "mean", "softmax", "set transformer"):
+        plain = READOUTS[name]().double()
+        ours = pyg_sar.distribute(copy.deepcopy(plain))
+        assert error(ours(x, batch), plain(x, batch)) <= TOLERANCE
+        assert error(ours(x, batch, dim_size=9), plain(x, batch, dim_size=9)) <= TOLERANCE
+        assert error(ours(x, ptr=ptr), plain(x, batch)) <= TOLERANCE
+
+
 REFUSED = {
     "MedianAggregation": aggr.MedianAggregation,
     "QuantileAggregation": lambda: aggr.QuantileAggregation(0.3),

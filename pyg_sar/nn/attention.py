@@ -218,6 +218,8 @@ class _DenseAttention(torch.nn.Module):
     """Calls ``_attend(rows, graphs, padding)`` with the nodes of one graph."""
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        if current().world_size == 1:
+            return cast(Any, super()).forward(x, mask)
         rows, graphs = _one_dense_graph(x, mask, type(self).__name__)
         return self._attend(rows, graphs, Padding(graphs)).unsqueeze(0)
 
@@ -325,6 +327,8 @@ class DistQFormer(QFormer):
     """:class:`QFormer` of one graph's nodes ``[num_local, C]`` (or ``[1, num_local, C]``)."""
 
     def forward(self, x: Tensor) -> Tensor:
+        if current().world_size == 1:
+            return cast(Tensor, super().forward(x))
         dense = x if x.dim() == 3 else x.unsqueeze(0)
         rows, graphs = _one_dense_graph(dense, None, type(self).__name__)
         rows = self.layer_norm(rows)

@@ -33,6 +33,10 @@ def _count(number: int, device: torch.device) -> int:
     return int(current().all_reduce(total, label=("", "forward", "count")))
 
 
+def _alone() -> bool:
+    return current().world_size == 1
+
+
 def _refuse(model: torch.nn.Module, what: str, instead: str) -> ValueError:
     return ValueError(
         f"{type(model).__name__}.{what} would see the nodes of rank {current().rank} only; "
@@ -64,6 +68,8 @@ class DistDeepGraphInfomax(gnn.DeepGraphInfomax):
         return mean(right) + mean(wrong)
 
     def test(self, *args: Any, **kwargs: Any) -> float:
+        if _alone():
+            return cast(float, super().test(*args, **kwargs))
         raise _refuse(self, "test()", "save the embeddings with data.n_id and fit on one process")
 
 
@@ -71,6 +77,8 @@ class DistInnerProductDecoder(gnn.InnerProductDecoder):
     """:class:`InnerProductDecoder` of distributed edges."""
 
     def forward_all(self, z: Tensor, sigmoid: bool = True) -> Tensor:
+        if _alone():
+            return cast(Tensor, super().forward_all(z, sigmoid))
         raise _refuse(
             self, "forward_all()", "the dense matrix of all pairs isn't made over workers"
         )
@@ -82,6 +90,8 @@ class _Reconstruction(gnn.GAE):
     def recon_loss(
         self, z: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor | None = None
     ) -> Tensor:
+        if _alone():
+            return cast(Tensor, super().recon_loss(z, pos_edge_index, neg_edge_index))
         for name, edges in (("pos", pos_edge_index), ("neg", neg_edge_index)):
             if not isinstance(edges, DistEdgeIndex):
                 raise ValueError(
@@ -95,6 +105,8 @@ class _Reconstruction(gnn.GAE):
         return mean(right) + mean(wrong)
 
     def test(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        if _alone():
+            return cast(tuple[Tensor, Tensor], super().test(*args, **kwargs))
         raise _refuse(self, "test()", "gather predictions and labels and score them on one process")
 
 
@@ -130,16 +142,33 @@ class DistARGVA(DistARGA, gnn.ARGVA):
 class DistSignedGCN(gnn.SignedGCN):
     """:class:`SignedGCN`'s layers and discriminator over workers; its losses sample pairs."""
 
-    def _sampled(self, *args: Any, **kwargs: Any) -> Any:
+    def _sampled(self, name: str, *args: Any) -> Any:
+        if _alone():
+            return getattr(super(), name)(*args)
         raise _refuse(
             self,
-            "loss() and its parts, test() and create_spectral_features()",
+            f"{name}()",
             "take pyg_sar.mean() of F.nll_loss(model.discriminate(z, edges), y, reduction='none') "
             "with pairs that are edges of the partition",
         )
 
-    nll_loss = pos_embedding_loss = neg_embedding_loss = loss = test = _sampled
-    create_spectral_features = _sampled
+    def nll_loss(self, *args: Any) -> Tensor:
+        return cast(Tensor, self._sampled("nll_loss", *args))
+
+    def pos_embedding_loss(self, *args: Any) -> Tensor:
+        return cast(Tensor, self._sampled("pos_embedding_loss", *args))
+
+    def neg_embedding_loss(self, *args: Any) -> Tensor:
+        return cast(Tensor, self._sampled("neg_embedding_loss", *args))
+
+    def loss(self, *args: Any) -> Tensor:
+        return cast(Tensor, self._sampled("loss", *args))
+
+    def test(self, *args: Any) -> tuple[float, float]:
+        return cast(tuple[float, float], self._sampled("test", *args))
+
+    def create_spectral_features(self, *args: Any) -> Tensor:
+        return cast(Tensor, self._sampled("create_spectral_features", *args))
 
 
 class DistCorrectAndSmooth(gnn.CorrectAndSmooth):

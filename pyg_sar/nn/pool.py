@@ -19,6 +19,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch_geometric.nn.aggr as aggr
 from torch import Tensor
 from torch_geometric.nn import Aggregation
@@ -27,7 +28,7 @@ from torch_geometric.utils import scatter
 
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.graph_index import DistBatch, dist_batch, one_graph
+from pyg_sar.graph_index import DistBatch, dist_batch, one_graph, plain_batch, whole_batch
 
 # Functions ###################################################################
 
@@ -95,9 +96,9 @@ class DistReadout(Aggregation):
     made by :func:`pyg_sar.dist_batch`), or without one for a single graph.
 
     Raises:
-        DistributedIndexError: When ``index`` is an ordinary tensor: whether it numbers graphs or
-            this worker's own nodes can't be seen.
-        ValueError: When called with ``ptr``.
+        DistributedIndexError: On several workers, when ``index`` is an ordinary tensor: whether it
+            numbers graphs or this worker's own nodes can't be seen.
+        ValueError: On several workers, when called with ``ptr``.
     """
 
     def __call__(
@@ -110,7 +111,13 @@ class DistReadout(Aggregation):
         **kwargs: Any,
     ) -> Tensor:
         name, rank = type(self).__name__, current().rank
-        if ptr is not None:
+        if current().world_size == 1:  # Local is global.
+            if ptr is not None:
+                index = torch.arange(ptr.numel() - 1, device=ptr.device)
+                index = whole_batch(index.repeat_interleave(ptr.diff()), index.numel(), current())
+            elif index is not None:
+                index = dist_batch(index)
+        elif ptr is not None:
             raise ValueError(
                 f"{name} got 'ptr' at rank {rank}: graphs that workers share have no contiguous "
                 "rows; pass 'index' (data.batch)"
@@ -125,6 +132,11 @@ class DistReadout(Aggregation):
                 "torch_geometric.utils.scatter()"
             )
         size = index.num_graphs if dim_size is None else dim_size
+        if size < index.num_graphs:
+            raise ValueError(
+                f"{name} got 'dim_size'={size} for {index.num_graphs} graphs at rank {rank}"
+            )
+        index = whole_batch(plain_batch(index), size, index.comm)
         return super().__call__(x, index=index, dim_size=size, dim=dim, **kwargs)
 
 
