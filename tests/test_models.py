@@ -462,6 +462,8 @@ OTHER = {
     "SGFormer": "test_attention.py",
     "Polynormer": "test_attention.py",
     "InnerProductDecoder": "in GAE",
+    "LINKX": "test_embedding.py",
+    "LightGCN": "test_embedding.py",
 }
 
 
