@@ -139,6 +139,19 @@ class InSpace(Tensor):
         self._memory.move_to_end(key)
         return self._memory[key]
 
+    def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
+        """As :meth:`remember`, of what all workers make together. Collective.
+
+        Not all remember the same edges: those of one relation may be equal to those of another on
+        one worker (none, say), and not on the next.
+        """
+        if self.plan.world_size > 1:
+            missing = torch.tensor([int(key not in self._memory)], device=self.device)
+            self.plan.comm.all_reduce(missing, "max", label=("", "", "agreement"))
+            if int(missing):
+                self._memory.pop(key, None)
+        return self.remember(key, make)
+
 
 class DistIndex(InSpace):
     """A row of source ids: own nodes below ``plan.num_local``, halo nodes from there on.
@@ -166,6 +179,11 @@ class DistEdgeIndex(InSpace):
 
     dist_row: int
     origin: DistEdgeIndex | None = None
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The distributed row and the local one, both as plain tensors ``[E]``."""
+        rows = plain(self)
+        return rows[self.dist_row], rows[1 - self.dist_row]
 
 
 def dist_index(

@@ -16,29 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.aggr import (
-    GRUAggregation,
-    LSTMAggregation,
-    MaxAggregation,
-    MeanAggregation,
-    MinAggregation,
-    SumAggregation,
-)
+from torch_geometric.nn.aggr import GRUAggregation, LSTMAggregation
 
+from pyg_sar.decompose import PLACE, Decomposition, decompose
 from pyg_sar.dependence import Dependence, analyse, sample
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.program import DeferredEdge, TileProgram
 from pyg_sar.target_index import NeedsAllEdges
 
-MERGEABLE = {
-    SumAggregation: "sum",
-    MeanAggregation: "mean",
-    MaxAggregation: "max",
-    MinAggregation: "min",
-}
 _ORDERED = (LSTMAggregation, GRUAggregation)
-_COMPARES = (MaxAggregation, MinAggregation)
+_VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
 
@@ -55,19 +43,33 @@ class Verdict:
         strategy: ``'sequential'``, ``'chunked'`` or ``'one_shot'``.
         needs: What the message needs (``None`` for one shot).
         edge_level: Which unsuffixed tensors hold one row per edge.
-        kind: The aggregation (:func:`~pyg_sar.reduce.make_reducer`).
         max_edges: Edges per tile or chunk.
-        out_row: An aggregate without rows, ``[0, *]``.
+        out_rows: Messages of each group of reductions, without rows, ``[0, *]``.
         found: What this worker alone found.
     """
 
     strategy: str
     needs: Dependence | None = None
     edge_level: dict[str, bool] = field(default_factory=dict)
-    kind: str = ""
     max_edges: int = 0
-    out_row: Tensor | None = None
+    out_rows: tuple[Tensor, ...] = ()
     found: tuple[int, ...] = ()
+
+
+def decomposition_of(layer: Any, complete: bool) -> Decomposition:
+    """How a layer's aggregation goes tile by tile.
+
+    Args:
+        layer: The layer.
+        complete: Tiles hold all in-edges of their targets, and the layer aggregates itself.
+
+    Raises:
+        NeedsAllEdges: When its partial states don't merge.
+    """
+    found = PLACE if complete else decompose(layer.aggr_module)
+    if found is None:
+        raise NeedsAllEdges(f"partial states of {layer.aggr_module} don't merge")
+    return found
 
 
 class Verdicts(dict[Any, Verdict]):
@@ -88,7 +90,7 @@ class _Look:
     reason: str
     budget: int
     numbers: list[int]
-    row: tuple[list[int], torch.dtype] | None
+    rows: list[tuple[list[int], torch.dtype]] | None
 
 
 def title_of(layer: Any) -> str:
@@ -148,7 +150,8 @@ class Chooser:
                     "that does not"
                 )
         if strategy == "one_shot":
-            if reason == "asked for" and self.layer.flow == "source_to_target":
+            source = 0 if self.layer.flow == "source_to_target" else 1
+            if reason == "asked for" and self.edge_index.dist_row == source:
                 self._attempt("sequential")  # refuses what can't be right
             return self._whole(reason)
         for attempt in ("sequential", "chunked"):
@@ -180,7 +183,7 @@ class Chooser:
         """
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
-        edge_level = self._agree_on_edge_level(complete)
+        edge_level = edge_level_names(self.layer, self.edge_index, self.kwargs, complete)
         some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
         look = self._look(complete, edge_level, some_edges)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
@@ -189,18 +192,18 @@ class Chooser:
             raise DistributedIndexError(f"{self.title} can't run distributed: {reason}")
         if agreed[0]:
             return None, reason, agreed[0]
-        row = look.row
-        rows = self.comm.all_gather_object(None if row is None else [row[0], str(row[1])])
-        shape, dtype = next(found for found in rows if found is not None)
-        kind = "place" if complete else MERGEABLE.get(type(self.layer.aggr_module), "")
+        mine = None if look.rows is None else [(row, str(dtype)) for row, dtype in look.rows]
+        rows = next(found for found in self.comm.all_gather_object(mine) if found is not None)
         verdict = Verdict(
             strategy,
             Dependence.decode(agreed[2:]),
             edge_level,
-            kind,
             -agreed[1],
-            torch.empty(
-                0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
+            tuple(
+                torch.empty(
+                    0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
+                )
+                for shape, dtype in rows
             ),
             (look.severity, *look.numbers),
         )
@@ -210,20 +213,22 @@ class Chooser:
         """Looks at the message on a few of this worker's edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
-        compares = type(self.layer.aggr_module) in _COMPARES and not complete
-        numbers, budget, row = Dependence.no_opinion(), 1, None
+        numbers, budget, rows = Dependence.no_opinion(), 1, None
         try:
-            program = TileProgram(self.layer, self.edge_index, self.kwargs, edge_level, complete)
+            reductions = decomposition_of(self.layer, complete)
+            program = TileProgram(
+                self.layer, self.edge_index, self.kwargs, edge_level, reductions.groups, complete
+            )
             tile = sample(self.edge_index)
             if tile.num_edges or not some_edges:
-                numbers = analyse(program, tile, compares).encode()
-                row = program.out_row
+                reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
+                linear = complete or reductions.linear
+                numbers = analyse(program, tile, reads, linear).encode()
+                rows = program.out_rows
             budget = self._max_edges(program)
-            if Dependence.decode(numbers).pattern and compares:
-                raise NeedsAllEdges("it takes the maximum of weights that it normalises")
         except NeedsAllEdges as error:
             return _Look(error.severity, str(error), budget, Dependence.no_opinion(), None)
-        return _Look(0, "", budget, numbers, row)
+        return _Look(0, "", budget, numbers, rows)
 
     def _max_edges(self, program: TileProgram) -> int:
         """Edges whose messages and inputs are materialized at a time."""
@@ -277,30 +282,38 @@ class Chooser:
                     "a row, axes). Pass the same arguments on every worker"
                 )
 
-    def _agree_on_edge_level(self, complete: bool) -> dict[str, bool]:
-        """Which unsuffixed tensors hold one row per edge: those that do so on every worker."""
-        found: dict[str, Tensor] = {}
-        for value_kwargs, method in self._methods(complete):
-            for name in self.layer.inspector.get_param_names(method):
-                value = value_kwargs.get(name)
-                if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
-                    continue
-                if not isinstance(value, DeferredEdge):
-                    found[name if method == "message" else f"{method}.{name}"] = value
-        if not found:
-            return {}
-        edges = self.edge_index.size(1)
-        misses = [int(v.dim() == 0 or v.size(0) != edges) for v in found.values()]
-        agreed = maximum(self.comm, misses, self.edge_index.device)
-        return {name: not miss for name, miss in zip(found, agreed, strict=True)}
 
-    def _methods(self, complete: bool) -> Iterator[tuple[dict[str, Any], str]]:
-        yield self.kwargs, "message"
-        if complete:
-            yield self.kwargs, "aggregate"
-        for value in self.kwargs.values():
-            if isinstance(value, DeferredEdge):
-                yield value.kwargs, "edge_update"
+def edge_level_names(
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], complete: bool
+) -> dict[str, bool]:
+    """Which unsuffixed tensors hold one row per edge: those that do so on every worker.
+
+    Returns:
+        By ``'name'`` for arguments of ``message``, else by ``'method.name'``.
+    """
+    found: dict[str, Tensor] = {}
+    for value_kwargs, method in _methods(kwargs, complete):
+        for name in layer.inspector.get_param_names(method):
+            value = value_kwargs.get(name)
+            if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
+                continue
+            if not isinstance(value, DeferredEdge):
+                found[name if method == "message" else f"{method}.{name}"] = value
+    if not found:
+        return {}
+    edges = edge_index.size(1)
+    misses = [int(v.dim() == 0 or v.size(0) != edges) for v in found.values()]
+    agreed = maximum(edge_index.plan.comm, misses, edge_index.device)
+    return {name: not miss for name, miss in zip(found, agreed, strict=True)}
+
+
+def _methods(kwargs: dict[str, Any], complete: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    yield kwargs, "message"
+    if complete:
+        yield kwargs, "aggregate"
+    for value in kwargs.values():
+        if isinstance(value, DeferredEdge):
+            yield value.kwargs, "edge_update"
 
 
 def _switches(module: torch.nn.Module) -> tuple[Any, ...]:
