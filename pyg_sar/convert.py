@@ -15,28 +15,12 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm import Communicator, current
 from pyg_sar.gradients import GradientSum, SummedByHand
+from pyg_sar.moments import OVER_ROWS
 from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.norm import DistBatchNorm, DistBatchNorm1d
+from pyg_sar.nn.norm import NORMS
 from pyg_sar.owned_rows import owned_parameters, shared_parameters
 from pyg_sar.policy import SARPolicy
-
-_NORMS: dict[type, type] = {
-    torch.nn.BatchNorm1d: DistBatchNorm1d,
-    torch_geometric.nn.BatchNorm: DistBatchNorm,
-}
-
-# Statistics over nodes that are not merged over workers yet: local numbers would be wrong.
-_LOCAL_STATISTICS: tuple[type, ...] = (
-    torch.nn.modules.batchnorm._NormBase,
-    torch_geometric.nn.DiffGroupNorm,
-    torch_geometric.nn.GraphNorm,
-    torch_geometric.nn.GraphSizeNorm,
-    torch_geometric.nn.HeteroBatchNorm,
-    torch_geometric.nn.InstanceNorm,
-    torch_geometric.nn.MeanSubtractionNorm,
-    torch_geometric.nn.PairNorm,
-)
 
 
 @cache
@@ -56,7 +40,7 @@ def distribute(
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
     Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a
-    :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; batch norms take their
+    :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; norms over nodes take their
     statistics over all workers. Parameters, buffers, ``state_dict`` keys and the model's own code
     stay. Rank 0's parameters and buffers are copied to all workers, but for those with a row per
     node, of which each worker owns its rows (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of
@@ -99,8 +83,8 @@ def distribute(
                 module.__class__ = _dist_class(kind)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
-        elif type(module) in _NORMS:
-            module.__class__ = _NORMS[type(module)]
+        elif type(module) in NORMS:
+            module.__class__ = NORMS[type(module)]
     if comm.world_size > 1:
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
@@ -133,15 +117,28 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     if comm.world_size == 1:
         return
     for name, module in modules.items():
-        known = type(module) in _NORMS or type(module) in _NORMS.values()
-        layer_norm = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode == "graph"
-        if layer_norm or (isinstance(module, _LOCAL_STATISTICS) and not known):
-            raise ValueError(
-                f"'{name}' ({type(module).__name__}) normalises over nodes, and would do so over "
-                "each worker's own nodes only. Supported: torch.nn.BatchNorm1d and "
-                "torch_geometric.nn.BatchNorm; per-node norms (LayerNorm(mode='node'), "
-                "MessageNorm) need no conversion"
-            )
+        _check_norm(name, module)
+
+
+def _check_norm(name: str, module: torch.nn.Module) -> None:
+    """Refuses norms whose statistics would be over each worker's own nodes only."""
+    group = getattr(module, "process_group", None)
+    if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
+        raise ValueError(
+            f"'{name}' (SyncBatchNorm) has a 'process_group' of its own; statistics are over all "
+            "workers: leave it at None"
+        )
+    per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
+    if not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
+        return
+    if isinstance(module, tuple(NORMS.values())):
+        return  # Written for several workers.
+    supported = ", ".join(sorted({kind.__name__ for kind in NORMS}))
+    raise ValueError(
+        f"'{name}' ({type(module).__name__}) normalises over nodes, and would do so over each "
+        f"worker's own nodes only. Supported: {supported} of torch and PyG, not their subclasses; "
+        "derive it from the class in pyg_sar.nn.NORMS instead. Norms per node need no conversion"
+    )
 
 
 def _check_alike(

@@ -14,7 +14,7 @@ comes back and what hangs on it (shards, normalisation) is made once.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -69,7 +69,8 @@ def _row(edge_index: DistEdgeIndex, number: int) -> Tensor:
         row = plain(edge_index)[number]
         if number != edge_index.dist_row:
             return row
-        return dist_index(row, edge_index.plan, targets=edge_index.targets)
+        index = dist_index(row, edge_index.plan, targets=edge_index.targets)
+        return index.ordered(edge_index.order)
 
     return edge_index.remember(("row", number), make)
 
@@ -94,6 +95,36 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
 def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
     """Other edges in the same space."""
     return dist_edge_index(edge_index, source.plan, source.dist_row, source.targets)
+
+
+def _selected_order(source: Any, columns: Any) -> Tensor | None:
+    """The edges' order after a selection; unknown when that changes it."""
+    if source.order is None or not isinstance(columns, slice | Tensor):
+        return None
+    if isinstance(columns, slice):
+        permutes = (columns.step or 1) < 0
+    else:
+        permutes = columns.dtype != torch.bool and bool((columns.diff() <= 0).any())
+    if permutes:
+        return None
+    order: Tensor = source.order[columns]
+    return order
+
+
+def _joined_order(parts: Sequence[Any], edges: bool) -> Tensor | None:
+    """Part after part, as in the whole graph's list; plain edges are in order."""
+    ranks: list[Tensor] = []
+    start = 0
+    for part in parts:
+        count = part.size(1 if edges else 0)
+        if not isinstance(part, InSpace):
+            ranks.append(torch.arange(start, start + count, device=part.device))
+        elif part.order is None:
+            return None
+        else:
+            ranks.append(part.order.argsort().argsort() + start)
+        start += count
+    return torch.cat(ranks)
 
 
 class _Selections:
@@ -148,7 +179,8 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
 
     def make() -> DistEdgeIndex:
         with torch.inference_mode(False):
-            return _edges_like(plain(source)[:, columns], source)
+            chosen = _edges_like(plain(source)[:, columns], source)
+            return chosen.ordered(_selected_order(source, columns))
 
     if not isinstance(columns, Tensor):
         key = ("columns", str(columns)) if isinstance(columns, slice) else None
@@ -179,7 +211,8 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         raise refusal(func)
     if isinstance(source, DistIndex):
         if not isinstance(key, InSpace) and source.dim() == 1 and not isinstance(key, int):
-            return dist_index(plain(source)[key], source.plan, targets=source.targets)
+            chosen = dist_index(plain(source)[key], source.plan, targets=source.targets)
+            return chosen.ordered(_selected_order(source, key))
         raise refusal(func)
     if isinstance(key, DistIndex):
         return _gather(source, 0, key)
@@ -201,7 +234,7 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
 
     def make() -> Any:
         rows, other = plain(source).flip(0), 1 - source.dist_row
-        return dist_edge_index(rows, source.plan, other, source.targets)
+        return dist_edge_index(rows, source.plan, other, source.targets).ordered(source.order)
 
     return source.remember("flip", make)
 
@@ -218,7 +251,8 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
 
     def make() -> Any:
         joined = torch.stack([plain(row) for row in rows], 0)
-        return other, dist_edge_index(joined, base.plan, place, base.targets)
+        edges = dist_edge_index(joined, base.plan, place, base.targets)
+        return other, edges.ordered(base.order)
 
     return base.remember(("stack", place, id(other), version_of(other)), make)[1]
 
@@ -241,9 +275,10 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     def make() -> Any:
         joined = torch.cat([plain(part) for part in parts], dim)
         kept = [other.clone() for other in others]
+        order = _joined_order(parts, edges)
         if edges:
-            return parts, kept, _edges_like(joined, base)
-        return parts, kept, dist_index(joined, base.plan, targets=base.targets)
+            return parts, kept, _edges_like(joined, base).ordered(order)
+        return parts, kept, dist_index(joined, base.plan, targets=base.targets).ordered(order)
 
     key = ("cat", where)
     found = base.remember(key, make)
@@ -333,7 +368,8 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(x, DistEdgeIndex) and dim in (1, -1):
         return _selected_edges(x, index)
     if isinstance(x, DistIndex) and not isinstance(index, InSpace):
-        return dist_index(plain(x).index_select(0, index), x.plan, targets=x.targets)
+        chosen = dist_index(plain(x).index_select(0, index), x.plan, targets=x.targets)
+        return chosen.ordered(_selected_order(x, index))
     if isinstance(x, InSpace) or not isinstance(index, DistIndex):
         raise refusal(func)
     return _gather(x, dim, index)

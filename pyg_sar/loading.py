@@ -96,7 +96,8 @@ def _as_data(
     data.n_id = tensors["n_id"].to(device)
     data.e_id = tensors["e_id"].to(device)
     data.num_nodes = plan.num_local
-    data.edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    data.edge_index = edge_index.ordered(data.e_id)
     return data
 
 
@@ -140,5 +141,6 @@ def _as_hetero_data(
         plan = _plan(comm, data[source].num_nodes, rows, device)
         targets = None if source == target else data[target].num_nodes
         edges = rows["edge_index"].to(device)
-        data[info.name].edge_index = dist_edge_index(edges, plan, targets=targets)
+        edge_index = dist_edge_index(edges, plan, targets=targets)
+        data[info.name].edge_index = edge_index.ordered(data[info.name].e_id)
     return data

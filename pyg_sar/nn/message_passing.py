@@ -19,6 +19,7 @@ from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.joint_index import widened
+from pyg_sar.layer_state import forget_tile_values, tile_value
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.reverse import reversed_edges
@@ -29,6 +30,7 @@ from pyg_sar.strategy import (
     Verdict,
     decomposition_of,
     edge_level_names,
+    most_edges,
     title_of,
 )
 from pyg_sar.target_index import NeedsAllEdges
@@ -107,10 +109,10 @@ class DistMessagePassing(MessagePassing):
                 )
             deferred.used = True
         edge_index = self._with_room(edge_index, kwargs)
+        if edge_index.dist_row != self._source_row() and not self._one_shot_call:
+            edge_index, kwargs = self._reversed(edge_index, size, kwargs)
+        size = _known_size(edge_index, size, self)
         with _charged([] if edge_index.plan.scope else [edge_index], self.ledger_name):
-            if edge_index.dist_row != self._source_row() and not self._one_shot_call:
-                edge_index, kwargs = self._reversed(edge_index, size, kwargs)
-            size = _known_size(edge_index, size, self)
             strategy, reason = self._strategy()
             verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
             if verdict.needs is None:
@@ -198,9 +200,10 @@ class DistMessagePassing(MessagePassing):
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
-            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
-        return super().propagate(edge_index, size=size, **kwargs)
+        with _first_target_filled(self.aggr_module):
+            if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
+                return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
+            return super().propagate(edge_index, size=size, **kwargs)
 
     def _propagate_parts(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: Verdict
@@ -212,7 +215,13 @@ class DistMessagePassing(MessagePassing):
         complete, needs = verdict.strategy == "chunked", verdict.needs
         reductions = decomposition_of(self, complete)
         program = TileProgram(
-            self, edge_index, kwargs, verdict.edge_level, reductions.groups, complete
+            self,
+            edge_index,
+            kwargs,
+            verdict.edge_level,
+            reductions.groups,
+            complete,
+            most_edges(self, edge_index, complete),
         )
         if needs is None:
             raise RuntimeError("Expected a verdict for running in parts")
@@ -233,9 +242,8 @@ class DistMessagePassing(MessagePassing):
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
-        if self.__dict__.get("_alpha", 0) is None:
-            # Layers check that their message left its attention weights here. They are not kept.
-            self._alpha = out.new_empty(0)
+        for name in verdict.sets:
+            self.__dict__[name] = tile_value(name)
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
         for hook in self._propagate_forward_hooks.values():
@@ -270,6 +278,7 @@ class DistMessagePassing(MessagePassing):
                 hook = self.__dict__.get("gradient_sum")
                 if hook is not None:
                     hook.settle()
+                forget_tile_values(self)
                 yield
         finally:
             self._one_shot_call = whole
@@ -321,6 +330,13 @@ DistMessagePassing._orig_propagate = DistMessagePassing.propagate
 DistMessagePassing._jinja_propagate = DistMessagePassing.propagate
 
 
+def _kind_of_argument(value: Any) -> Any:
+    """What tells calls with other edge-level tensors apart; the same on all workers."""
+    if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
+        return tuple((name, _kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
+    return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
+
+
 @contextmanager
 def _charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
     """Ledgers charge the layer for what is gathered with these edges; each tensor once."""
@@ -340,13 +356,6 @@ def _methods(layer: MessagePassing) -> tuple[str, ...]:
     return ("message", "edge_update") if updates else ("message",)
 
 
-def _kind_of_argument(value: Any) -> Any:
-    """What tells calls with other edge-level tensors apart; the same on all workers."""
-    if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
-        return tuple((name, _kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
-    return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
-
-
 def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     """The size of a relation between nodes of two types; a given one must agree with it."""
     if not edge_index.bipartite:
@@ -361,6 +370,47 @@ def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
                 "nodes, or leave 'size' out"
             )
     return known
+
+
+@contextmanager
+def _first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
+    """Where a worker's first target has no message, its aggregation sees two before the first.
+
+    PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
+    its parts. The target of these messages is cut off again.
+    """
+    added = False
+
+    def add(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        nonlocal added
+        x, index, dim = args[0], kwargs["index"], kwargs["dim"]
+        lacking = x.size(dim) < 2 or not bool((index == 0).any())
+        added = type(index) is Tensor and lacking
+        if not added:
+            return None
+        shape = [2 if axis == dim % x.dim() else n for axis, n in enumerate(x.shape)]
+        more = {
+            "index": torch.cat([index.new_zeros(2), index + 1]),
+            "ptr": None,
+            "dim_size": kwargs["dim_size"] + 1,
+        }
+        return (torch.cat([x.new_zeros(shape), x], dim),), kwargs | more
+
+    def cut(module: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        return out.narrow(kwargs["dim"], 1, kwargs["dim_size"] - 1) if added else out
+
+    if aggr is None or decompose(aggr) is not None:
+        yield
+        return
+    handles = [
+        aggr.register_forward_pre_hook(add, with_kwargs=True),
+        aggr.register_forward_hook(cut, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
 
 
 def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
