@@ -388,11 +388,11 @@ def lazy_models() -> dict[str, torch.nn.Module]:
     return {name: model.double() for name, model in found.items()}
 
 
-def lazy_worker(root: Any) -> Any:
+def lazy_worker(root: Any, models: Any) -> Any:
     data = pyg_sar.load_partition(root)
     ids = {name: data[name].n_id for name in data.node_types}
     found, problem = {}, ""
-    for name, model in lazy_models().items():
+    for name, model in models[pyg_sar.current().rank].items():
         try:
             pyg_sar.distribute(model)
         except ValueError as error:
@@ -406,7 +406,9 @@ def lazy_worker(root: Any) -> Any:
 def test_lazy_parameters_are_initialised_from_the_partition(tmp_path):
     data = make_hetero()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", random_parts(data, 3))
-    workers = threads(lazy_worker, 3, tmp_path / "parts")
+    # Built here: tracing a model, as to_hetero() does, changes modules of other threads.
+    built = [lazy_models() for _ in range(3)]
+    workers = threads(lazy_worker, 3, tmp_path / "parts", built)
     for name, plain in lazy_models().items():
         with torch.no_grad():
             plain(data.x_dict, data.edge_index_dict)
