@@ -278,6 +278,8 @@ def _max(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 1 or kwargs:
         raise refusal(func)
     source = args[0]
+    if not isinstance(source, DistIndex | DistEdgeIndex):
+        raise refusal(func)
     nodes = source.plan.num_local
     if isinstance(source, DistEdgeIndex):
         nodes = max(nodes, source.num_targets)

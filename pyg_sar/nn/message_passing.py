@@ -131,7 +131,9 @@ class DistMessagePassing(MessagePassing):
         size = _known_size(edge_index, size, self)
         strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
-        if strategy == "one_shot" or hooks:
+        # Edges that go to the other ends' owners first: a worker without edges here has some there.
+        leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
+        if (strategy == "one_shot" and not leaving) or hooks:
             return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
