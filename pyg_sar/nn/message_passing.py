@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, RGCNConv
 
 from pyg_sar.aggregate import SequentialAggregation, aggregate
 from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
+from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
@@ -269,6 +270,7 @@ class DistMessagePassing(MessagePassing):
     def _call_scope(
         self, edges: Sequence[DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Iterator[None]:
+        self._refuse_local_ids(edges[0].plan, args, kwargs)
         whole = self._one_shot_call
         self._one_shot_call = whole or self._wants_attention(args, kwargs)
         try:
@@ -284,6 +286,20 @@ class DistMessagePassing(MessagePassing):
                 yield
         finally:
             self._one_shot_call = whole
+
+    def _refuse_local_ids(
+        self, plan: HaloPlan, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Without features RGCNConv numbers the nodes 0, 1, ...: not what they are elsewhere."""
+        if not isinstance(self, RGCNConv) or plan.world_size == 1:
+            return
+        x = self._bound(args, kwargs).get("x")
+        if (x[0] if isinstance(x, tuple) else x) is None:
+            raise ValueError(
+                f"{title_of(self)} got x=None at rank {plan.rank}, and would take this worker's "
+                "nodes for nodes 0, 1, ... of the graph: pass x=data.n_id, with as many "
+                "in_channels as the graph has nodes"
+            )
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """``return_attention_weights`` asks for edge values, which only one shot has."""
