@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import coverage_convs
 import pytest
+from coverage_modules import TABLES
 from coverage_run import GRAPHS, judge
 from oracle import Partitions
-from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
-TABLES = {"conv": (gnn.conv, coverage_convs.CONVS)}
 CASES = [
     pytest.param(case, id=f"{kind}:{name}{', ' * bool(option)}{option}")
     for kind, (_, table) in TABLES.items()
