@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from pyg_sar.decompose import Decomposition
 from pyg_sar.dependence import Dependence, Inject, token_for
 from pyg_sar.errors import named
 from pyg_sar.exchange import add_rows
@@ -44,17 +45,21 @@ _LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
 
 
 @dataclass(slots=True)
-class _Graph:
-    """A tile's graph: ``tokens`` and ``parameters`` are its leaves, ``root`` and ``log`` its roots.
+class _Root:
+    """Messages for one group of reductions; dropped as soon as only their graph is needed."""
 
-    ``message`` is dropped as soon as only its graph is needed.
-    """
+    messages: Tensor | None
+    edge: GradientEdge | None
+    log: Reductions
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A tile's graph, from the leaves ``tokens`` and ``parameters`` to its ``roots``."""
 
     tile: Tile
     tokens: list[Tensor | None]
-    message: Tensor | None
-    root: GradientEdge | None
-    log: Reductions
+    roots: list[_Root]
     parameters: dict[int, Tensor]
 
 
@@ -64,42 +69,52 @@ class SequentialAggregation:
     Args:
         program: The message.
         rounds: The way through the edges.
-        kind: The aggregation (:func:`~pyg_sar.reduce.make_reducer`).
+        decomposition: The aggregation.
         needs: The analysis' findings.
         policy: Its mode: 1 makes graphs again, 2 and 3 keep them.
         name: The layer's name, for the ledger.
-        out_row: An aggregate without rows, ``[0, *]``.
+        out_rows: Messages of each group of reductions, without rows, ``[0, *]``.
     """
 
     def __init__(
         self,
         program: TileProgram,
         rounds: Rounds,
-        kind: str,
+        decomposition: Decomposition,
         needs: Dependence,
         policy: SARPolicy,
         name: str,
-        out_row: Tensor,
+        out_rows: Sequence[Tensor],
     ) -> None:
-        self.program, self.rounds, self.kind = program, rounds, kind
+        self.program, self.rounds, self.decomposition = program, rounds, decomposition
         self.needs, self.policy, self.name = needs, policy, name
-        self.plan, self.out_row = rounds.plan, out_row
+        self.plan, self.out_rows = rounds.plan, list(out_rows)
         self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
         self.keeps_graphs = needs.needs_gradient and (
             policy.mode > 1
             or (not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES)
         )
-        self.no_graph = needs.source >= 0 and not self.reducer().needs_values
+        readers = [reducer for group in self.reducers() for reducer in group]
+        self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
         self._graphs: list[_Graph] = []
         self._ambient = AmbientState(rounds.in_degree.device, program.layer)
 
-    def reducer(self) -> Reducer:
-        """A fresh state."""
-        return make_reducer(self.kind, self.needs.pattern, self.rounds)
+    def reducers(self) -> list[list[Reducer]]:
+        """Fresh states, by group."""
+        pattern = bool(self.needs.pattern)
+        return [
+            [
+                make_reducer(kind, group.normalises or (pattern and not group.premap), self.rounds)
+                for kind in group.kinds
+            ]
+            for group in self.decomposition.groups
+        ]
 
     # Forward #################################################################
 
-    def forward(self, tensors: Sequence[Tensor], record: bool) -> tuple[Tensor, list[Tensor]]:
+    def forward(
+        self, tensors: Sequence[Tensor], record: bool
+    ) -> tuple[list[Tensor], list[list[Tensor]]]:
         """Aggregates over all shards.
 
         Args:
@@ -107,10 +122,10 @@ class SequentialAggregation:
             record: Whether a backward pass may follow.
 
         Returns:
-            The aggregate ``[num_local, *]`` and the reducer's state for the backward pass.
+            Each reduction's result ``[num_targets, *]`` and its state for the backward pass.
         """
         program = self.program
-        reducer = self.reducer()
+        reducers = self.reducers()
         sources = [tensors[k] for k in program.numbers("source")]
         label = (self.name, "forward", "fetch")
         stream = self.rounds.stream(sources, label, self.policy.prefetch)
@@ -123,19 +138,27 @@ class SequentialAggregation:
                     values = program.gather(tile, tensors, rows)
                     graph = self._run(tile, values, parameters, keep)
                     del values
-                    with torch.no_grad():
-                        reducer.merge(tile, _like(graph.message).detach(), graph.log)
+                    self._merge(graph, reducers)
                     if keep:
-                        if not reducer.reads_messages:
-                            graph.message = None
+                        for root, group in zip(graph.roots, reducers, strict=True):
+                            if not any(reducer.reads_messages for reducer in group):
+                                root.messages = None
                         self._graphs.append(graph)
                     del graph
                 del rows
         if not seen:  # This worker has no edges: others know what a row looks like.
-            tile = empty_tile(self._ambient.device)
-            reducer.merge(tile, self.out_row.new_empty(0, *self.out_row.shape[1:]), Reductions())
-        out = reducer.finish()
-        return out, reducer.state() if record else []
+            nothing = [_Root(row, None, Reductions()) for row in self.out_rows]
+            self._merge(_Graph(empty_tile(self._ambient.device), [], nothing, {}), reducers)
+        found = [reducer for group in reducers for reducer in group]
+        out = [reducer.finish() for reducer in found]
+        return out, [reducer.state() if record else [] for reducer in found]
+
+    @torch.no_grad()
+    def _merge(self, graph: _Graph, reducers: Sequence[Sequence[Reducer]]) -> None:
+        for root, group in zip(graph.roots, reducers, strict=True):
+            messages = _like(root.messages).detach()
+            for reducer in group:
+                reducer.merge(graph.tile, messages, root.log)
 
     @contextmanager
     def _message_scope(self, graph: bool) -> Iterator[dict[int, Tensor]]:
@@ -159,26 +182,39 @@ class SequentialAggregation:
                 if self.requires_grad[k] and value is not None:
                     tokens[k] = token = token_for(value)
                     inputs[k] = Inject.apply(token, value)
-        log = Reductions()
-        message = self.program.run(tile, inputs, log)
-        root = get_gradient_edge(message) if graph and message.requires_grad else None
-        return _Graph(tile, tokens, message, root, log, parameters)
+        roots = [
+            _Root(
+                mapped.messages,
+                get_gradient_edge(mapped.messages)
+                if graph and mapped.messages.requires_grad
+                else None,
+                mapped.log,
+            )
+            for mapped in self.program.run(tile, inputs, Reductions())
+        ]
+        return _Graph(tile, tokens, roots, parameters)
 
     # Backward ################################################################
 
     def backward(
-        self, gradient: Tensor, tensors: Sequence[Tensor | None], state: list[Tensor], last: bool
+        self,
+        gradients: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
+        states: Sequence[list[Tensor]],
+        last: bool,
     ) -> tuple[list[Tensor | None], dict[int, Tensor]]:
         """Gradients of the operands and of the layer's parameters (by id).
 
         Args:
-            gradient: The aggregate's gradient ``[num_local, *]``.
+            gradients: The results' gradients ``[num_targets, *]``.
             tensors: The operands' tensors; ``None`` where values aren't needed.
-            state: The reducer's state.
+            states: The reductions' states.
             last: Kept graphs may be freed.
         """
-        reducer = self.reducer()
-        reducer.start_backward(gradient, state)
+        reducers = self.reducers()
+        found = [reducer for group in reducers for reducer in group]
+        for reducer, gradient, state in zip(found, gradients, states, strict=True):
+            reducer.start_backward(gradient, state)
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         own = [_like(totals[k]) for k in numbers]
@@ -190,13 +226,14 @@ class SequentialAggregation:
                 unit_totals[k] = rows
                 del rows
             for graph in graphs:
-                self._add_gradients(graph, reducer, unit_totals, sums)
+                self._add_gradients(graph, reducers, unit_totals, sums)
                 del graph
             del graphs, unit_totals
             if numbers:
                 returns.send(unit)
         returns.drain()
-        reducer.finish_backward()
+        for reducer in found:
+            reducer.finish_backward()
         return totals, sums
 
     def _total(self, number: int) -> Tensor | None:
@@ -244,7 +281,8 @@ class SequentialAggregation:
                     yield unit, self._remade(unit, tensors, [], parameters)
 
     def _bare(self, tile: Tile) -> _Graph:
-        return _Graph(tile, [], None, None, Reductions(), {})
+        roots = [_Root(None, None, Reductions()) for _ in self.decomposition.groups]
+        return _Graph(tile, [], roots, {})
 
     def _remade(
         self,
@@ -273,27 +311,25 @@ class SequentialAggregation:
     def _add_gradients(
         self,
         graph: _Graph,
-        reducer: Reducer,
+        reducers: Sequence[Sequence[Reducer]],
         totals: Sequence[Tensor | None],
         sums: dict[int, Tensor],
     ) -> None:
-        tile, log = graph.tile, graph.log
-        if self.no_graph:
-            share = reducer.message_gradient(tile, None, log)
-            add_rows(_like(totals[self.needs.source]), tile.source, share)
-            return
+        tile = graph.tile
         roots: list[Any] = []
         shares: list[Tensor] = []
-        with torch.no_grad():
-            values = None if graph.message is None else graph.message.detach()
-            share = reducer.message_gradient(tile, values, log)
-            extra = reducer.total_gradient(tile, log)
-        if graph.root is not None:
-            roots.append(graph.root)
-            shares.append(share)
-        if extra is not None and log.total is not None and log.total.requires_grad:
-            roots.append(log.total)
-            shares.append(extra)
+        for root, group in zip(graph.roots, reducers, strict=True):
+            share, extra = _shares(tile, root, group)
+            if self.no_graph:
+                add_rows(_like(totals[self.needs.source]), tile.source, share)
+            if root.edge is not None:
+                roots.append(root.edge)
+                shares.append(share)
+            total = root.log.total
+            if extra is not None and total is not None and total.requires_grad:
+                roots.append(total)
+                shares.append(extra)
+            del share, extra, total
         numbers = [k for k, token in enumerate(graph.tokens) if token is not None]
         inputs = [_like(graph.tokens[k]) for k in numbers] + list(graph.parameters.values())
         if not roots or not inputs:
@@ -343,6 +379,15 @@ def _like(value: Tensor | None) -> Tensor:
     return value
 
 
+@torch.no_grad()
+def _shares(tile: Tile, root: _Root, reducers: Sequence[Reducer]) -> tuple[Tensor, Tensor | None]:
+    """The gradients of a tile's messages ``[E_tile, *]`` and of its softmax normaliser."""
+    messages = None if root.messages is None else root.messages.detach()
+    found = [reducer.message_gradient(tile, messages, root.log) for reducer in reducers]
+    extra = reducers[0].total_gradient(tile, root.log)
+    return (found[0] if len(found) == 1 else torch.stack(found).sum(0)), extra
+
+
 def _draining(graphs: list[_Graph]) -> Iterator[_Graph]:
     """Hands graphs out and forgets them, so that each is freed after its turn."""
     graphs.reverse()
@@ -351,33 +396,38 @@ def _draining(graphs: list[_Graph]) -> Iterator[_Graph]:
 
 
 class _Sequential(torch.autograd.Function):
-    """The gap that SAR leaves in the autograd trace, from operands and parameters to aggregate."""
+    """The gap that SAR leaves in the autograd trace, from operands and parameters to results."""
 
     @staticmethod
     def forward(
         ctx: Any, run: SequentialAggregation, parameters: tuple[int, ...], *tensors: Tensor
-    ) -> Tensor:
+    ) -> tuple[Tensor, ...]:
         count = len(run.requires_grad)
-        out, state = run.forward([t.detach() for t in tensors[:count]], record=True)
+        out, states = run.forward([t.detach() for t in tensors[:count]], record=True)
         # Zero-size stand-ins keep the places of what needn't be saved.
-        empty = out.new_empty(0)
+        empty = out[0].new_empty(0)
         operands = [t if run.saves(k) else empty for k, t in enumerate(tensors[:count])]
         # Parameters are saved for the sake of their versions: a change in place is noticed.
-        ctx.save_for_backward(*operands, *tensors[count:], *state)
+        kept = [tensor for state in states for tensor in state]
+        ctx.save_for_backward(*operands, *tensors[count:], *kept)
         ctx.run, ctx.parameters, ctx.count = run, parameters, count
+        ctx.lengths = [len(state) for state in states]
         run.program.release()
-        return out
+        return tuple(out)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         run: SequentialAggregation = ctx.run
         saved = ctx.saved_tensors
-        state = saved[ctx.count + len(ctx.parameters) :]
+        kept = iter(saved[ctx.count + len(ctx.parameters) :])
+        states = [[next(kept) for _ in range(length)] for length in ctx.lengths]
         operands = [t.detach() if run.saves(k) else None for k, t in enumerate(saved[: ctx.count])]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        del saved, kept
         with named(f"the backward pass of {run.title()}"):
-            totals, sums = run.backward(gradient.contiguous(), operands, list(state), last=not keep)
+            rows = [gradient.contiguous() for gradient in gradients]
+            totals, sums = run.backward(rows, operands, states, last=not keep)
         found = [sums.get(key) for key in ctx.parameters]
         return (None, None, *totals, *found)
 
@@ -385,8 +435,12 @@ class _Sequential(torch.autograd.Function):
 def aggregate(run: SequentialAggregation) -> Tensor:
     """Runs the aggregation, recorded for autograd where a gradient is wanted."""
     tensors = [operand.tensor for operand in run.program.operands]
-    if not (torch.is_grad_enabled() and run.needs.needs_gradient):
-        return run.forward([t.detach() for t in tensors], record=False)[0]
-    parameters = [p for p in run.program.layer.parameters() if p.requires_grad]
-    keys = tuple(id(p) for p in parameters)
-    return _Sequential.apply(run, keys, *tensors, *parameters)
+    if torch.is_grad_enabled() and run.needs.needs_gradient:
+        parameters = [p for p in run.program.layer.parameters() if p.requires_grad]
+        keys = tuple(id(p) for p in parameters)
+        results = _Sequential.apply(run, keys, *tensors, *parameters)
+    else:
+        results = run.forward([t.detach() for t in tensors], record=False)[0]
+    axis = run.program.layer.node_dim
+    results = [out.movedim(0, axis) if axis % out.dim() else out for out in results]
+    return run.decomposition.finish(results, run.rounds.in_degree, axis)

@@ -73,7 +73,8 @@ class Chunks:
             ledger.count("bucketing")
         self.plan: HaloPlan = plan
         source, target = plain(edge_index)
-        self.in_degree = torch.bincount(target, minlength=plan.num_local)
+        num_targets = edge_index.num_targets
+        self.in_degree = torch.bincount(target, minlength=num_targets)
         sorted_already = bool((target[1:] >= target[:-1]).all())
         everything = torch.arange(target.numel(), device=target.device)
         order = everything if sorted_already else target.argsort(stable=True)
@@ -81,7 +82,7 @@ class Chunks:
         ranges = self._ranges(ends, max_edges)
         most = torch.tensor([len(ranges)], device=source.device)
         plan.comm.all_reduce(most, "max", label=_PLAN)
-        ranges += [(plan.num_local, plan.num_local)] * (int(most) - len(ranges))
+        ranges += [(num_targets, num_targets)] * (int(most) - len(ranges))
         parts = [order[ends[a] : ends[b]] for a, b in ranges]
         needs = [torch.unique(source[columns], return_inverse=True) for columns in parts]
         sends = self._agree([ids for ids, _ in needs])

@@ -63,7 +63,7 @@ class Dependence:
         source: The operand whose source rows are the message, unchanged; -1 if there is none.
         pattern: Reductions over targets inside the message.
         saved_bytes_per_edge: What autograd keeps per edge besides source values.
-        message_bytes: Bytes of one message.
+        message_bytes: Bytes of one message, and of what the aggregation maps it to.
     """
 
     needs_gradient: bool
@@ -170,29 +170,35 @@ def _storage(tensor: Tensor) -> int:
 
 
 def sample(edge_index: DistEdgeIndex) -> Tile:
-    """A few of the worker's edges, if it has any; sources are taken from its own rows."""
+    """A few of the worker's edges, if it has any; sources are taken from its own rows.
+
+    Without own rows (of the sources' type) the analysis has one that stands in for them.
+    """
     nodes = edge_index.plan.num_local
-    count = min(_SAMPLE_EDGES, edge_index.size(1)) if nodes else 0
+    count = min(_SAMPLE_EDGES, edge_index.size(1))
     source, target = plain(edge_index)[:, :count]
     order = target.argsort(stable=True)
     targets, index = torch.unique_consecutive(target[order], return_inverse=True)
     return Tile(0, slice(0, count), targets, index, source[order] % max(nodes, 1), order)
 
 
-def analyse(program: TileProgram, tile: Tile, values_needed: bool) -> Dependence:
+def analyse(
+    program: TileProgram, tile: Tile, values_needed: bool = False, linear: bool = True
+) -> Dependence:
     """Runs the message on a sample tile and tells what it needs.
 
     Args:
         program: The message and its operands.
         tile: Some edges, with sources among the worker's own rows (:func:`sample`).
-        values_needed: The aggregation's own backward pass compares message values.
+        values_needed: The aggregation's own backward pass reads message values.
+        linear: The aggregation is linear in the messages.
 
     Raises:
         NeedsAllEdges: When the message can't be computed tile by tile.
     """
     layer = program.layer
     tensors = [operand.tensor.detach() for operand in program.operands]
-    sources = [tensors[k] for k in program.numbers("source")]
+    sources = [_with_rows(tensors[k]) for k in program.numbers("source")]
 
     def rows(piece: Tile) -> list[Tensor | None]:
         """Fresh rows for each run: a message may write into them."""
@@ -209,11 +215,18 @@ def analyse(program: TileProgram, tile: Tile, values_needed: bool) -> Dependence
         found = _observe(program, tile, rows(tile), values_needed)
     if found.pattern not in _PATTERNS:
         raise NeedsAllEdges(f"the message makes the reductions {found.pattern} over its targets")
+    if found.pattern and not linear:
+        raise NeedsAllEdges("its aggregation is not linear in the weights that it normalises")
     with preserved_attributes(layer, buffers=True), torch.no_grad():
         check_edges_apart(program, tile, rows, ambient)
         if found.pattern:
             check_linear(program, tile, rows, ambient, found.pattern)
     return found
+
+
+def _with_rows(tensor: Tensor) -> Tensor:
+    """A source tensor, or one row where the worker owns none: its edges' sources are remote."""
+    return tensor if tensor.size(0) else tensor.new_ones(1, *tensor.shape[1:])
 
 
 @contextmanager
@@ -271,11 +284,12 @@ def _observe(
         leaves |= {id(p) for p in parameters.values()}
         begin = _sequence_number()
         with _Escapes(taint), taint, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            message = program.run(tile, values, log)
-        roots = [t for t in (message, log.total) if t is not None and t.requires_grad]
+            mapped = program.run(tile, values, log)
+        results = [result for m in mapped for result in (m.messages, m.log.total)]
+        roots = [t for t in results if t is not None and t.requires_grad]
         opaque = _check_graph(roots, leaves, begin)
         taint.forget()
-    same = [k for k in program.numbers("source") if message is values[k]]
+    same = [k for k in program.numbers("source") if all(m.messages is values[k] for m in mapped)]
     same = [] if program.complete else same
     edges = max(tile.num_edges, 1)
     return Dependence(

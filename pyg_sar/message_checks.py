@@ -45,7 +45,8 @@ def check_edges_apart(
         def run(part: Tile, draws: int) -> Tensor:
             with still.restored():
                 torch.rand(draws)
-                return program.run(part, rows(part), Reductions())
+                mapped = program.run(part, rows(part), Reductions())
+                return torch.cat([m.messages.reshape(m.messages.size(0), -1) for m in mapped], 1)
 
         whole = run(tile, 0)
         if not torch.equal(whole, run(tile, 1)):
@@ -98,7 +99,7 @@ def check_linear(
 
     def run(log: Reductions) -> Tensor:
         with ambient.restored():
-            return program.run(tile, rows(tile), log)
+            return program.run(tile, rows(tile), log)[0].messages
 
     first = Reductions()
     original = run(first)

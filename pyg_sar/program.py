@@ -18,9 +18,10 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 from torch_geometric.nn import MessagePassing
 
+from pyg_sar.decompose import Group
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.shard import Tile
-from pyg_sar.target_index import NeedsAllEdges, Reductions, make_target_index
+from pyg_sar.target_index import NeedsAllEdges, Reductions, TargetIndex, make_target_index
 
 Role = Literal["source", "target", "edge", "whole"]
 
@@ -30,10 +31,15 @@ _NEVER_PER_TILE = ("edge_index", "edge_index_j", "adj_t", "size", "size_j")
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """A tensor in its role: ``[num_local, *]`` (source, target), ``[E, *]`` (edge) or any."""
+    """A tensor in its role: ``[num_local, *]`` (source), ``[num_targets, *]`` (target), ``[E, *]``
+    (edge) or any.
+
+    ``axis`` is where the message wants its edges; here they, and nodes, come first.
+    """
 
     role: Role
     tensor: Tensor
+    axis: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +51,14 @@ class Call:
 
     method: str
     arguments: dict[str, int | tuple[Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class Mapped:
+    """A tile's messages for a group of reductions, and the reductions made on the way."""
+
+    messages: Tensor
+    log: Reductions
 
 
 class DeferredEdge(Tensor):
@@ -89,7 +103,7 @@ class TileProgram:
         edge_index: Distributed edges.
         kwargs: Keyword arguments of ``propagate``.
         is_edge_level: Says of an unsuffixed tensor whether it holds one row per edge.
-
+        groups: How messages are mapped before they are reduced.
         complete: Tiles hold all in-edges of their targets, and ``aggregate`` is part of the
             program.
 
@@ -104,16 +118,19 @@ class TileProgram:
         edge_index: DistEdgeIndex,
         kwargs: Mapping[str, Any],
         is_edge_level: Mapping[str, bool],
+        groups: Sequence[Group],
         complete: bool = False,
     ) -> None:
         self.layer = layer
-        self.complete = complete
+        self.groups, self.complete = tuple(groups), complete
         self.message_bytes = 0
-        self.out_row: tuple[list[int], torch.dtype] | None = None
+        self.out_rows: list[tuple[list[int], torch.dtype]] | None = None
         self.num_local = edge_index.plan.num_local
+        self.num_targets = edge_index.num_targets
         self.rank = edge_index.plan.rank
         self.operands: list[Operand] = []
         self._numbers: dict[tuple[Role, int], int] = {}
+        self._named: list[Tensor] = []  # alive, or their ids would come again
         self._is_edge_level = is_edge_level
         self._deferred: dict[str, Call] = {}
         self._message = self._bind("message", kwargs)
@@ -148,22 +165,23 @@ class TileProgram:
             value = value[1 if target else 0]
         if not isinstance(value, Tensor):
             return (value,)
-        axis = self.layer.node_dim
-        if axis >= value.dim() or axis + value.dim() < 0 or axis % value.dim() != 0:
-            raise NeedsAllEdges(f"the nodes of '{name[:-2]}' are not on its first axis")
-        if value.size(0) != self.num_local:
+        axis, dims = self.layer.node_dim, value.dim()
+        nodes = self.num_targets if target else self.num_local
+        if not -dims <= axis < dims or value.size(axis) != nodes:
             raise ValueError(
-                f"Expected '{name[:-2]}' to hold the {self.num_local} nodes of rank {self.rank} "
-                f"on its first axis (got shape {list(value.shape)}); pass this worker's rows, as "
+                f"Expected '{name[:-2]}' to hold the {nodes} nodes of rank {self.rank} "
+                f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
                 "pyg_sar.load_partition returns them"
             )
-        return self._number("target" if target else "source", value)
+        return self._number("target" if target else "source", value, axis % dims)
 
-    def _number(self, role: Role, tensor: Tensor) -> int:
+    def _number(self, role: Role, tensor: Tensor, axis: int = 0) -> int:
         key = (role, id(tensor))
         if key not in self._numbers:
             self._numbers[key] = len(self.operands)
-            self.operands.append(Operand(role, tensor))
+            self._named.append(tensor)
+            rows = tensor.movedim(axis, 0) if axis else tensor
+            self.operands.append(Operand(role, rows, axis))
         return self._numbers[key]
 
     def numbers(self, role: Role) -> list[int]:
@@ -181,8 +199,9 @@ class TileProgram:
 
     def release(self) -> None:
         """Forgets the operands' values: shapes, dtypes and roles are all that backward asks."""
+        self._named = []
         self.operands = [
-            Operand(o.role, o.tensor.detach().new_zeros(()).expand(o.tensor.shape))
+            Operand(o.role, o.tensor.detach().new_zeros(()).expand(o.tensor.shape), o.axis)
             for o in self.operands
         ]
 
@@ -214,22 +233,54 @@ class TileProgram:
                 picked.append(tensor.index_select(0, tile.columns))
         return picked
 
-    def run(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
-        """The tile's messages ``[E_tile, *]``; reductions over targets go into ``log``.
+    def run(self, tile: Tile, values: Sequence[Any], log: Reductions) -> list[Mapped]:
+        """The tile's messages ``[E_tile, *]``, mapped for each group of reductions.
 
         Of a complete program, the targets' aggregates ``[U, *]``.
+
+        Args:
+            tile: The edges.
+            values: The operands' rows (:meth:`gather`), edges first.
+            log: Where the message's own reductions over targets go.
         """
         if self.complete and _opens_without_edges(tile):
             return self._run_with_stand_in(tile, values, log)
-        layer = self.layer
-        index = make_target_index(
-            tile.index,
-            tile.target_rows,
-            tile.targets.numel(),
-            self.num_local,
-            log,
-            self.complete,
+        out, arguments = self._messages(tile, values, log)
+        if self._aggregate is not None:
+            out = self._aggregated(out, arguments)
+        axis = self.layer.node_dim
+        out = out.movedim(axis, 0) if axis % out.dim() else out
+        mapped = [self._mapped(group, out, tile, log) for group in self.groups]
+        self.out_rows = [(list(m.messages.shape[1:]), m.messages.dtype) for m in mapped]
+        return mapped
+
+    def _mapped(self, group: Group, out: Tensor, tile: Tile, log: Reductions) -> Mapped:
+        if group.premap is None:
+            return Mapped(out, log)
+        own = Reductions()
+        index = self._index(tile, own)
+        messages = group.premap(out, index if group.normalises else tile.index, index.num_targets)
+        if messages.size(0) != out.size(0):
+            raise NeedsAllEdges("the aggregation changes the number of messages")
+        self.message_bytes += messages.shape[1:].numel() * messages.element_size()
+        return Mapped(messages, own)
+
+    def _index(self, tile: Tile, log: Reductions) -> TargetIndex:
+        targets = tile.targets.numel()
+        return make_target_index(
+            tile.index, tile.target_rows, targets, self.num_targets, log, self.complete
         )
+
+    def _messages(
+        self, tile: Tile, values: Sequence[Any], log: Reductions
+    ) -> tuple[Tensor, dict[str, Any]]:
+        """The messages, and the arguments of ``aggregate`` where it is part of the program."""
+        layer = self.layer
+        values = [
+            value.movedim(0, o.axis) if o.axis and value is not None else value
+            for o, value in zip(self.operands, values, strict=True)
+        ]
+        index = self._index(tile, log)
         own = {
             "index": index,
             "edge_index_i": index,
@@ -250,18 +301,25 @@ class TileProgram:
         for hook in layer._message_forward_hooks.values():
             result = hook(layer, (arguments,), out)
             out = out if result is None else result
-        if not isinstance(out, Tensor) or out.dim() == 0 or out.size(0) != tile.num_edges:
-            raise NeedsAllEdges("the message is not one tensor with a row per edge")
-        self.message_bytes = out.shape[1:].numel() * out.element_size()
-        if self._aggregate is not None:
-            arguments = self._collect(self._aggregate, values, {**own, **updated})
-            if type(layer).aggregate is MessagePassing.aggregate:
-                arguments["index"] = tile.index  # all in-edges are there: nothing to be noted
-            out = self._aggregated(out, arguments)
-        self.out_row = list(out.shape[1:]), out.dtype
-        return out
+        self._check_rows(out, tile.num_edges, "the message is not one tensor with a row per edge")
+        self.message_bytes = out.numel() // max(tile.num_edges, 1) * out.element_size()
+        if self._aggregate is None:
+            return out, {}
+        arguments = self._collect(self._aggregate, values, {**own, **updated})
+        if type(layer).aggregate is MessagePassing.aggregate:
+            arguments["index"] = tile.index  # all in-edges are there: nothing to be noted
+        return out, arguments
 
-    def _run_with_stand_in(self, tile: Tile, values: Sequence[Any], log: Reductions) -> Tensor:
+    def _check_rows(self, out: Any, rows: int | None, problem: str) -> None:
+        axis = self.layer.node_dim
+        if not isinstance(out, Tensor) or not -out.dim() <= axis < out.dim():
+            raise NeedsAllEdges(problem)
+        if rows is not None and out.size(axis) != rows:
+            raise NeedsAllEdges(problem)
+
+    def _run_with_stand_in(
+        self, tile: Tile, values: Sequence[Any], log: Reductions
+    ) -> list[Mapped]:
         """A first target without in-edges, or hardly an edge: not every aggregation takes that.
 
         In one process they hardly ever see it. Two copies of the first edge (zeros, if there is
@@ -285,7 +343,7 @@ class TileProgram:
             value if value is None or o.role == "whole" else padded_rows(value)
             for o, value in zip(self.operands, values, strict=True)
         ]
-        return self.run(padded, rows, log)[1:]
+        return [Mapped(out.messages[1:], out.log) for out in self.run(padded, rows, log)]
 
     def _aggregated(self, messages: Tensor, arguments: dict[str, Any]) -> Tensor:
         layer = self.layer
@@ -297,10 +355,10 @@ class TileProgram:
         for hook in layer._aggregate_forward_hooks.values():
             result = hook(layer, (arguments,), out)
             out = out if result is None else result
-        targets = arguments.get("dim_size")
-        if not isinstance(out, Tensor) or out.dim() == 0 or targets not in (None, out.size(0)):
-            raise NeedsAllEdges("the aggregate is not one tensor with a row per target")
-        return out
+        problem = "the aggregate is not one tensor with a row per target"
+        self._check_rows(out, arguments.get("dim_size"), problem)
+        aggregate: Tensor = out
+        return aggregate
 
     def _collect(self, call: Call, values: Sequence[Any], own: Mapping[str, Any]) -> dict[str, Any]:
         data = dict(own)

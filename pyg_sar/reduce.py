@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -39,7 +40,7 @@ class Reducer(ABC):
 
     def __init__(self, rounds: Rounds) -> None:
         self.in_degree = rounds.in_degree
-        self.num_local = rounds.plan.num_local
+        self.num_targets = rounds.in_degree.numel()
 
     @abstractmethod
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
@@ -47,7 +48,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def finish(self) -> Tensor:
-        """The aggregate ``[num_local, *]``."""
+        """The aggregate ``[num_targets, *]``."""
 
     def state(self) -> list[Tensor]:
         """What the backward pass needs of the state, the aggregate first if it is among them."""
@@ -55,7 +56,7 @@ class Reducer(ABC):
 
     @abstractmethod
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
-        """Takes the aggregate's gradient ``[num_local, *]``."""
+        """Takes the aggregate's gradient ``[num_targets, *]``."""
 
     @abstractmethod
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
@@ -69,7 +70,7 @@ class Reducer(ABC):
         """Checks made after the last tile."""
 
     def _zeros(self, messages: Tensor) -> Tensor:
-        return messages.new_zeros(self.num_local, *messages.shape[1:])
+        return messages.new_zeros(self.num_targets, *messages.shape[1:])
 
 
 class SumReducer(Reducer):
@@ -175,6 +176,111 @@ class ExtremumReducer(Reducer):
                 f"({float(_present(self._missing)):.0f} extrema not found again). Is it "
                 "deterministic? SARPolicy(mode=2) keeps messages instead of recomputing them"
             )
+
+
+class ProductReducer(Reducer):
+    r""":math:`out_i = \prod_e m_e`, 1 without in-edges.
+
+    State: the product :math:`P` of the factors that are not 0, and the number :math:`Z` of those
+    that are. The gradient of a factor is the product of the others: :math:`g_i P / m_e` where
+    :math:`Z = 0`, :math:`g_i P` for the only zero, else 0.
+    """
+
+    needs_values = True
+    reads_messages = True
+
+    def __init__(self, rounds: Rounds) -> None:
+        super().__init__(rounds)
+        self._product: Tensor | None = None
+        self._zeros_seen: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        if self._product is None or self._zeros_seen is None:
+            self._product = self._zeros(messages).fill_(1)
+            self._zeros_seen = self._zeros(messages)
+        if tile.num_edges == 0:
+            return
+        zero = messages == 0
+        index = tile.index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
+        part = messages.new_ones(tile.targets.numel(), *messages.shape[1:])
+        part.scatter_reduce_(0, index, messages.masked_fill(zero, 1), reduce="prod")
+        self._product[tile.targets] *= part
+        self._zeros_seen[tile.targets] += _segment_sum(tile, zero.to(messages.dtype))
+
+    def finish(self) -> Tensor:
+        return _present(self._product).masked_fill(_present(self._zeros_seen) > 0, 0)
+
+    def state(self) -> list[Tensor]:
+        return [_present(self._product), _present(self._zeros_seen)]
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        self._product, self._zeros_seen = state
+        self._gradient = gradient * self._product
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        values, rows = _present(messages), tile.target_rows
+        zero = values == 0
+        others = _present(self._zeros_seen).index_select(0, rows) - zero.to(values.dtype)
+        share = _present(self._gradient).index_select(0, rows) / values.masked_fill(zero, 1)
+        return share.masked_fill(others > 0, 0)
+
+
+class VarianceReducer(Reducer):
+    r""":math:`out_i = \frac{1}{d_i} \sum_e (m_e - \mu_i)^2`, 0 without in-edges.
+
+    State: count, mean and :math:`M_2`, merged by Chan et al. (1979); the difference
+    :math:`E[m^2] - E[m]^2` would cancel. Gradient :math:`\frac{2}{d_i} (m_e - \mu_i) g_i`, and
+    :math:`-\frac{2}{d_i} \mu_i g_i` where PyG's ``semi_grad`` takes :math:`E[m^2]` for constant.
+
+    Args:
+        rounds: The way through the edges.
+        semi_grad: See :class:`torch_geometric.nn.aggr.VarAggregation`.
+    """
+
+    def __init__(self, rounds: Rounds, semi_grad: bool) -> None:
+        super().__init__(rounds)
+        self.needs_values = self.reads_messages = not semi_grad
+        self._count: Tensor | None = None
+        self._mean: Tensor | None = None
+        self._squares: Tensor | None = None
+        self._gradient: Tensor | None = None
+
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        if self._mean is None or self._squares is None or self._count is None:
+            self._mean, self._squares = self._zeros(messages), self._zeros(messages)
+            self._count = messages.new_zeros(self.num_targets)
+        if tile.num_edges == 0:
+            return
+        rows = tile.targets
+        count = _segment_sum(tile, messages.new_ones(tile.num_edges))
+        mean = _segment_sum(tile, messages) / _trailing(count, messages)
+        squares = _segment_sum(tile, (messages - mean.index_select(0, tile.index)).square())
+        seen, old = self._count[rows], self._mean[rows]
+        share = _trailing(count / (seen + count), mean)
+        apart = mean - old
+        self._count[rows] = seen + count
+        self._mean[rows] = old + apart * share
+        self._squares[rows] += squares + apart.square() * share * _trailing(seen, mean)
+
+    def finish(self) -> Tensor:
+        out = _present(self._squares)
+        return out / _trailing(self.in_degree.clamp(min=1).to(out.dtype), out)
+
+    def state(self) -> list[Tensor]:
+        return [_present(self._mean)]
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        (self._mean,) = state
+        count = self.in_degree.clamp(min=1).to(gradient.dtype)
+        self._gradient = 2 * gradient / _trailing(count, gradient)
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        rows = tile.target_rows
+        apart = -_present(self._mean).index_select(0, rows)
+        if self.needs_values:
+            apart += _present(messages)
+        return _present(self._gradient).index_select(0, rows) * apart
 
 
 class SoftmaxReducer(Reducer):
@@ -299,22 +405,25 @@ class PlaceReducer(Reducer):
         return _present(self._gradient).index_select(0, tile.targets)
 
 
-def make_reducer(kind: str, pattern: tuple[str, ...], rounds: Rounds) -> Reducer:
+def make_reducer(kind: str, normalised: bool, rounds: Rounds) -> Reducer:
     """The reducer of an aggregation.
 
     Args:
-        kind: ``'sum'``, ``'mean'``, ``'max'``, ``'min'``, or ``'place'`` where chunks hold all
-            in-edges.
-        pattern: Reductions over targets inside the message: ``()``, ``('max', 'sum')`` for a
-            softmax, ``('sum',)`` for a plain normalisation.
+        kind: ``'sum'``, ``'mean'``, ``'max'``, ``'min'``, ``'mul'``, ``'var'``, ``'semi_var'``, or
+            ``'place'`` where chunks hold all in-edges.
+        normalised: The message reduces over targets: it holds weights normalised over a tile.
         rounds: The way through the edges.
     """
-    if kind == "place":
-        return PlaceReducer(rounds)
-    if pattern:
+    if normalised and kind != "place":
         return SoftmaxReducer(rounds, mean=kind == "mean")
-    if kind == "sum":
-        return SumReducer(rounds)
-    if kind == "mean":
-        return MeanReducer(rounds)
-    return ExtremumReducer(rounds, largest=kind == "max")
+    make: dict[str, Callable[[], Reducer]] = {
+        "place": lambda: PlaceReducer(rounds),
+        "sum": lambda: SumReducer(rounds),
+        "mean": lambda: MeanReducer(rounds),
+        "max": lambda: ExtremumReducer(rounds, largest=True),
+        "min": lambda: ExtremumReducer(rounds, largest=False),
+        "mul": lambda: ProductReducer(rounds),
+        "var": lambda: VarianceReducer(rounds, semi_grad=False),
+        "semi_var": lambda: VarianceReducer(rounds, semi_grad=True),
+    }
+    return make[kind]()

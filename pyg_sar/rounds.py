@@ -33,7 +33,7 @@ class Rounds(ABC):
 
     Attributes:
         plan: The halo plan.
-        in_degree: Edges into each node, ``[num_local]``.
+        in_degree: Edges into each target node, ``[num_targets]``.
     """
 
     plan: HaloPlan

@@ -60,6 +60,9 @@ class Shards:
 
     Args:
         edge_index: Distributed edges ``[2, E]`` with local targets.
+
+    Attributes:
+        in_degree: Edges into each target node, ``[num_targets]``.
     """
 
     def __init__(self, edge_index: DistEdgeIndex) -> None:
@@ -69,14 +72,15 @@ class Shards:
         self.plan: HaloPlan = plan
         source, target = plain(edge_index)
         self.num_edges = source.numel()
-        self.in_degree = torch.bincount(target, minlength=plan.num_local)
+        num_targets = edge_index.num_targets
+        self.in_degree = torch.bincount(target, minlength=num_targets)
         offsets = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
         owner = torch.bucketize(source, offsets[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
         counts = torch.bincount(owner, minlength=plan.world_size)
         self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
-        wide = plan.num_local * plan.world_size >= 2**31
-        key = (owner.long() if wide else owner).mul_(max(plan.num_local, 1)).add_(target)
+        wide = num_targets * plan.world_size >= 2**31
+        key = (owner.long() if wide else owner).mul_(max(num_targets, 1)).add_(target)
         del owner
         order = None if bool((key[1:] >= key[:-1]).all()) else key.argsort(stable=True)
         if order is not None:

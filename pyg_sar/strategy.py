@@ -16,29 +16,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.aggr import (
-    GRUAggregation,
-    LSTMAggregation,
-    MaxAggregation,
-    MeanAggregation,
-    MinAggregation,
-    SumAggregation,
-)
+from torch_geometric.nn.aggr import GRUAggregation, LSTMAggregation
 
+from pyg_sar.decompose import PLACE, Decomposition, decompose
 from pyg_sar.dependence import Dependence, analyse, sample
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.program import DeferredEdge, TileProgram
 from pyg_sar.target_index import NeedsAllEdges
 
-MERGEABLE = {
-    SumAggregation: "sum",
-    MeanAggregation: "mean",
-    MaxAggregation: "max",
-    MinAggregation: "min",
-}
 _ORDERED = (LSTMAggregation, GRUAggregation)
-_COMPARES = (MaxAggregation, MinAggregation)
+_VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
 
@@ -55,19 +43,33 @@ class Verdict:
         strategy: ``'sequential'``, ``'chunked'`` or ``'one_shot'``.
         needs: What the message needs (``None`` for one shot).
         edge_level: Which unsuffixed tensors hold one row per edge.
-        kind: The aggregation (:func:`~pyg_sar.reduce.make_reducer`).
         max_edges: Edges per tile or chunk.
-        out_row: An aggregate without rows, ``[0, *]``.
+        out_rows: Messages of each group of reductions, without rows, ``[0, *]``.
         found: What this worker alone found.
     """
 
     strategy: str
     needs: Dependence | None = None
     edge_level: dict[str, bool] = field(default_factory=dict)
-    kind: str = ""
     max_edges: int = 0
-    out_row: Tensor | None = None
+    out_rows: tuple[Tensor, ...] = ()
     found: tuple[int, ...] = ()
+
+
+def decomposition_of(layer: Any, complete: bool) -> Decomposition:
+    """How a layer's aggregation goes tile by tile.
+
+    Args:
+        layer: The layer.
+        complete: Tiles hold all in-edges of their targets, and the layer aggregates itself.
+
+    Raises:
+        NeedsAllEdges: When its partial states don't merge.
+    """
+    found = PLACE if complete else decompose(layer.aggr_module)
+    if found is None:
+        raise NeedsAllEdges(f"partial states of {layer.aggr_module} don't merge")
+    return found
 
 
 class Verdicts(dict[Any, Verdict]):
@@ -88,7 +90,7 @@ class _Look:
     reason: str
     budget: int
     numbers: list[int]
-    row: tuple[list[int], torch.dtype] | None
+    rows: list[tuple[list[int], torch.dtype]] | None
 
 
 def title_of(layer: Any) -> str:
@@ -181,26 +183,26 @@ class Chooser:
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
         edge_level = self._agree_on_edge_level(complete)
-        sizes = [self.edge_index.size(1) if plan.num_local else 0]
-        look = self._look(complete, edge_level, maximum(self.comm, sizes, device)[0] > 0)
+        some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
+        look = self._look(complete, edge_level, some_edges)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
         reason = look.reason or "another worker found that it needs all edges"
         if agreed[0] == 3 and plan.world_size > 1:
             raise DistributedIndexError(f"{self.title} can't run distributed: {reason}")
         if agreed[0]:
             return None, reason, agreed[0]
-        row = look.row
-        rows = self.comm.all_gather_object(None if row is None else [row[0], str(row[1])])
-        shape, dtype = next(found for found in rows if found is not None)
-        kind = "place" if complete else MERGEABLE.get(type(self.layer.aggr_module), "")
+        mine = None if look.rows is None else [(row, str(dtype)) for row, dtype in look.rows]
+        rows = next(found for found in self.comm.all_gather_object(mine) if found is not None)
         verdict = Verdict(
             strategy,
             Dependence.decode(agreed[2:]),
             edge_level,
-            kind,
             -agreed[1],
-            torch.empty(
-                0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
+            tuple(
+                torch.empty(
+                    0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
+                )
+                for shape, dtype in rows
             ),
             (look.severity, *look.numbers),
         )
@@ -210,20 +212,22 @@ class Chooser:
         """Looks at the message on a few of this worker's edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
-        compares = type(self.layer.aggr_module) in _COMPARES and not complete
-        numbers, budget, row = Dependence.no_opinion(), 1, None
+        numbers, budget, rows = Dependence.no_opinion(), 1, None
         try:
-            program = TileProgram(self.layer, self.edge_index, self.kwargs, edge_level, complete)
+            reductions = decomposition_of(self.layer, complete)
+            program = TileProgram(
+                self.layer, self.edge_index, self.kwargs, edge_level, reductions.groups, complete
+            )
             tile = sample(self.edge_index)
             if tile.num_edges or not some_edges:
-                numbers = analyse(program, tile, compares).encode()
-                row = program.out_row
+                reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
+                linear = complete or reductions.linear
+                numbers = analyse(program, tile, reads, linear).encode()
+                rows = program.out_rows
             budget = self._max_edges(program)
-            if Dependence.decode(numbers).pattern and compares:
-                raise NeedsAllEdges("it takes the maximum of weights that it normalises")
         except NeedsAllEdges as error:
             return _Look(error.severity, str(error), budget, Dependence.no_opinion(), None)
-        return _Look(0, "", budget, numbers, row)
+        return _Look(0, "", budget, numbers, rows)
 
     def _max_edges(self, program: TileProgram) -> int:
         """Edges whose messages and inputs are materialized at a time."""

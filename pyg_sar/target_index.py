@@ -24,8 +24,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyg_sar.distributed_index import METADATA, RESHAPE, builtin, name_of
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.index_space import _METADATA, _RESHAPE, builtin, name_of
 
 
 class NeedsAllEdges(DistributedIndexError):
@@ -79,7 +79,7 @@ class TargetIndex(Tensor):
         flat: The plain one-dimensional index.
         target_rows: Local node id of each edge's target.
         num_targets: Targets of the tile.
-        num_local: Nodes of the worker.
+        num_local: The worker's nodes of the targets' type.
         reductions: Where they are noted.
         complete: All in-edges of the targets are present: reductions are right as they are.
     """
@@ -94,10 +94,10 @@ class TargetIndex(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _METADATA:
+        if func in METADATA:
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **kwargs)
-        if func in _RESHAPE and isinstance(args[0], cls):
+        if func in RESHAPE and isinstance(args[0], cls):
             source = args[0]
             args = (_plain(source), *[_plain(a) for a in args[1:]])
             return target_index(func(*args, **kwargs), source)

@@ -15,13 +15,14 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.aggregate import SequentialAggregation, aggregate
 from pyg_sar.chunk import Chunks
+from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
-from pyg_sar.strategy import MERGEABLE, Chooser, Verdict, title_of
+from pyg_sar.strategy import Chooser, Verdict, decomposition_of, title_of
 from pyg_sar.target_index import NeedsAllEdges
 
 
@@ -97,6 +98,7 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
+        size = _known_size(edge_index, size, self)
         strategy, reason = self._strategy(edge_index)
         verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
         if verdict.needs is None:
@@ -111,6 +113,7 @@ class DistMessagePassing(MessagePassing):
         """
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
+        size = _known_size(edge_index, size, self)
         strategy, _ = self._strategy(edge_index)
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         if strategy == "one_shot" or hooks:
@@ -123,7 +126,7 @@ class DistMessagePassing(MessagePassing):
     def _strategy(self, edge_index: DistEdgeIndex) -> tuple[str, str]:
         """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
         merges = type(self).aggregate is MessagePassing.aggregate
-        merges &= type(self.aggr_module) in MERGEABLE
+        merges &= decompose(self.aggr_module) is not None
         if self._one_shot_call or (self.policy.mode == 3 and merges):
             return "one_shot", "asked for"
         source = 0 if self.flow == "source_to_target" else 1
@@ -159,18 +162,21 @@ class DistMessagePassing(MessagePassing):
             if result is not None:
                 edge_index, size, kwargs = result
         complete, needs = verdict.strategy == "chunked", verdict.needs
-        program = TileProgram(self, edge_index, kwargs, verdict.edge_level, complete)
-        if needs is None or verdict.out_row is None:
+        reductions = decomposition_of(self, complete)
+        program = TileProgram(
+            self, edge_index, kwargs, verdict.edge_level, reductions.groups, complete
+        )
+        if needs is None:
             raise RuntimeError("Expected a verdict for running in parts")
         self._check_edges(program, edge_index)
         run = SequentialAggregation(
             program,
             _rounds(edge_index, verdict),
-            verdict.kind,
+            reductions,
             needs,
             self.policy,
             self.ledger_name,
-            verdict.out_row,
+            verdict.out_rows,
         )
         try:
             out = aggregate(run)
@@ -265,6 +271,22 @@ class DistMessagePassing(MessagePassing):
 
 DistMessagePassing._orig_propagate = DistMessagePassing.propagate
 DistMessagePassing._jinja_propagate = DistMessagePassing.propagate
+
+
+def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
+    """The size of a relation between nodes of two types; a given one must agree with it."""
+    if not edge_index.bipartite:
+        return size
+    known = (edge_index.plan.num_local, edge_index.num_targets)
+    known = known if edge_index.dist_row == 0 else known[::-1]
+    for given, expected in zip(size or (None, None), known, strict=True):
+        if given not in (None, expected):
+            raise ValueError(
+                f"{title_of(layer)} got size={tuple(size)} for a relation of {known[0]} and "
+                f"{known[1]} nodes at rank {edge_index.plan.rank}; pass this worker's numbers of "
+                "nodes, or leave 'size' out"
+            )
+    return known
 
 
 def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
