@@ -14,6 +14,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of single test files, which pytest wants here."""
+    parser.addoption(
+        "--coverage-out",
+        metavar="FILE",
+        default=None,
+        help="tests/test_coverage.py writes what it found to FILE (docs/coverage.md)",
+    )
+
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)

@@ -7,7 +7,7 @@ from typing import Any
 from unittest import mock
 
 import torch
-from coverage_run import Case
+from coverage_case import Case
 from oracle import CHANNELS as C
 from oracle import EDGE_DIM as D
 from oracle import OUT
@@ -347,7 +347,8 @@ CONVS: dict[str, Cases] = {
         make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="SparseTensor|sparse|adjacency",
         why="multiplies powers of the adjacency matrix")},
     "WLConv": {"": Case(
-        make=lambda: gnn.WLConv(), args="color edge_index", refused="WLConv|on a distributed edge index",
+        make=lambda: gnn.WLConv(), args="color edge_index",
+        refused="WLConv|on a distributed edge index",
         why="numbers colours in the order in which one process meets them")},
     "WLConvContinuous": {
         "": conv(gnn.WLConvContinuous, call=WEIGHT),
@@ -390,7 +391,8 @@ CONVS: dict[str, Cases] = {
         "edges, attention": conv(gnn.GeneralConv, C, OUT, D, attention=True, heads=2,
                                  call=f"{X} edge_attr=edge_attr"),
         "dot product, mean": conv(gnn.GeneralConv, C, OUT, attention=True, aggr="mean",
-                                  attention_type="dot_product", skip_linear=True, l2_normalize=True),
+                                  attention_type="dot_product", skip_linear=True,
+                                  l2_normalize=True),
         "directed": conv(gnn.GeneralConv, C, OUT, D, directed_msg=False,
                          call=f"{X} edge_attr=edge_attr"),
     },
@@ -452,4 +454,3 @@ class Propagates(gnn.MessagePassing):
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x)
-

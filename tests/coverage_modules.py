@@ -6,8 +6,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+from coverage_case import NODES, Case
 from coverage_convs import CONVS, HISTOGRAM, PLAIN_ATTR, WEIGHT, Cases, X, conv, mlp, signed
-from coverage_run import NODES, Case
 from oracle import CHANNELS as C
 from oracle import CLASSES, EDGE_DIM, OUT
 from torch import Tensor
@@ -89,14 +89,15 @@ AGGREGATIONS: dict[str, Cases] = {
     "EquilibriumAggregation": {"": inside(
         lambda: aggr.EquilibriumAggregation(C, OUT, num_layers=[8], grad_iter=2))},
     "MLPAggregation": {"": inside(
-        lambda: aggr.MLPAggregation(C, OUT, 20, num_layers=1), graph="sorted", refused="order of a node",
-        why=ORDER)},
+        lambda: aggr.MLPAggregation(C, OUT, 20, num_layers=1), graph="sorted",
+        refused="order of a node", why=ORDER)},
     "DeepSetsAggregation": {
         "": inside(lambda: aggr.DeepSetsAggregation(mlp(C), mlp(OUT))),
         "local only": inside(lambda: aggr.DeepSetsAggregation(mlp(C))),
     },
     "SetTransformerAggregation": {"": inside(
-        lambda: aggr.SetTransformerAggregation(C, num_seed_points=2, heads=2, layer_norm=True), graph="sorted")},
+        lambda: aggr.SetTransformerAggregation(C, num_seed_points=2, heads=2, layer_norm=True),
+        graph="sorted")},
     "LCMAggregation": {"": inside(
         lambda: aggr.LCMAggregation(C, OUT), graph="sorted", refused="order of a node", why=ORDER)},
     "VariancePreservingAggregation": {"": inside(aggr.VariancePreservingAggregation)},
@@ -244,8 +245,11 @@ def gcn() -> torch.nn.Module:
 
 
 def block(kind: str, **kwargs: Any) -> Case:
-    return Case(make=lambda: models.DeepGCNLayer(
-        gnn.GENConv(C, C), gnn.LayerNorm(C, mode="node"), torch.nn.ReLU(), block=kind, **kwargs))
+    return Case(
+        make=lambda: models.DeepGCNLayer(
+            gnn.GENConv(C, C), gnn.LayerNorm(C, mode="node"), torch.nn.ReLU(), block=kind, **kwargs
+        )
+    )
 
 
 MODELS: dict[str, Cases] = {
@@ -309,7 +313,8 @@ MODELS: dict[str, Cases] = {
     "SignedGCN": {"": Case(make=lambda: models.SignedGCN(C, 8, 2), args="x", call=signed)},
     "RENet": {"": not_a_layer("events in time, one sequence per sample")},
     "GraphUNet": {"": Case(
-        make=lambda: models.GraphUNet(C, 8, OUT, depth=2), refused="TopKPooling|SelectTopK|on a distributed edge index",
+        make=lambda: models.GraphUNet(C, 8, OUT, depth=2),
+        refused="TopKPooling|SelectTopK|on a distributed edge index",
         why="keeps the best nodes of the whole graph (TopKPooling)")},
     "SchNet": {"": not_a_layer(MOLECULES)},
     "DimeNet": {"": not_a_layer(MOLECULES)},
@@ -362,7 +367,7 @@ MODELS: dict[str, Cases] = {
     "NeuralFingerprint": {"": Case(
         make=lambda: models.NeuralFingerprint(C, 8, OUT, 2), args=f"{X} batch", level="graph")},
     "ViSNet": {"": not_a_layer(MOLECULES)},
-    "LPFormer": {"": not_a_layer("scores pairs of nodes by personalised PageRank of the whole graph")},
+    "LPFormer": {"": not_a_layer("scores pairs of nodes by the PageRank of the whole graph")},
     "SGFormer": {"": Case(
         make=lambda: models.SGFormer(C, 8, OUT, trans_dropout=0.0, gnn_dropout=0.0),
         args=f"{X} batch", default_double=True)},
