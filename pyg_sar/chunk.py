@@ -18,7 +18,7 @@ from torch import Tensor
 
 from pyg_sar.exchange import RowLayout, add_rows, post_all, tracked_buffer
 from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import DistEdgeIndex, plain
+from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Tile
 
@@ -72,7 +72,7 @@ class Chunks:
         for ledger in plan.comm.ledgers:
             ledger.count("bucketing")
         self.plan: HaloPlan = plan
-        source, target = plain(edge_index)
+        source, target = edge_index.ends()
         num_targets = edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=num_targets)
         sorted_already = bool((target[1:] >= target[:-1]).all())

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from pyg_sar.index_space import DistEdgeIndex, plain
+from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.message_checks import check_edges_apart, check_linear
 from pyg_sar.program import (
     AmbientState,
@@ -176,7 +176,7 @@ def sample(edge_index: DistEdgeIndex) -> Tile:
     """
     nodes = edge_index.plan.num_local
     count = min(_SAMPLE_EDGES, edge_index.size(1))
-    source, target = plain(edge_index)[:, :count]
+    source, target = (row[:count] for row in edge_index.ends())
     order = target.argsort(stable=True)
     targets, index = torch.unique_consecutive(target[order], return_inverse=True)
     return Tile(0, slice(0, count), targets, index, source[order] % max(nodes, 1), order)

@@ -163,6 +163,11 @@ class DistEdgeIndex(InSpace):
 
     dist_row: int
 
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The distributed row and the local one, both as plain tensors ``[E]``."""
+        rows = plain(self)
+        return rows[self.dist_row], rows[1 - self.dist_row]
+
 
 def dist_index(
     index: Tensor, plan: HaloPlan, flat: Tensor | None = None, targets: int | None = None

@@ -162,7 +162,7 @@ class TileProgram:
     def _bind_node(self, name: str, value: Any) -> int | tuple[Any]:
         target = name[-2:] == "_i"
         if isinstance(value, tuple | list):
-            value = value[1 if target else 0]
+            value = value[1 if target else 0]  # as PyG's template, whatever the flow
         if not isinstance(value, Tensor):
             return (value,)
         axis, dims = self.layer.node_dim, value.dim()

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import DistEdgeIndex, plain
+from pyg_sar.index_space import DistEdgeIndex
 
 
 def _narrow(index: Tensor, bound: int) -> Tensor:
@@ -70,7 +70,7 @@ class Shards:
         for ledger in plan.comm.ledgers:
             ledger.count("bucketing")
         self.plan: HaloPlan = plan
-        source, target = plain(edge_index)
+        source, target = edge_index.ends()
         self.num_edges = source.numel()
         num_targets = edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=num_targets)

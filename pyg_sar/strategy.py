@@ -150,7 +150,8 @@ class Chooser:
                     "that does not"
                 )
         if strategy == "one_shot":
-            if reason == "asked for" and self.layer.flow == "source_to_target":
+            source = 0 if self.layer.flow == "source_to_target" else 1
+            if reason == "asked for" and self.edge_index.dist_row == source:
                 self._attempt("sequential")  # refuses what can't be right
             return self._whole(reason)
         for attempt in ("sequential", "chunked"):
@@ -182,7 +183,7 @@ class Chooser:
         """
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
-        edge_level = self._agree_on_edge_level(complete)
+        edge_level = edge_level_names(self.layer, self.edge_index, self.kwargs, complete)
         some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
         look = self._look(complete, edge_level, some_edges)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
@@ -281,30 +282,38 @@ class Chooser:
                     "a row, axes). Pass the same arguments on every worker"
                 )
 
-    def _agree_on_edge_level(self, complete: bool) -> dict[str, bool]:
-        """Which unsuffixed tensors hold one row per edge: those that do so on every worker."""
-        found: dict[str, Tensor] = {}
-        for value_kwargs, method in self._methods(complete):
-            for name in self.layer.inspector.get_param_names(method):
-                value = value_kwargs.get(name)
-                if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
-                    continue
-                if not isinstance(value, DeferredEdge):
-                    found[name if method == "message" else f"{method}.{name}"] = value
-        if not found:
-            return {}
-        edges = self.edge_index.size(1)
-        misses = [int(v.dim() == 0 or v.size(0) != edges) for v in found.values()]
-        agreed = maximum(self.comm, misses, self.edge_index.device)
-        return {name: not miss for name, miss in zip(found, agreed, strict=True)}
 
-    def _methods(self, complete: bool) -> Iterator[tuple[dict[str, Any], str]]:
-        yield self.kwargs, "message"
-        if complete:
-            yield self.kwargs, "aggregate"
-        for value in self.kwargs.values():
-            if isinstance(value, DeferredEdge):
-                yield value.kwargs, "edge_update"
+def edge_level_names(
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], complete: bool
+) -> dict[str, bool]:
+    """Which unsuffixed tensors hold one row per edge: those that do so on every worker.
+
+    Returns:
+        By ``'name'`` for arguments of ``message``, else by ``'method.name'``.
+    """
+    found: dict[str, Tensor] = {}
+    for value_kwargs, method in _methods(kwargs, complete):
+        for name in layer.inspector.get_param_names(method):
+            value = value_kwargs.get(name)
+            if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
+                continue
+            if not isinstance(value, DeferredEdge):
+                found[name if method == "message" else f"{method}.{name}"] = value
+    if not found:
+        return {}
+    edges = edge_index.size(1)
+    misses = [int(v.dim() == 0 or v.size(0) != edges) for v in found.values()]
+    agreed = maximum(edge_index.plan.comm, misses, edge_index.device)
+    return {name: not miss for name, miss in zip(found, agreed, strict=True)}
+
+
+def _methods(kwargs: dict[str, Any], complete: bool) -> Iterator[tuple[dict[str, Any], str]]:
+    yield kwargs, "message"
+    if complete:
+        yield kwargs, "aggregate"
+    for value in kwargs.values():
+        if isinstance(value, DeferredEdge):
+            yield value.kwargs, "edge_update"
 
 
 def _switches(module: torch.nn.Module) -> tuple[Any, ...]:

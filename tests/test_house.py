@@ -20,7 +20,7 @@ LAYERS = (
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
     "partition attributes parts storage synthetic graph_files graphs",
     "halo exchange distributed_index index_space shard chunk rounds target_index",
-    "reduce decompose program message_checks dependence strategy aggregate gradients",
+    "reduce decompose program reverse message_checks dependence strategy aggregate gradients",
     "nn.message_passing nn.norm nn",
     "convert loading metrics",
     "models schedule splits checkpoint train_config training callbacks report",

@@ -20,9 +20,10 @@ from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
+from pyg_sar.reverse import reversed_edges
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
-from pyg_sar.strategy import Chooser, Verdict, decomposition_of, title_of
+from pyg_sar.strategy import Chooser, Verdict, decomposition_of, edge_level_names, title_of
 from pyg_sar.target_index import NeedsAllEdges
 
 
@@ -98,8 +99,10 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
+        if edge_index.dist_row != self._source_row() and not self._one_shot_call:
+            edge_index, kwargs = self._reversed(edge_index, size, kwargs)
         size = _known_size(edge_index, size, self)
-        strategy, reason = self._strategy(edge_index)
+        strategy, reason = self._strategy()
         verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
         if verdict.needs is None:
             return self._propagate_whole(edge_index, size, kwargs)
@@ -114,7 +117,7 @@ class DistMessagePassing(MessagePassing):
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
         size = _known_size(edge_index, size, self)
-        strategy, _ = self._strategy(edge_index)
+        strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         if strategy == "one_shot" or hooks:
             return super().edge_updater(edge_index, size=size, **kwargs)
@@ -123,17 +126,16 @@ class DistMessagePassing(MessagePassing):
 
     # How to run ##############################################################
 
-    def _strategy(self, edge_index: DistEdgeIndex) -> tuple[str, str]:
+    def _source_row(self) -> int:
+        """The row of ``edge_index`` that messages come from."""
+        return 0 if self.flow == "source_to_target" else 1
+
+    def _strategy(self) -> tuple[str, str]:
         """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
         merges = type(self).aggregate is MessagePassing.aggregate
         merges &= decompose(self.aggr_module) is not None
         if self._one_shot_call or (self.policy.mode == 3 and merges):
             return "one_shot", "asked for"
-        source = 0 if self.flow == "source_to_target" else 1
-        if edge_index.dist_row != source:
-            return "one_shot", "it aggregates at the sources of distributed edges"
-        if source != 0:
-            return "one_shot", "its flow is 'target_to_source'"
         if self.explain:
             return "one_shot", "it is being explained"
         names = self.inspector.get_param_names("update")
@@ -144,6 +146,24 @@ class DistMessagePassing(MessagePassing):
         return "sequential" if merges else "chunked", ""
 
     # Running #################################################################
+
+    def _reversed(
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
+    ) -> tuple[DistEdgeIndex, dict[str, Any]]:
+        """The edges at the owners of the nodes that are aggregated at, edge-level tensors too."""
+        edges = reversed_edges(edge_index)
+        key = (type(self), tuple((n, _kind_of_argument(v)) for n, v in sorted(kwargs.items())))
+        if key not in edges.edge_level:
+            found = edge_level_names(self, edge_index, kwargs, complete=True)
+            edges.edge_level[key] = {n.rpartition(".")[2] for n, level in found.items() if level}
+        names, layer = edges.edge_level[key], self.ledger_name
+        for value in kwargs.values():
+            if isinstance(value, DeferredEdge):
+                value.kwargs = edges.carried(value.kwargs, names, layer)
+                there = edges.edge_index
+                compute = super().edge_updater
+                value.compute = partial(compute, there, size=size, **value.kwargs)
+        return edges.edge_index, edges.carried(kwargs, names, layer)
 
     def _propagate_whole(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
@@ -271,6 +291,13 @@ class DistMessagePassing(MessagePassing):
 
 DistMessagePassing._orig_propagate = DistMessagePassing.propagate
 DistMessagePassing._jinja_propagate = DistMessagePassing.propagate
+
+
+def _kind_of_argument(value: Any) -> Any:
+    """What tells calls with other edge-level tensors apart; the same on all workers."""
+    if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
+        return tuple((name, _kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
+    return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
 
 
 def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
