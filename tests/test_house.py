@@ -24,8 +24,9 @@ LAYERS = (
     "nn.message_passing nn.norm nn",
     "convert loading metrics",
     "models schedule splits checkpoint train_config training callbacks report",
+    "recording verify_report comparison verify",
     "pyg_sar",
-    "run demo cli __main__",
+    "run model_source demo cli __main__",
 )
 ORDER = [name for layer in LAYERS for name in layer.split()]
 
