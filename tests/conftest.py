@@ -34,6 +34,9 @@ settings.register_profile(
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
+settings.register_profile(
+    "thousand", settings.get_profile("pyg_sar"), max_examples=1000, derandomize=False
+)
 settings.load_profile("pyg_sar")
 
 

@@ -70,7 +70,7 @@ class Case:
 def coverage_graph() -> Data:
     """The oracle's random graph with everything that some layer asks for."""
     data = make_graph(NODES, EDGES)
-    return _dressed(data, torch.Generator().manual_seed(11))
+    return dressed(data, torch.Generator().manual_seed(11))
 
 
 def mesh_graph() -> Data:
@@ -86,10 +86,11 @@ def mesh_graph() -> Data:
         edge_attr=torch.randn(nodes * 4, 4, generator=draw, dtype=torch.float64),
         num_nodes=nodes,
     )
-    return _dressed(data, draw)
+    return dressed(data, draw)
 
 
-def _dressed(data: Data, draw: torch.Generator) -> Data:
+def dressed(data: Data, draw: torch.Generator) -> Data:
+    """Adds what layers ask for: positions, types, batches, ..."""
     nodes, edges = data.num_nodes, data.num_edges
 
     def normal(*shape: int) -> Tensor:

@@ -57,8 +57,14 @@ def joined(passes: Sequence[Pass]) -> Pass:
     )
 
 
-def exact_errors(passes: Sequence[Pass], expected: Pass) -> dict[str, float]:
-    """The largest relative error of everything that workers found, by name."""
+def exact_errors(passes: Sequence[Pass], expected: Pass, least: float = 0.0) -> dict[str, float]:
+    """The largest relative error of everything that workers found, by name.
+
+    Args:
+        passes: What workers found.
+        expected: What one process found.
+        least: Gradients are judged by their largest, which counts as no less than this.
+    """
     whole = joined(passes)
     found = {
         f"output {k}": error(out, other)
@@ -66,9 +72,9 @@ def exact_errors(passes: Sequence[Pass], expected: Pass) -> dict[str, float]:
     }
     everything = {**expected.node_grads, **expected.edge_grads}
     ours = {**whole.node_grads, **whole.edge_grads}
-    scale = gradient_scale(everything)
+    scale = max(gradient_scale(everything), least)
     found |= {f"{k}.grad": error(ours[k], grad, scale) for k, grad in everything.items()}
-    scale = gradient_scale(expected.parameter_grads)
+    scale = max(gradient_scale(expected.parameter_grads), least)
     for rank, one in enumerate(passes):
         if one.level == "graph":
             pairs = zip(one.outs, expected.outs, strict=True)
