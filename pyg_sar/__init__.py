@@ -27,6 +27,7 @@ from pyg_sar.errors import (
 from pyg_sar.gradients import sum_gradients
 from pyg_sar.index_space import DistEdgeIndex, DistIndex
 from pyg_sar.launch import launch
+from pyg_sar.lazy import initialize
 from pyg_sar.ledger import Ledger
 from pyg_sar.loading import load_partition
 from pyg_sar.metrics import accuracy, mean
@@ -64,6 +65,7 @@ __all__ = [
     "distribute",
     "finalize",
     "init",
+    "initialize",
     "launch",
     "load_checkpoint",
     "load_partition",

@@ -29,13 +29,9 @@ from pyg_sar.decompose import Decomposition
 from pyg_sar.dependence import Dependence, Inject, token_for
 from pyg_sar.errors import named
 from pyg_sar.exchange import add_rows
+from pyg_sar.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.policy import SARPolicy
-from pyg_sar.program import (
-    AmbientState,
-    TileProgram,
-    detached_parameters,
-    preserved_attributes,
-)
+from pyg_sar.program import TileProgram
 from pyg_sar.reduce import Reducer, make_reducer
 from pyg_sar.rounds import Rounds
 from pyg_sar.shard import Tile, empty_tile

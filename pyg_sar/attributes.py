@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import copy
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -114,6 +115,52 @@ def encode_attributes(data: Data, num_nodes: int) -> dict[str, Column]:
         _check_level(name, value, level, num_nodes, num_edges)
         columns[name] = _encode(name, value, level)
     return columns
+
+
+def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) -> dict[str, Column]:
+    """Encodes the attributes of the nodes of one type, or of the edges of one relation.
+
+    What has ``count`` rows is of that level, everything else graph-level.
+
+    Args:
+        store: The attributes by name.
+        level: ``'node'`` or ``'edge'``.
+        count: Nodes of the type, or edges of the relation.
+        owner: How errors name the store.
+
+    Raises:
+        ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
+            reserved name.
+    """
+    columns = {}
+    required = {"node": NODE_NAMES, "edge": EDGE_NAMES}.get(level, ())
+    for name, value in store.items():
+        if name in ("edge_index", "num_nodes") or value is None:
+            continue
+        try:
+            if name in RESERVED:
+                raise ValueError("is the name of the global ids in a partition; rename it")
+            found = level if _rows(name, value) == count else "graph"
+            if found == "graph" and (_is_sparse(value) or name in required):
+                raise ValueError(
+                    f"should have one row per {level}, {count} rows (got {type(value).__name__} "
+                    f"of shape {list(getattr(value, 'shape', []))})"
+                )
+            columns[name] = _encode(name, value, found)
+        except ValueError as error:
+            raise ValueError(f"'{name}' of {owner}: {error}") from error
+    return columns
+
+
+def _rows(name: str, value: Any) -> int:
+    """How many nodes or edges an attribute is for; -1: it is one value."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    if _is_sparse(value):
+        return int(value.size(0))
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
+        return -1
+    return int(value.shape[-1 if "index" in name or name == "face" else 0])
 
 
 def _is_sparse(value: Any) -> bool:

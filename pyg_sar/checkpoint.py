@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from pyg_sar.checkpoint_rows import cut_rows, gather_rows
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PygSarError
 
@@ -87,7 +88,8 @@ def save_checkpoint(
 
     Args:
         path: The file. Its folder must exist on rank 0's host.
-        model: Its ``state_dict`` is saved; parameters are the same on every worker.
+        model: Its ``state_dict`` is saved; parameters are the same on every worker, but for rows
+            that each worker owns (:class:`~pyg_sar.nn.NodeEmbedding`), which are gathered.
         optimizer: Saved too where given.
         state: Values that JSON can hold (epoch, best values, configuration, schedule, ...).
         tensors: Further tensors, rank 0's are written.
@@ -98,10 +100,16 @@ def save_checkpoint(
     """
     comm = comm or current()
     random_states = _gather_random_states(comm)
+    try:
+        rows, owned = gather_rows(model, optimizer, tensors or {}, comm)
+    except ValueError as error:
+        raise CheckpointError(f"Cannot write the checkpoint {os.fspath(path)!r}: {error}") from None
     problem: str | None = None
     if comm.rank == 0:
         try:
             content = _collect(model, optimizer, state or {}, tensors or {}, comm.world_size)
+            content.tensors |= rows
+            content.header["owned"] = owned
             content.tensors |= {f"random/{name}": value for name, value in random_states.items()}
             _write(Path(path), content)
         except (OSError, SafetensorError, TypeError, ValueError) as error:
@@ -127,7 +135,8 @@ def load_checkpoint(
 
     Args:
         path: The file; on several hosts each needs it under this name (a shared folder).
-        model: Takes the parameters and buffers.
+        model: Takes the parameters and buffers; of rows that each worker owns its own ones. If
+            their modules' ``n_id`` was set when saving and is now, any partition will do.
         optimizer: Takes the optimizer state.
         weights: ``'last'``: as of when it was saved. ``'best'``: the weights that a
             :class:`pyg_sar.training.Trainer` found best on the validation nodes.
@@ -146,6 +155,8 @@ def load_checkpoint(
     content = _Content()
     try:
         content = _read(Path(path))
+        if model is not None:
+            _cut(content, model, optimizer, comm)
         _check(content, model, optimizer, weights, comm.world_size if restore else None)
     except CheckpointError as error:
         problem = f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
@@ -163,6 +174,20 @@ def load_checkpoint(
         tensors=content.group("extra"),
         world_size=content.header["world_size"],
     )
+
+
+def _cut(
+    content: _Content,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    comm: Communicator,
+) -> None:
+    """Leaves of rows that workers own those of this one."""
+    owned = content.header.get("owned", {})
+    try:
+        content.tensors = cut_rows(content.tensors, owned, model, optimizer, comm)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
 
 
 def _raise_everywhere(comm: Communicator, problem: str | None) -> None:

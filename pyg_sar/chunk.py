@@ -57,6 +57,16 @@ class Chunk:
         return sum(self.counts)
 
 
+def _by_target(target: Tensor, order: Tensor | None) -> Tensor:
+    """Columns sorted by target; those of a target as in the whole graph's edge list."""
+    if order is not None:
+        first = order.argsort()
+        return first[target[first].argsort(stable=True)]
+    if bool((target[1:] >= target[:-1]).all()):
+        return torch.arange(target.numel(), device=target.device)
+    return target.argsort(stable=True)
+
+
 class Chunks:
     """The chunks of a worker's edges; every worker has the same number of them.
 
@@ -75,9 +85,7 @@ class Chunks:
         source, target = edge_index.ends()
         num_targets = edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=num_targets)
-        sorted_already = bool((target[1:] >= target[:-1]).all())
-        everything = torch.arange(target.numel(), device=target.device)
-        order = everything if sorted_already else target.argsort(stable=True)
+        order = _by_target(target, edge_index.order)
         ends = [0, *self.in_degree.cumsum(0).tolist()]
         ranges = self._ranges(ends, max_edges)
         most = torch.tensor([len(ranges)], device=source.device)

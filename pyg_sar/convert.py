@@ -15,26 +15,12 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm import Communicator, current
 from pyg_sar.gradients import GradientSum, SummedByHand
+from pyg_sar.moments import OVER_ROWS
+from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
-from pyg_sar.nn.norm import DistBatchNorm, DistBatchNorm1d
+from pyg_sar.nn.norm import NORMS
+from pyg_sar.owned_rows import owned_parameters, shared_parameters
 from pyg_sar.policy import SARPolicy
-
-_NORMS: dict[type, type] = {
-    torch.nn.BatchNorm1d: DistBatchNorm1d,
-    torch_geometric.nn.BatchNorm: DistBatchNorm,
-}
-
-# Statistics over nodes that are not merged over workers yet: local numbers would be wrong.
-_LOCAL_STATISTICS: tuple[type, ...] = (
-    torch.nn.modules.batchnorm._NormBase,
-    torch_geometric.nn.DiffGroupNorm,
-    torch_geometric.nn.GraphNorm,
-    torch_geometric.nn.GraphSizeNorm,
-    torch_geometric.nn.HeteroBatchNorm,
-    torch_geometric.nn.InstanceNorm,
-    torch_geometric.nn.MeanSubtractionNorm,
-    torch_geometric.nn.PairNorm,
-)
 
 
 @cache
@@ -54,9 +40,11 @@ def distribute(
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
     Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a
-    :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; batch norms take their
+    :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; norms over nodes take their
     statistics over all workers. Parameters, buffers, ``state_dict`` keys and the model's own code
-    stay. Rank 0's parameters and buffers are copied to all workers.
+    stay. Rank 0's parameters and buffers are copied to all workers, but for those with a row per
+    node, of which each worker owns its rows (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of
+    ``LightGCN`` and the adjacency's weight of ``LINKX``, built with ``data.num_nodes``).
 
     .. code-block:: python
 
@@ -82,6 +70,7 @@ def distribute(
     """
     comm = current()
     policies = dict(layer_policies or {})
+    claim_rows(model)
     _check(model, policies, comm)
     policy = policy or SARPolicy()
     _check_alike(model, policy, policies, comm)
@@ -94,8 +83,8 @@ def distribute(
                 module.__class__ = _dist_class(kind)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
-        elif type(module) in _NORMS:
-            module.__class__ = _NORMS[type(module)]
+        elif type(module) in NORMS:
+            module.__class__ = NORMS[type(module)]
     if comm.world_size > 1:
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
@@ -121,22 +110,35 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     for name, parameter in model.named_parameters():
         if is_lazy(parameter):
             raise ValueError(
-                f"Parameter '{name}' is not initialized at rank {comm.rank}: give its layer's "
-                "in_channels instead of -1, or run the model once on a small plain graph before "
-                "distribute()"
+                f"Parameter '{name}' is not initialized at rank {comm.rank}: call "
+                "pyg_sar.initialize(model, data.x, data.edge_index) with the model's arguments "
+                "before distribute(), or give its layer's in_channels instead of -1"
             )
     if comm.world_size == 1:
         return
     for name, module in modules.items():
-        known = type(module) in _NORMS or type(module) in _NORMS.values()
-        layer_norm = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode == "graph"
-        if layer_norm or (isinstance(module, _LOCAL_STATISTICS) and not known):
-            raise ValueError(
-                f"'{name}' ({type(module).__name__}) normalises over nodes, and would do so over "
-                "each worker's own nodes only. Supported: torch.nn.BatchNorm1d and "
-                "torch_geometric.nn.BatchNorm; per-node norms (LayerNorm(mode='node'), "
-                "MessageNorm) need no conversion"
-            )
+        _check_norm(name, module)
+
+
+def _check_norm(name: str, module: torch.nn.Module) -> None:
+    """Refuses norms whose statistics would be over each worker's own nodes only."""
+    group = getattr(module, "process_group", None)
+    if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
+        raise ValueError(
+            f"'{name}' (SyncBatchNorm) has a 'process_group' of its own; statistics are over all "
+            "workers: leave it at None"
+        )
+    per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
+    if not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
+        return
+    if isinstance(module, tuple(NORMS.values())):
+        return  # Written for several workers.
+    supported = ", ".join(sorted({kind.__name__ for kind in NORMS}))
+    raise ValueError(
+        f"'{name}' ({type(module).__name__}) normalises over nodes, and would do so over each "
+        f"worker's own nodes only. Supported: {supported} of torch and PyG, not their subclasses; "
+        "derive it from the class in pyg_sar.nn.NORMS instead. Norms per node need no conversion"
+    )
 
 
 def _check_alike(
@@ -144,7 +146,11 @@ def _check_alike(
 ) -> None:
     """Workers with different models or policies would wait for each other forever."""
     rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
-    rows += [f"{name}: {list(p.shape)} {p.dtype}" for name, p in model.named_parameters()]
+    owned = {name for name, _, _ in owned_parameters(model)}
+    rows += [
+        f"{name}: {[*(['own rows'] if name in owned else p.shape[:1]), *p.shape[1:]]} {p.dtype}"
+        for name, p in model.named_parameters()
+    ]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
     everyone = comm.all_gather_object(rows)
@@ -162,7 +168,7 @@ def _check_alike(
 def _copy_from_first(model: torch.nn.Module, comm: Communicator) -> None:
     """Rank 0's parameters and buffers on every worker, one message per dtype."""
     groups: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
+    for tensor in (*shared_parameters(model), *model.buffers()):
         groups.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     label = ("", "", "initial parameters")
     for (dtype, _), tensors in groups.items():

@@ -71,8 +71,9 @@ class Decomposition:
         )
 
 
-PLACE = Decomposition((Group(None, ("place",)),), lambda results, degrees, dim: results[0])
-"""Of chunks with all in-edges, which the layer's own ``aggregate`` reduces."""
+def in_place() -> Decomposition:
+    """Of chunks with all in-edges, which the layer's own ``aggregate`` reduces."""
+    return Decomposition((Group(None, ("place",)),), lambda results, degrees, dim: results[0])
 
 
 def decompose(module: Any) -> Decomposition | None:

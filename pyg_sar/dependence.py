@@ -26,13 +26,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.message_checks import check_edges_apart, check_linear
-from pyg_sar.program import (
-    AmbientState,
-    TileProgram,
-    detached_parameters,
-    preserved_attributes,
-)
+from pyg_sar.moments import OVER_ROWS, reduces_over_rows
+from pyg_sar.program import TileProgram
 from pyg_sar.shard import Tile
 from pyg_sar.target_index import NeedsAllEdges, Reductions
 
@@ -207,7 +204,7 @@ def analyse(
 
     ambient = AmbientState(tile.index.device, layer)
     with (
-        preserved_attributes(layer, buffers=True),
+        preserved_attributes(layer, buffers=True) as program.sets,
         ambient.restored(),
         torch.enable_grad(),
         _watched_norms(layer),
@@ -231,16 +228,21 @@ def _with_rows(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _watched_norms(layer: torch.nn.Module) -> Iterator[None]:
-    """Batch statistics inside a message are over all edges of all workers."""
+    """Raises when a message takes statistics over edges, which are all edges of all workers.
+
+    The layer then runs in one shot, which is exact: each edge belongs to one worker, whose norm
+    sees all of that worker's edges at once and merges with the others'. That costs what mode 3
+    does: the whole halo and every message are resident, and kept for the backward pass.
+    """
 
     def refuse(module: torch.nn.Module, inputs: Any) -> None:
-        if module.training or getattr(module, "running_mean", None) is None:
+        if reduces_over_rows(module):
             raise NeedsAllEdges(
                 f"its message takes statistics over all edges ({type(module).__name__})",
                 collective=True,
             )
 
-    norms = [m for m in layer.modules() if isinstance(m, torch.nn.modules.batchnorm._NormBase)]
+    norms = [module for module in layer.modules() if isinstance(module, OVER_ROWS)]
     handles = [norm.register_forward_pre_hook(refuse) for norm in norms]
     try:
         yield
@@ -270,13 +272,14 @@ def _observe(
              if t is not None and o.role == "whole"}  # fmt: skip
     saved_source = False
 
-    def pack(tensor: Tensor) -> None:  # Nothing is unpacked: this graph is never run backward.
+    def pack(tensor: Tensor) -> Tensor:
         nonlocal saved_source
         saved_source |= taint.holds(tensor)
         if _storage(tensor) not in known and not isinstance(tensor, torch.nn.Parameter):
             seen = tensor.numel() * tensor.element_size()
             kept[_storage(tensor)] = min(seen, tensor.untyped_storage().nbytes())
         taint.keep(tensor)
+        return tensor.detach()  # an alias, or an operator's output would own itself
 
     log = Reductions()
     with detached_parameters(program.layer) as parameters:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -94,7 +94,13 @@ class InSpace(Tensor):
 
     plan: HaloPlan
     targets: int | None
+    order: Tensor | None = None  # [E]: puts edges in the order of the whole graph's edge list
     _memory: OrderedDict[Any, Any]
+
+    def ordered(self, order: Tensor | None) -> Self:
+        """This tensor, whose edges have these places among all edges of their targets."""
+        self.order = order
+        return self
 
     @property
     def bipartite(self) -> bool:
@@ -159,9 +165,13 @@ class DistEdgeIndex(InSpace):
         edge_index: Integer tensor ``[2, E]``.
         plan: The halo plan of the source nodes.
         targets: Between nodes of two types: this worker's nodes of the targets' type.
+
+    Attributes:
+        origin: What it is a copy of.
     """
 
     dist_row: int
+    origin: DistEdgeIndex | None = None
 
     def ends(self) -> tuple[Tensor, Tensor]:
         """The distributed row and the local one, both as plain tensors ``[E]``."""
@@ -241,9 +251,12 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     if unchanged and out.dtype == source.dtype:
         return source
     plan = source.plan.to(out.device)
+    order = None if source.order is None else source.order.to(out.device)
     if isinstance(source, DistEdgeIndex):
-        return dist_edge_index(out, plan, source.dist_row, source.targets)
-    return dist_index(out, plan, targets=source.targets)
+        copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
+        copy.origin = source if plan is source.plan else None
+        return copy
+    return dist_index(out, plan, targets=source.targets).ordered(order)
 
 
 @handles(Tensor.max, torch.max, Tensor.amax, torch.amax)
@@ -284,4 +297,4 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(source, DistIndex):
         raise refusal(func)
     out = func(plain(source), *[plain(a) for a in args[1:]], **kwargs)
-    return dist_index(out, source.plan, source.flat, source.targets)
+    return dist_index(out, source.plan, source.flat, source.targets).ordered(source.order)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm import Communicator, current
+from pyg_sar.owned_rows import owned_parameters, shared_parameters
 
 _LABEL = ("", "backward", "gradient sum")
 
@@ -41,7 +42,9 @@ class ParameterHook(ABC):
         """Takes in the model's parameters, those added since the last call too."""
         self._copying = None
         self.settle()
-        self._set(model.parameters())
+        for _, _, rows in owned_parameters(model):
+            setattr(rows, MARK, True)  # Their gradients are complete where they are.
+        self._set(shared_parameters(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterHook:
         # The model's parameters may be copied after this: they are looked up at the first use.
@@ -250,7 +253,7 @@ def sum_gradients(model: torch.nn.Module) -> None:
     comm = current()
     if comm.world_size == 1:
         return
-    parameters = list(model.parameters())
+    parameters = shared_parameters(model)
     with torch.no_grad():
         for key, total in _totals(parameters, parameters, comm).items():
             parameter = next(p for p in parameters if id(p) == key)

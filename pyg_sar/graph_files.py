@@ -8,7 +8,7 @@ import pickle
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,15 +16,21 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.data.data import DataEdgeAttr, DataTensorAttr
-from torch_geometric.data.storage import AttrType, BaseStorage, GlobalStorage
+from torch_geometric.data.storage import (
+    AttrType,
+    BaseStorage,
+    EdgeStorage,
+    GlobalStorage,
+    NodeStorage,
+)
 
 FILE_SUFFIXES = (".npz", ".pt", ".pth")
 CSR_KEYS = ("x_indptr", "x_indices", "x_values", "x_shape")
 
 
-def load_npz(path: str | os.PathLike[str]) -> Data:
+def load_npz(path: str | os.PathLike[str]) -> Data | HeteroData:
     """Reads a graph from a NumPy archive.
 
     ==============================  =======================================================
@@ -40,8 +46,12 @@ def load_npz(path: str | os.PathLike[str]) -> Data:
     any other                       kept: numbers as tensors, texts as lists
     ==============================  =======================================================
 
+    A heterogeneous graph has the keys ``num_nodes__TYPE`` for each node type,
+    ``edge_index__SRC__REL__DST`` for each relation, and ``NAME__TYPE`` or
+    ``NAME__SRC__REL__DST`` for their attributes.
+
     Raises:
-        ValueError: When the file is not such an archive, or holds a heterogeneous graph.
+        ValueError: When the file is not such an archive.
         OSError: When there is no such file.
     """
     try:
@@ -50,7 +60,7 @@ def load_npz(path: str | os.PathLike[str]) -> Data:
     except (ValueError, EOFError, zipfile.BadZipFile) as error:
         raise ValueError(f"'{path}' is not a NumPy archive of plain arrays: {error}") from error
     if any(key.startswith("num_nodes__") for key in arrays):
-        raise ValueError(f"'{path}' holds a heterogeneous graph; only homogeneous ones are read")
+        return _hetero_data(path, arrays)
     if "edge_index" not in arrays:
         raise ValueError(f"'{path}' has no 'edge_index'; it holds {', '.join(sorted(arrays))}")
     data = Data(edge_index=torch.from_numpy(arrays.pop("edge_index").astype(np.int64)))
@@ -63,6 +73,30 @@ def load_npz(path: str | os.PathLike[str]) -> Data:
         data.num_nodes = int(num_nodes)
     elif data.get("x") is None:
         data.num_nodes = int(data.edge_index.max()) + 1 if data.edge_index.numel() else 0
+    return data
+
+
+def _hetero_data(path: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> HeteroData:
+    data = HeteroData()
+    for key in arrays:
+        if key.startswith("num_nodes__"):
+            data[key.removeprefix("num_nodes__")].num_nodes = int(arrays[key])
+    for key, array in arrays.items():
+        name, *owner = key.split("__")
+        if name == "num_nodes":
+            continue
+        if not owner:
+            data[name] = _value(array)
+        elif len(owner) == 1 and owner[0] in data.node_types:
+            data[owner[0]][name] = _value(array)
+        elif len(owner) == 3:
+            value = _value(array)
+            data[tuple(owner)][name] = value.long() if name == "edge_index" else value
+        else:
+            raise ValueError(
+                f"'{path}' holds '{key}', which belongs to no node type (num_nodes__TYPE: "
+                f"{', '.join(data.node_types)}) and no relation (NAME__SRC__REL__DST)"
+            )
     return data
 
 
@@ -96,6 +130,7 @@ def safe_data_classes() -> Iterator[None]:
     reconstruct: Any = np.empty(0).__reduce__()[0]  # Moved between NumPy's versions.
     numpy_types = {type(np.dtype(code)) for code in np.typecodes["All"]}
     classes = [Data, DataEdgeAttr, DataTensorAttr, AttrType, BaseStorage, GlobalStorage, set]
+    classes += [HeteroData, NodeStorage, EdgeStorage]
     # PyG's cache of attribute levels is a defaultdict, which torch reads only as a dict.
     plain_dict: Any = (_empty_dict, "collections.defaultdict")
     torch.serialization.clear_safe_globals()
@@ -114,11 +149,11 @@ def _empty_dict(*_: Any) -> dict[Any, Any]:
     return {}
 
 
-def load_saved(path: str | os.PathLike[str]) -> Data:
-    """Reads a ``Data`` written by ``torch.save(data, path)``.
+def load_saved(path: str | os.PathLike[str]) -> Data | HeteroData:
+    """Reads a ``Data`` or ``HeteroData`` written by ``torch.save(data, path)``.
 
     ``data.to_dict()`` and the processed file of a PyG dataset of one graph will do as well.
-    Only tensors, arrays, plain values and ``Data`` itself are read, so that the file can't run
+    Only tensors, arrays, plain values and these classes are read, so that the file can't run
     code.
 
     Raises:
@@ -136,15 +171,16 @@ def load_saved(path: str | os.PathLike[str]) -> Data:
         reason = f"it needs {', '.join(names)}" if names else "it is damaged or of another kind"
         raise ValueError(
             f"'{path}' can't be loaded safely: {reason}. Only tensors, arrays, plain values and "
-            "homogeneous Data are read; save torch.save(data.to_dict(), path) with plain "
+            "Data or HeteroData are read; save torch.save(data.to_dict(), path) with plain "
             "attributes, or an .npz"
         ) from error
     if isinstance(value, tuple) and len(value) > 1 and value[1] is None:
         value = value[0]  # A dataset's processed file: (data, slices=None, class).
     if isinstance(value, dict):
-        value = Data.from_dict(value)
-    if type(value) is not Data:
+        hetero = any(isinstance(key, tuple) for key in value) or "_global_store" in value
+        value = HeteroData.from_dict(value) if hetero else Data.from_dict(value)
+    if type(value) not in (Data, HeteroData):
         raise ValueError(
-            f"'{path}' does not hold one homogeneous Data (got {type(value).__name__})"
+            f"'{path}' does not hold one Data or HeteroData (got {type(value).__name__})"
         )
     return copy.copy(value)  # Drops PyG's cache of levels.

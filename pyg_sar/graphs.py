@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import ToUndirected
 
 from pyg_sar.graph_files import FILE_SUFFIXES, load_npz, load_saved, safe_data_classes
@@ -109,7 +109,7 @@ def load_graph(
     root: str | os.PathLike[str] | None = None,
     seed: int = 0,
     **options: Any,
-) -> Data:
+) -> Data | HeteroData:
     """Loads a graph from a source (see the table of this module).
 
     Args:
@@ -135,6 +135,7 @@ def load_graph(
         allowed.append(SyntheticGraph)
     common, *special = _choose(given, allowed, name)
     settings = GraphOptions(**common)
+    data: Data | HeteroData
     if name == "synthetic":
         data = synthetic_graph(SyntheticGraph(**special[0]), seed)
     elif Path(name).suffix in FILE_SUFFIXES:
@@ -143,6 +144,8 @@ def load_graph(
         data = _load_ogb(name.lower(), Path(root or "data"))
     else:
         data = _load_dataset(name, Path(root or "data"))
+    if isinstance(data, HeteroData):
+        return _finish_hetero(data, settings, seed)
     return _finish(data, settings, seed)
 
 
@@ -204,7 +207,7 @@ def _convert(key: str, value: Any, kind: str) -> Any:
 # Datasets ################################################################################
 
 
-def _load_dataset(name: str, root: Path) -> Data:
+def _load_dataset(name: str, root: Path) -> Data | HeteroData:
     """A graph of ``torch_geometric.datasets``."""
     import torch_geometric.datasets as datasets
 
@@ -241,15 +244,12 @@ def _unavailable(name: str, folder: Path, error: OSError) -> str:
     )
 
 
-def _single_graph(dataset: Any, name: str) -> Data:
+def _single_graph(dataset: Any, name: str) -> Data | HeteroData:
     if len(dataset) != 1:
         raise ValueError(f"'{name}' holds {len(dataset)} graphs; only single graphs are supported")
     data = dataset[0]
-    if type(data) is not Data:
-        raise ValueError(
-            f"'{name}' is not a homogeneous graph (got {type(data).__name__}); load it and "
-            "convert it with to_homogeneous() before write_partitions"
-        )
+    if type(data) not in (Data, HeteroData):
+        raise ValueError(f"'{name}' is neither a Data nor a HeteroData ({type(data).__name__})")
     return data
 
 
@@ -310,6 +310,29 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
     if options.undirected:
         data = ToUndirected(reduce="max")(data)
     return _apply_split(data, options.split, rng)
+
+
+def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> HeteroData:
+    """Applies :class:`GraphOptions` to each node type and relation."""
+    rng = np.random.default_rng([seed, 1])
+    for name in data.node_types:
+        store: Any = data[name]
+        count = store.num_nodes
+        if store.get("x") is None and options.random_features:
+            x = rng.standard_normal((count, options.random_features), dtype=np.float32)
+            store.x = torch.from_numpy(x)
+        if store.get("x") is not None:
+            store.x = _prepare_features(store.x, options)
+        store.num_nodes = count
+        if store.get("y") is not None:
+            _apply_split(store, options.split, rng)
+    if options.remove_self_loops:
+        for store in data.edge_stores:
+            if store._key[0] == store._key[2]:
+                kept = store.edge_index[0] != store.edge_index[1]
+                for name in store.edge_attrs():
+                    store[name] = store[name][..., kept] if "index" in name else store[name][kept]
+    return ToUndirected(reduce="max")(data) if options.undirected else data
 
 
 def _prepare_features(x: Tensor, options: GraphOptions) -> Tensor:

@@ -60,6 +60,7 @@ class HaloPlan:
         self.num_halo = self.halo_offsets[-1]
         self.scope = ""  # the layer that runs now: whom the ledger charges for plain gathers
         self.gathered: dict[Any, Any] = {}  # halo gathers of that layer's present call
+        self.open_ended = False  # more own rows may follow the last that a relation has
         self._sends = list(send_index.split([int(n) for n in send_counts]))
 
     @property
@@ -100,7 +101,14 @@ class HaloPlan:
         if send.device == device:
             return self
         counts = [rows.numel() for rows in self._sends]
-        return HaloPlan(self.comm, self.num_local, self.halo_counts, send.to(device), counts)
+        plan = HaloPlan(self.comm, self.num_local, self.halo_counts, send.to(device), counts)
+        plan.open_ended = self.open_ended
+        return plan
+
+    def widened(self, num_local: int) -> HaloPlan:
+        """The same exchange among more own rows, the new ones behind those known so far."""
+        counts = [rows.numel() for rows in self._sends]
+        return HaloPlan(self.comm, num_local, self.halo_counts, torch.cat(self._sends), counts)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HaloPlan:
         return self  # Immutable, and bound to a communicator that can't be copied.

@@ -13,6 +13,8 @@ comes back and what hangs on it (shards, normalisation) is made once.
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -37,6 +39,13 @@ from pyg_sar.distributed_index import (
 )
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange import halo_gather, halo_reduce
+from pyg_sar.joint_index import (
+    ShiftedEdges,
+    join,
+    row_of_shifted,
+    set_shifted_row,
+    widened_row,
+)
 
 __all__ = [
     "METADATA",
@@ -60,7 +69,8 @@ def _row(edge_index: DistEdgeIndex, number: int) -> Tensor:
         row = plain(edge_index)[number]
         if number != edge_index.dist_row:
             return row
-        return dist_index(row, edge_index.plan, targets=edge_index.targets)
+        index = dist_index(row, edge_index.plan, targets=edge_index.targets)
+        return index.ordered(edge_index.order)
 
     return edge_index.remember(("row", number), make)
 
@@ -87,25 +97,109 @@ def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
     return dist_edge_index(edge_index, source.plan, source.dist_row, source.targets)
 
 
+def _selected_order(source: Any, columns: Any) -> Tensor | None:
+    """The edges' order after a selection; unknown when that changes it."""
+    if source.order is None or not isinstance(columns, slice | Tensor):
+        return None
+    if isinstance(columns, slice):
+        permutes = (columns.step or 1) < 0
+    else:
+        permutes = columns.dtype != torch.bool and bool((columns.diff() <= 0).any())
+    if permutes:
+        return None
+    order: Tensor = source.order[columns]
+    return order
+
+
+def _joined_order(parts: Sequence[Any], edges: bool) -> Tensor | None:
+    """Part after part, as in the whole graph's list; plain edges are in order."""
+    ranks: list[Tensor] = []
+    start = 0
+    for part in parts:
+        count = part.size(1 if edges else 0)
+        if not isinstance(part, InSpace):
+            ranks.append(torch.arange(start, start + count, device=part.device))
+        elif part.order is None:
+            return None
+        else:
+            ranks.append(part.order.argsort().argsort() + start)
+        start += count
+    return torch.cat(ranks)
+
+
+class _Selections:
+    """Edges selected from a tensor earlier, found again by the same or by equal columns.
+
+    Relational layers select the edges of each relation by a mask that they make anew in each
+    pass. As many edges are remembered as there are in a few copies of the whole.
+
+    Args:
+        num_edges: Edges that may be selected.
+    """
+
+    def __init__(self, num_edges: int) -> None:
+        self._room = 4 * num_edges + 64
+        self._held = 0
+        self._by_identity: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
+        self._by_content: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
+
+    def find(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
+        """The edges in these columns (a mask, or their numbers)."""
+        key = (id(columns), version_of(columns))
+        if key not in self._by_identity:
+            # The entry keeps `columns` alive, so that its id stays its own.
+            self._by_identity[key] = columns, self._equal(columns, make)
+            if len(self._by_identity) > 16:
+                self._by_identity.popitem(last=False)
+        self._by_identity.move_to_end(key)
+        return self._by_identity[key][1]
+
+    def _equal(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
+        with torch.inference_mode(False):
+            mask = columns.dtype in (torch.bool, torch.uint8)
+            numbers = columns.nonzero().view(-1) if mask else columns.clone()
+        places = torch.arange(numbers.numel(), device=numbers.device) % 1009
+        key = numbers.numel(), int(numbers.sum()), int((numbers * places).sum())
+        found = self._by_content.pop(key, None)
+        if found is not None and not torch.equal(found[0], numbers):
+            self._held -= numbers.numel()
+            found = None
+        if found is None:
+            found = numbers, make()
+            self._held += numbers.numel()
+        self._by_content[key] = found
+        while self._held > self._room and len(self._by_content) > 1:
+            _, (dropped, _) = self._by_content.popitem(last=False)
+            self._held -= dropped.numel()
+        return found[1]
+
+
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     """``edge_index[:, columns]``. See [Note: once per structure]."""
 
-    def make() -> Any:
-        return columns, _edges_like(plain(source)[:, columns], source)
+    def make() -> DistEdgeIndex:
+        with torch.inference_mode(False):
+            chosen = _edges_like(plain(source)[:, columns], source)
+            return chosen.ordered(_selected_order(source, columns))
 
     if not isinstance(columns, Tensor):
         key = ("columns", str(columns)) if isinstance(columns, slice) else None
-        return make()[1] if key is None else source.remember(key, make)[1]
-    # The entry keeps `columns` alive, so that its id stays its own.
-    return source.remember(("columns", id(columns), version_of(columns)), make)[1]
+        return make() if key is None else source.remember(key, make)
+    selections: _Selections = source.remember("selections", lambda: _Selections(source.size(1)))
+    return selections.find(columns, make)
 
 
 @handles(Tensor.__getitem__)
 def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     source, key = args
-    if isinstance(source, DistEdgeIndex):
+    if isinstance(source, DistEdgeIndex | ShiftedEdges):
+        if isinstance(key, tuple) and len(key) == 2 and key[1] == slice(None):
+            key = key[0]
         if isinstance(key, int):
+            if isinstance(source, ShiftedEdges):
+                return row_of_shifted(source, key % 2)
             return _row(source, key % 2)
+    if isinstance(source, DistEdgeIndex):
         if isinstance(key, tuple) and len(key) == 2:
             rows, columns = key
             if isinstance(rows, int) and isinstance(columns, slice | Tensor):
@@ -117,7 +211,8 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         raise refusal(func)
     if isinstance(source, DistIndex):
         if not isinstance(key, InSpace) and source.dim() == 1 and not isinstance(key, int):
-            return dist_index(plain(source)[key], source.plan, targets=source.targets)
+            chosen = dist_index(plain(source)[key], source.plan, targets=source.targets)
+            return chosen.ordered(_selected_order(source, key))
         raise refusal(func)
     if isinstance(key, DistIndex):
         return _gather(source, 0, key)
@@ -139,7 +234,7 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
 
     def make() -> Any:
         rows, other = plain(source).flip(0), 1 - source.dist_row
-        return dist_edge_index(rows, source.plan, other, source.targets)
+        return dist_edge_index(rows, source.plan, other, source.targets).ordered(source.order)
 
     return source.remember("flip", make)
 
@@ -156,7 +251,8 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
 
     def make() -> Any:
         joined = torch.stack([plain(row) for row in rows], 0)
-        return other, dist_edge_index(joined, base.plan, place, base.targets)
+        edges = dist_edge_index(joined, base.plan, place, base.targets)
+        return other, edges.ordered(base.order)
 
     return base.remember(("stack", place, id(other), version_of(other)), make)[1]
 
@@ -166,9 +262,11 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     parts = list(args[0])
     dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
     base: Any = next(part for part in parts if isinstance(part, InSpace))
-    edges = isinstance(base, DistEdgeIndex)
+    edges = isinstance(base, DistEdgeIndex | ShiftedEdges)
     if dim not in ((1, -1) if edges else (0, -1)):
         raise refusal(func)
+    if any(isinstance(part, ShiftedEdges) for part in parts):
+        return join(parts)
     for part in parts:
         _check_joined(part, base)
     others = [plain(part) for part in parts if part is not base]
@@ -177,9 +275,10 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     def make() -> Any:
         joined = torch.cat([plain(part) for part in parts], dim)
         kept = [other.clone() for other in others]
+        order = _joined_order(parts, edges)
         if edges:
-            return parts, kept, _edges_like(joined, base)
-        return parts, kept, dist_index(joined, base.plan, targets=base.targets)
+            return parts, kept, _edges_like(joined, base).ordered(order)
+        return parts, kept, dist_index(joined, base.plan, targets=base.targets).ordered(order)
 
     key = ("cat", where)
     found = base.remember(key, make)
@@ -246,8 +345,9 @@ def _compare(func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
-    plan = index.plan
     dim = dim % x.dim() if x.dim() else 0
+    index = widened_row(index, x.size(dim)) if x.dim() else index
+    plan = index.plan
     require_rows(x, dim, plan, "Reading")
     key = (id(x), dim, version_of(x), torch.is_grad_enabled())
     if key not in plan.gathered:
@@ -268,7 +368,8 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(x, DistEdgeIndex) and dim in (1, -1):
         return _selected_edges(x, index)
     if isinstance(x, DistIndex) and not isinstance(index, InSpace):
-        return dist_index(plain(x).index_select(0, index), x.plan, targets=x.targets)
+        chosen = dist_index(plain(x).index_select(0, index), x.plan, targets=x.targets)
+        return chosen.ordered(_selected_order(x, index))
     if isinstance(x, InSpace) or not isinstance(index, DistIndex):
         raise refusal(func)
     return _gather(x, dim, index)
@@ -278,8 +379,9 @@ def _scatter(
     out: Tensor, dim: int, index: DistIndex, values: Tensor, reduce: Literal["sum", "amax", "amin"]
 ) -> Tensor:
     """Scatters ``values`` into a copy of ``out``, remote targets included."""
-    plan = index.plan
     dim = dim % out.dim()
+    index = widened_row(index, out.size(dim))
+    plan = index.plan
     require_rows(out, dim, plan, "Scattering into")
     out0, values0 = out.movedim(dim, 0), values.movedim(dim, 0)
     rows = index.flat.view(-1, *[1] * (values0.dim() - 1)).expand_as(values0)
@@ -323,6 +425,8 @@ def _scatter_reduce(func: Any, args: Any, kwargs: Any) -> Any:
 @handles(Tensor.__setitem__)
 def _setitem(func: Any, args: Any, kwargs: Any) -> Any:
     out, key, value = args
+    if isinstance(out, DistEdgeIndex | ShiftedEdges):
+        return set_shifted_row(out, key, value, refusal(func))
     if isinstance(out, InSpace) or not isinstance(key, DistIndex):
         raise refusal(func)
     rows = key.flat

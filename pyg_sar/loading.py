@@ -1,17 +1,20 @@
-"""``load_partition``: this worker's part of the graph as an ordinary PyG ``Data``."""
+"""``load_partition``: this worker's part of the graph as a PyG ``Data`` or ``HeteroData``."""
 
 from __future__ import annotations
 
 import os
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PartitionError
 from pyg_sar.halo import HaloPlan
+from pyg_sar.hetero_parts import HeteroSchema, set_attributes, store_tensors
 from pyg_sar.index_space import dist_edge_index
+from pyg_sar.parts import decode_attributes
 from pyg_sar.storage import PartitionMetadata, part_attributes, read_metadata, read_part
 
 
@@ -20,12 +23,13 @@ def load_partition(
     *,
     device: torch.device | str | None = None,
     verify: bool = True,
-) -> Data:
+) -> Data | HeteroData:
     """Loads this worker's part of a partitioned graph.
 
     The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
-    ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). Only this
-    worker's file is read.
+    ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). Of a
+    heterogeneous graph it is a ``HeteroData`` that has these for each node type and relation, also
+    for those of which this worker holds nothing. Only this worker's file is read.
 
     Args:
         root: The folder that :func:`write_partitions` wrote.
@@ -61,7 +65,10 @@ def load_partition(
             f"'{copies[0][0]}' at rank 0; copy the folder of one pyg_sar.write_partitions() to "
             "all hosts"
         )
-    return _as_data(comm, metadata, tensors, torch.device(device or comm.device))
+    place = torch.device(device or comm.device)
+    if metadata.hetero is not None:
+        return _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
+    return _as_data(comm, metadata, tensors, place)
 
 
 def _agree(comm: Communicator, problem: str) -> None:
@@ -83,17 +90,57 @@ def _as_data(
     tensors: dict[str, Tensor],
     device: torch.device,
 ) -> Data:
-    plan = HaloPlan(
-        comm,
-        tensors["n_id"].numel(),
-        tensors["halo_counts"].tolist(),
-        tensors["send_index"].to(device),
-        tensors["send_counts"].tolist(),
-    )
+    plan = _plan(comm, tensors["n_id"].numel(), tensors, device)
     data = Data(**part_attributes(metadata, tensors))
     data = data.to(device)
     data.n_id = tensors["n_id"].to(device)
     data.e_id = tensors["e_id"].to(device)
     data.num_nodes = plan.num_local
-    data.edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    data.edge_index = edge_index.ordered(data.e_id)
+    return data
+
+
+def _plan(
+    comm: Communicator, num_local: int, tensors: dict[str, Tensor], device: torch.device
+) -> HaloPlan:
+    return HaloPlan(
+        comm,
+        num_local,
+        tensors["halo_counts"].tolist(),
+        tensors["send_index"].to(device),
+        tensors["send_counts"].tolist(),
+    )
+
+
+def _as_hetero_data(
+    comm: Communicator,
+    metadata: PartitionMetadata,
+    schema: HeteroSchema,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+) -> HeteroData:
+    data = HeteroData()
+    set_attributes(data._global_store, part_attributes(metadata, tensors))
+    for k, info in enumerate(schema.types):
+        rows = store_tensors(tensors, "type", k)
+        (name,) = info.name
+        store: Any = data[name]
+        set_attributes(store, decode_attributes(info.attributes, info.values, rows))
+        store.n_id = rows["n_id"]
+        store.num_nodes = rows["n_id"].numel()
+    for k, info in enumerate(schema.relations):
+        rows = store_tensors(tensors, "relation", k)
+        store = data[info.name]
+        set_attributes(store, decode_attributes(info.attributes, info.values, rows))
+        store.e_id = rows["e_id"]
+    data = data.to(device)
+    for k, info in enumerate(schema.relations):
+        rows = store_tensors(tensors, "relation", k)
+        source, _, target = info.name
+        plan = _plan(comm, data[source].num_nodes, rows, device)
+        targets = None if source == target else data[target].num_nodes
+        edges = rows["edge_index"].to(device)
+        edge_index = dist_edge_index(edges, plan, targets=targets)
+        data[info.name].edge_index = edge_index.ordered(data[info.name].e_id)
     return data

@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from pyg_sar.program import AmbientState, TileProgram
+from pyg_sar.layer_state import AmbientState
+from pyg_sar.program import TileProgram
+from pyg_sar.reduce import spread
 from pyg_sar.shard import Tile
 from pyg_sar.target_index import NeedsAllEdges, Reductions
 
@@ -88,6 +90,11 @@ def _middle(tile: Tile) -> Tile | None:
     )
 
 
+def _broadcasts(weights: Tensor, values: Tensor) -> bool:
+    """Whether weights apply to values without changing their shape."""
+    return all(w in (1, v) for w, v in zip(weights.shape, values.shape, strict=True))
+
+
 def check_linear(
     program: TileProgram,
     tile: Tile,
@@ -115,9 +122,9 @@ def check_linear(
     if not scales or first.total is None:
         return
     per_edge = scales[0].index_select(0, tile.index)
-    while per_edge.dim() < original.dim():
-        per_edge = per_edge.unsqueeze(-1)
-    if per_edge.dim() > original.dim() or not _close(scaled * per_edge, original):
+    fits = per_edge.dim() <= original.dim()
+    per_edge = spread(per_edge, original) if fits else per_edge
+    if not fits or not _broadcasts(per_edge, original) or not _close(scaled * per_edge, original):
         raise NeedsAllEdges("the message is not linear in the weights that it normalises")
     if pattern[0] == "max":
         moved = Reductions(shift=0.5)

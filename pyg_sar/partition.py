@@ -171,6 +171,8 @@ class Layout:
         halos: Per part, the ranks of the remote sources of its edges, ascending.
         halo_offsets: Where each owner starts in a part's halo, ``[P, P + 1]``.
         edge_cut: Edges between two parts.
+        target_offsets: ``node_offsets`` of the targets' type, the same for nodes of one type.
+        target_rank: ``node_rank`` of the targets' type.
     """
 
     part: Tensor
@@ -182,6 +184,8 @@ class Layout:
     halos: list[Tensor]
     halo_offsets: Tensor
     edge_cut: int
+    target_offsets: Tensor
+    target_rank: Tensor
 
     @property
     def num_parts(self) -> int:
@@ -216,19 +220,32 @@ def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
     return order, offsets_of(counts)
 
 
-def make_layout(edge_index: Tensor, part: Tensor, num_parts: int) -> Layout:
+def rank_nodes(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
+    """``node_order``, ``node_offsets`` and ``node_rank`` of a :class:`Layout`."""
+    order, offsets = group_by_part(part, num_parts)
+    rank = torch.empty_like(order)
+    rank[order] = torch.arange(part.numel())
+    return order, offsets, rank
+
+
+def make_layout(
+    edge_index: Tensor, part: Tensor, num_parts: int, target_part: Tensor | None = None
+) -> Layout:
     """Groups nodes and edges by part and finds the halos.
 
     Args:
         edge_index: Edges (source, target), int64, shape ``[2, num_edges]``.
         part: Part of each node, int64, shape ``[num_nodes]``.
         num_parts: The number of parts.
+        target_part: Part of each target node, where targets are of another type than sources.
     """
     num_nodes = part.numel()
-    node_order, node_offsets = group_by_part(part, num_parts)
-    node_rank = torch.empty_like(node_order)
-    node_rank[node_order] = torch.arange(num_nodes)
-    edge_order, edge_offsets = group_by_part(part[edge_index[1]], num_parts)
+    node_order, node_offsets, node_rank = rank_nodes(part, num_parts)
+    target_offsets, target_rank = node_offsets, node_rank
+    if target_part is not None:
+        _, target_offsets, target_rank = rank_nodes(target_part, num_parts)
+    target_owner = part if target_part is None else target_part
+    edge_order, edge_offsets = group_by_part(target_owner[edge_index[1]], num_parts)
     halos, edge_cut = [], 0
     needed = torch.zeros(num_nodes, dtype=torch.bool)
     for p in range(num_parts):
@@ -249,6 +266,8 @@ def make_layout(edge_index: Tensor, part: Tensor, num_parts: int) -> Layout:
         halos=halos,
         halo_offsets=torch.stack([torch.searchsorted(halo, node_offsets) for halo in halos]),
         edge_cut=edge_cut,
+        target_offsets=target_offsets,
+        target_rank=target_rank,
     )
 
 
@@ -349,15 +368,15 @@ def format_statistics(statistics: PartitionStatistics, max_rows: int = 16) -> st
         f"{s.num_nodes:,} nodes and {s.num_edges:,} edges in {s.num_parts:,} part(s)",
         f"edge cut            {s.edge_cut:,} edges ({100 * s.edge_cut_fraction:.2f}%)",
         f"replication factor  {s.replication_factor:.3f} (own and halo rows over nodes)",
-        _table_row("part", [name for name, _ in columns]),
+        table_row("part", [name for name, _ in columns]),
     ]
     for p in range(min(s.num_parts, max_rows)):
-        lines.append(_table_row(str(p), [f"{values[p]:,}" for _, values in columns]))
+        lines.append(table_row(str(p), [f"{values[p]:,}" for _, values in columns]))
     if s.num_parts > max_rows:
-        lines.append(_table_row("...", [f"({s.num_parts - max_rows} more)"]))
-    lines.append(_table_row("max/mean", [f"{s.balance[name]:.3f}" for name, _ in columns]))
+        lines.append(table_row("...", [f"({s.num_parts - max_rows} more)"]))
+    lines.append(table_row("max/mean", [f"{s.balance[name]:.3f}" for name, _ in columns]))
     return "\n".join(lines)
 
 
-def _table_row(name: str, cells: list[str]) -> str:
+def table_row(name: str, cells: list[str]) -> str:
     return f"{name:>8}" + "".join(f"  {cell:>14}" for cell in cells)

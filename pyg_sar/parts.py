@@ -25,6 +25,7 @@ like the others.
 
 from __future__ import annotations
 
+from collections.abc import Container
 from typing import Any
 
 import torch
@@ -54,8 +55,8 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
     """
     if isinstance(data, HeteroData) or not isinstance(data, Data):
         raise TypeError(
-            "Expected 'data' to be a homogeneous torch_geometric.data.Data "
-            f"(got {type(data).__name__}); a HeteroData converts with data.to_homogeneous()"
+            "Expected 'data' to be a torch_geometric.data.Data or HeteroData "
+            f"(got {type(data).__name__})"
         )
     x = data.get("x")
     # PyG infers the number of nodes from dense features only.
@@ -63,7 +64,7 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
     num_nodes = x.size(0) if known else data.num_nodes
     if num_nodes is None:
         raise ValueError("'data' does not tell its number of nodes; set data.num_nodes")
-    edge_index = _edge_index(data)
+    edge_index = edges_of(data)
     if edge_index.numel() > 0:
         low, high = int(edge_index.min()), int(edge_index.max())
         if low < 0 or high >= num_nodes:
@@ -74,7 +75,12 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
     return edge_index, int(num_nodes)
 
 
-def _edge_index(data: Data) -> Tensor:
+def edges_of(data: Any) -> Tensor:
+    """``edge_index`` of a ``Data`` or an edge store, int64, on the CPU.
+
+    Raises:
+        ValueError: When it is not one.
+    """
     edge_index = data.get("edge_index")
     if edge_index is None:
         if data.get("adj_t") is not None or data.get("adj") is not None:
@@ -106,11 +112,18 @@ def part_tensors(
     edge_index: Tensor, layout: Layout, columns: dict[str, Column], p: int
 ) -> PartTensors:
     """The tensors of part ``p``, by their names in its file."""
-    n_id, halo = layout.nodes(p), layout.halos[p]
+    n_id = layout.nodes(p)
+    tensors = {"n_id": n_id.clone(), **relation_tensors(edge_index, layout, p)}
+    tensors |= attribute_tensors(columns, {"node": n_id, "edge": tensors["e_id"]}, tensors)
+    return tensors
+
+
+def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
+    """The edges into part ``p``, their ids, its halo, and what others need of it."""
+    halo = layout.halos[p]
     sends = [layout.send_rows(p, q) for q in range(layout.num_parts)]
     local_edges, e_id = _part_edges(edge_index, layout, p)
-    tensors = {
-        "n_id": n_id.clone(),
+    return {
         "halo_n_id": layout.node_order[halo],
         "halo_counts": layout.halo_counts(p),
         "send_index": torch.cat(sends),
@@ -118,13 +131,25 @@ def part_tensors(
         "edge_index": local_edges,
         "e_id": e_id,
     }
-    ids = {"node": n_id, "edge": e_id}
+
+
+def attribute_tensors(
+    columns: dict[str, Column], ids: dict[str, Tensor], taken: Container[str] = ()
+) -> PartTensors:
+    """The attributes' tensors for the rows ``ids`` of each level, by their names in a file.
+
+    Args:
+        columns: The attributes of the whole graph.
+        ids: Rows of the levels of which a part holds some rows only.
+        taken: Names that are in use.
+    """
+    tensors: PartTensors = {}
     for name, column in columns.items():
         rows = column.tensors
         if column.attribute.level in ids:
             rows = select_rows(column.attribute, rows, ids[column.attribute.level])
         for suffix, full_name in tensor_names(name, column.attribute).items():
-            if full_name in tensors:
+            if full_name in tensors or full_name in taken:
                 raise ValueError(
                     f"Two attributes would be stored as '{full_name}'; rename '{name}'"
                 )
@@ -138,10 +163,11 @@ def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Ten
     low, high = int(layout.node_offsets[p]), int(layout.node_offsets[p + 1])
     source = edge_index[0, e_id]
     rank, owner = layout.node_rank[source], layout.part[source]
-    target = layout.node_rank[edge_index[1, e_id]] - low
+    targets = layout.target_offsets[p : p + 2].tolist()
+    target = layout.target_rank[edge_index[1, e_id]] - targets[0]
     # Stable sorts, the last key first; ids ascend already. By rank is by (owner, source).
     order = rank.sort(stable=True).indices
-    order = order[(owner * max(high - low, 1) + target)[order].sort(stable=True).indices]
+    order = order[(owner * max(targets[1] - targets[0], 1) + target)[order].sort(stable=True)[1]]
     rank, target = rank[order], target[order]
     local = (rank >= low) & (rank < high)
     source = torch.where(local, rank - low, torch.searchsorted(halo, rank) + (high - low))
@@ -178,6 +204,20 @@ def merge_parts(
         "edge": torch.cat([part["e_id"] for part in parts]).argsort(),
     }
     edges = [torch.cat([part["n_id"], part["halo_n_id"]])[part["edge_index"]] for part in parts]
+    return Data(
+        edge_index=torch.cat(edges, dim=1)[:, place["edge"]],
+        num_nodes=num_nodes,
+        **merged_attributes(attributes, values, place, parts),
+    )
+
+
+def merged_attributes(
+    attributes: dict[str, Attribute],
+    values: dict[str, Any],
+    place: dict[str, Tensor],
+    parts: list[PartTensors],
+) -> dict[str, Any]:
+    """The whole graph's attributes; ``place`` sorts the joined rows of a level."""
     whole = dict(parts[0])
     for name, attribute in attributes.items():
         if attribute.level not in place:
@@ -187,8 +227,4 @@ def merge_parts(
         joined = concatenate_rows(attribute, rows)
         joined = select_rows(attribute, joined, place[attribute.level])
         whole.update((names[suffix], tensor) for suffix, tensor in joined.items())
-    return Data(
-        edge_index=torch.cat(edges, dim=1)[:, place["edge"]],
-        num_nodes=num_nodes,
-        **decode_attributes(attributes, values, whole),
-    )
+    return decode_attributes(attributes, values, whole)

@@ -7,8 +7,7 @@ it is. The program knows each tensor once per role, gathers its rows for a tile,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import Parameter
 from typing import Any, Literal
@@ -20,6 +19,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.decompose import Group
 from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.layer_state import padded_to
 from pyg_sar.shard import Tile
 from pyg_sar.target_index import NeedsAllEdges, Reductions, TargetIndex, make_target_index
 
@@ -104,6 +104,8 @@ class TileProgram:
         kwargs: Keyword arguments of ``propagate``.
         is_edge_level: Says of an unsuffixed tensor whether it holds one row per edge.
         groups: How messages are mapped before they are reduced.
+        most_edges: The most in-edges of a node of the graph: aggregations that lay a node's
+            messages out side by side pad them to as many places.
         complete: Tiles hold all in-edges of their targets, and ``aggregate`` is part of the
             program.
 
@@ -120,10 +122,13 @@ class TileProgram:
         is_edge_level: Mapping[str, bool],
         groups: Sequence[Group],
         complete: bool = False,
+        most_edges: int = 0,
     ) -> None:
         self.layer = layer
+        self.most_edges = most_edges
         self.groups, self.complete = tuple(groups), complete
         self.message_bytes = 0
+        self.sets: list[str] = []  # attributes of the layer that the message sets
         self.out_rows: list[tuple[list[int], torch.dtype]] | None = None
         self.num_local = edge_index.plan.num_local
         self.num_targets = edge_index.num_targets
@@ -133,6 +138,9 @@ class TileProgram:
         self._named: list[Tensor] = []  # alive, or their ids would come again
         self._is_edge_level = is_edge_level
         self._deferred: dict[str, Call] = {}
+        # `to_hetero_with_bases` weighs messages in a hook, by the type of each edge.
+        tag = layer.__dict__.get("_edge_type")
+        self._tag = self._number("edge", tag) if isinstance(tag, Tensor) else None
         self._message = self._bind("message", kwargs)
         self._aggregate = self._bind("aggregate", kwargs) if complete else None
 
@@ -171,7 +179,7 @@ class TileProgram:
             raise ValueError(
                 f"Expected '{name[:-2]}' to hold the {nodes} nodes of rank {self.rank} "
                 f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
-                "pyg_sar.load_partition returns them"
+                "pyg_sar.load_partition returns them (data.n_id to a layer that takes node ids)"
             )
         return self._number("target" if target else "source", value, axis % dims)
 
@@ -280,6 +288,8 @@ class TileProgram:
             value.movedim(0, o.axis) if o.axis and value is not None else value
             for o, value in zip(self.operands, values, strict=True)
         ]
+        if self._tag is not None:
+            layer.__dict__["_edge_type"] = values[self._tag]
         index = self._index(tile, log)
         own = {
             "index": index,
@@ -351,7 +361,8 @@ class TileProgram:
             result = hook(layer, (arguments,))
             if result is not None:
                 arguments = result[0] if isinstance(result, tuple) else result
-        out = layer.aggregate(messages, **arguments)
+        with padded_to(layer, self.most_edges):
+            out = layer.aggregate(messages, **arguments)
         for hook in layer._aggregate_forward_hooks.values():
             result = hook(layer, (arguments,), out)
             out = out if result is None else result
@@ -372,95 +383,3 @@ def _opens_without_edges(tile: Tile) -> bool:
     if tile.targets.numel() == 0:
         return False
     return tile.num_edges < 2 or int(tile.index[0]) != 0
-
-
-# State that a message must leave as it was ###################################
-
-
-@contextmanager
-def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[None]:
-    """Puts back tensor attributes that ``message`` set: nothing of a tile outlives its turn.
-
-    Buffers too, when the message runs a second time.
-    """
-    modules = list(layer.modules())
-    kept = [dict(module.__dict__) for module in modules]
-    values = [buffer.clone() for buffer in layer.buffers()] if buffers else []
-    try:
-        yield
-    finally:
-        for module, before in zip(modules, kept, strict=True):
-            now = module.__dict__
-            for name, value in list(now.items()):
-                if isinstance(value, Tensor) and value is not before.get(name):
-                    if name in before:
-                        now[name] = before[name]
-                    else:
-                        del now[name]
-        for buffer, saved in zip(layer.buffers() if buffers else (), values, strict=True):
-            buffer.copy_(saved)
-
-
-@contextmanager
-def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[int, Tensor]]:
-    """Swaps the layer's parameters for leaves of their own: ``{id(parameter): leaf}``.
-
-    Gradients taken inside neither touch ``.grad`` nor run the parameters' hooks; they return as
-    gradients of the autograd function's inputs, once (contract, rule 3).
-    """
-    leaves: dict[int, Tensor] = {}
-    swapped: list[tuple[Any, str, Tensor]] = []
-    for module in layer.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad:
-                continue
-            if id(parameter) not in leaves:
-                leaves[id(parameter)] = parameter.detach().requires_grad_()
-            swapped.append((module._parameters, name, parameter))
-    try:
-        for registry, name, original in swapped:
-            registry[name] = leaves[id(original)]
-        yield leaves
-    finally:
-        for registry, name, original in swapped:
-            registry[name] = original
-
-
-class AmbientState:
-    """Random numbers, autocast and training flags of a moment: to compute again as at first.
-
-    Args:
-        device: The device that the layer computes on.
-        layer: Whose training flags matter.
-    """
-
-    def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
-        self.device = device
-        self._training = [(module, module.training) for module in layer.modules()]
-        self._cpu = torch.get_rng_state()
-        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-        self._autocast = torch.is_autocast_enabled(device.type)
-        self._dtype = torch.get_autocast_dtype(device.type)
-
-    def autocast(self) -> Any:
-        """The autocast state. Casts are not cached: a cast made without a graph has no gradient."""
-        return torch.autocast(
-            self.device.type, self._dtype, enabled=self._autocast, cache_enabled=False
-        )
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Runs in this state and puts the present state back afterwards."""
-        devices = [self.device] if self._cuda is not None else []
-        now = [(module, module.training) for module, _ in self._training]
-        with torch.random.fork_rng(devices=devices), self.autocast():
-            torch.set_rng_state(self._cpu)
-            if self._cuda is not None:
-                torch.cuda.set_rng_state(self._cuda, self.device)
-            try:
-                for module, training in self._training:
-                    module.training = training
-                yield
-            finally:
-                for module, training in now:
-                    module.training = training

@@ -19,6 +19,26 @@ def _trailing(values: Tensor, like: Tensor) -> Tensor:
     return values.reshape(*values.shape, *[1] * (like.dim() - values.dim()))
 
 
+def spread(weights: Tensor, like: Tensor) -> Tensor:
+    """Weights ``[N, *]`` to broadcast against ``like``: per row, or per head of ``like``.
+
+    Heads are leading axes of ``[N, H, C]``, or blocks of the last axis of ``[N, H * C]``, into
+    which layers flatten their heads.
+    """
+    heads, width = weights.size(-1), like.size(-1)
+    if weights.dim() == like.dim() > 1 and 1 < heads < width and width % heads == 0:
+        return weights.repeat_interleave(width // heads, dim=-1)
+    return _trailing(weights, like)
+
+
+def _gathered(values: Tensor, like: Tensor) -> Tensor:
+    """Adjoint of :func:`spread`: sums of ``values`` in the shape of ``like``."""
+    heads, width = like.size(-1), values.size(-1)
+    if values.dim() == like.dim() > 1 and 1 < heads < width and width % heads == 0:
+        return values.unflatten(-1, (heads, width // heads)).sum(-1)
+    return values.sum_to_size(*_trailing(like, values).shape).view_as(like)
+
+
 def _segment_sum(tile: Tile, values: Tensor) -> Tensor:
     """Sums per target of the tile: ``[E_tile, *]`` to ``[U, *]``."""
     flat = flat_rows(values)
@@ -323,14 +343,14 @@ class SoftmaxReducer(Reducer):
         self._max[tile.targets] = new
         self._sum[tile.targets] = self._sum[tile.targets] * keep + weight
         self._out[tile.targets] = (
-            self._out[tile.targets] * _trailing(keep, part) + part * _trailing(weight, part)
+            self._out[tile.targets] * spread(keep, part) + part * spread(weight, part)
         ).to(part.dtype)
 
     def finish(self) -> Tensor:
         out = _present(self._out)
         if self._sum is not None:
             safe = torch.where(self._sum == 0, torch.ones_like(self._sum), self._sum)
-            out = self._out = (out / _trailing(safe, out)).to(out.dtype)
+            out = self._out = (out / spread(safe, out)).to(out.dtype)
         if self._mean:
             out = out / _trailing(self.in_degree.clamp(min=1).to(out.dtype), out)
         return out
@@ -350,8 +370,7 @@ class SoftmaxReducer(Reducer):
             count = self.in_degree.clamp(min=1).to(gradient.dtype)
             gradient = gradient / _trailing(count, gradient)
         self._gradient = gradient
-        inner = gradient * self._out
-        self._inner = inner.sum_to_size(*_trailing(self._sum, inner).shape).view_as(self._sum)
+        self._inner = _gathered(gradient * self._out, self._sum)
 
     def _share(self, tile: Tile, log: Reductions) -> Tensor:
         """``e^{m_t - M} / S`` per target of the tile."""
@@ -365,7 +384,7 @@ class SoftmaxReducer(Reducer):
         if tile.num_edges == 0:
             return gradient.index_select(0, tile.index)
         weight = self._share(tile, log) * _present(log.total).detach()
-        scaled = (gradient * _trailing(weight, gradient)).to(gradient.dtype)
+        scaled = (gradient * spread(weight, gradient)).to(gradient.dtype)
         return scaled.index_select(0, tile.index)
 
     def total_gradient(self, tile: Tile, log: Reductions) -> Tensor | None:

@@ -5,7 +5,8 @@
     root/metadata.json                       format, version, sizes, statistics, attributes, parts
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
-The tensors of a part are those of ``parts.py``.
+The tensors of a part are those of ``parts.py`` (version 1), or of ``hetero_parts.py`` for a
+heterogeneous graph (version 2).
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder
@@ -28,21 +29,22 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.utils import is_undirected
+from torch_geometric.data import Data, HeteroData
 
-from pyg_sar.attributes import Attribute, Column, encode_attributes
+from pyg_sar.attributes import Attribute
 from pyg_sar.errors import PartitionError
+from pyg_sar.hetero_partition import Assignment
+from pyg_sar.hetero_parts import (
+    HeteroSchema,
+    merge_hetero,
+    statistics_from_dict,
+)
 from pyg_sar.partition import (
     PartitionStatistics,
-    assign_nodes,
-    make_layout,
-    partition_statistics,
 )
-from pyg_sar.parts import PartTensors, check_graph, decode_attributes, merge_parts, part_tensors
+from pyg_sar.parts import PartTensors, decode_attributes, merge_parts
+from pyg_sar.prepare import FORMAT, VERSION, prepare_hetero, prepare_homogeneous
 
-FORMAT = "pyg_sar.partition"
-VERSION = 1
 METADATA = "metadata.json"
 Progress = Callable[[str], None]
 
@@ -75,6 +77,7 @@ class PartitionMetadata:
     attributes: dict[str, Attribute]
     values: dict[str, Any]
     parts: list[PartInfo]
+    hetero: HeteroSchema | None = None
 
     def check_world_size(self, world_size: int) -> None:
         """Raises :class:`PartitionError` unless there is one part per worker."""
@@ -90,10 +93,10 @@ class PartitionMetadata:
 
 
 def write_partitions(
-    data: Data,
+    data: Data | HeteroData,
     num_parts: int,
     root: str | os.PathLike[str],
-    method: str | Tensor | np.ndarray[Any, Any] = "metis",
+    method: str | Tensor | np.ndarray[Any, Any] | Assignment = "metis",
     seed: int = 0,
     *,
     overwrite: bool = False,
@@ -101,76 +104,51 @@ def write_partitions(
 ) -> PartitionStatistics:
     """Partitions a graph and writes it to a folder, one file per part.
 
-    Every node belongs to one part, every edge to the part of its target. Any homogeneous
-    ``Data`` will do: directed or not, with self loops, duplicate edges, isolated nodes, and any
-    node-, edge- or graph-level attributes, sparse ones included. The same arguments give the
-    same bytes.
+    Every node belongs to one part, every edge to the part of its target. Any ``Data`` or
+    ``HeteroData`` will do: directed or not, with self loops, duplicate edges, isolated nodes,
+    types without features or edges, relations without edges, and any node-, edge- or graph-level
+    attributes, sparse ones included. The same arguments give the same bytes.
 
     Args:
         data: The graph.
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
         method: ``'metis'``, ``'random'``, ``'contiguous'``, or an integer vector
-            ``[num_nodes]`` (see :func:`~pyg_sar.partition.assign_nodes`).
+            ``[num_nodes]`` (see :func:`~pyg_sar.partition.assign_nodes`); of a ``HeteroData`` a
+            dict of such vectors by node type
+            (:func:`~pyg_sar.hetero_partition.assign_node_types`).
         seed: Seed of the partitioner.
         overwrite: Replace an existing partition at ``root``.
         progress: Called with a line of text before each stage.
 
     Returns:
-        Edge cut, balance, halo rows and replication factor; ``print`` shows a table.
+        Edge cut, balance, halo rows and replication factor; ``print`` shows a table, of a
+        ``HeteroData`` for each node type and relation too.
 
     Raises:
         ValueError: When an argument or an attribute of ``data`` can't be used.
-        TypeError: When ``data`` is not a homogeneous ``Data``.
+        TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
+            not fit it.
         FileExistsError: When ``root`` exists.
     """
     report = progress or (lambda text: None)
     root = Path(root)
-    edge_index, num_nodes = check_graph(data)
     _check_target(root, overwrite)
-    columns = encode_attributes(data, num_nodes)
-    report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
-    part = assign_nodes(edge_index, num_nodes, num_parts, method, seed)
-    layout = make_layout(edge_index, part, num_parts)
-    statistics = partition_statistics(layout, _train_mask(columns))
-    header = {
-        "format": FORMAT,
-        "version": VERSION,
-        "num_parts": num_parts,
-        "num_nodes": num_nodes,
-        "num_edges": edge_index.size(1),
-        "is_directed": not is_undirected(edge_index, num_nodes=num_nodes),
-        "method": method if isinstance(method, str) else "vector",
-        "seed": seed,
-        "statistics": statistics.as_dict(),
-        "attributes": {name: column.attribute.as_dict() for name, column in columns.items()},
-        "values": {
-            name: column.value
-            for name, column in columns.items()
-            if column.attribute.layout == "json"
-        },
-    }
+    prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
+    header, statistics, tensors_of = prepare(data, num_parts, method, seed, report)
     root.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{root.name}.tmp-", dir=root.parent))
     try:
         parts = []
         for p in range(num_parts):
             report(f"writing part {p + 1} of {num_parts}")
-            tensors = part_tensors(edge_index, layout, columns, p)
-            parts.append(_write_part(scratch, tensors, p, num_parts))
+            parts.append(_write_part(scratch, tensors_of(p), p, num_parts))
         _write_metadata(scratch, {**header, "parts": parts})
         _publish(scratch, root)
     except BaseException:
         shutil.rmtree(scratch, ignore_errors=True)
         raise
     return statistics
-
-
-def _train_mask(columns: dict[str, Column]) -> Tensor | None:
-    column = columns.get("train_mask")
-    if column is None or column.attribute.dtype != "bool" or column.attribute.level != "node":
-        return None
-    return column.tensors[""]
 
 
 def part_file(part: int, num_parts: int) -> str:
@@ -186,10 +164,15 @@ def _write_part(folder: Path, tensors: PartTensors, p: int, num_parts: int) -> d
         "file": path.name,
         "sha256": _sha256(path),
         "bytes": path.stat().st_size,
-        "num_nodes": tensors["n_id"].numel(),
-        "num_edges": tensors["e_id"].numel(),
-        "num_halo": tensors["halo_n_id"].numel(),
+        "num_nodes": _count(tensors, "n_id"),
+        "num_edges": _count(tensors, "e_id"),
+        "num_halo": _count(tensors, "halo_n_id"),
     }
+
+
+def _count(tensors: PartTensors, name: str) -> int:
+    """Rows of the tensors of that name, of all node types or relations."""
+    return sum(t.numel() for key, t in tensors.items() if key.rpartition("/")[2] == name)
 
 
 def _write_metadata(folder: Path, content: dict[str, Any]) -> None:
@@ -290,6 +273,11 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
             f"'{root}' has format version {version}, newer than {VERSION}, the newest known here; "
             "update pyg_sar"
         )
+    if version not in range(1, VERSION + 1):
+        raise PartitionError(
+            f"'{root}' has format version {version!r}, which is not known here (1 to {VERSION}); "
+            "partition the graph anew"
+        )
     checksum = content.pop("checksum", None)
     if checksum != _content_checksum(content) or text != _dump({**content, "checksum": checksum}):
         raise damaged
@@ -302,6 +290,11 @@ def _parse_metadata(root: Path, content: dict[str, Any]) -> PartitionMetadata:
         name: content["statistics"][name]
         for name in ("edge_cut", "nodes", "edges", "halo", "training_nodes")
     }
+    statistics = PartitionStatistics(**counts, **measured)
+    hetero = None
+    if "hetero" in content:
+        statistics = statistics_from_dict(counts, content["statistics"])
+        hetero = HeteroSchema.from_dict(content["hetero"])
     return PartitionMetadata(
         root=root,
         version=content["version"],
@@ -309,10 +302,11 @@ def _parse_metadata(root: Path, content: dict[str, Any]) -> PartitionMetadata:
         is_directed=content["is_directed"],
         method=content["method"],
         seed=content["seed"],
-        statistics=PartitionStatistics(**counts, **measured),
+        statistics=statistics,
         attributes={name: Attribute(**row) for name, row in content["attributes"].items()},
         values=content["values"],
         parts=[PartInfo(**row) for row in content["parts"]],
+        hetero=hetero,
     )
 
 
@@ -368,7 +362,7 @@ def part_attributes(metadata: PartitionMetadata, tensors: PartTensors) -> dict[s
     return decode_attributes(metadata.attributes, metadata.values, tensors)
 
 
-def merge_partitions(root: str | os.PathLike[str]) -> Data:
+def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
     """Reads all parts and puts the whole graph together again, as it was written.
 
     Raises:
@@ -376,4 +370,6 @@ def merge_partitions(root: str | os.PathLike[str]) -> Data:
     """
     metadata = read_metadata(root)
     parts = [read_part(root, p, metadata=metadata) for p in range(metadata.num_parts)]
+    if metadata.hetero is not None:
+        return merge_hetero(metadata.hetero, metadata.attributes, metadata.values, parts)
     return merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)

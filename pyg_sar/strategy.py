@@ -16,16 +16,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn.aggr import GRUAggregation, LSTMAggregation
+from torch_geometric.nn.aggr import (
+    EquilibriumAggregation,
+    GRUAggregation,
+    LCMAggregation,
+    LSTMAggregation,
+    MLPAggregation,
+    PatchTransformerAggregation,
+)
 
-from pyg_sar.decompose import PLACE, Decomposition, decompose
+from pyg_sar.decompose import Decomposition, decompose, in_place
 from pyg_sar.dependence import Dependence, analyse, sample
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.layer_state import pads
 from pyg_sar.program import DeferredEdge, TileProgram
 from pyg_sar.target_index import NeedsAllEdges
 
-_ORDERED = (LSTMAggregation, GRUAggregation)
+_ORDERED = (
+    GRUAggregation,
+    LCMAggregation,
+    LSTMAggregation,
+    MLPAggregation,
+    PatchTransformerAggregation,
+)
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
@@ -45,6 +59,7 @@ class Verdict:
         edge_level: Which unsuffixed tensors hold one row per edge.
         max_edges: Edges per tile or chunk.
         out_rows: Messages of each group of reductions, without rows, ``[0, *]``.
+        sets: Attributes that the message sets, of which there is no value for all edges.
         found: What this worker alone found.
     """
 
@@ -53,6 +68,7 @@ class Verdict:
     edge_level: dict[str, bool] = field(default_factory=dict)
     max_edges: int = 0
     out_rows: tuple[Tensor, ...] = ()
+    sets: tuple[str, ...] = ()
     found: tuple[int, ...] = ()
 
 
@@ -66,7 +82,7 @@ def decomposition_of(layer: Any, complete: bool) -> Decomposition:
     Raises:
         NeedsAllEdges: When its partial states don't merge.
     """
-    found = PLACE if complete else decompose(layer.aggr_module)
+    found = in_place() if complete else decompose(layer.aggr_module)
     if found is None:
         raise NeedsAllEdges(f"partial states of {layer.aggr_module} don't merge")
     return found
@@ -91,6 +107,7 @@ class _Look:
     budget: int
     numbers: list[int]
     rows: list[tuple[list[int], torch.dtype]] | None
+    sets: list[str]
 
 
 def title_of(layer: Any) -> str:
@@ -143,11 +160,16 @@ class Chooser:
     def _decide(self, strategy: str, reason: str) -> Verdict:
         """The leanest strategy that is right, agreed on by all workers."""
         for module in self.layer.modules():
-            if isinstance(module, _ORDERED):
+            if isinstance(module, EquilibriumAggregation):
+                raise DistributedIndexError(
+                    f"{self.title} can't run distributed: {type(module).__name__} minimises one "
+                    "energy over the targets of all workers together. Use another aggregation"
+                )
+            if isinstance(module, _ORDERED) and self.edge_index.order is None:
                 raise DistributedIndexError(
                     f"{self.title} can't run distributed: {type(module).__name__} depends on the "
-                    "order of a node's edges, which a partition doesn't keep. Use an aggregation "
-                    "that does not"
+                    "order of a node's edges, which is not known after reversing or permuting "
+                    "them. Use an aggregation that does not"
                 )
         if strategy == "one_shot":
             source = 0 if self.layer.flow == "source_to_target" else 1
@@ -192,8 +214,11 @@ class Chooser:
             raise DistributedIndexError(f"{self.title} can't run distributed: {reason}")
         if agreed[0]:
             return None, reason, agreed[0]
-        mine = None if look.rows is None else [(row, str(dtype)) for row, dtype in look.rows]
-        rows = next(found for found in self.comm.all_gather_object(mine) if found is not None)
+        mine: Any = None
+        if look.rows is not None:
+            mine = [(row, str(dtype)) for row, dtype in look.rows], look.sets
+        everyone = self.comm.all_gather_object(mine)
+        rows, sets = next(found for found in everyone if found is not None)
         verdict = Verdict(
             strategy,
             Dependence.decode(agreed[2:]),
@@ -205,6 +230,7 @@ class Chooser:
                 )
                 for shape, dtype in rows
             ),
+            tuple(sets),
             (look.severity, *look.numbers),
         )
         return verdict, "", 0
@@ -214,21 +240,28 @@ class Chooser:
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
         numbers, budget, rows = Dependence.no_opinion(), 1, None
+        sets: list[str] = []
         try:
             reductions = decomposition_of(self.layer, complete)
             program = TileProgram(
-                self.layer, self.edge_index, self.kwargs, edge_level, reductions.groups, complete
+                self.layer,
+                self.edge_index,
+                self.kwargs,
+                edge_level,
+                reductions.groups,
+                complete,
+                most_edges(self.layer, self.edge_index, complete),
             )
             tile = sample(self.edge_index)
             if tile.num_edges or not some_edges:
                 reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
                 linear = complete or reductions.linear
                 numbers = analyse(program, tile, reads, linear).encode()
-                rows = program.out_rows
+                rows, sets = program.out_rows, program.sets
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
-            return _Look(error.severity, str(error), budget, Dependence.no_opinion(), None)
-        return _Look(0, "", budget, numbers, rows)
+            return _Look(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
+        return _Look(0, "", budget, numbers, rows, sets)
 
     def _max_edges(self, program: TileProgram) -> int:
         """Edges whose messages and inputs are materialized at a time."""
@@ -314,6 +347,20 @@ def _methods(kwargs: dict[str, Any], complete: bool) -> Iterator[tuple[dict[str,
     for value in kwargs.values():
         if isinstance(value, DeferredEdge):
             yield value.kwargs, "edge_update"
+
+
+def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:
+    """The most in-edges of a node on any worker, where the aggregation depends on it; else 0."""
+    if not complete or not pads(layer):
+        return 0
+
+    def make() -> int:
+        target = edge_index.ends()[1]
+        degrees = torch.bincount(target, minlength=1)
+        return maximum(edge_index.plan.comm, [int(degrees.max())], edge_index.device)[0]
+
+    found: int = edge_index.remember("most edges", make)
+    return max(found, 1)
 
 
 def _switches(module: torch.nn.Module) -> tuple[Any, ...]:

@@ -34,6 +34,7 @@ from pyg_sar.checkpoint import Checkpoint, CheckpointError, load_checkpoint, sav
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PygSarError
 from pyg_sar.metrics import mean
+from pyg_sar.owned_rows import clip_grad_norm
 from pyg_sar.splits import SPLITS, node_labels, split_nodes
 from pyg_sar.train_config import EpochRecord, Scores, TrainConfig, TrainResult
 
@@ -247,8 +248,7 @@ class Trainer:
         loss.backward()
         norm = None
         if self.config.clip_norm is not None:
-            # Gradients are global sums already, so that each worker computes the global norm.
-            norm = float(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip_norm))
+            norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
         self.optimizer.step()
         return value, norm
 

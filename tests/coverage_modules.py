@@ -23,8 +23,6 @@ def inside(make: Any, **kwargs: Any) -> Case:
     return Case(make=lambda: gnn.SimpleConv(aggr=make()), **kwargs)
 
 
-ORDER = "depends on the order of a node's edges"
-
 AGGREGATIONS: dict[str, Cases] = {
     "Aggregation": {"": Case(
         make=lambda: OwnAggregation(), args=X)},
@@ -68,10 +66,8 @@ AGGREGATIONS: dict[str, Cases] = {
         "several, lower": inside(
             lambda: aggr.QuantileAggregation([0.2, 0.7], interpolation="lower")),
     },
-    "LSTMAggregation": {"": inside(lambda: aggr.LSTMAggregation(C, OUT), refused="order of a node",
-                                   why=ORDER)},
-    "GRUAggregation": {"": inside(lambda: aggr.GRUAggregation(C, OUT), refused="order of a node",
-                                  why=ORDER)},
+    "LSTMAggregation": {"": inside(lambda: aggr.LSTMAggregation(C, OUT), graph="sorted")},
+    "GRUAggregation": {"": inside(lambda: aggr.GRUAggregation(C, OUT), graph="sorted")},
     "Set2Set": {"": inside(lambda: aggr.Set2Set(C, processing_steps=2))},
     "DegreeScalerAggregation": {
         "": inside(lambda: aggr.DegreeScalerAggregation(
@@ -87,10 +83,10 @@ AGGREGATIONS: dict[str, Cases] = {
         "per channel": inside(lambda: aggr.AttentionalAggregation(mlp(C, OUT), mlp(C, OUT))),
     },
     "EquilibriumAggregation": {"": inside(
-        lambda: aggr.EquilibriumAggregation(C, OUT, num_layers=[8], grad_iter=2))},
+        lambda: aggr.EquilibriumAggregation(C, OUT, num_layers=[8], grad_iter=2),
+        refused="one energy", why="minimises one energy over all nodes together")},
     "MLPAggregation": {"": inside(
-        lambda: aggr.MLPAggregation(C, OUT, 20, num_layers=1), graph="sorted",
-        refused="order of a node", why=ORDER)},
+        lambda: aggr.MLPAggregation(C, OUT, 20, num_layers=1), graph="sorted")},
     "DeepSetsAggregation": {
         "": inside(lambda: aggr.DeepSetsAggregation(mlp(C), mlp(OUT))),
         "local only": inside(lambda: aggr.DeepSetsAggregation(mlp(C))),
@@ -99,11 +95,11 @@ AGGREGATIONS: dict[str, Cases] = {
         lambda: aggr.SetTransformerAggregation(C, num_seed_points=2, heads=2, layer_norm=True),
         graph="sorted")},
     "LCMAggregation": {"": inside(
-        lambda: aggr.LCMAggregation(C, OUT), graph="sorted", refused="order of a node", why=ORDER)},
+        lambda: aggr.LCMAggregation(C, OUT), graph="sorted")},
     "VariancePreservingAggregation": {"": inside(aggr.VariancePreservingAggregation)},
     "PatchTransformerAggregation": {"": inside(
         lambda: aggr.PatchTransformerAggregation(C, OUT, patch_size=2, hidden_channels=8),
-        graph="sorted", refused="order of a node", why=ORDER)},
+        graph="sorted")},
 }  # fmt: skip
 
 

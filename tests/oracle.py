@@ -71,6 +71,7 @@ def make_graph(
         edge_weight=torch.rand(count, generator=draw, dtype=dtype) + 0.1,
         edge_attr=torch.randn(count, EDGE_DIM, generator=draw, dtype=dtype),
         train_mask=torch.rand(num_nodes, generator=draw) < 0.5,
+        edge_type=torch.randint(3, (count,), generator=draw),
         num_nodes=num_nodes,
     )
 

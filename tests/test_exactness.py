@@ -30,7 +30,6 @@ from oracle import (
     errors,
     make_graph,
     run_jobs,
-    single_process,
     threads,
     two_islands,
 )
@@ -140,6 +139,56 @@ class OwnAggregate(gnn.MessagePassing):
         return self.mix * least + (1 - self.mix) * total
 
 
+class StaticGraph(gnn.MessagePassing):
+    """Three feature matrices on one graph: nodes on the axis before the last."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr=["mean", "max", "std"])
+        self.weight = torch.nn.Parameter(torch.rand(CHANNELS))
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        out = self.propagate(edge_index, x=torch.stack([x, x.sin(), x.cos()]))
+        return out.transpose(0, 1).flatten(1)
+
+    def message(self, x_i: torch.Tensor, x_j: torch.Tensor) -> torch.Tensor:
+        return x_j * self.weight + (x_i * x_j).tanh()
+
+
+class Remembering(gnn.MessagePassing):
+    """Its message leaves values behind, which its forward looks for, as RGATConv's does."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.gate: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        out = self.propagate(edge_index, x=x)
+        assert self.gate is not None
+        self.gate = None
+        return out
+
+    def message(self, x_i: torch.Tensor, x_j: torch.Tensor) -> torch.Tensor:
+        self.gate = (x_i * x_j).sigmoid()
+        return self.gate * x_j
+
+
+class SideBySide(gnn.MessagePassing):
+    """Attention whose heads lie side by side in one axis."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum", node_dim=0)
+        self.score = Linear(2 * CHANNELS, 2)
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(
+        self, x_i: torch.Tensor, x_j: torch.Tensor, index: torch.Tensor, size_i: int | None
+    ) -> torch.Tensor:
+        weights = utils.softmax(self.score(torch.cat([x_i, x_j], -1)), index, None, size_i)
+        return (weights.unsqueeze(-1) * x_j.view(-1, 2, CHANNELS // 2)).flatten(1)
+
+
 def sage(aggr: Any, **kwargs: Any) -> Make:
     return lambda: gnn.SAGEConv(CHANNELS, OUT, aggr=aggr, aggr_kwargs=kwargs)
 
@@ -188,6 +237,24 @@ WIDER: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
         (),
         (),
     ),
+    "attentional": (
+        lambda: gnn.GINConv(Linear(CHANNELS, OUT), aggr=gnn.aggr.AttentionalAggregation(
+            Linear(CHANNELS, 1), Linear(CHANNELS, CHANNELS))),
+        (),
+        (),
+    ),
+    "semi std": (sage("std", semi_grad=True), (), ()),
+    "static graph": (StaticGraph, (), ()),
+    "sets an attribute": (Remembering, (), ()),
+    "rgat": (lambda: gnn.RGATConv(CHANNELS, OUT, 3, heads=2), (), ("edge_type",)),
+    "rgat, within relations": (
+        lambda: gnn.RGATConv(
+            CHANNELS, OUT, 3, heads=2, attention_mechanism="within-relation", edge_dim=EDGE_DIM
+        ),
+        ATTR,
+        ("edge_type",),
+    ),
+    "heads side by side": (SideBySide, (), ()),
     "deep sets": (lambda: gnn.GINConv(Linear(CHANNELS, OUT), aggr=gnn.aggr.DeepSetsAggregation(
         Linear(CHANNELS, 4), Linear(4, CHANNELS))), (), ()),
     "sg": (lambda: gnn.SGConv(CHANNELS, OUT, K=2), WEIGHT, ()),
@@ -346,16 +413,10 @@ def test_any_graph_and_assignment(
 def test_wider_choice_of_layers(name: str, graph: Data, partitions: Partitions):
     """By shards or by chunks of targets, whichever the aggregation needs: exact.
 
-    None falls back to one shot, but where nodes lie on another axis than the first: the warning
-    would be an error here.
+    None falls back to one shot: the warning would be an error here.
     """
     root = partitions(graph, 3, "random")
-    sweep = sweep_layers({name: WIDER[name]}, 3, graph, root, MODES)
-    if name == "arma":
-        with pytest.warns(pyg_sar.OneShotWarning, match="not on its first axis"):
-            sweep.check()
-    else:
-        sweep.check()
+    sweep_layers({name: WIDER[name]}, 3, graph, root, MODES).check()
 
 
 def test_wider_choice_without_nodes_or_edges(partitions: Partitions):
@@ -368,33 +429,164 @@ def test_wider_choice_without_nodes_or_edges(partitions: Partitions):
     sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
-@pytest.mark.parametrize("aggr", ["lstm", "gru", "sort"])
-def test_order_dependent_aggregations(aggr: str, partitions: Partitions):
-    """They see neighbours in the order of the edge list: exact, or refused; never another order."""
+ORDERED: dict[str, tuple[Callable[[], Any], int]] = {
+    "gru": (lambda: gnn.aggr.GRUAggregation(CHANNELS, CHANNELS), CHANNELS),
+    "lcm": (lambda: gnn.aggr.LCMAggregation(CHANNELS, CHANNELS, project=True), CHANNELS),
+    "lstm": (lambda: gnn.aggr.LSTMAggregation(CHANNELS, CHANNELS), CHANNELS),
+    "mlp": (
+        lambda: gnn.aggr.MLPAggregation(CHANNELS, CHANNELS, max_num_elements=15, num_layers=1),
+        CHANNELS,
+    ),
+    "patch transformer": (
+        lambda: gnn.aggr.PatchTransformerAggregation(
+            CHANNELS, CHANNELS, patch_size=2, hidden_channels=4, num_transformer_blocks=1
+        ),
+        CHANNELS,
+    ),
+    "several": (
+        lambda: gnn.aggr.MultiAggregation(
+            ["mean", gnn.aggr.LSTMAggregation(CHANNELS, CHANNELS)], mode="sum"
+        ),
+        CHANNELS,
+    ),
+    "sort": (lambda: gnn.aggr.SortAggregation(k=3), 3 * CHANNELS),
+}
+
+
+def ordered_graph() -> Data:
+    """Edges sorted by target, as PyG's order-dependent aggregations demand."""
     data = make_graph(seed=21)
     order = data.edge_index[1].argsort(stable=True)
     data.edge_index = data.edge_index[:, order]
-    module: Any = {
-        "lstm": lambda: gnn.aggr.LSTMAggregation(CHANNELS, CHANNELS),
-        "gru": lambda: gnn.aggr.GRUAggregation(CHANNELS, CHANNELS),
-        "sort": lambda: gnn.aggr.SortAggregation(k=3),
-    }[aggr]
-    width = CHANNELS * 3 if aggr == "sort" else CHANNELS
-    layer = build(lambda: gnn.GraphConv((width, CHANNELS), OUT, aggr=module()))
-    if aggr == "sort":
+    return data
+
+
+def ordered_layer(name: str) -> torch.nn.Module:
+    make, width = ORDERED[name]
+    layer = build(lambda: gnn.GraphConv((width, CHANNELS), OUT, aggr=make()))
+    if width != CHANNELS:
         layer.lin_rel = Linear(width, OUT).double()
-    root = partitions(data, 3, "random")
-    job = Job(layer, root, (), MODES[:2])
-    expected = single_process(layer, data)
-    try:
-        workers = threads(run_jobs, 3, [job])
-    except pyg_sar.WorkerError as refusal:
-        assert isinstance(refusal.__cause__, pyg_sar.DistributedIndexError), refusal
-        return
-    for step, policy in enumerate(job.policies):
-        found = errors([worker[0][step] for worker in workers], expected)
-        assert_small(found, TOLERANCE, f"{aggr}, {policy}")
+    return layer
+
+
+@pytest.mark.parametrize("name", ORDERED)
+def test_order_dependent_aggregations(name: str, partitions: Partitions):
+    """They see neighbours in the order of the edge list, and pad as the whole graph needs it."""
+    data, sweep = ordered_graph(), Sweep(3)
+    sweep.add(name, Job(ordered_layer(name), partitions(data, 3, "random"), (), MODES[:2]), data)
+    sweep.check()
+
+
+def in_unknown_order(root: Any) -> None:
+    data = pyg_sar.load_partition(root)
+    edges = torch.arange(data.num_edges).flip(0)
+    pyg_sar.distribute(ordered_layer("lstm"))(data.x, data.edge_index[:, edges])
+
+
+def test_order_dependent_aggregation_of_permuted_edges(partitions: Partitions):
+    root = partitions(ordered_graph(), 3, "random")
+    with pytest.raises(pyg_sar.WorkerError, match="LSTMAggregation depends on the order"):
+        threads(in_unknown_order, 3, root)
+
+
+class Energy(gnn.MessagePassing):
+    """Aggregates with an energy that is minimised over all targets together."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr=gnn.aggr.EquilibriumAggregation(CHANNELS, OUT, [4]))
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        return self.propagate(edge_index, x=x)
+
+
+def call(layer: torch.nn.Module, root: Any) -> None:
+    data = pyg_sar.load_partition(root)
+    pyg_sar.distribute(layer)(data.x, data.edge_index)
+
+
+def test_aggregation_over_all_targets_together_is_refused(graph: Data, partitions: Partitions):
+    with pytest.raises(pyg_sar.WorkerError, match="EquilibriumAggregation minimises one energy"):
+        threads(call, 3, Energy().double(), partitions(graph, 3, "random"))
+
+
+# Aggregation at the sources ##################################################
+
+
+class Reversed(torch.nn.Module):
+    """A layer on flipped edges."""
+
+    def __init__(self, conv: torch.nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor, **edge: Any) -> torch.Tensor:
+        return self.conv(x, edge_index.flip([0]), **edge)
+
+
+def pna(**kwargs: Any) -> torch.nn.Module:
+    return gnn.PNAConv(
+        CHANNELS, OUT, ["mean", "min", "std"], ["identity", "attenuation"], torch.arange(12),
+        edge_dim=EDGE_DIM, **kwargs,
+    )  # fmt: skip
+
+
+BACK = {"flow": "target_to_source"}
+AT_SOURCES: dict[str, tuple[Make, tuple[str, ...], tuple[str, ...]]] = {
+    "gcn": (lambda: gnn.GCNConv(CHANNELS, OUT, **BACK), WEIGHT, ()),
+    "sage, max": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max", **BACK), (), ()),
+    "sage, median": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="median", **BACK), (), ()),
+    "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, **BACK), ATTR, ()),
+    "gatv2": (lambda: gnn.GATv2Conv(CHANNELS, OUT, edge_dim=EDGE_DIM, **BACK), (), ATTR),
+    "transformer": (
+        lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, **BACK), ATTR, (),
+    ),
+    "pna": (lambda: pna(**BACK), ATTR, ()),
+    "flipped sage": (lambda: Reversed(gnn.SAGEConv(CHANNELS, OUT)), (), ()),
+    "flipped gat": (lambda: Reversed(gnn.GATConv(CHANNELS, OUT, edge_dim=EDGE_DIM)), ATTR, ()),
+    "both ways": (lambda: gnn.DirGNNConv(gnn.GCNConv(CHANNELS, OUT)), (), ()),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", AT_SOURCES)
+def test_aggregation_at_the_sources(name: str, graph: Data, partitions: Partitions):
+    root = partitions(graph, 3, "random")
+    sweep_layers({name: AT_SOURCES[name]}, 3, graph, root, MODES).check()
+
+
+def test_aggregation_at_the_sources_of_few_edges(partitions: Partitions):
+    """Parts without nodes, without edges between some of them."""
+    data = make_graph(seed=6)
+    part = (torch.arange(40) >= 38).long() * 2
+    names = ("gcn", "sage, max", "gat", "flipped sage")
+    some = {name: AT_SOURCES[name] for name in names}
+    sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
+    data, part = two_islands()
+    sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
+
+
+KINDS = ("edges", "plan", "fetch", "refetch", "gradient")
+
+
+def count_reversed(root: Any) -> tuple[dict[str, int], int]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT, **BACK).double())
+    x = data.x.requires_grad_()
+    layer(x, data.edge_index, data.edge_weight).sum().backward()
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        layer(x, data.edge_index, data.edge_weight).sum().backward()
+    return {kind: ledger.sent_bytes(kind=kind) for kind in KINDS}, x.element_size() * CHANNELS
+
+
+def test_reversed_edges_are_sent_once(graph: Data, partitions: Partitions):
+    """Later passes send a row and its gradient per pair of a source and a worker, and no edges."""
+    assignment = torch.arange(graph.num_nodes) % 3
+    workers = threads(count_reversed, 3, partitions(graph, 3, assignment))
+    near, far = graph.edge_index[1], assignment[graph.edge_index[0]]
+    pairs = torch.stack([near, far])[:, assignment[near] != far].unique(dim=1)
+    row = workers[0][1]
+    found = {kind: sum(kinds[kind] for kinds, _ in workers) for kind in KINDS}
+    assert found["edges"] == found["plan"] == found["refetch"] == 0
+    assert found["fetch"] == found["gradient"] == pairs.size(1) * row
 
 
 def test_undirected_graph(partitions: Partitions):
@@ -403,6 +595,7 @@ def test_undirected_graph(partitions: Partitions):
     weight = torch.cat([data.edge_weight] * 2)
     attr = torch.cat([data.edge_attr] * 2)
     data.edge_index, data.edge_weight, data.edge_attr = both, weight, attr
+    del data.edge_type
     sweep_layers(SOME, 3, data, partitions(data, 3, "metis"), MODES).check()
 
 

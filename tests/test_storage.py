@@ -343,7 +343,9 @@ def test_what_cannot_be_stored_is_named(change, message, tmp_path):
 
 
 def test_wrong_arguments(tmp_path):
-    with pytest.raises(TypeError, match=r"HeteroData.*to_homogeneous"):
+    with pytest.raises(TypeError, match=r"Data or HeteroData.*got dict"):
+        write_partitions({}, 2, tmp_path / "parts")
+    with pytest.raises(ValueError, match="no node type"):
         write_partitions(HeteroData(), 2, tmp_path / "parts")
     with pytest.warns(UserWarning), pytest.raises(ValueError, match="set data.num_nodes"):
         write_partitions(Data(), 2, tmp_path / "parts")
@@ -528,8 +530,8 @@ def test_missing_or_foreign_metadata(tmp_path):
 def test_a_newer_version_says_so(root):
     path = root / METADATA
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "version": 2, "parts": "of another kind"}))
-    with pytest.raises(PartitionError, match=r"format version 2, newer than 1.*update pyg_sar"):
+    path.write_text(json.dumps({**content, "version": 3, "parts": "of another kind"}))
+    with pytest.raises(PartitionError, match=r"format version 3, newer than 2.*update pyg_sar"):
         read_metadata(root)
 
 

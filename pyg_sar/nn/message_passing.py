@@ -18,12 +18,22 @@ from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.index_space import DistEdgeIndex, version_of
+from pyg_sar.joint_index import widened
+from pyg_sar.layer_state import forget_tile_values, tile_value
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.reverse import reversed_edges
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
-from pyg_sar.strategy import Chooser, Verdict, decomposition_of, edge_level_names, title_of
+from pyg_sar.strategy import (
+    Chooser,
+    Verdict,
+    decomposition_of,
+    edge_level_names,
+    maximum,
+    most_edges,
+    title_of,
+)
 from pyg_sar.target_index import NeedsAllEdges
 
 
@@ -63,12 +73,12 @@ class DistMessagePassing(MessagePassing):
     # Entry points ############################################################
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        edge_index = next(
-            (a for a in (*args, *kwargs.values()) if isinstance(a, DistEdgeIndex)), None
-        )
-        if edge_index is None:
+        given = (*args, *kwargs.values())
+        relations = [r for a in given if isinstance(a, dict) for r in a.values()]
+        edges = [a for a in (*given, *relations) if isinstance(a, DistEdgeIndex)]
+        if not edges:
             return super().__call__(*args, **kwargs)
-        with self._call_scope(edge_index, args, kwargs):
+        with self._call_scope(edges, args, kwargs):
             return super().__call__(*args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
@@ -99,14 +109,16 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
+        edge_index = self._with_room(edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = self._reversed(edge_index, size, kwargs)
         size = _known_size(edge_index, size, self)
-        strategy, reason = self._strategy()
-        verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
-        if verdict.needs is None:
-            return self._propagate_whole(edge_index, size, kwargs)
-        return self._propagate_parts(edge_index, size, kwargs, verdict)
+        with _charged([] if edge_index.plan.scope else [edge_index], self.ledger_name):
+            strategy, reason = self._strategy()
+            verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
+            if verdict.needs is None:
+                return self._propagate_whole(edge_index, size, kwargs)
+            return self._propagate_parts(edge_index, size, kwargs, verdict)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         """Updates edge features; see :meth:`torch_geometric.nn.MessagePassing.edge_updater`.
@@ -116,6 +128,7 @@ class DistMessagePassing(MessagePassing):
         """
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
+        edge_index = self._with_room(edge_index, kwargs)
         size = _known_size(edge_index, size, self)
         strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
@@ -123,6 +136,24 @@ class DistMessagePassing(MessagePassing):
             return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
+
+    def _with_room(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
+        """Edges of several relations, among as many nodes as the layer's tensors have rows."""
+        if not edge_index.plan.open_ended:
+            return edge_index
+        rows: dict[int, int] = {}  # nodes by the row of edges that refers to them
+        for method in ("message", "edge_update"):
+            for name in self.inspector.get_param_names(method) if method in _methods(self) else ():
+                value: Any = kwargs.get(name[:-2]) if name[-2:] in ("_i", "_j") else None
+                row = int((name[-2:] == "_i") == (self.flow == "source_to_target"))
+                pair = value if isinstance(value, tuple | list) else {row: value}
+                found = dict(enumerate(pair)) if isinstance(pair, tuple | list) else pair
+                for place, tensor in found.items():
+                    if isinstance(tensor, Tensor):
+                        rows[place] = tensor.size(int(self.node_dim))
+        place = edge_index.dist_row
+        sources = rows.get(place, edge_index.plan.num_local)
+        return widened(edge_index, sources, rows.get(1 - place, sources))
 
     # How to run ##############################################################
 
@@ -170,9 +201,10 @@ class DistMessagePassing(MessagePassing):
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
-            return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
-        return super().propagate(edge_index, size=size, **kwargs)
+        with _first_target_filled(self.aggr_module):
+            if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
+                return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
+            return super().propagate(edge_index, size=size, **kwargs)
 
     def _propagate_parts(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: Verdict
@@ -184,7 +216,13 @@ class DistMessagePassing(MessagePassing):
         complete, needs = verdict.strategy == "chunked", verdict.needs
         reductions = decomposition_of(self, complete)
         program = TileProgram(
-            self, edge_index, kwargs, verdict.edge_level, reductions.groups, complete
+            self,
+            edge_index,
+            kwargs,
+            verdict.edge_level,
+            reductions.groups,
+            complete,
+            most_edges(self, edge_index, complete),
         )
         if needs is None:
             raise RuntimeError("Expected a verdict for running in parts")
@@ -205,6 +243,8 @@ class DistMessagePassing(MessagePassing):
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
+        for name in verdict.sets:
+            self.__dict__[name] = tile_value(name)
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
         for hook in self._propagate_forward_hooks.values():
@@ -226,24 +266,22 @@ class DistMessagePassing(MessagePassing):
 
     @contextmanager
     def _call_scope(
-        self, edge_index: DistEdgeIndex, args: Sequence[Any], kwargs: dict[str, Any]
+        self, edges: Sequence[DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Iterator[None]:
-        plan = edge_index.plan
-        outer, plan.scope = plan.scope, self.ledger_name
         whole = self._one_shot_call
         self._one_shot_call = whole or self._wants_attention(args, kwargs)
         try:
             with (
-                named(f"{title_of(self)} at rank {plan.rank}"),
-                self._kept_normalisation(edge_index, args, kwargs),
+                _charged(edges, self.ledger_name),
+                named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
+                self._kept_normalisation(edges[0], args, kwargs),
             ):
                 hook = self.__dict__.get("gradient_sum")
                 if hook is not None:
                     hook.settle()
+                forget_tile_values(self)
                 yield
         finally:
-            plan.scope = outer
-            plan.gathered.clear()
             self._one_shot_call = whole
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
@@ -300,6 +338,25 @@ def _kind_of_argument(value: Any) -> Any:
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
 
 
+@contextmanager
+def _charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
+    """Ledgers charge the layer for what is gathered with these edges; each tensor once."""
+    outer = [(edge_index.plan, edge_index.plan.scope) for edge_index in edges]
+    for plan, _ in outer:
+        plan.scope = layer
+    try:
+        yield
+    finally:
+        for plan, scope in reversed(outer):
+            plan.scope = scope
+            plan.gathered.clear()
+
+
+def _methods(layer: MessagePassing) -> tuple[str, ...]:
+    updates = type(layer).edge_update is not MessagePassing.edge_update
+    return ("message", "edge_update") if updates else ("message",)
+
+
 def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     """The size of a relation between nodes of two types; a given one must agree with it."""
     if not edge_index.bipartite:
@@ -316,9 +373,56 @@ def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     return known
 
 
+@contextmanager
+def _first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
+    """Where a worker's first target has no message, its aggregation sees two before the first.
+
+    PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
+    its parts. The target of these messages is cut off again.
+    """
+    added = False
+
+    def add(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        nonlocal added
+        x, index, dim = args[0], kwargs["index"], kwargs["dim"]
+        lacking = x.size(dim) < 2 or not bool((index == 0).any())
+        added = type(index) is Tensor and lacking
+        if not added:
+            return None
+        shape = [2 if axis == dim % x.dim() else n for axis, n in enumerate(x.shape)]
+        more = {
+            "index": torch.cat([index.new_zeros(2), index + 1]),
+            "ptr": None,
+            "dim_size": kwargs["dim_size"] + 1,
+        }
+        return (torch.cat([x.new_zeros(shape), x], dim),), kwargs | more
+
+    def cut(module: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        return out.narrow(kwargs["dim"], 1, kwargs["dim_size"] - 1) if added else out
+
+    if aggr is None or decompose(aggr) is not None:
+        yield
+        return
+    handles = [
+        aggr.register_forward_pre_hook(add, with_kwargs=True),
+        aggr.register_forward_hook(cut, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
 def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
     """The way through the edges, kept with them."""
     most = verdict.max_edges
     if verdict.strategy == "sequential":
         return ShardRounds(shards_of(edge_index), most)
-    return ChunkRounds(edge_index.remember(("chunks", most), lambda: Chunks(edge_index, most)))
+    # Chunks are made by all workers together, but not all remember the same edges: those of one
+    # relation may be equal to those of another here (none, say), and not there.
+    key = ("chunks", most)
+    missing = [int(key not in edge_index._memory)]
+    if maximum(edge_index.plan.comm, missing, edge_index.device)[0]:
+        edge_index._memory.pop(key, None)
+    return ChunkRounds(edge_index.remember(key, lambda: Chunks(edge_index, most)))

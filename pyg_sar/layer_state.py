@@ -1,0 +1,175 @@
+"""State of a layer around its message: what a run may see, and what it must leave as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch_geometric.nn import aggr
+
+from pyg_sar.errors import DistributedIndexError
+
+_PADDED = {
+    aggr.GRUAggregation: 0,
+    aggr.LCMAggregation: 0,
+    aggr.LSTMAggregation: 0,
+    aggr.PatchTransformerAggregation: 1,
+}
+"""Aggregations whose result depends on the places they pad to, and how many PyG adds to these."""
+
+
+def pads(layer: torch.nn.Module) -> bool:
+    """Whether a node's aggregate depends on the most in-edges of any node of the graph."""
+    return any(type(module) in _PADDED for module in layer.modules())
+
+
+@contextmanager
+def padded_to(layer: torch.nn.Module, most_edges: int) -> Iterator[None]:
+    """Aggregations of ``layer`` pad to ``most_edges`` places, whatever their chunk holds."""
+
+    def hook(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        places = most_edges + _PADDED[type(module)]
+        return args, {**kwargs, "max_num_elements": places}
+
+    modules = [m for m in layer.modules() if type(m) in _PADDED] if most_edges else []
+    handles = [m.register_forward_pre_hook(hook, with_kwargs=True) for m in modules]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+class TileValue(Tensor):
+    """Stands for an attribute that ``message`` sets, of which each tile had its own value."""
+
+    attribute: str
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        value = next(v for v in tree_leaves((args, kwargs or {})) if isinstance(v, cls))
+        raise DistributedIndexError(
+            f"'{value.attribute}' was set by message(), which ran for one part of the edges after "
+            "the other: there is no value for all of them. Set "
+            "`layer.policy = pyg_sar.SARPolicy(mode=3)` to have it"
+        )
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"TileValue('{self.attribute}')"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> TileValue:
+        return tile_value(self.attribute)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return tile_value, (self.attribute,)
+
+
+def tile_value(name: str) -> TileValue:
+    """A stand-in for an attribute that ``message`` sets."""
+    out = torch.empty(0).as_subclass(TileValue)
+    out.attribute = name
+    return out
+
+
+def forget_tile_values(layer: torch.nn.Module) -> None:
+    """Takes stand-ins away again: a message that looks for its attribute finds it as at first."""
+    for name, value in list(layer.__dict__.items()):
+        if isinstance(value, TileValue):
+            layer.__dict__[name] = None
+
+
+@contextmanager
+def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[list[str]]:
+    """Puts back tensor attributes that ``message`` set: nothing of a tile outlives its turn.
+
+    Buffers too, when the message runs a second time. Yields a list that afterwards names the
+    layer's attributes that were ``None`` and were set.
+    """
+    names: list[str] = []
+    modules = list(layer.modules())
+    kept = [dict(module.__dict__) for module in modules]
+    values = [buffer.clone() for buffer in layer.buffers()] if buffers else []
+    try:
+        yield names
+    finally:
+        for module, before in zip(modules, kept, strict=True):
+            now = module.__dict__
+            for name, value in list(now.items()):
+                if isinstance(value, Tensor) and value is not before.get(name):
+                    if module is layer and before.get(name, value) is None:
+                        names.append(name)
+                    if name in before:
+                        now[name] = before[name]
+                    else:
+                        del now[name]
+        for buffer, saved in zip(layer.buffers() if buffers else (), values, strict=True):
+            buffer.copy_(saved)
+
+
+@contextmanager
+def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[int, Tensor]]:
+    """Swaps the layer's parameters for leaves of their own: ``{id(parameter): leaf}``.
+
+    Gradients taken inside neither touch ``.grad`` nor run the parameters' hooks; they return as
+    gradients of the autograd function's inputs, once (contract, rule 3).
+    """
+    leaves: dict[int, Tensor] = {}
+    swapped: list[tuple[Any, str, Tensor]] = []
+    for module in layer.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or not parameter.requires_grad:
+                continue
+            if id(parameter) not in leaves:
+                leaves[id(parameter)] = parameter.detach().requires_grad_()
+            swapped.append((module._parameters, name, parameter))
+    try:
+        for registry, name, original in swapped:
+            registry[name] = leaves[id(original)]
+        yield leaves
+    finally:
+        for registry, name, original in swapped:
+            registry[name] = original
+
+
+class AmbientState:
+    """Random numbers, autocast and training flags of a moment: to compute again as at first.
+
+    Args:
+        device: The device that the layer computes on.
+        layer: Whose training flags matter.
+    """
+
+    def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
+        self.device = device
+        self._training = [(module, module.training) for module in layer.modules()]
+        self._cpu = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        self._autocast = torch.is_autocast_enabled(device.type)
+        self._dtype = torch.get_autocast_dtype(device.type)
+
+    def autocast(self) -> Any:
+        """The autocast state. Casts are not cached: a cast made without a graph has no gradient."""
+        return torch.autocast(
+            self.device.type, self._dtype, enabled=self._autocast, cache_enabled=False
+        )
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Runs in this state and puts the present state back afterwards."""
+        devices = [self.device] if self._cuda is not None else []
+        now = [(module, module.training) for module, _ in self._training]
+        with torch.random.fork_rng(devices=devices), self.autocast():
+            torch.set_rng_state(self._cpu)
+            if self._cuda is not None:
+                torch.cuda.set_rng_state(self._cuda, self.device)
+            try:
+                for module, training in self._training:
+                    module.training = training
+                yield
+            finally:
+                for module, training in now:
+                    module.training = training

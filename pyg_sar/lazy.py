@@ -1,0 +1,53 @@
+"""``initialize(model, ...)``: lazy parameters get their shapes before ``distribute``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
+from pyg_sar.distributed_index import DistEdgeIndex
+
+
+@torch.no_grad()
+def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Initialises lazy parameters (``SAGEConv((-1, -1), 64)``, ``to_hetero``), for ``distribute``.
+
+    Runs the model once, in evaluation mode and without gradients, on a plain graph of one node of
+    each type and one edge of each relation, with the widths and dtypes of the arguments. Nothing
+    is communicated, and a worker without nodes or edges does the same as the others.
+
+    .. code-block:: python
+
+        data = pyg_sar.load_partition(root)
+        model = to_hetero(model, data.metadata())
+        pyg_sar.initialize(model, data.x_dict, data.edge_index_dict)
+        model = pyg_sar.distribute(model)
+
+    Args:
+        model: The model, not converted yet.
+        *args: What the model will be called with: node and edge tensors, whose first axis runs
+            along nodes or edges, distributed edges, and dicts, lists or tuples of these.
+        **kwargs: More of them.
+
+    Returns:
+        ``model``.
+    """
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, DistEdgeIndex):
+            return torch.zeros(2, 1, dtype=torch.long, device=value.device)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
+        return value
+
+    modes = [(module, module.training) for module in model.modules()]
+    model.eval()
+    try:
+        model(*tree_map(cut, args), **tree_map(cut, kwargs))
+    finally:
+        for module, training in modes:
+            module.training = training
+    return model

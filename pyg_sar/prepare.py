@@ -1,0 +1,86 @@
+"""A graph as it goes into a partition folder: its metadata, and the tensors of each part."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+from torch import Tensor
+from torch_geometric.utils import is_undirected
+
+from pyg_sar.attributes import Column, encode_attributes
+from pyg_sar.hetero_parts import HeteroGraph, attribute_header
+from pyg_sar.partition import (
+    PartitionStatistics,
+    assign_nodes,
+    make_layout,
+    partition_statistics,
+)
+from pyg_sar.parts import PartTensors, check_graph, part_tensors
+
+FORMAT = "pyg_sar.partition"
+VERSION = 2  # of heterogeneous graphs; homogeneous ones are written as version 1
+
+Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensors]]
+"""The metadata without the parts' files, the statistics, and the tensors of each part."""
+
+
+def prepare_homogeneous(
+    data: Any, num_parts: int, method: Any, seed: int, report: Callable[[str], None]
+) -> Prepared:
+    """Encodes and partitions a ``Data``; arguments as of ``write_partitions``."""
+    edge_index, num_nodes = check_graph(data)
+    columns = encode_attributes(data, num_nodes)
+    report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
+    part = assign_nodes(edge_index, num_nodes, num_parts, method, seed)
+    layout = make_layout(edge_index, part, num_parts)
+    statistics = partition_statistics(layout, _train_mask(columns))
+    directed = not is_undirected(edge_index, num_nodes=num_nodes)
+    header = _header(1, directed, statistics, columns, method, seed)
+    return header, statistics, partial(part_tensors, edge_index, layout, columns)
+
+
+def prepare_hetero(
+    data: Any, num_parts: int, method: Any, seed: int, report: Callable[[str], None]
+) -> Prepared:
+    """Encodes and partitions a ``HeteroData``; arguments as of ``write_partitions``."""
+    graph = HeteroGraph(data)
+    total = sum(graph.num_nodes.values())
+    report(f"assigning {total:,} nodes of {len(graph.num_nodes)} type(s) to {num_parts} part(s)")
+    partition = graph.partition(num_parts, method, seed)
+    statistics = partition.statistics()
+    header = _header(VERSION, True, statistics, graph.columns, method, seed)
+    header["hetero"] = graph.schema().as_dict()
+    return header, statistics, partition.tensors
+
+
+def _header(
+    version: int,
+    directed: bool,
+    statistics: PartitionStatistics,
+    columns: dict[str, Column],
+    method: Any,
+    seed: int,
+) -> dict[str, Any]:
+    attributes, values = attribute_header(columns)
+    return {
+        "format": FORMAT,
+        "version": version,
+        "num_parts": statistics.num_parts,
+        "num_nodes": statistics.num_nodes,
+        "num_edges": statistics.num_edges,
+        "is_directed": directed,
+        "method": method if isinstance(method, str) else "vector",
+        "seed": seed,
+        "statistics": statistics.as_dict(),
+        "attributes": {name: attribute.as_dict() for name, attribute in attributes.items()},
+        "values": values,
+    }
+
+
+def _train_mask(columns: dict[str, Column]) -> Tensor | None:
+    column = columns.get("train_mask")
+    if column is None or column.attribute.dtype != "bool" or column.attribute.level != "node":
+        return None
+    return column.tensors[""]

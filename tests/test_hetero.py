@@ -1,0 +1,421 @@
+"""Layers and models on heterogeneous graphs against PyG in one process."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hetero_graphs import WIDTHS, make_hetero, random_parts
+from oracle import (
+    CHANNELS,
+    EDGE_DIM,
+    MODES,
+    assemble,
+    error,
+    gradient_scale,
+    make_graph,
+    node_losses,
+    set_policy,
+    threads,
+)
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.nn import (
+    FastRGCNConv,
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GraphConv,
+    HANConv,
+    HeteroConv,
+    HeteroDictLinear,
+    HeteroLayerNorm,
+    HGTConv,
+    RGATConv,
+    RGCNConv,
+    SAGEConv,
+    TransformerConv,
+    to_hetero,
+    to_hetero_with_bases,
+)
+
+import pyg_sar
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:There exist node types", "ignore::pyg_sar.OneShotWarning"
+)
+OUT = 4
+Run = Callable[[torch.nn.Module, HeteroData, dict[str, Tensor]], dict[str, Tensor | None]]
+
+# Models #######################################################################
+
+
+def relations(make: Callable[[str, str], torch.nn.Module]) -> dict[Any, torch.nn.Module]:
+    return {key: make(key[0], key[2]) for key in make_hetero().edge_types}
+
+
+def bipartite() -> torch.nn.Module:
+    kinds = [SAGEConv, GraphConv, GATv2Conv, TransformerConv, GATConv]
+    convs = {}
+    for k, key in enumerate(make_hetero().edge_types):
+        kind = kinds[k % len(kinds)]
+        options = {"add_self_loops": False} if kind in (GATConv, GATv2Conv) else {}
+        convs[key] = kind((WIDTHS[key[0]], WIDTHS[key[2]]), OUT, **options)
+    return HeteroConv(convs, aggr="sum")
+
+
+class Homogeneous(torch.nn.Module):
+    """What ``to_hetero`` takes: two layers with a jump around them."""
+
+    def __init__(self, kind: Any, hidden: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.one = kind((-1, -1) if kind is not GCNConv else -1, hidden, **options)
+        self.two = kind((-1, -1) if kind is not GCNConv else -1, hidden, **options)
+        self.skip = torch.nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.one(x, edge_index).relu()
+        return self.two(x, edge_index) + self.skip(x)
+
+
+class Transformer(torch.nn.Module):
+    """Two HGT layers, between which features of each type are projected and normalised."""
+
+    def __init__(self, metadata: Any) -> None:
+        super().__init__()
+        self.first = HeteroDictLinear(dict(WIDTHS), 4)
+        self.norm = HeteroLayerNorm(4, num_types=len(WIDTHS))
+        self.convs = torch.nn.ModuleList([HGTConv(4, 4, metadata, heads=2) for _ in range(2)])
+
+    def forward(self, x: dict[str, Tensor], edges: Any) -> dict[str, Tensor]:
+        x = self.first(x)
+        for kind, (name, rows) in enumerate(x.items()):
+            x[name] = self.norm(rows, torch.full((rows.size(0),), kind))
+        for conv in self.convs:
+            x = {**x, **conv(x, edges)}
+        return x
+
+
+class Messages(torch.nn.Module):
+    """HANConv's message passing for each relation, without its mean over all nodes."""
+
+    def __init__(self, metadata: Any) -> None:
+        super().__init__()
+        self.conv = HANConv(dict(WIDTHS), 4, metadata, heads=2)
+
+    def forward(self, x: dict[str, Tensor], edges: Any) -> dict[str, Tensor]:
+        rows = {name: self.conv.proj[name](value).view(-1, 2, 2) for name, value in x.items()}
+        out: dict[str, Tensor] = {}
+        for key, edge_index in edges.items():
+            source, target = rows[key[0]], rows[key[2]]
+            alphas = [
+                (side * weight["__".join(key)]).sum(-1)
+                for side, weight in ((source, self.conv.lin_src), (target, self.conv.lin_dst))
+            ]
+            found = self.conv.propagate(edge_index, x=(source, target), alpha=tuple(alphas))
+            out[key[2]] = out.get(key[2], 0) + found.relu()
+        return out
+
+
+def by_dicts(model: torch.nn.Module, data: HeteroData, x: dict[str, Tensor]) -> Any:
+    return model(x, data.edge_index_dict)
+
+
+def weighted(model: torch.nn.Module, data: HeteroData, x: dict[str, Tensor]) -> Any:
+    return model(x, data.edge_index_dict, edge_weight_dict=data.edge_weight_dict)
+
+
+def attributed(model: torch.nn.Module, data: HeteroData, x: dict[str, Tensor]) -> Any:
+    return model(x, data.edge_index_dict, edge_attr_dict=data.edge_attr_dict)
+
+
+def models() -> dict[str, tuple[torch.nn.Module, Run]]:
+    torch.manual_seed(1)
+    data = make_hetero()
+    known = [name for name in data.node_types if name != "loner"], data.edge_types
+    widths = WIDTHS
+    found: dict[str, tuple[torch.nn.Module, Run]] = {
+        "HeteroConv": (bipartite(), by_dicts),
+        "HeteroConv, weights": (
+            HeteroConv(relations(lambda a, b: GraphConv((widths[a], widths[b]), OUT)), aggr="mean"),
+            weighted,
+        ),
+        "HeteroConv, attributes": (
+            HeteroConv(
+                relations(
+                    lambda a, b: GATConv(
+                        (widths[a], widths[b]), OUT, edge_dim=2, add_self_loops=False
+                    )
+                ),
+                aggr="max",
+            ),
+            attributed,
+        ),
+        "HeteroConv, max": (
+            HeteroConv(relations(lambda a, b: SAGEConv((widths[a], widths[b]), OUT, aggr="max"))),
+            by_dicts,
+        ),
+        "to_hetero, lazy": (to_hetero(Homogeneous(SAGEConv), known), by_dicts),
+        "to_hetero, attention": (
+            to_hetero(Homogeneous(GATConv, add_self_loops=False), known),
+            by_dicts,
+        ),
+        "to_hetero_with_bases": (
+            to_hetero_with_bases(Homogeneous(SAGEConv), data.metadata(), 3, in_channels={"x": 5}),
+            by_dicts,
+        ),
+        "to_hetero_with_bases, GCN": (
+            to_hetero_with_bases(
+                Homogeneous(GCNConv, add_self_loops=False), data.metadata(), 2, in_channels={"x": 5}
+            ),
+            by_dicts,
+        ),
+        "HGT": (Transformer(data.metadata()), by_dicts),
+        "HAN's messages": (Messages(data.metadata()), by_dicts),
+    }
+    for model, run in found.values():
+        model.double()
+        with torch.no_grad():
+            run(model, data, data.x_dict)
+    return found
+
+
+# Comparing ####################################################################
+
+
+def passed(model: torch.nn.Module, run: Run, data: HeteroData, ids: Any, mean: Any) -> Any:
+    """One pass: outputs, and gradients of the features and parameters."""
+    model.zero_grad()
+    x = {name: value.clone().requires_grad_() for name, value in data.x_dict.items()}
+    out = run(model, data, x)
+    losses = [
+        mean(node_losses(rows, ids[name])) for name, rows in sorted(out.items()) if rows is not None
+    ]
+    sum(losses).backward()
+    return (
+        {name: None if rows is None else rows.detach() for name, rows in out.items()},
+        {name: value.grad for name, value in x.items()},
+        {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()},
+    )
+
+
+def on_worker(jobs: Any, policies: Any, root: Any) -> Any:
+    data = pyg_sar.load_partition(root)
+    ids = {name: data[name].n_id for name in data.node_types}
+    found = {}
+    for name, (plain, run) in jobs.items():
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        for k, policy in enumerate(policies):
+            set_policy(model, policy)
+            found[name, k] = passed(model, run, data, ids, pyg_sar.mean)
+    return ids, found
+
+
+def check(jobs: Any, world: int, policies: Any, root: Any, data: HeteroData) -> None:
+    workers = threads(on_worker, world, jobs, policies, root)
+    every = {name: torch.arange(data[name].num_nodes) for name in data.node_types}
+    for name, (plain, run) in jobs.items():
+        expected = passed(plain, run, data, every, torch.mean)
+        scale = gradient_scale(expected[2])
+        for k, policy in enumerate(policies):
+            where = f"{name}, {world} workers, {policy}"
+            for place in (0, 1):
+                for kind, whole in expected[place].items():
+                    shards = [(ids[kind], found[name, k][place][kind]) for ids, found in workers]
+                    got = assemble(shards, data[kind].num_nodes)
+                    assert error(got, whole) <= 1e-10, (where, place, kind)
+            for rank, (_, found) in enumerate(workers):
+                assert set(found[name, k][0]) == set(expected[0]), where
+                for n, gradient in expected[2].items():
+                    got = found[name, k][2][n]
+                    if gradient is None and got is not None and "invites" in n:
+                        gradient = torch.zeros_like(got)  # a relation without edges anywhere
+                    assert error(got, gradient, scale) <= 1e-10, (where, rank, n)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_models_equal_one_process(world, tmp_path):
+    data = make_hetero()
+    root = tmp_path / "parts"
+    pyg_sar.write_partitions(data, world, root, random_parts(data, world))
+    check(models(), world, MODES, root, data)
+
+
+# Relations as edge types ######################################################
+
+TYPES, NODES = 3, 40
+
+
+class ByType(torch.nn.Module):
+    """A relational layer on features, or on node ids as features."""
+
+    def __init__(self, conv: torch.nn.Module, ids: bool = False, attr: bool = False) -> None:
+        super().__init__()
+        self.conv, self.ids, self.attr = conv, ids, attr
+
+    def forward(self, x: Tensor, edge_index: Tensor, n_id: Tensor, edge_type: Tensor, attr: Any):
+        if self.ids:
+            return self.conv(n_id, edge_index, edge_type) + 0 * x.sum(1, keepdim=True)
+        more = {"edge_attr": attr} if self.attr else {}
+        return self.conv(x, edge_index, edge_type, **more)
+
+
+def relational() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(2)
+    size = (CHANNELS, 6, TYPES)
+    found = {
+        "RGCN": ByType(RGCNConv(*size)),
+        "RGCN, bases": ByType(RGCNConv(*size, num_bases=2)),
+        "RGCN, blocks": ByType(RGCNConv(*size, num_blocks=2)),
+        "RGCN, max": ByType(RGCNConv(*size, aggr="max")),
+        "RGCN, ids": ByType(RGCNConv(NODES, 6, TYPES), ids=True),
+        "FastRGCN": ByType(FastRGCNConv(*size)),
+        "FastRGCN, bases": ByType(FastRGCNConv(*size, num_bases=2)),
+        "FastRGCN, blocks": ByType(FastRGCNConv(*size, num_blocks=2)),
+        "RGAT": ByType(RGATConv(*size, heads=2)),
+        "RGAT, within": ByType(RGATConv(*size, attention_mechanism="within-relation")),
+        "RGAT, bases, attr": ByType(
+            RGATConv(*size, num_bases=2, mod="f-scaled", edge_dim=EDGE_DIM), attr=True
+        ),
+    }
+    return {name: model.double() for name, model in found.items()}
+
+
+def relational_pass(model: Any, data: Data, n_id: Tensor, mean: Any) -> Any:
+    model.zero_grad()
+    x = data.x.clone().requires_grad_()
+    attr = data.edge_attr.clone().requires_grad_()
+    out = model(x, data.edge_index, n_id, data.edge_type, attr)
+    mean(node_losses(out, n_id)).backward()
+    grads = {n: None if p.grad is None else p.grad.clone() for n, p in model.named_parameters()}
+    return out.detach(), x.grad, attr.grad, grads
+
+
+def relational_worker(jobs: Any, policies: Any, root: Any) -> Any:
+    data = pyg_sar.load_partition(root)
+    found = {}
+    for name, plain in jobs.items():
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        for k, policy in enumerate(policies):
+            set_policy(model, policy)
+            found[name, k] = relational_pass(model, data, data.n_id, pyg_sar.mean)
+    return data.n_id, data.e_id, found
+
+
+def typed_graph() -> Data:
+    data = make_graph(NODES)
+    data.edge_type = torch.arange(data.num_edges) % (TYPES - 1)  # the last relation is absent
+    return data
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_relational_layers_equal_one_process(world, tmp_path):
+    data, root, jobs = typed_graph(), tmp_path / "parts", relational()
+    part = torch.arange(NODES) * max(world - 1, 1) // NODES  # the last of several parts is empty
+    pyg_sar.write_partitions(data, world, root, part)
+    workers = threads(relational_worker, world, jobs, MODES, root)
+    for name, plain in jobs.items():
+        expected = relational_pass(plain, data, torch.arange(NODES), torch.mean)
+        scale = gradient_scale(expected[3])
+        for k, policy in enumerate(MODES):
+            where = f"{name}, {world} workers, {policy}"
+            for place, ids, count in ((0, 0, NODES), (1, 0, NODES), (2, 1, data.num_edges)):
+                shards = [(worker[ids], worker[2][name, k][place]) for worker in workers]
+                assert error(assemble(shards, count), expected[place]) <= 1e-10, (where, place)
+            for worker in workers:
+                for n, gradient in expected[3].items():
+                    got = worker[2][name, k][3][n]
+                    assert error(got, gradient, scale) <= 1e-10, (where, n)
+
+
+def refused(root: Any) -> list[str]:
+    data = pyg_sar.load_partition(root)
+    found = []
+    for conv, x in ((RGCNConv, None), (FastRGCNConv, None), (FastRGCNConv, data.n_id)):
+        model = pyg_sar.distribute(conv(NODES, 4, TYPES).double())
+        try:
+            model(x, data.edge_index, data.edge_type)
+        except (ValueError, pyg_sar.DistributedIndexError) as problem:
+            found.append(str(problem))
+    return found
+
+
+def test_node_ids_of_this_worker_are_refused(tmp_path):
+    pyg_sar.write_partitions(typed_graph(), 2, tmp_path / "parts", "contiguous")
+    for found in threads(refused, 2, tmp_path / "parts"):
+        assert len(found) == 3
+        assert "data.n_id" in found[0] and "data.n_id" in found[1]
+        assert "distributed" in found[2]
+
+
+def bucketings(root: Any) -> list[int]:
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(RGCNConv(CHANNELS, 4, 40).double())
+    found = []
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        for _ in range(3):
+            model(data.x, data.edge_index, data.edge_type).sum().backward()
+            found.append(ledger.events("bucketing"))
+    return found
+
+
+def test_relations_are_bucketed_once(tmp_path):
+    data = typed_graph()
+    data.edge_type = torch.arange(data.num_edges) % 40
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+    for found in threads(bucketings, 2, tmp_path / "parts"):
+        assert found == [40, 40, 40]
+
+
+# Lazy parameters ##############################################################
+
+
+def lazy_models() -> dict[str, torch.nn.Module]:
+    data = make_hetero()
+    known = [name for name in data.node_types if name != "loner"], data.edge_types
+    torch.manual_seed(3)
+    found = {
+        "HeteroConv": HeteroConv(relations(lambda a, b: SAGEConv((-1, -1), OUT))),
+        "to_hetero": to_hetero(Homogeneous(GATv2Conv, add_self_loops=False), known),
+        "with bases": to_hetero_with_bases(
+            Homogeneous(SAGEConv), data.metadata(), 2, in_channels={"x": 5}
+        ),
+        "HGT": HGTConv(-1, OUT, data.metadata()),
+    }
+    return {name: model.double() for name, model in found.items()}
+
+
+def lazy_worker(root: Any) -> Any:
+    data = pyg_sar.load_partition(root)
+    ids = {name: data[name].n_id for name in data.node_types}
+    found, problem = {}, ""
+    for name, model in lazy_models().items():
+        try:
+            pyg_sar.distribute(model)
+        except ValueError as error:
+            problem = str(error)
+        pyg_sar.initialize(model, data.x_dict, data.edge_index_dict)
+        model = pyg_sar.distribute(model)
+        found[name] = model.state_dict(), model.training, model(data.x_dict, data.edge_index_dict)
+    return ids, found, problem
+
+
+def test_lazy_parameters_are_initialised_from_the_partition(tmp_path):
+    data = make_hetero()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", random_parts(data, 3))
+    workers = threads(lazy_worker, 3, tmp_path / "parts")
+    for name, plain in lazy_models().items():
+        with torch.no_grad():
+            plain(data.x_dict, data.edge_index_dict)
+        plain.load_state_dict(workers[0][1][name][0])
+        expected = plain(data.x_dict, data.edge_index_dict)
+        for kind, whole in expected.items():
+            shards = [(ids[kind], found[name][2][kind]) for ids, found, _ in workers]
+            got = assemble(shards, data[kind].num_nodes)
+            assert error(got, whole) <= 1e-10, (name, kind)
+    for _, found, problem in workers:
+        assert "pyg_sar.initialize" in problem
+        assert all(training for _, training, _ in found.values())
