@@ -38,6 +38,7 @@ class Case:
         tolerance: Of float64; wider where PyG itself computes in float32.
         default_double: PyG mixes in tensors of the default dtype: make that float64, and don't
             look at others.
+        relations: Relations that the layer joins; each sends rows of its own.
         graph: One of ``GRAPHS``.
         train: Whether the module trains.
         one_shot: Whether a warning that the whole halo is fetched is expected.
@@ -54,6 +55,7 @@ class Case:
     level: str = "node"
     tolerance: float = TOLERANCE
     default_double: bool = False
+    relations: int = 1
     graph: str = "random"
     train: bool = True
     one_shot: bool = False

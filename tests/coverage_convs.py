@@ -52,8 +52,13 @@ def split_types(g: SimpleNamespace) -> tuple[dict[str, Tensor], dict[Any, Tensor
     return {"n": g.x}, {("n", "a", "n"): one, ("n", "b", "n"): two}
 
 
-def typed(make: Any) -> Case:
-    return Case(make=make, args="x", call=lambda layer, g: layer(*split_types(g)))
+def typed(make: Any, relations: int = 1) -> Case:
+    return Case(
+        make=make,
+        args="x",
+        call=lambda layer, g: layer(*split_types(g)),
+        relations=relations,
+    )
 
 
 def signed(layer: torch.nn.Module, g: SimpleNamespace) -> Any:
@@ -396,7 +401,7 @@ CONVS: dict[str, Cases] = {
                          call=f"{X} edge_attr=edge_attr"),
     },
     "HGTConv": {"": typed(lambda: gnn.HGTConv(
-        {"n": C}, 4, (["n"], TYPES[1]), heads=2))},
+        {"n": C}, 4, (["n"], TYPES[1]), heads=2), relations=2)},
     "HEATConv": {
         "": conv(gnn.HEATConv, C, OUT, 2, 3, 3, D, 3, heads=2,
                  call=f"{X} node_type edge_type edge_attr"),

@@ -242,7 +242,9 @@ def _judge(name: str, case: Case, data: Data, root: Path, precise: bool) -> Outc
         outcome.ratios[key] = max(found.values(), default=0.0)
         if not outcome.ratios[key] <= TWICE:
             outcome.problems.append(f"{key}: {found} times the single process's error")
-    return _compare(outcome, workers, expected, case.tolerance)
+    _compare(outcome, workers, expected, case.tolerance)
+    _laws(outcome, case, data, workers)
+    return outcome
 
 
 def _failed(name: str, case: Case, failure: pyg_sar.WorkerError) -> Outcome:
@@ -257,9 +259,7 @@ def _failed(name: str, case: Case, failure: pyg_sar.WorkerError) -> Outcome:
     return outcome
 
 
-def _compare(
-    outcome: Outcome, workers: Sequence[Worker], expected: Pass, tolerance: float
-) -> Outcome:
+def _compare(outcome: Outcome, workers: Sequence[Worker], expected: Pass, tolerance: float) -> None:
     found = exact_errors([w.exact for w in workers], expected)
     wrong = {k: v for k, v in found.items() if not v <= tolerance}
     outcome.error = max(found.values(), default=0.0)
@@ -273,18 +273,43 @@ def _compare(
         outcome.case = "2" if workers[0].case_2 else "1"
     if any(w.left for w in workers):
         outcome.problems.append(f"rows still resident: {[w.left for w in workers]}")
-    _laws(outcome, workers)
-    return outcome
 
 
-def _laws(outcome: Outcome, workers: Sequence[Worker]) -> None:
+def shards(data: Data, parts: Sequence[Tensor], reverse: bool) -> list[list[int]]:
+    """Remote rows that each worker's edges need of each other worker.
+
+    Args:
+        data: The whole graph.
+        parts: The nodes of each worker.
+        reverse: Messages go from targets to sources.
+    """
+    owner = torch.empty(data.num_nodes, dtype=torch.long)
+    for rank, nodes in enumerate(parts):
+        owner[nodes] = rank
+    far, near = data.edge_index.flip(0) if reverse else data.edge_index
+    return [
+        [
+            int(far[(owner[near] == p) & (owner[far] == q)].unique().numel())
+            for q in range(len(parts))
+            if q != p
+        ]
+        for p in range(len(parts))
+    ]
+
+
+def _laws(outcome: Outcome, case: Case, data: Data, workers: Sequence[Worker]) -> None:
     """One shard of remote rows; the bytes, relative to the one-shot way's."""
-    most = max(workers, key=lambda w: max(w.resident.values(), default=0) / max(w.law, 1))
-    outcome.resident = [max(most.resident.values(), default=0), most.law, most.halo]
-    for rank, w in enumerate(workers):
-        over = {k: n for k, n in w.resident.items() if n > w.law}
+    parts = [w.exact.n_id for w in workers]
+    ways = [False, True] if any(w.reverses for w in workers) else [False]
+    each = zip(*(shards(data, parts, way) for way in ways), strict=True)
+    laws = [case.relations * max(max(counts) for counts in ways) for ways in each]
+    for rank, (w, law) in enumerate(zip(workers, laws, strict=True)):
+        peak = max(w.resident.values(), default=0)
+        if not outcome.resident or peak * outcome.resident[1] > outcome.resident[0] * law:
+            outcome.resident = [peak, law]
+        over = {k: n for k, n in w.resident.items() if n > law}
         if outcome.strategy == "sequential" and over and not w.gathers:
-            outcome.problems.append(f"rank {rank}: {over} rows resident, one shard: {w.law}")
+            outcome.problems.append(f"rank {rank}: {over} rows resident, one shard: {law}")
     outcome.gathers = any(w.gathers for w in workers)
     theirs = sum(w.one_shot_bytes for w in workers)
     if theirs:

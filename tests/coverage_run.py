@@ -151,8 +151,7 @@ class Worker:
     bytes: int
     one_shot_bytes: int
     resident: dict[str, int]
-    law: int
-    halo: int
+    reverses: bool
     gathers: int
     left: int
 
@@ -173,7 +172,6 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
     module = pyg_sar.distribute(copy.deepcopy(plain), SARPolicy(mode=1, prefetch=0))
     exact = one_pass(case, module, data, pyg_sar.mean)
     strategies, case_2 = look(module)
-    plan = data.edge_index.plan
     ledger = counted_pass(case, module, data)
     one_shot = 0
     if strategies and strategies != ["one_shot"]:
@@ -195,8 +193,7 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
         bytes=halo_bytes(ledger),
         one_shot_bytes=one_shot,
         resident={name: ledger.peak_resident_rows(name) for name in sorted(names)},
-        law=max((plan.halo_counts[owner] for owner, _ in plan.rounds()), default=0),
-        halo=plan.num_halo,
+        reverses=any(getattr(m, "flow", "") == "target_to_source" for m in module.modules()),
         gathers=ledger.events("halo_gather") + ledger.events("halo_reduce"),
         left=ledger.resident_rows(),
     )
