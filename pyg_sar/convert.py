@@ -19,6 +19,7 @@ from pyg_sar.moments import OVER_ROWS
 from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
+from pyg_sar.nn.refused_convs import check_conv
 from pyg_sar.owned_rows import owned_parameters, shared_parameters
 from pyg_sar.policy import SARPolicy
 
@@ -117,6 +118,7 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
     if comm.world_size == 1:
         return
     for name, module in modules.items():
+        check_conv(name, module, comm.rank)
         _check_norm(name, module)
 
 

@@ -130,7 +130,7 @@ CONVS: dict[str, Cases] = {
     },
     "GravNetConv": {"": Case(
         make=with_knn(lambda: gnn.GravNetConv(C, OUT, 3, 4, 2)),
-        args="x", call=lambda m, g: m(g.x), refused="k nearest|neighbours",
+        args="x", call=lambda m, g: m(g.x), refused="k nearest neighbours",
         why="builds a k-nearest-neighbour graph from the features in every pass")},
     "GatedGraphConv": {
         "": conv(gnn.GatedGraphConv, C, 2),
@@ -296,11 +296,11 @@ CONVS: dict[str, Cases] = {
     },
     "DynamicEdgeConv": {"": Case(
         make=with_knn(lambda: gnn.DynamicEdgeConv(mlp(2 * C), 2)),
-        args="x", call=lambda m, g: m(g.x), refused="k nearest|neighbours",
+        args="x", call=lambda m, g: m(g.x), refused="k nearest neighbours",
         why="builds a k-nearest-neighbour graph from the features in every pass")},
     "XConv": {"": Case(
         make=with_knn(lambda: gnn.XConv(C, OUT, 3, 2, hidden_channels=4)),
-        args="x pos", call=lambda m, g: m(g.x, g.pos), refused="k nearest|neighbours",
+        args="x pos", call=lambda m, g: m(g.x, g.pos), refused="k nearest neighbours",
         why="builds a k-nearest-neighbour graph from the positions in every pass")},
     "PPFConv": {
         "": Case(make=lambda: gnn.PPFConv(mlp(C + 4), mlp(OUT), add_self_loops=False),
@@ -319,7 +319,7 @@ CONVS: dict[str, Cases] = {
             args="x pos edge_index"),
     },
     "HypergraphConv": {"": Case(
-        make=lambda: gnn.HypergraphConv(C, OUT), refused="(?i)hyper",
+        make=lambda: gnn.HypergraphConv(C, OUT), refused="hyperedges are no edges",
         why="hyperedges are no edges between nodes: no partition of nodes owns them")},
     "LEConv": {"": conv(gnn.LEConv, C, OUT, call=WEIGHT)},
     "PNAConv": {
@@ -348,11 +348,11 @@ CONVS: dict[str, Cases] = {
                         shared_weights=False),
     },
     "PANConv": {"": Case(
-        make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="SparseTensor|sparse|adjacency",
+        make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="multiplies adjacency",
         why="multiplies powers of the adjacency matrix")},
     "WLConv": {"": Case(
         make=lambda: gnn.WLConv(), args="color edge_index",
-        refused="WLConv|on a distributed edge index",
+        refused="numbers colours",
         why="numbers colours in the order in which one process meets them")},
     "WLConvContinuous": {
         "": conv(gnn.WLConvContinuous, call=WEIGHT),
@@ -448,7 +448,7 @@ CONVS: dict[str, Cases] = {
         "powers": conv(gnn.MixHopConv, C, OUT, [1, 3], add_self_loops=False, call=WEIGHT),
     },
     "MeshCNNConv": {"": Case(
-        make=lambda: gnn.MeshCNNConv(C, OUT), graph="mesh", refused="MeshCNN|order",
+        make=lambda: gnn.MeshCNNConv(C, OUT), graph="mesh", refused="places in the edge list",
         why="the four neighbours of a mesh's edge are told apart by their order in the edge list")},
 }  # fmt: skip
 

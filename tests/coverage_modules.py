@@ -298,7 +298,8 @@ MODELS: dict[str, Cases] = {
     "GAE": {
         "encode": Case(make=lambda: models.GAE(gcn()), args="x", call=encoded),
         "loss": Case(make=lambda: models.GAE(gcn()), args="x", call=reconstruction,
-                     refused="GAE|on a distributed edge index", why="draws negative edges"),
+                     refused="negative pairs|on a distributed edge index",
+                     why="draws negative edges"),
     },
     "VGAE": {"encode, evaluation": Case(
         make=lambda: models.VGAE(Twice()), args="x", call=encoded, train=False)},
@@ -310,7 +311,7 @@ MODELS: dict[str, Cases] = {
     "RENet": {"": not_a_layer("events in time, one sequence per sample")},
     "GraphUNet": {"": Case(
         make=lambda: models.GraphUNet(C, 8, OUT, depth=2),
-        refused="TopKPooling|SelectTopK|on a distributed edge index",
+        refused="ranks or merges|on a distributed edge index",
         why="keeps the best nodes of the whole graph (TopKPooling)")},
     "SchNet": {"": not_a_layer(MOLECULES)},
     "DimeNet": {"": not_a_layer(MOLECULES)},
@@ -343,12 +344,11 @@ MODELS: dict[str, Cases] = {
         args=f"{PLAIN_ATTR} batch")},
     "RECT_L": {"": Case(make=lambda: models.RECT_L(C, 8), args=WEIGHT)},
     "LINKX": {"": Case(
-        make=lambda: models.LINKX(NODES, C, 8, OUT, 2), refused="LINKX|node",
-        why="its weights have a row per node of the whole graph")},
+        make=lambda: models.LINKX(NODES, C, 8, OUT, 2), args=WEIGHT, rows=("edge_lin.weight",))},
     "LightGCN": {"": Case(
-        make=lambda: models.LightGCN(NODES, 8, 2), args="x",
-        call=lambda m, g: m.get_embedding(g.edge_index), refused="LightGCN|node",
-        why="its embeddings have a row per node of the whole graph")},
+        make=lambda: models.LightGCN(NODES, 8, 2), args="edge_weight",
+        call=lambda m, g: m.get_embedding(g.edge_index, g.edge_weight),
+        rows=("embedding.weight",))},
     "MaskLabel": {
         "add": Case(make=lambda: models.MaskLabel(CLASSES, C), args="x y train_mask"),
         "concat": Case(make=lambda: models.MaskLabel(CLASSES, 4, "concat"),

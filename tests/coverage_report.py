@@ -37,7 +37,7 @@ duplicates and isolated nodes.
 * **case**: 2 where the backward pass needs the source rows and fetches them again, 1 where not.
 * **float64**: the largest relative error. **float32**, **bfloat16**: the error against float64 by
   the single process's own error against float64, in the 2-norm of outputs, input gradients or
-  parameter gradients, whichever is worst; at most 2 (the median of nine draws where one draw
+  parameter gradients, whichever is worst; at most 2 (the median of 25 draws where one draw
   exceeds that). A dash: PyG itself does not run it in that dtype.
 * **rows / shard**: the most remote rows resident by the rows of the largest shard. Sequential
   aggregation holds one shard. `+` marks layers that also read edge scalars or node values by index

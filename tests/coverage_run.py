@@ -14,7 +14,7 @@ from coverage_case import Case
 from oracle import probe
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import DirGNNConv, MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
@@ -114,11 +114,14 @@ def one_pass(
     if loss.requires_grad:
         loss.backward()
     grads = {k: v.grad for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad}
+    parameters = {k: p.grad if p.grad is None else p.grad.clone() for k, p in
+                  module.named_parameters()}  # fmt: skip
+    own = {name: parameters.pop(name) for name in case.rows}
     return Pass(
         found,
-        {k: g for k, g in grads.items() if data.is_node_attr(k) or k in NODE_LEVEL},
+        own | {k: g for k, g in grads.items() if k in NODE_LEVEL},
         {k: g for k, g in grads.items() if k in EDGE_LEVEL},
-        {k: None if p.grad is None else p.grad.clone() for k, p in module.named_parameters()},
+        parameters,
         {k: b.clone() for k, b in module.named_buffers()},
         n_id,
         e_id,
@@ -166,10 +169,20 @@ def look(module: torch.nn.Module) -> tuple[list[str], bool]:
     return sorted(set(found)), case_2
 
 
+def distributed(
+    case: Case, plain: torch.nn.Module, data: Data, policy: SARPolicy
+) -> torch.nn.Module:
+    """This worker's module."""
+    module = copy.deepcopy(plain)
+    if case.rows:
+        pyg_sar.nn.own_rows(module, data.n_id)
+    return pyg_sar.distribute(module, policy)
+
+
 def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, Any]) -> Worker:
     """A worker's part of a case: exact, then counted in a second pass, then in low precision."""
     data = pyg_sar.load_partition(root)
-    module = pyg_sar.distribute(copy.deepcopy(plain), SARPolicy(mode=1, prefetch=0))
+    module = distributed(case, plain, data, SARPolicy(mode=1, prefetch=0))
     exact = one_pass(case, module, data, pyg_sar.mean)
     strategies, case_2 = look(module)
     ledger = counted_pass(case, module, data)
@@ -193,7 +206,10 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
         bytes=halo_bytes(ledger),
         one_shot_bytes=one_shot,
         resident={name: ledger.peak_resident_rows(name) for name in sorted(names)},
-        reverses=any(getattr(m, "flow", "") == "target_to_source" for m in module.modules()),
+        reverses=any(
+            getattr(m, "flow", "") == "target_to_source" or isinstance(m, DirGNNConv)
+            for m in module.modules()
+        ),
         gathers=ledger.events("halo_gather") + ledger.events("halo_reduce"),
         left=ledger.resident_rows(),
     )
@@ -216,5 +232,5 @@ def run_low(
 ) -> list[Pass]:
     """A worker's part of a case in low precision."""
     data = pyg_sar.load_partition(root)
-    copied = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=1))
+    copied = distributed(case, layer, data, SARPolicy(mode=1))
     return [one_pass(case, copied, data, pyg_sar.mean, dtype, draw) for draw in draws]

@@ -23,7 +23,7 @@ LAYERS = (
     "halo exchange distributed_index joint_index index_space shard chunk rounds target_index",
     "moments reduce decompose layer_state program reverse message_checks dependence strategy",
     "aggregate owned_rows gradients",
-    "nn.embedding nn.message_passing nn.graph_norm nn.norm nn",
+    "nn.embedding nn.message_passing nn.graph_norm nn.norm nn.refused_convs nn",
     "lazy convert loading metrics",
     "models schedule splits checkpoint_rows checkpoint train_config training callbacks report",
     "recording verify_report comparison verify",
