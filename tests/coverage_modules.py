@@ -64,7 +64,7 @@ AGGREGATIONS: dict[str, Cases] = {
     "QuantileAggregation": {
         "": inside(lambda: aggr.QuantileAggregation(0.3)),
         "several, lower": inside(
-            lambda: aggr.QuantileAggregation([0.2, 0.7], interpolation="lower")),
+            lambda: aggr.QuantileAggregation([0.25, 0.75], interpolation="lower")),
     },
     "LSTMAggregation": {"": inside(lambda: aggr.LSTMAggregation(C, OUT), graph="sorted")},
     "GRUAggregation": {"": inside(lambda: aggr.GRUAggregation(C, OUT), graph="sorted")},
