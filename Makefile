@@ -16,7 +16,7 @@ INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-full lint format clean distclean
+.PHONY: help venv demo test test-full test-random coverage lint format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -33,6 +33,12 @@ test: $(STAMPS)/test ## Run ruff, mypy and the tests
 	$(BIN)/pytest $(PYTEST_ARGS)
 
 test-full: $(STAMPS)/full test ## Install the extras sparse and ogb (minutes of compiling), then test
+
+test-random: $(STAMPS)/test ## Try a thousand random layers, graphs and partitions
+	$(BIN)/pytest tests/test_random_models.py --hypothesis-profile thousand $(PYTEST_ARGS)
+
+coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/coverage.md
+	$(BIN)/pytest tests/test_coverage.py --coverage-out docs/coverage.md $(PYTEST_ARGS)
 
 lint: $(STAMPS)/test ## Run ruff and mypy
 	$(BIN)/ruff check

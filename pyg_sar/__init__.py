@@ -37,6 +37,8 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.storage import merge_partitions, write_partitions
 from pyg_sar.train_config import TrainConfig
 from pyg_sar.training import Trainer
+from pyg_sar.verify import call_with, verify
+from pyg_sar.verify_report import VerifyReport
 
 __version__ = "0.1.0"
 
@@ -57,8 +59,10 @@ __all__ = [
     "SARPolicy",
     "TrainConfig",
     "Trainer",
+    "VerifyReport",
     "WorkerError",
     "accuracy",
+    "call_with",
     "current",
     "dist_batch",
     "distribute",
@@ -72,5 +76,6 @@ __all__ = [
     "merge_partitions",
     "save_checkpoint",
     "sum_gradients",
+    "verify",
     "write_partitions",
 ]

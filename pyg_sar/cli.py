@@ -1,4 +1,4 @@
-"""The command line: ``pyg-sar partition``, ``pyg-sar train``, ``pyg-sar demo``."""
+"""The command line: ``pyg-sar partition``, ``train``, ``verify`` and ``demo``."""
 
 from __future__ import annotations
 
@@ -12,11 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from pyg_sar import demo
 from pyg_sar.comm import current, init
 from pyg_sar.errors import PartitionError, PygSarError, WorkerError
 from pyg_sar.graphs import load_graph
 from pyg_sar.launch import launch
+from pyg_sar.model_source import imported_model
 from pyg_sar.models import MODELS, NORMS
 from pyg_sar.partition import METHODS
 from pyg_sar.policy import SARPolicy
@@ -24,6 +27,7 @@ from pyg_sar.run import ModelConfig, RunConfig, train_worker
 from pyg_sar.schedule import SCHEDULES
 from pyg_sar.storage import read_metadata, write_partitions
 from pyg_sar.train_config import OPTIMIZERS, Scores, TrainConfig, TrainResult
+from pyg_sar.verify import call_with, verify
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -60,6 +64,16 @@ Workers talk over the interface that HOST0's name leads to; GLOO_SOCKET_IFNAME=e
 after a lost worker the same line with --resume continues the same loss curve; torchrun does it by
 itself with
   torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
+"""
+
+_VERIFY_EPILOG = """\
+sources: as of pyg-sar partition
+models:
+  gat, gcn, sage, ...       with the options below
+  mycode:make, net.py:Net   what make(data), or make(), returns
+Exit code 0: the same as in one process. 1: not supported, or not the same.
+  pyg-sar verify cora --model gcn --norm batch
+  pyg-sar verify graph.pt --model net.py:make --args x,edge_index,edge_attr
 """
 
 
@@ -222,6 +236,32 @@ def _accuracies(scores: Scores) -> str:
     return "  ".join(f"{name} {value:.4f}" for name, value in named if value is not None)
 
 
+def _verify(arguments: argparse.Namespace) -> int:
+    data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
+    torch.manual_seed(arguments.seed)
+    if arguments.model in MODELS:
+        classes = int(data.y.max()) + 1 if "y" in data else data.num_features
+        options = ("hidden", "layers", "heads", "out_heads", "dropout", "norm")
+        chosen = {name: getattr(arguments, name) for name in options}
+        config = ModelConfig(name=arguments.model, **chosen)
+        model = config.build(data.num_features, classes)
+    else:
+        model = imported_model(arguments.model, data)
+    names = [name.strip() for name in (arguments.args or "").split(",") if name.strip()]
+    report = verify(
+        model,
+        data,
+        arguments.workers,
+        policy=SARPolicy(mode=arguments.mode, prefetch=arguments.prefetch),
+        call=call_with(names) if names else None,
+        max_nodes=arguments.max_nodes,
+        method=arguments.method,
+        seed=arguments.seed,
+    )
+    print(report)
+    return 0 if report.ok else EXIT_FAILURE
+
+
 def _demo(arguments: argparse.Namespace) -> int:
     return demo.run(
         demo.DemoConfig(
@@ -247,6 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_partition(commands)
     _add_train(commands)
+    _add_verify(commands)
     _add_demo(commands)
     return parser
 
@@ -301,17 +342,19 @@ def _add_train(commands: Any) -> None:
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     group("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
 
-    group = command.add_argument_group("model").add_argument
-    group("--model", choices=MODELS, default="gat", help="the layers")
+    _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")
+    _add_training(command)
+    _add_files(command)
+
+
+def _add_model(group: Any, **model: Any) -> None:
+    group("--model", default="gat", **model)
     group("--hidden", type=int, metavar="N", help="width (default: 64; gat, gatv2: 8 per head)")
     group("--layers", type=int, default=2, metavar="N", help="convolutions")
     group("--heads", type=int, default=8, metavar="N", help="attention heads of hidden layers")
     group("--out-heads", type=int, default=1, metavar="N", help="attention heads of the last")
     group("--dropout", type=float, default=0.5, metavar="P", help="probability")
     group("--norm", choices=NORMS, default="none", help="between layers")
-
-    _add_training(command)
-    _add_files(command)
 
 
 def _add_training(command: argparse.ArgumentParser) -> None:
@@ -351,6 +394,24 @@ def _add_files(command: argparse.ArgumentParser) -> None:
     group("--report", metavar="DIR", help="write settings, metrics and a picture here")
     group("--overwrite", action="store_true", help="replace another run's report")
     group("--quiet", action="store_true", help="no progress")
+
+
+def _add_verify(commands: Any) -> None:
+    command = _command(
+        commands, "verify", _verify, "compare a model on workers with one process", _VERIFY_EPILOG
+    )
+    add = command.add_argument
+    add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
+    add("--workers", type=int, default=3, metavar="N", help="threads of this process")
+    add("--max-nodes", type=int, default=2000, metavar="N", help="look at a sample of N nodes")
+    add("--method", choices=METHODS, default="random", help="who gets which node")
+    add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
+    add("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
+    add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")
+    add("--seed", type=int, default=0, help="of the sample and the parameters")
+    add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
+    group = command.add_argument_group("model").add_argument
+    _add_model(group, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
 
 
 def _add_demo(commands: Any) -> None:

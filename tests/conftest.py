@@ -14,6 +14,17 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Options of single test files, which pytest wants here."""
+    parser.addoption(
+        "--coverage-out",
+        metavar="FILE",
+        default=None,
+        help="tests/test_coverage.py writes what it found to FILE (docs/coverage.md)",
+    )
+
+
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
@@ -22,6 +33,9 @@ settings.register_profile(
     deadline=None,  # No test depends on the clock.
     derandomize=True,
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.register_profile(
+    "thousand", settings.get_profile("pyg_sar"), max_examples=1000, derandomize=False
 )
 settings.load_profile("pyg_sar")
 

@@ -255,7 +255,8 @@ def gradient_scale(gradients: Mapping[str, Tensor | None]) -> float:
     A gradient that is 0 by construction (a bias before a batch norm, TransformerConv's key bias)
     is rounding noise, in one process too.
     """
-    return max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
+    found = [g for g in gradients.values() if g is not None and g.numel()]
+    return max((float(g.abs().max()) for g in found), default=0.0)
 
 
 def errors(results: Sequence[Result], expected: Result) -> dict[str, float]:

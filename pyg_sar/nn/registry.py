@@ -24,7 +24,7 @@ from torch_geometric.nn import (
 )
 
 from pyg_sar.comm import current
-from pyg_sar.nn import attention, models, pool, sequences, set_attention
+from pyg_sar.nn import attention, models, pool, refused_convs, sequences, set_attention
 from pyg_sar.nn.norm import NORMS
 
 MODULES: dict[type, type] = {
@@ -35,7 +35,12 @@ MODULES: dict[type, type] = {
     **models.MODULES,
 }
 MIXINS: dict[type, type] = {**models.MIXINS}
-REFUSED: dict[type, str] = {**pool.REFUSED, **set_attention.REFUSED, **models.REFUSED}
+REFUSED: dict[type, str] = {
+    **refused_convs.REFUSED,
+    **pool.REFUSED,
+    **set_attention.REFUSED,
+    **models.REFUSED,
+}
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:

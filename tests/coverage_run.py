@@ -1,0 +1,236 @@
+"""Runs cases of the coverage table, on one process and on workers."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from coverage_case import Case
+from oracle import probe
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import DirGNNConv, MessagePassing
+
+import pyg_sar
+from pyg_sar import SARPolicy
+
+LOW_PRECISION = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# One pass ####################################################################
+
+
+@dataclass
+class Pass:
+    """What a forward and backward pass leaves."""
+
+    outs: list[Tensor]
+    node_grads: dict[str, Tensor | None]
+    edge_grads: dict[str, Tensor | None]
+    parameter_grads: dict[str, Tensor | None]
+    buffers: dict[str, Tensor]
+    n_id: Tensor
+    e_id: Tensor
+    level: str
+
+
+def invoke(case: Case, module: torch.nn.Module, given: Mapping[str, Any]) -> Any:
+    """Calls the module with the case's arguments."""
+    if case.call is not None:
+        return case.call(module, SimpleNamespace(**given))
+    args, kwargs = [], {}
+    for word in case.args.split():
+        key, _, name = word.rpartition("=")
+        pair = name.strip("()").split(",")
+        value = given[name] if name[0] != "(" else tuple(given[part] for part in pair)
+        if key:
+            kwargs[key] = value
+        else:
+            args.append(value)
+    return module(*args, **kwargs)
+
+
+def tensors_of(result: Any) -> list[Tensor]:
+    """The floating point tensors of a result, in order."""
+    if isinstance(result, Tensor):
+        return [result] if result.is_floating_point() else [result.double()]
+    if isinstance(result, Mapping):
+        return [t for key in sorted(result) for t in tensors_of(result[key])]
+    if isinstance(result, list | tuple):
+        return [t for item in result for t in tensors_of(item)]
+    return []
+
+
+def weighted_sum(outs: Sequence[Tensor], ids: Tensor) -> Tensor:
+    """Losses per node ``[num_local]``: every output has a nonlinear share of its own."""
+    total = torch.zeros(ids.numel(), dtype=torch.float64)
+    for out in outs:
+        rows = out.double()
+        total = total + (rows * probe(ids, rows) + 0.1 * rows.square()).flatten(1).sum(-1)
+    return total
+
+
+def leaves(case: Case, data: Data, dtype: torch.dtype, ids: Tensor, draw: int) -> dict[str, Any]:
+    """What the case is called with; floating point tensors in ``dtype``, with gradients.
+
+    Every ``draw`` has features of its own: multiples of an eighth, which all dtypes hold.
+    """
+    given: dict[str, Any] = {"num_nodes": data.num_nodes}
+    constants = case.constants.split()
+    for name, value in data:
+        if isinstance(value, Tensor) and value.is_floating_point():
+            if name == "x" and draw:
+                value = (probe(ids + 40 * draw, value) * 16).round() / 8
+            value = value.to(dtype)
+            if name in case.names() and name not in constants:
+                value = value.clone().requires_grad_()
+        given[name] = value
+    return given
+
+
+def one_pass(
+    case: Case,
+    module: torch.nn.Module,
+    data: Data,
+    mean: Callable[[Tensor], Tensor],
+    dtype: torch.dtype = torch.float64,
+    draw: int = 0,
+) -> Pass:
+    """Runs forward and backward once, from zeroed gradients."""
+    module.zero_grad()
+    whole = not isinstance(data.edge_index, pyg_sar.DistEdgeIndex)
+    n_id = torch.arange(data.num_nodes) if whole else data.n_id
+    given = leaves(case, data, dtype, n_id, draw)
+    e_id = torch.arange(data.num_edges) if whole else data.e_id
+    outs = [out.view(-1, 1) if out.dim() == 1 else out for out in
+            tensors_of(invoke(case, module, given))]  # fmt: skip
+    found = [out.detach().clone() for out in outs]  # reversible layers free theirs
+    rows = torch.arange(outs[0].size(0)) if case.level == "graph" else n_id
+    loss = mean(weighted_sum(outs, rows))
+    if loss.requires_grad:
+        loss.backward()
+    grads = {k: v.grad for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad}
+    parameters = {k: p.grad if p.grad is None else p.grad.clone() for k, p in
+                  module.named_parameters()}  # fmt: skip
+    own = {name: parameters.pop(name) for name in case.rows}
+    return Pass(
+        found,
+        own | {k: g for k, g in grads.items() if k in NODE_LEVEL},
+        {k: g for k, g in grads.items() if k in EDGE_LEVEL},
+        parameters,
+        {k: b.clone() for k, b in module.named_buffers()},
+        n_id,
+        e_id,
+        case.level,
+    )
+
+
+NODE_LEVEL = ("x", "x0", "x_t", "x_layers", "pos", "normal")
+EDGE_LEVEL = ("edge_weight", "edge_attr", "pseudo")
+
+
+def build(case: Case, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
+    """The plain module, from the same parameters every time."""
+    torch.manual_seed(1)
+    module: torch.nn.Module = case.make()
+    return module.to(dtype).train(case.train)
+
+
+# Workers #####################################################################
+
+
+@dataclass
+class Worker:
+    """What one worker found."""
+
+    exact: Pass
+    low: dict[str, Pass]
+    strategies: list[str]
+    case_2: bool
+    bytes: int
+    one_shot_bytes: int
+    resident: dict[str, int]
+    reverses: bool
+    gathers: int
+    left: int
+
+
+def look(module: torch.nn.Module) -> tuple[list[str], bool]:
+    """Strategies that the layers took, and whether any backward pass needs source values."""
+    found, case_2 = [], False
+    for layer in module.modules():
+        for verdict in layer.__dict__.get("_verdicts", {}).values():
+            found.append(verdict.strategy)
+            case_2 |= verdict.needs is not None and verdict.needs.needs_sources
+    return sorted(set(found)), case_2
+
+
+def distributed(
+    case: Case, plain: torch.nn.Module, data: Data, policy: SARPolicy
+) -> torch.nn.Module:
+    """This worker's module."""
+    module = copy.deepcopy(plain)
+    if case.rows:
+        pyg_sar.nn.own_rows(module, data.n_id)
+    return pyg_sar.distribute(module, policy)
+
+
+def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, Any]) -> Worker:
+    """A worker's part of a case: exact, then counted in a second pass, then in low precision."""
+    data = pyg_sar.load_partition(root)
+    module = distributed(case, plain, data, SARPolicy(mode=1, prefetch=0))
+    exact = one_pass(case, module, data, pyg_sar.mean)
+    strategies, case_2 = look(module)
+    ledger = counted_pass(case, module, data)
+    one_shot = 0
+    if strategies and strategies != ["one_shot"]:
+        for layer in module.modules():
+            if isinstance(layer, MessagePassing):
+                layer.policy = SARPolicy(mode=3)
+        one_pass(case, module, data, pyg_sar.mean)
+        one_shot = halo_bytes(counted_pass(case, module, data))
+    found = {
+        name: run_low(root, case, layer, LOW_PRECISION[name], (0,))[0]
+        for name, layer in low.items()
+    }
+    names = {getattr(layer, "ledger_name", None) for layer in module.modules()} - {None}
+    return Worker(
+        exact=exact,
+        low=found,
+        strategies=strategies,
+        case_2=case_2,
+        bytes=halo_bytes(ledger),
+        one_shot_bytes=one_shot,
+        resident={name: ledger.peak_resident_rows(name) for name in sorted(names)},
+        reverses=any(
+            getattr(m, "flow", "") == "target_to_source" or isinstance(m, DirGNNConv)
+            for m in module.modules()
+        ),
+        gathers=ledger.events("halo_gather") + ledger.events("halo_reduce"),
+        left=ledger.resident_rows(),
+    )
+
+
+def counted_pass(case: Case, module: torch.nn.Module, data: Data) -> pyg_sar.Ledger:
+    """What a pass costs once everything that is kept has been made."""
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        one_pass(case, module, data, pyg_sar.mean)
+    return ledger
+
+
+def halo_bytes(ledger: pyg_sar.Ledger) -> int:
+    """Bytes of halo rows received."""
+    return sum(ledger.received_bytes(kind=kind) for kind in ("fetch", "refetch", "gradient"))
+
+
+def run_low(
+    root: Path, case: Case, layer: torch.nn.Module, dtype: torch.dtype, draws: Sequence[int]
+) -> list[Pass]:
+    """A worker's part of a case in low precision."""
+    data = pyg_sar.load_partition(root)
+    copied = distributed(case, layer, data, SARPolicy(mode=1))
+    return [one_pass(case, copied, data, pyg_sar.mean, dtype, draw) for draw in draws]

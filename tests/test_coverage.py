@@ -1,0 +1,83 @@
+"""Every class that PyG exports: exact on workers, or refused by name (docs/coverage.md)."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from coverage_case import GRAPHS
+from coverage_judge import WORLD, Outcome, judge
+from coverage_modules import TABLES
+from coverage_report import render, verdicts_in
+from oracle import Partitions
+from torch_geometric.data import Data
+
+DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "coverage.md"
+CASES = {
+    f"{kind}:{name}{', ' * bool(option)}{option}": case
+    for kind, (_, table) in TABLES.items()
+    for name, options in table.items()
+    for option, case in options.items()
+}
+FIRST = {
+    f"{kind}:{name}{', ' * bool(option)}{option}"
+    for kind, (_, table) in TABLES.items()
+    for name, options in table.items()
+    for option in list(options)[:1]
+}
+
+
+@pytest.fixture(scope="module")
+def graphs() -> dict[str, Data]:
+    return {name: make() for name, make in GRAPHS.items()}
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
+    return Partitions(tmp_path_factory.mktemp("coverage"))
+
+
+@pytest.fixture(scope="module")
+def outcomes(request: pytest.FixtureRequest) -> Iterator[dict[str, Outcome]]:
+    """What was found; written as a document at the end, if it is asked for and complete."""
+    found: dict[str, Outcome] = {}
+    yield found
+    path = request.config.getoption("--coverage-out")
+    if path is not None:
+        missing = sorted(CASES.keys() - found.keys())
+        assert not missing, f"{path} is not written: no outcome for {missing}"
+        Path(path).write_text(render([found[name] for name in CASES]))
+
+
+@pytest.mark.parametrize("kind", TABLES)
+def test_every_class_has_an_entry(kind: str):
+    module, table = TABLES[kind]
+    assert sorted(set(module.__all__) - set(table)) == []
+    assert sorted(set(table) - set(module.__all__)) == []
+    assert all(table.values())
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_case(
+    name: str,
+    request: pytest.FixtureRequest,
+    graphs: dict[str, Data],
+    partitions: Partitions,
+    outcomes: dict[str, Outcome],
+):
+    """Low precision for all options where the document is written, else for the first of each."""
+    case = CASES[name]
+    data = graphs[case.graph]
+    precise = name in FIRST or request.config.getoption("--coverage-out") is not None
+    outcome = judge(name, case, data, partitions(data, WORLD, "random"), precise)
+    outcomes[name] = outcome
+    assert not outcome.problems, outcome
+
+
+def test_the_document_is_in_step(outcomes: dict[str, Outcome]):
+    """The same classes, options and verdicts; the digits may differ."""
+    if outcomes.keys() != CASES.keys():
+        pytest.skip("not all cases ran")
+    rendered = verdicts_in(render([outcomes[name] for name in CASES]))
+    assert verdicts_in(DOCUMENT.read_text()) == rendered, "run `make coverage`"

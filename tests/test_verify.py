@@ -1,0 +1,271 @@
+"""``pyg_sar.verify``: what it finds, what it names, and that it can fail."""
+
+from __future__ import annotations
+
+import copy
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import CHANNELS, EDGE_DIM, OUT, make_graph
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar.cli import main
+from pyg_sar.verify import sample_nodes
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(90, 500, dtype=torch.float32)
+
+
+class Net(torch.nn.Module):
+    """Two layers, with whatever a test puts between them."""
+
+    def __init__(self, between: Any = None, inner: torch.nn.Module | None = None) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList([gnn.GCNConv(CHANNELS, 8), gnn.GATConv(8, OUT)])
+        self.inner = inner or torch.nn.Identity()
+        self.between = between or (lambda x: x)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.inner(self.convs[0](x, edge_index).relu())
+        return self.convs[1](self.between(x), edge_index)
+
+
+# Models that are right #######################################################
+
+
+def test_a_model_that_runs(graph: Data):
+    model = gnn.GAT(CHANNELS, 8, 2, OUT, heads=2, norm="batch_norm", dropout=0.5)
+    before = copy.deepcopy(model.state_dict())
+    report = pyg_sar.verify(model, graph)
+    assert report.ok, report
+    assert [layer.name for layer in report.layers] == ["convs.0", "convs.1"]
+    for layer in report.layers:
+        assert (layer.kind, layer.strategy, layer.case) == ("GATConv", "sequential", 2)
+        assert 0 < layer.resident_rows <= layer.halo_rows and layer.received_bytes > 0
+    assert report.gradient_errors.keys() == {
+        "data.x", *(name for name, _ in model.named_parameters())
+    }  # fmt: skip
+    assert "ok: the same as one process" in str(report)
+    assert torch.get_default_dtype() == torch.float32 and graph.x.dtype == torch.float32
+    for name, value in model.state_dict().items():
+        assert torch.equal(value, before[name]) and model.training
+
+
+def test_rows_held_are_those_of_a_shard(graph: Data):
+    """Without prefetch fewer than the halo; in mode 3 all of it."""
+    model = gnn.GraphSAGE(CHANNELS, 8, 1, OUT)
+    one = pyg_sar.verify(model, graph, policy=pyg_sar.SARPolicy(prefetch=0)).layers[0]
+    three = pyg_sar.verify(model, graph, policy=pyg_sar.SARPolicy(mode=3)).layers[0]
+    assert one.resident_rows < one.halo_rows <= three.resident_rows
+    assert (one.case, three.case, three.strategy) == (1, 0, "one_shot")
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_numbers_of_workers(workers: int, graph: Data):
+    assert pyg_sar.verify(Net(), graph, workers).ok
+
+
+def test_edge_attributes_by_name_or_by_call(graph: Data):
+    model = gnn.GAT(CHANNELS, 8, 2, OUT, edge_dim=EDGE_DIM)
+    names = pyg_sar.call_with(["x", "edge_index", "edge_attr"])
+    report = pyg_sar.verify(model, graph, call=names)
+    assert report.ok and "data.edge_attr" in report.gradient_errors
+    assert pyg_sar.verify(
+        model, graph, call=lambda m, d: m(d.x, d.edge_index, edge_attr=d.edge_attr)
+    ).ok
+
+
+def test_models_that_take_the_graph_or_several_calls(graph: Data):
+    class Twice(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.SAGEConv(CHANNELS, CHANNELS)
+
+        def forward(self, data: Data) -> tuple[Tensor, dict[str, Tensor]]:
+            x = self.conv(data.x, data.edge_index)
+            return x, {"again": F.dropout(self.conv(x, data.edge_index), 0.5, self.training)}
+
+    assert pyg_sar.verify(Twice(), graph).ok
+
+
+def test_uninitialized_parameters(graph: Data):
+    model = gnn.GCN(-1, 8, 2, OUT)
+    assert pyg_sar.verify(model, graph).ok
+    assert any(torch.nn.parameter.is_lazy(p) for p in model.parameters())
+
+
+# Models that are not #########################################################
+
+
+def test_a_local_mean_is_found(graph: Data):
+    report = pyg_sar.verify(Net(lambda x: x - x.mean(0)), graph)
+    assert not report.ok and not report.refused
+    assert report.output_error > 1e-4
+    assert re.match(r"the input of 'convs.1' \(GATConv\) differs .* Net.forward", str(
+        report.first_difference))  # fmt: skip
+    assert report.layers[0].output_error < 1e-12
+
+
+def test_the_first_module_that_differs_is_found(graph: Data):
+    class Centred(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x) - x.max(dim=0).values
+
+    report = pyg_sar.verify(Net(inner=Centred()), graph)
+    assert "the output of 'inner' (Centred)" in report.first_difference
+    assert "Centred.forward()" in report.first_difference
+
+
+def test_the_model_s_own_end_is_found(graph: Data):
+    class End(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.SAGEConv(CHANNELS, OUT)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(x, edge_index) / x.norm()
+
+    report = pyg_sar.verify(End(), graph)
+    assert "the output of End differs" in report.first_difference
+    assert report.layers[0].output_error < 1e-12
+
+
+def test_a_wrong_gradient_is_found(graph: Data):
+    """Values are right, gradients are not: the mean is cut out of the graph in one process only."""
+
+    def halved(x: Tensor) -> Tensor:
+        rows = x.size(0) / 90
+        return x * rows + (x * (1 - rows)).detach()
+
+    report = pyg_sar.verify(Net(halved), graph)
+    assert report.output_error < 1e-12
+    assert report.first_difference.startswith("outputs agree, but the gradient of")
+
+
+def test_a_wrong_buffer_is_found(graph: Data):
+    class Counts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.register_buffer("seen", torch.zeros(()))
+
+        def forward(self, x: Tensor) -> Tensor:
+            self.seen += x.size(0)
+            return x
+
+    report = pyg_sar.verify(Net(inner=Counts()), graph)
+    assert "the buffer 'inner.seen' differs" in report.first_difference
+
+
+def test_everything_that_is_refused_is_named(graph: Data):
+    class Refused(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = gnn.SAGEConv(CHANNELS, 8, aggr="lstm")
+            self.norm = torch.nn.BatchNorm2d(8)
+            self.second = gnn.SAGEConv(8, 8, aggr=gnn.aggr.GRUAggregation(8, 8))
+            self.last = gnn.GATConv(8, OUT)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            x = self.norm(self.first(x, edge_index)[..., None, None])[..., 0, 0]
+            return self.last(self.second(x, edge_index), edge_index)
+
+    report = pyg_sar.verify(Refused(), graph.sort(sort_by_row=False))
+    assert report.refused.keys() == {
+        "first (SAGEConv)", "norm (BatchNorm2d)", "second (SAGEConv)"
+    }  # fmt: skip
+    assert not report.ok and report.failure == "" and report.first_difference == ""
+    assert [(layer.name, layer.output_error < 1e-12) for layer in report.layers] == [("last", True)]
+    for name in report.refused:
+        assert f"not supported: {name}: " in str(report)
+
+
+def test_the_model_s_own_code_is_refused(graph: Data):
+    class Sorts(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = gnn.SAGEConv(CHANNELS, OUT)
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.conv(x, edge_index) * edge_index[0].sort().values[0]
+
+    report = pyg_sar.verify(Sorts(), graph)
+    assert not report.ok and "on a distributed" in report.failure
+    assert "failed: DistributedIndexError" in str(report)
+
+
+@pytest.mark.parametrize("flaw", ["names", "workers", "plain error"])
+def test_mistakes(flaw: str, graph: Data):
+    if flaw == "names":
+        with pytest.raises(ValueError, match=r"'batch'.*call="):
+            pyg_sar.verify(gnn.SGFormer(CHANNELS, 8, OUT), graph)
+    elif flaw == "workers":
+        with pytest.raises(ValueError, match="'num_workers' and 'max_nodes'.*0 and 2000"):
+            pyg_sar.verify(Net(), graph, 0)
+    else:
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            pyg_sar.verify(gnn.GCN(CHANNELS + 1, 8, 2, OUT), graph)
+        assert torch.get_default_dtype() == torch.float32
+
+
+# The sample ##################################################################
+
+
+def test_samples_grow_along_edges():
+    graph = make_graph(400, 1600)
+    sample = sample_nodes(graph, 100, seed=3)
+    assert sample.num_nodes == 100 and sample.x.size(0) == 100
+    assert sample.num_edges == sample.edge_attr.size(0)
+    # An induced subgraph of random nodes would keep a sixteenth of the edges.
+    assert sample.num_edges > graph.num_edges / 12
+    assert torch.equal(sample.x, sample_nodes(graph, 100, seed=3).x)
+    assert not torch.equal(sample.x, sample_nodes(graph, 100, seed=4).x)
+    assert sample_nodes(graph, 400) is graph
+    none = Data(x=torch.zeros(30, 1), edge_index=torch.empty(2, 0, dtype=torch.long))
+    assert sample_nodes(none, 7).num_nodes == 7
+
+
+def test_a_sample_is_verified(graph: Data):
+    report = pyg_sar.verify(Net(), graph, max_nodes=40)
+    assert report.ok and (report.num_nodes, report.of_nodes) == (40, 90)
+    assert "on 40 of 90 nodes" in str(report)
+
+
+# The command #################################################################
+
+
+def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], graph: Data):
+    torch.save(graph, tmp_path / "graph.pt")
+    (tmp_path / "net.py").write_text(
+        "import torch\nfrom torch_geometric.nn import GATConv\n"
+        "class Net(torch.nn.Module):\n"
+        "    def __init__(self, data):\n"
+        "        super().__init__()\n"
+        f"        self.conv = GATConv(data.num_features, 4, edge_dim={EDGE_DIM})\n"
+        "    def forward(self, x, edge_index, edge_attr=None):\n"
+        "        return self.conv(x - x.mean(0) * (edge_attr is None), edge_index, edge_attr)\n"
+    )
+    source, model = str(tmp_path / "graph.pt"), f"{tmp_path}/net.py:Net"
+    assert main(["verify", source, "--model", model, "--args", "x,edge_index,edge_attr"]) == 0
+    assert "ok: the same" in capsys.readouterr().out
+    assert main(["verify", source, "--model", model]) == 1
+    assert "DIFFERS: the output of Net" not in (found := capsys.readouterr().out)
+    assert "DIFFERS: the input of 'conv' (GATConv)" in found
+    assert main(["verify", source, "--model", "sage", "--norm", "batch", "--workers", "2"]) == 0
+    assert "2 workers against one process" in capsys.readouterr().out
+    for wrong, match in (("sag", "'module:callable'"), ("nowhere:x", "no module"),
+                         (f"{tmp_path}/net.py:Nat", "no function or class")):  # fmt: skip
+        assert main(["verify", source, "--model", wrong]) == 2
+        assert match in capsys.readouterr().err
