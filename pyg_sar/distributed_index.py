@@ -148,15 +148,28 @@ class InSpace(Tensor):
     def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
         """As :meth:`remember`, of what all workers make together. Collective.
 
-        Not all remember the same edges: those of one relation may be equal to those of another on
-        one worker (none, say), and not on the next.
+        Not all remember the same edges: those of two relations may be equal on one worker (none,
+        say), and not on the next. What was made together has a number, the same on all workers;
+        the latest that each of them finds here is what they take.
         """
-        if self.plan.world_size > 1:
-            missing = torch.tensor([int(key not in self._memory)], device=self.device)
-            self.plan.comm.all_reduce(missing, "max", label=("", "", "agreement"))
-            if int(missing):
-                self._memory.pop(key, None)
-        return self.remember(key, make)
+        plan = self.plan
+        if plan.world_size == 1:
+            return self.remember(key, make)
+        made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
+        mine = torch.zeros(_MEMORY, dtype=torch.long, device=self.device)
+        mine[: len(made)] = torch.tensor(list(made), device=self.device)
+        rows = plan.comm.all_gather(mine, label=("", "", "agreement"))
+        common = set.intersection(*(set(row.tolist()) for row in rows)) - {0}
+        if not common:
+            plan.made_together += 1
+            with torch.inference_mode(False):
+                made[plan.made_together] = make()
+            common = {plan.made_together}
+            while len(made) > _MEMORY:
+                made.popitem(last=False)
+        number = max(common)
+        made.move_to_end(number)
+        return made[number]
 
 
 class DistIndex(InSpace):
