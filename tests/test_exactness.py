@@ -595,6 +595,7 @@ def test_undirected_graph(partitions: Partitions):
     weight = torch.cat([data.edge_weight] * 2)
     attr = torch.cat([data.edge_attr] * 2)
     data.edge_index, data.edge_weight, data.edge_attr = both, weight, attr
+    del data.edge_type
     sweep_layers(SOME, 3, data, partitions(data, 3, "metis"), MODES).check()
 
 

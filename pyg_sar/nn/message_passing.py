@@ -329,7 +329,9 @@ class DistMessagePassing(MessagePassing):
             yield
             return
         version = None if weight is None else version_of(weight)
-        key = ("normalised", id(self), x.dtype, id(weight), version)
+        # Not id(self), which a later layer may get: on some workers only, and with other options.
+        itself = self.__dict__.setdefault("_identity", object())
+        key = ("normalised", itself, x.dtype, id(weight), version)
         found = edge_index.recall_together(key)
         self._cached_edge_index = None if found is None else found[0]
         self.cached = True
