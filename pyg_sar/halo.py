@@ -59,8 +59,8 @@ class HaloPlan:
         self.halo_offsets = [0, *accumulate(self.halo_counts)]
         self.num_halo = self.halo_offsets[-1]
         self.scope = ""  # the layer that runs now: whom the ledger charges for plain gathers
-        self.made_together = 0  # structures that all workers have made of edges in this space
         self.gathered: dict[Any, Any] = {}  # halo gathers of that layer's present call
+        self.tokens = 0  # things made together by all workers, see distributed_index.py
         self.open_ended = False  # more own rows may follow the last that a relation has
         self._sends = list(send_index.split([int(n) for n in send_counts]))
 
