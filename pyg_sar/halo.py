@@ -58,6 +58,7 @@ class HaloPlan:
         self.halo_counts = [int(n) for n in halo_counts]
         self.halo_offsets = [0, *accumulate(self.halo_counts)]
         self.num_halo = self.halo_offsets[-1]
+        self.n_id: Tensor | None = None  # global ids of the own nodes, where they are known
         self.scope = ""  # the layer that runs now: whom the ledger charges for plain gathers
         self.gathered: dict[Any, Any] = {}  # halo gathers of that layer's present call
         self.tokens = 0  # things made together by all workers, see distributed_index.py
@@ -104,6 +105,7 @@ class HaloPlan:
         counts = [rows.numel() for rows in self._sends]
         plan = HaloPlan(self.comm, self.num_local, self.halo_counts, send.to(device), counts)
         plan.open_ended = self.open_ended
+        plan.n_id = None if self.n_id is None else self.n_id.to(device)
         return plan
 
     def widened(self, num_local: int) -> HaloPlan:

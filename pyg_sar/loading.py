@@ -97,7 +97,7 @@ def _as_data(
     data = data.to(device)
     data.n_id = tensors["n_id"].to(device)
     data.e_id = tensors["e_id"].to(device)
-    data.num_nodes = plan.num_local
+    data.num_nodes, plan.n_id = plan.num_local, data.n_id
     edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
     data.edge_index = edge_index.ordered(data.e_id)
     kind = metadata.attributes.get("batch")

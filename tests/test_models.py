@@ -406,13 +406,6 @@ def refused() -> dict[str, Callable[[], torch.nn.Module]]:
     meta = {("a", "to", "a"): path}
     return {
         "GraphUNet": lambda: gnn.GraphUNet(CHANNELS, HIDDEN, 2, depth=1),
-        "DynamicEdgeConv": lambda: bare(gnn.DynamicEdgeConv),
-        "GravNetConv": lambda: bare(gnn.GravNetConv),
-        "XConv": lambda: bare(gnn.XConv),
-        "HypergraphConv": lambda: gnn.HypergraphConv(CHANNELS, HIDDEN),
-        "MeshCNNConv": lambda: gnn.MeshCNNConv(CHANNELS, HIDDEN),
-        "PANConv": lambda: gnn.PANConv(CHANNELS, HIDDEN, 2),
-        "WLConv": lambda: gnn.WLConv(),
         "Node2Vec": lambda: bare(gnn.Node2Vec),
         "MetaPath2Vec": lambda: gnn.MetaPath2Vec(meta, HIDDEN, [("a", "to", "a")], 2, 2),
         "TGNMemory": lambda: gnn.TGNMemory(

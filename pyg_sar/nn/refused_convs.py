@@ -29,8 +29,4 @@ REFUSED: dict[type, str] = {
         "it tells the four neighbours of a mesh's edge apart by their places in the edge list, "
         "which a partition changes"
     ),
-    nn.WLConv: (
-        "it numbers colours in the order in which it meets them, which differs between workers. "
-        "Use WLConvContinuous, or colour the whole graph before write_partitions()"
-    ),
 }

@@ -24,7 +24,7 @@ from torch_geometric.nn import (
 )
 
 from pyg_sar.comm import current
-from pyg_sar.nn import attention, models, pool, refused_convs, sequences, set_attention
+from pyg_sar.nn import attention, colours, models, pool, refused_convs, sequences, set_attention
 from pyg_sar.nn.norm import NORMS
 
 MODULES: dict[type, type] = {
@@ -33,6 +33,7 @@ MODULES: dict[type, type] = {
     **set_attention.MODULES,
     **sequences.MODULES,
     **models.MODULES,
+    **colours.MODULES,
 }
 MIXINS: dict[type, type] = {**models.MIXINS}
 REFUSED: dict[type, str] = {
