@@ -29,6 +29,7 @@ from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.message_checks import check_edges_apart, check_linear
 from pyg_sar.moments import OVER_ROWS, reduces_over_rows
+from pyg_sar.node_reads import NodeReads
 from pyg_sar.program import TileProgram
 from pyg_sar.shard import Tile
 from pyg_sar.target_index import NeedsAllEdges, Reductions
@@ -61,6 +62,7 @@ class Dependence:
         pattern: Reductions over targets inside the message.
         saved_bytes_per_edge: What autograd keeps per edge besides source values.
         message_bytes: Bytes of one message, and of what the aggregation maps it to.
+        reads_nodes: It reads rows of a tensor of this worker's nodes by ids of its own.
     """
 
     needs_gradient: bool
@@ -69,11 +71,12 @@ class Dependence:
     pattern: tuple[str, ...]
     saved_bytes_per_edge: float
     message_bytes: int
+    reads_nodes: bool = False
 
     @staticmethod
     def no_opinion() -> list[int]:
         """What a worker without edges says: it agrees with the others."""
-        return [0, 0, -_MANY, -_MANY, 0, 0, 0]
+        return [0, 0, -_MANY, -_MANY, 0, 0, 0, 0, 0]
 
     def encode(self) -> list[int]:
         """Numbers that workers agree on by their maximum."""
@@ -85,14 +88,23 @@ class Dependence:
             _PATTERNS.index(self.pattern),
             int(self.saved_bytes_per_edge * 1000),
             self.message_bytes,
+            int(self.reads_nodes),
+            int(not self.reads_nodes),
         ]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Dependence:
         """Inverse of :meth:`encode`."""
-        gradient, sources, most, least, pattern, saved, size = numbers
-        source = most if most == -least and most >= 0 else -1
-        return cls(bool(gradient), bool(sources), source, _PATTERNS[pattern], saved / 1000, size)
+        gradient, sources, most, least, pattern, saved, size, reads, apart = numbers
+        return cls(
+            bool(gradient),
+            bool(sources),
+            most if most == -least and most >= 0 else -1,
+            _PATTERNS[pattern],
+            saved / 1000,
+            size,
+            bool(reads) and not apart,
+        )
 
 
 class Inject(torch.autograd.Function):
@@ -286,7 +298,13 @@ def _observe(
         known |= {_storage(p) for p in (*parameters.values(), *program.layer.buffers())}
         leaves |= {id(p) for p in parameters.values()}
         begin = _sequence_number()
-        with _Escapes(taint), taint, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        reads = _node_reads(program, values)
+        with (
+            reads,
+            _Escapes(taint),
+            taint,
+            torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
+        ):
             mapped = program.run(tile, values, log)
         results = [result for m in mapped for result in (m.messages, m.log.total)]
         roots = [t for t in results if t is not None and t.requires_grad]
@@ -303,6 +321,18 @@ def _observe(
         pattern=log.pattern,
         saved_bytes_per_edge=sum(kept.values()) / edges,
         message_bytes=program.message_bytes,
+        reads_nodes=bool(reads.found),
+    )
+
+
+def _node_reads(program: TileProgram, values: Sequence[Any]) -> NodeReads:
+    """Watches for reads of node tensors that are not by the edges' ends."""
+    known = [(o.role, v) for o, v in zip(program.operands, values, strict=True) if v is not None]
+    return NodeReads(
+        (program.num_local, program.num_targets),
+        [value for role, value in known if role != "whole"],
+        [value for role, value in known if role == "target"],
+        (*program.layer.parameters(), *program.layer.buffers()),
     )
 
 

@@ -214,6 +214,14 @@ class Chooser:
             raise DistributedIndexError(f"{self.title} can't run distributed: {reason}")
         if agreed[0]:
             return None, reason, agreed[0]
+        needs = Dependence.decode(agreed[2:])
+        if needs.reads_nodes and plan.world_size > 1:
+            raise DistributedIndexError(
+                f"{self.title} can't run distributed (rank {plan.rank}): its message reads rows of "
+                "a tensor with one row per node of this worker, by ids of its own, which may be "
+                "other workers' nodes. Hand the tensor to propagate() and take its rows as '_j' or "
+                "'_i' arguments; if its rows are not nodes, register it as a buffer"
+            )
         mine: Any = None
         if look.rows is not None:
             mine = [(row, str(dtype)) for row, dtype in look.rows], look.sets
@@ -221,7 +229,7 @@ class Chooser:
         rows, sets = next(found for found in everyone if found is not None)
         verdict = Verdict(
             strategy,
-            Dependence.decode(agreed[2:]),
+            needs,
             edge_level,
             -agreed[1],
             tuple(

@@ -1,0 +1,133 @@
+"""Messages that index a node tensor themselves are refused by name; tables are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import CHANNELS, MODES, Job, Partitions, Sweep, make_graph, set_policy, threads
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+
+import pyg_sar
+
+WORLD = 3
+
+
+class Reading(gnn.MessagePassing):
+    """Its message reads more than its arguments; subclasses say what."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum", node_dim=0)
+        self.weight = torch.nn.Parameter(torch.rand(CHANNELS))
+        self.register_buffer("table", torch.rand(14, CHANNELS))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        self.rows = x.detach()
+        places = torch.arange(x.size(0))
+        return self.propagate(edge_index, x=x, place=places, whole=self.rows)
+
+    def message(self, x_j: Tensor, place_j: Tensor) -> Tensor:
+        raise NotImplementedError
+
+
+class Indexed(Reading):
+    def message(self, x_j: Tensor, place_j: Tensor) -> Tensor:
+        return x_j * self.weight + self.rows[place_j]
+
+
+class Embedded(Reading):
+    def message(self, x_j: Tensor, place_j: Tensor) -> Tensor:
+        return x_j * self.weight + F.embedding(place_j, self.rows)
+
+
+class Gathered(Reading):
+    def message(self, x_j: Tensor, place_j: Tensor) -> Tensor:
+        return x_j * self.weight + self.rows.gather(0, place_j.view(-1, 1).expand_as(x_j))
+
+
+class Mapped(Reading):
+    """It reads what it made of all nodes."""
+
+    def message(self, x_j: Tensor, place_j: Tensor) -> Tensor:
+        return x_j * self.weight + self.rows.sin().index_select(0, place_j)
+
+
+class Computed(Reading):
+    """It computes ids from values."""
+
+    def message(self, x_j: Tensor, whole: Tensor) -> Tensor:
+        ids = (x_j.sum(-1).abs() * 10).long() % whole.size(0)
+        return x_j * self.weight + whole[ids]
+
+
+class AtTargets(Reading):
+    """Ids of the edges' targets are this worker's."""
+
+    def message(self, x_j: Tensor, place_i: Tensor) -> Tensor:
+        return x_j * self.weight + self.rows[place_i]
+
+
+class FromTable(Reading):
+    """A buffer is a table, whatever its number of rows."""
+
+    def message(self, x_j: Tensor) -> Tensor:
+        ids = (x_j.sum(-1).abs() * 10).long() % self.table.size(0)
+        return x_j * self.weight + self.table[ids]
+
+
+class OwnColumns(Reading):
+    """Columns of the messages themselves."""
+
+    def message(self, x_j: Tensor) -> Tensor:
+        return (x_j * self.weight)[:, torch.tensor([1, 0, *range(2, CHANNELS)])]
+
+
+REFUSED = (Indexed, Embedded, Gathered, Mapped, Computed)
+RIGHT = (AtTargets, FromTable, OwnColumns)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(42)
+
+
+@pytest.fixture(scope="module")
+def roots(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
+    made = Partitions(tmp_path_factory.mktemp("reads"))
+    return lambda world: made(graph, world, torch.arange(42) % world)  # as many nodes each
+
+
+def call(kind: Any, policy: pyg_sar.SARPolicy, root: Path) -> None:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(kind().double())
+    set_policy(layer, policy)
+    layer(data.x, data.edge_index)
+
+
+@pytest.mark.parametrize("policy", MODES, ids=str)
+@pytest.mark.parametrize("kind", REFUSED)
+def test_reads_of_node_tensors_are_refused(
+    kind: Any, policy: pyg_sar.SARPolicy, roots: Callable[[int], Path]
+):
+    with pytest.raises(pyg_sar.WorkerError, match=rf"Dist{kind.__name__}.*rows of a tensor"):
+        threads(call, WORLD, kind, policy, roots(WORLD))
+
+
+@pytest.mark.parametrize("kind", RIGHT)
+def test_other_reads_are_exact(kind: Any, graph: Data, roots: Callable[[int], Path]):
+    sweep = Sweep(WORLD)
+    sweep.add(kind.__name__, Job(kind().double(), roots(WORLD), (), MODES), graph)
+    sweep.check()
+
+
+@pytest.mark.parametrize("kind", REFUSED)
+def test_one_process_has_all_nodes(kind: Any, graph: Data, roots: Callable[[int], Path]):
+    sweep = Sweep(1)
+    sweep.add(kind.__name__, Job(kind().double(), roots(1), (), MODES), graph)
+    sweep.check()
