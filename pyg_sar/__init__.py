@@ -25,6 +25,7 @@ from pyg_sar.errors import (
     WorkerError,
 )
 from pyg_sar.gradients import sum_gradients
+from pyg_sar.graph_index import DistBatch, dist_batch
 from pyg_sar.index_space import DistEdgeIndex, DistIndex
 from pyg_sar.launch import launch
 from pyg_sar.lazy import initialize
@@ -45,6 +46,7 @@ __all__ = [
     "CheckpointError",
     "CommTimeoutError",
     "Communicator",
+    "DistBatch",
     "DistEdgeIndex",
     "DistIndex",
     "DistMessagePassing",
@@ -62,6 +64,7 @@ __all__ = [
     "accuracy",
     "call_with",
     "current",
+    "dist_batch",
     "distribute",
     "finalize",
     "init",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from functools import cache
 from itertools import zip_longest
 from typing import Any
@@ -16,10 +16,10 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.comm import Communicator, current
 from pyg_sar.gradients import GradientSum, SummedByHand
 from pyg_sar.moments import OVER_ROWS
+from pyg_sar.nn import registry
 from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
-from pyg_sar.nn.refused_convs import check_conv
 from pyg_sar.owned_rows import owned_parameters, shared_parameters
 from pyg_sar.policy import SARPolicy
 
@@ -28,7 +28,8 @@ from pyg_sar.policy import SARPolicy
 def _dist_class(kind: type[MessagePassing]) -> type[DistMessagePassing]:
     """The layer's class with :class:`DistMessagePassing` before it."""
     name = f"Dist{kind.__name__}"
-    return type(name, (DistMessagePassing, kind), {"__module__": kind.__module__})
+    before = registry.mixin_of(kind)
+    return type(name, (*before, DistMessagePassing, kind), {"__module__": kind.__module__})
 
 
 def distribute(
@@ -37,15 +38,18 @@ def distribute(
     *,
     layer_policies: Mapping[str, SARPolicy] | None = None,
     sum_gradients: bool = True,
+    replicated: Collection[str] = (),
 ) -> torch.nn.Module:
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
     Every :class:`~torch_geometric.nn.MessagePassing` layer becomes a
     :class:`~pyg_sar.nn.DistMessagePassing` by a swap of its class; norms over nodes take their
-    statistics over all workers. Parameters, buffers, ``state_dict`` keys and the model's own code
-    stay. Rank 0's parameters and buffers are copied to all workers, but for those with a row per
-    node, of which each worker owns its rows (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of
-    ``LightGCN`` and the adjacency's weight of ``LINKX``, built with ``data.num_nodes``).
+    statistics over all workers; readouts, attention over all nodes and models that reduce over
+    nodes do so over all workers' nodes (docs/global.md lists them). Parameters, buffers,
+    ``state_dict`` keys and the model's own code stay. Rank 0's parameters and buffers are copied to
+    all workers, but for those with a row per node, of which each worker owns its rows
+    (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of ``LightGCN`` and the adjacency's weight of
+    ``LINKX``, built with ``data.num_nodes``).
 
     .. code-block:: python
 
@@ -61,20 +65,24 @@ def distribute(
         layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
         sum_gradients: Sum parameter gradients over the workers inside ``backward()``. If not,
             call :func:`pyg_sar.sum_gradients` yourself.
+        replicated: Names of submodules whose inputs are the same on all workers: what comes after
+            a readout, such as ``['head']``. Their rows are graphs, each of which every worker
+            has, so their norms and aggregations stay as they are.
 
     Returns:
         ``model``.
 
     Raises:
-        ValueError: When a layer's parameters don't exist yet, a layer is not known, or a
-            normalisation over nodes can't be distributed.
+        ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
+            or a reduction over nodes can't be distributed.
     """
     comm = current()
     policies = dict(layer_policies or {})
     claim_rows(model)
-    _check(model, policies, comm)
+    seeing = registry.Seeing(model, replicated)
+    _check(model, policies, comm, seeing)
     policy = policy or SARPolicy()
-    _check_alike(model, policy, policies, comm)
+    _check_alike(model, policy, policies, replicated, comm)
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
@@ -84,8 +92,10 @@ def distribute(
                 module.__class__ = _dist_class(kind)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
-        elif type(module) in NORMS:
+        elif name in seeing.rows and type(module) in NORMS:
             module.__class__ = NORMS[type(module)]
+        elif name in seeing.nodes:
+            module.__class__ = registry.class_after(type(module))
     if comm.world_size > 1:
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
@@ -99,7 +109,12 @@ def distribute(
     return model
 
 
-def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Communicator) -> None:
+def _check(
+    model: torch.nn.Module,
+    policies: Mapping[str, SARPolicy],
+    comm: Communicator,
+    seeing: registry.Seeing,
+) -> None:
     modules = dict(model.named_modules())
     unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
     if unknown:
@@ -117,8 +132,8 @@ def _check(model: torch.nn.Module, policies: Mapping[str, SARPolicy], comm: Comm
             )
     if comm.world_size == 1:
         return
-    for name, module in modules.items():
-        check_conv(name, module, comm.rank)
+    registry.check_modules(seeing.nodes)
+    for name, module in seeing.rows.items():
         _check_norm(name, module)
 
 
@@ -144,7 +159,11 @@ def _check_norm(name: str, module: torch.nn.Module) -> None:
 
 
 def _check_alike(
-    model: torch.nn.Module, policy: SARPolicy, policies: Mapping[str, SARPolicy], comm: Communicator
+    model: torch.nn.Module,
+    policy: SARPolicy,
+    policies: Mapping[str, SARPolicy],
+    replicated: Collection[str],
+    comm: Communicator,
 ) -> None:
     """Workers with different models or policies would wait for each other forever."""
     rows = [f"{name}: {type(module).__name__}" for name, module in model.named_modules()]
@@ -154,6 +173,7 @@ def _check_alike(
         for name, p in model.named_parameters()
     ]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
+    rows += [f"replicated: {sorted(replicated)}"]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
     everyone = comm.all_gather_object(rows)
     for rank, theirs in enumerate(everyone):

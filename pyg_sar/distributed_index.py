@@ -145,6 +145,19 @@ class InSpace(Tensor):
         self._memory.move_to_end(key)
         return self._memory[key]
 
+    def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
+        """As :meth:`remember`, of what all workers make together. Collective.
+
+        Not all remember the same edges: those of one relation may be equal to those of another on
+        one worker (none, say), and not on the next.
+        """
+        if self.plan.world_size > 1:
+            missing = torch.tensor([int(key not in self._memory)], device=self.device)
+            self.plan.comm.all_reduce(missing, "max", label=("", "", "agreement"))
+            if int(missing):
+                self._memory.pop(key, None)
+        return self.remember(key, make)
+
 
 class DistIndex(InSpace):
     """A row of source ids: own nodes below ``plan.num_local``, halo nodes from there on.
@@ -265,6 +278,8 @@ def _max(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 1 or kwargs:
         raise refusal(func)
     source = args[0]
+    if not isinstance(source, DistIndex | DistEdgeIndex):
+        raise refusal(func)
     nodes = source.plan.num_local
     if isinstance(source, DistEdgeIndex):
         nodes = max(nodes, source.num_targets)

@@ -13,8 +13,7 @@ comes back and what hangs on it (shards, normalisation) is made once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -46,6 +45,7 @@ from pyg_sar.joint_index import (
     set_shifted_row,
     widened_row,
 )
+from pyg_sar.selections import Selections
 
 __all__ = [
     "METADATA",
@@ -127,53 +127,6 @@ def _joined_order(parts: Sequence[Any], edges: bool) -> Tensor | None:
     return torch.cat(ranks)
 
 
-class _Selections:
-    """Edges selected from a tensor earlier, found again by the same or by equal columns.
-
-    Relational layers select the edges of each relation by a mask that they make anew in each
-    pass. As many edges are remembered as there are in a few copies of the whole.
-
-    Args:
-        num_edges: Edges that may be selected.
-    """
-
-    def __init__(self, num_edges: int) -> None:
-        self._room = 4 * num_edges + 64
-        self._held = 0
-        self._by_identity: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
-        self._by_content: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
-
-    def find(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
-        """The edges in these columns (a mask, or their numbers)."""
-        key = (id(columns), version_of(columns))
-        if key not in self._by_identity:
-            # The entry keeps `columns` alive, so that its id stays its own.
-            self._by_identity[key] = columns, self._equal(columns, make)
-            if len(self._by_identity) > 16:
-                self._by_identity.popitem(last=False)
-        self._by_identity.move_to_end(key)
-        return self._by_identity[key][1]
-
-    def _equal(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
-        with torch.inference_mode(False):
-            mask = columns.dtype in (torch.bool, torch.uint8)
-            numbers = columns.nonzero().view(-1) if mask else columns.clone()
-        places = torch.arange(numbers.numel(), device=numbers.device) % 1009
-        key = numbers.numel(), int(numbers.sum()), int((numbers * places).sum())
-        found = self._by_content.pop(key, None)
-        if found is not None and not torch.equal(found[0], numbers):
-            self._held -= numbers.numel()
-            found = None
-        if found is None:
-            found = numbers, make()
-            self._held += numbers.numel()
-        self._by_content[key] = found
-        while self._held > self._room and len(self._by_content) > 1:
-            _, (dropped, _) = self._by_content.popitem(last=False)
-            self._held -= dropped.numel()
-        return found[1]
-
-
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     """``edge_index[:, columns]``. See [Note: once per structure]."""
 
@@ -185,7 +138,7 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     if not isinstance(columns, Tensor):
         key = ("columns", str(columns)) if isinstance(columns, slice) else None
         return make() if key is None else source.remember(key, make)
-    selections: _Selections = source.remember("selections", lambda: _Selections(source.size(1)))
+    selections: Selections = source.remember("selections", lambda: Selections(source.size(1)))
     return selections.find(columns, make)
 
 

@@ -11,6 +11,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PartitionError
+from pyg_sar.graph_index import dist_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.hetero_parts import HeteroSchema, set_attributes, store_tensors
 from pyg_sar.index_space import dist_edge_index
@@ -27,9 +28,10 @@ def load_partition(
     """Loads this worker's part of a partitioned graph.
 
     The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
-    ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). Of a
-    heterogeneous graph it is a ``HeteroData`` that has these for each node type and relation, also
-    for those of which this worker holds nothing. Only this worker's file is read.
+    ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
+    ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
+    together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
+    relation, also for those of which this worker holds nothing. Only this worker's file is read.
 
     Args:
         root: The folder that :func:`write_partitions` wrote.
@@ -98,6 +100,9 @@ def _as_data(
     data.num_nodes = plan.num_local
     edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
     data.edge_index = edge_index.ordered(data.e_id)
+    kind = metadata.attributes.get("batch")
+    if kind is not None and (kind.level, kind.dtype, len(kind.shape)) == ("node", "int64", 1):
+        data.batch = dist_batch(data.batch)
     return data
 
 

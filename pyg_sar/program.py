@@ -284,6 +284,8 @@ class TileProgram:
     ) -> tuple[Tensor, dict[str, Any]]:
         """The messages, and the arguments of ``aggregate`` where it is part of the program."""
         layer = self.layer
+        if self._tag is not None:
+            layer.__dict__["_edge_type"] = values[self._tag]
         values = [
             value.movedim(0, o.axis) if o.axis and value is not None else value
             for o, value in zip(self.operands, values, strict=True)

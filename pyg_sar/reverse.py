@@ -156,5 +156,7 @@ class _Carry(torch.autograd.Function):
 
 def reversed_edges(edge_index: DistEdgeIndex) -> ReversedEdges:
     """The reversed edges, made on first use and kept with ``edge_index``."""
-    found: ReversedEdges = edge_index.remember("reversed", lambda: ReversedEdges(edge_index))
+    found: ReversedEdges = edge_index.remember_together(
+        "reversed", lambda: ReversedEdges(edge_index)
+    )
     return found

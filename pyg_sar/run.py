@@ -114,6 +114,11 @@ def train_worker(config: RunConfig) -> TrainResult:
 
 def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
     data = load_partition(config.parts)
+    if not isinstance(data, Data):
+        raise UsageError(
+            f"{config.parts!r} holds a heterogeneous graph, which the models of this command don't "
+            "take: write a training script as examples/hetero.py does"
+        )
     data.x = _features(data)
     seed = config.train.seed
     if seed is not None:

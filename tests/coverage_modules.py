@@ -341,7 +341,8 @@ MODELS: dict[str, Cases] = {
     },
     "AttentiveFP": {"": Case(
         make=lambda: models.AttentiveFP(C, 8, OUT, EDGE_DIM, 2, 2), level="graph",
-        args=f"{PLAIN_ATTR} batch")},
+        args=f"{PLAIN_ATTR} batch",
+        refused="from nodes to graphs", why="passes messages from nodes to graphs")},
     "RECT_L": {"": Case(make=lambda: models.RECT_L(C, 8), args=WEIGHT)},
     "LINKX": {"": Case(
         make=lambda: models.LINKX(NODES, C, 8, OUT, 2), args=WEIGHT, rows=("edge_lin.weight",))},

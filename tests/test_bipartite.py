@@ -82,6 +82,17 @@ def my_relation(edges: Tensor, sources: Tensor, targets: Tensor):
     return dist_edge_index(local, plan, targets=own.numel()), mine, own, e_id
 
 
+class Flipped(torch.nn.Module):
+    """Sources hear of targets: the layer aggregates where the edges' sources are."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def forward(self, x, edge_index):
+        return self.layer((x[1], x[0]), edge_index.flip(0))
+
+
 class MedianConv(MessagePassing):
     """An aggregation whose partial states don't merge."""
 
@@ -107,6 +118,8 @@ def layers() -> dict[str, torch.nn.Module]:
         "gatv2": GATv2Conv(both, OUT, heads=2, add_self_loops=False),
         "transformer": TransformerConv(both, OUT, heads=2),
         "median": MedianConv(),
+        "flipped": Flipped(SAGEConv(both[::-1], OUT)),
+        "flipped attention": Flipped(GATConv(both[::-1], OUT, add_self_loops=False)),
     }
     return {name: layer.double() for name, layer in found.items()}
 
@@ -128,7 +141,8 @@ def on_worker(jobs, policies, kind):
         for k, policy in enumerate(policies):
             set_policy(layer, policy)
             out, a, b = run(layer, x[mine], y[own], local, None)
-            pyg_sar.mean(node_losses(out, own)).backward()
+            ids = mine if name.startswith("flipped") else own
+            pyg_sar.mean(node_losses(out, ids)).backward()
             grads = {n: p.grad.clone() for n, p in layer.named_parameters() if p.grad is not None}
             found[name, k] = mine, own, out.detach(), a.grad, b.grad, grads
     return found
@@ -146,12 +160,13 @@ def test_bipartite_layers_equal_one_process(world, kind):
     workers = threads(on_worker, world, jobs, policies, kind)
     for name, layer in jobs.items():
         out, a, b = run(layer, x, y, edges, None)
-        node_losses(out, torch.arange(TARGETS)).mean().backward()
+        flipped = name.startswith("flipped")
+        node_losses(out, torch.arange(out.size(0))).mean().backward()
         for k in range(len(policies)):
             rows = [worker[name, k] for worker in workers]
             where = f"{name}, {world} workers, {kind}, {policies[k]}"
             for place, ids, expected, count in (
-                (2, 1, out, TARGETS),
+                (2, 0, out, SOURCES) if flipped else (2, 1, out, TARGETS),
                 (3, 0, a.grad, SOURCES),
                 (4, 1, b.grad, TARGETS),
             ):

@@ -296,6 +296,26 @@ def test_the_gradient_norm_is_of_all_rows(tmp_path):
         assert error(bias, plain.conv.bias.grad) < 1e-10
 
 
+def test_gradients_summed_by_hand_leave_rows_alone(tmp_path):
+    data, (plain, _, state) = make_graph(NODES), whole("GAT")
+    pyg_sar.write_partitions(data, 2, tmp_path / "p", "random")
+
+    def by_hand() -> Any:
+        part = pyg_sar.load_partition(tmp_path / "p")
+        model, name = build("GAT", part.num_nodes)
+        pyg_sar.distribute(model, sum_gradients=False)
+        model.load_state_dict({k: v[part.n_id] if k == name else v for k, v in state.items()})
+        pyg_sar.mean(node_losses(model(part.edge_index), part.n_id)).backward()
+        pyg_sar.sum_gradients(model)
+        return part.n_id, model.embedding.weight.grad, model.conv.bias.grad
+
+    node_losses(plain(data.edge_index), torch.arange(NODES)).mean().backward()
+    workers = threads(by_hand, 2)
+    rows = assemble(((w[0], w[1]) for w in workers), NODES)
+    assert error(rows, plain.embedding.weight.grad) < 1e-10
+    assert all(error(w[2], plain.conv.bias.grad) < 1e-10 for w in workers)
+
+
 def test_a_copied_model_owns_its_rows(tmp_path):
     data, (plain, _, state) = make_graph(NODES), whole("GAT")
     pyg_sar.write_partitions(data, 2, tmp_path / "p", "random")

@@ -51,6 +51,13 @@ def test_quickstart_is_short_and_changes_three_lines():
     assert all(word in " ".join(replaced) for word in ("data =", "model =", "loss ="))
 
 
+def test_hetero_learns():
+    out = run_example("hetero.py")
+    assert out.count("epoch 30: loss") == 1 and "author writes paper" in out
+    found = re.search(r"other papers (\d\.\d+)", out)
+    assert found is not None and float(found[1]) > 0.8
+
+
 def test_custom_layer_is_the_same_on_workers():
     out = run_example("custom_layer.py")
     assert "2 workers and one process: the same" in out

@@ -334,8 +334,12 @@ def test_relational_layers_equal_one_process(world, tmp_path):
 def refused(root: Any) -> list[str]:
     data = pyg_sar.load_partition(root)
     found = []
-    for conv, x in ((RGCNConv, None), (FastRGCNConv, None), (FastRGCNConv, data.n_id)):
-        model = pyg_sar.distribute(conv(NODES, 4, TYPES).double())
+    for conv, x, size in (
+        (RGCNConv, None, NODES // 2),  # as many as every worker has
+        (FastRGCNConv, None, NODES),
+        (FastRGCNConv, data.n_id, NODES),
+    ):
+        model = pyg_sar.distribute(conv(size, 4, TYPES).double())
         try:
             model(x, data.edge_index, data.edge_type)
         except (ValueError, pyg_sar.DistributedIndexError) as problem:
@@ -370,6 +374,58 @@ def test_relations_are_bucketed_once(tmp_path):
         assert found == [40, 40, 40]
 
 
+def transformer_worker(layer: Any, root: Any) -> Any:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(copy.deepcopy(layer), pyg_sar.SARPolicy(mode=1, prefetch=0))
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        for _ in range(2):
+            layer(data.x_dict, data.edge_index_dict)
+    halo = [data[key].edge_index.plan.halo_counts for key in data.edge_types]
+    shards = [sum(counts) for counts in zip(*halo, strict=True)]
+    peak = ledger.peak_resident_rows("DistHGTConv")
+    return ledger.events("bucketing"), ledger.received_bytes(kind="fetch"), peak, shards
+
+
+def test_joined_relations_stream_like_one(tmp_path):
+    """Nothing but the halo rows of all relations travels, and they are joined once."""
+    data = make_hetero()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    layer = HGTConv(dict(WIDTHS), OUT, data.metadata(), heads=2).double()
+    for bucketed, received, peak, shards in threads(
+        transformer_worker, 3, layer, tmp_path / "parts"
+    ):
+        assert bucketed == 1 and peak == max(shards)
+        assert received == 2 * sum(shards) * 2 * OUT * 8  # passes, rows, keys and values
+
+
+def misuse(root: Any) -> list[str]:
+    data = pyg_sar.load_partition(root)
+    edges = data["author", "writes", "paper"].edge_index
+    shifted = edges.clone()
+    shifted[0] += 3
+    found = []
+    for case in (
+        lambda: edges.__setitem__(0, edges[1]),
+        lambda: shifted.max(),
+        lambda: data["author"].x[shifted[0]],
+        lambda: torch.cat([edges, shifted], dim=1),
+        lambda: torch.cat([edges, data["paper", "cites", "paper"].edge_index], dim=1),
+        lambda: SAGEConv((5, 6), 2).double()((data["author"].x, data["paper"].x), shifted),
+    ):
+        try:
+            case()
+        except pyg_sar.DistributedIndexError as problem:
+            found.append(str(problem))
+    return found
+
+
+def test_half_shifted_edges_are_refused(tmp_path):
+    pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "parts", "random")
+    for found in threads(misuse, 2, tmp_path / "parts"):
+        assert len(found) == 6
+        assert "different index spaces" in found[3] and "different index spaces" in found[4]
+
+
 # Lazy parameters ##############################################################
 
 
@@ -388,11 +444,11 @@ def lazy_models() -> dict[str, torch.nn.Module]:
     return {name: model.double() for name, model in found.items()}
 
 
-def lazy_worker(root: Any) -> Any:
+def lazy_worker(root: Any, models: Any) -> Any:
     data = pyg_sar.load_partition(root)
     ids = {name: data[name].n_id for name in data.node_types}
     found, problem = {}, ""
-    for name, model in lazy_models().items():
+    for name, model in models[pyg_sar.current().rank].items():
         try:
             pyg_sar.distribute(model)
         except ValueError as error:
@@ -406,7 +462,9 @@ def lazy_worker(root: Any) -> Any:
 def test_lazy_parameters_are_initialised_from_the_partition(tmp_path):
     data = make_hetero()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", random_parts(data, 3))
-    workers = threads(lazy_worker, 3, tmp_path / "parts")
+    # Built here: tracing a model, as to_hetero() does, changes modules of other threads.
+    built = [lazy_models() for _ in range(3)]
+    workers = threads(lazy_worker, 3, tmp_path / "parts", built)
     for name, plain in lazy_models().items():
         with torch.no_grad():
             plain(data.x_dict, data.edge_index_dict)

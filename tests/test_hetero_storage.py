@@ -18,6 +18,7 @@ from pyg_sar.errors import PartitionError
 from pyg_sar.graphs import load_graph
 from pyg_sar.hetero_partition import assign_node_types
 from pyg_sar.index_space import plain
+from pyg_sar.run import ModelConfig, RunConfig, train_worker
 from pyg_sar.storage import merge_partitions, read_metadata, write_partitions
 
 
@@ -263,3 +264,10 @@ def test_real_graphs(name, tmp_path, shared_data):
     else:
         assert torch.equal(found.edge_index, data.edge_index)
         assert torch.equal(found.edge_type, data.edge_type)
+
+
+def test_the_training_command_says_what_it_takes(tmp_path):
+    write_partitions(make_hetero(), 1, tmp_path / "parts")
+    config = RunConfig(parts=str(tmp_path / "parts"), model=ModelConfig(name="gcn"))
+    with pytest.raises(pyg_sar.WorkerError, match=r"UsageError.*heterogeneous graph"):
+        threads(train_worker, 1, config)

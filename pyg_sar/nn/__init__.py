@@ -1,5 +1,6 @@
-"""Layers and norms that run on a distributed graph."""
+"""Layers, norms and readouts that run on a distributed graph."""
 
+from pyg_sar.graph_index import DistBatch, dist_batch
 from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
 from pyg_sar.nn.graph_norm import (
     DistGraphNorm,
@@ -19,10 +20,14 @@ from pyg_sar.nn.norm import (
     DistHeteroBatchNorm,
     DistSyncBatchNorm,
 )
+from pyg_sar.nn.pool import DistReadout, global_add_pool, global_max_pool, global_mean_pool
+from pyg_sar.node_rows import shuffle_nodes
+from pyg_sar.ring import global_attention
 from pyg_sar.strategy import OneShotWarning
 
 __all__ = [
     "NORMS",
+    "DistBatch",
     "DistBatchNorm",
     "DistBatchNorm1d",
     "DistDiffGroupNorm",
@@ -35,10 +40,17 @@ __all__ = [
     "DistMeanSubtractionNorm",
     "DistMessagePassing",
     "DistPairNorm",
+    "DistReadout",
     "DistSyncBatchNorm",
     "NodeEmbedding",
     "OneShotWarning",
+    "dist_batch",
     "gather_embedding",
+    "global_add_pool",
+    "global_attention",
+    "global_max_pool",
+    "global_mean_pool",
     "own_rows",
     "scatter_embedding",
+    "shuffle_nodes",
 ]

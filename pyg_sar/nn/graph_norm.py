@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import instance_norm
 
 from pyg_sar.comm import current
+from pyg_sar.graph_index import plain_batch
 from pyg_sar.moments import Moments, graph_moments, moments, reduces_over_rows, standardise
 
 
@@ -54,6 +55,7 @@ class DistGraphNorm(gnn.GraphNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.GraphNorm.forward`."""
+        batch = plain_batch(batch)
         if current().world_size == 1:
             return super().forward(x, batch, batch_size)
         found = graph_moments("GraphNorm", x, batch, batch_size)
@@ -71,6 +73,7 @@ class DistGraphSizeNorm(gnn.GraphSizeNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.GraphSizeNorm.forward`."""
+        batch = plain_batch(batch)
         if current().world_size == 1:
             return super().forward(x, batch, batch_size)
         count = graph_moments("GraphSizeNorm", x, batch, batch_size, order=0).count
@@ -85,6 +88,7 @@ class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
         self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.MeanSubtractionNorm.forward`."""
+        batch = plain_batch(batch)
         if current().world_size == 1:
             return super().forward(x, batch, dim_size)
         found = graph_moments("MeanSubtractionNorm", x, batch, dim_size, order=1)
@@ -99,6 +103,7 @@ class DistPairNorm(gnn.PairNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.PairNorm.forward`."""
+        batch = plain_batch(batch)
         if current().world_size == 1:
             return super().forward(x, batch, batch_size)
         dtype = plain_dtype(self, gnn.PairNorm, x, batch)
@@ -122,6 +127,7 @@ class DistLayerNorm(gnn.LayerNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.LayerNorm.forward`."""
+        batch = plain_batch(batch)
         if current().world_size == 1 or self.mode != "graph":
             return super().forward(x, batch, batch_size)
         found = graph_moments("LayerNorm(mode='graph')", x, batch, batch_size)
@@ -151,6 +157,7 @@ class DistInstanceNorm(gnn.InstanceNorm):
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
         """See :meth:`torch_geometric.nn.InstanceNorm.forward`."""
+        batch = plain_batch(batch)
         comm = current()
         if comm.world_size == 1:
             return super().forward(x, batch, batch_size)

@@ -11,12 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, RGCNConv
 
 from pyg_sar.aggregate import SequentialAggregation, aggregate
 from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
+from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
@@ -30,7 +31,6 @@ from pyg_sar.strategy import (
     Verdict,
     decomposition_of,
     edge_level_names,
-    maximum,
     most_edges,
     title_of,
 )
@@ -132,7 +132,9 @@ class DistMessagePassing(MessagePassing):
         size = _known_size(edge_index, size, self)
         strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
-        if strategy == "one_shot" or hooks:
+        # Edges that go to the other ends' owners first: a worker without edges here has some there.
+        leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
+        if (strategy == "one_shot" and not leaving) or hooks:
             return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
@@ -268,6 +270,7 @@ class DistMessagePassing(MessagePassing):
     def _call_scope(
         self, edges: Sequence[DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Iterator[None]:
+        self._refuse_local_ids(edges[0].plan, args, kwargs)
         whole = self._one_shot_call
         self._one_shot_call = whole or self._wants_attention(args, kwargs)
         try:
@@ -283,6 +286,20 @@ class DistMessagePassing(MessagePassing):
                 yield
         finally:
             self._one_shot_call = whole
+
+    def _refuse_local_ids(
+        self, plan: HaloPlan, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> None:
+        """Without features RGCNConv numbers the nodes 0, 1, ...: not what they are elsewhere."""
+        if not isinstance(self, RGCNConv) or plan.world_size == 1:
+            return
+        x = self._bound(args, kwargs).get("x")
+        if (x[0] if isinstance(x, tuple) else x) is None:
+            raise ValueError(
+                f"{title_of(self)} got x=None at rank {plan.rank}, and would take this worker's "
+                "nodes for nodes 0, 1, ... of the graph: pass x=data.n_id, with as many "
+                "in_channels as the graph has nodes"
+            )
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """``return_attention_weights`` asks for edge values, which only one shot has."""
@@ -312,7 +329,9 @@ class DistMessagePassing(MessagePassing):
             yield
             return
         version = None if weight is None else version_of(weight)
-        key = ("normalised", id(self), x.dtype, id(weight), version)
+        # Not id(self), which a later layer may get: on some workers only, and with other options.
+        itself = self.__dict__.setdefault("_identity", object())
+        key = ("normalised", itself, x.dtype, id(weight), version)
         found = edge_index._memory.get(key)
         self._cached_edge_index = None if found is None else found[0]
         self.cached = True
@@ -419,10 +438,5 @@ def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
     most = verdict.max_edges
     if verdict.strategy == "sequential":
         return ShardRounds(shards_of(edge_index), most)
-    # Chunks are made by all workers together, but not all remember the same edges: those of one
-    # relation may be equal to those of another here (none, say), and not there.
     key = ("chunks", most)
-    missing = [int(key not in edge_index._memory)]
-    if maximum(edge_index.plan.comm, missing, edge_index.device)[0]:
-        edge_index._memory.pop(key, None)
-    return ChunkRounds(edge_index.remember(key, lambda: Chunks(edge_index, most)))
+    return ChunkRounds(edge_index.remember_together(key, lambda: Chunks(edge_index, most)))

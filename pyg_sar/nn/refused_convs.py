@@ -6,7 +6,6 @@ worker's nodes or edges and say nothing, or fail with an error of something else
 
 from __future__ import annotations
 
-import torch
 from torch_geometric import nn
 
 _NEIGHBOURS = (
@@ -35,17 +34,3 @@ REFUSED: dict[type, str] = {
         "Use WLConvContinuous, or colour the whole graph before write_partitions()"
     ),
 }
-
-
-def check_conv(name: str, module: torch.nn.Module, rank: int) -> None:
-    """Refuses a module of these classes.
-
-    Raises:
-        ValueError: Names the module, its class, the rank and the reason.
-    """
-    for kind, reason in REFUSED.items():
-        if isinstance(module, kind):
-            what = f"'{name}'" if name else "The model"
-            raise ValueError(
-                f"{what} ({type(module).__name__}) can't be distributed (rank {rank}): {reason}"
-            )

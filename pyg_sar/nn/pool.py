@@ -1,0 +1,180 @@
+"""Readouts: reductions over all nodes of a graph that workers share, one row per graph.
+
+[Note: readouts] An aggregation that is not the ``aggr_module`` of a message passing layer reduces
+over nodes of all workers. PyG's own code computes it, with a distributed index
+(:mod:`pyg_sar.graph_index`): the classes here only see to it that the index is one. The result is
+the same on all workers and differentiable; see [Note: gradients of replicated values] in
+:mod:`pyg_sar.collectives` for what its gradient means. Train with
+
+.. code-block:: python
+
+    loss = F.cross_entropy(head(readout(x, data.batch)), y, reduction='none')
+    pyg_sar.mean(loss).backward()
+
+as for nodes: each worker holds a copy of every graph's loss, and the mean of equal copies is the
+mean. A scalar that all workers compute alike goes in as ``pyg_sar.mean(loss.view(1))``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch_geometric.nn.aggr as aggr
+from torch import Tensor
+from torch_geometric.nn import Aggregation
+from torch_geometric.nn.aggr.fused import FusedAggregation
+from torch_geometric.utils import scatter
+
+from pyg_sar.comm import current
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.graph_index import DistBatch, dist_batch, one_graph, plain_batch, whole_batch
+
+# Functions ###################################################################
+
+
+def _index(x: Tensor, batch: Tensor | None, size: int | None) -> tuple[DistBatch, int]:
+    if x.dim() == 0:
+        raise ValueError("Expected node features 'x' of shape [num_local, *] (got a scalar)")
+    dim = -1 if x.dim() == 1 else -2
+    index = one_graph(x.size(dim), x.device) if batch is None else dist_batch(batch)
+    if index.numel() != x.size(dim):
+        raise ValueError(
+            f"Expected 'batch' to hold the graph of each of the {x.size(dim)} rows of 'x' (got "
+            f"{index.numel()} at rank {index.comm.rank})"
+        )
+    if size is not None and size < index.num_graphs:
+        raise ValueError(f"'size'={size} is less than the {index.num_graphs} graphs of 'batch'")
+    return index, dim
+
+
+def _pool(x: Tensor, batch: Tensor | None, size: int | None, reduce: str) -> Tensor:
+    index, dim = _index(x, batch, size)
+    out = scatter(x, index, dim, size or index.num_graphs, reduce)
+    return out.squeeze(dim) if batch is None and x.dim() > 2 else out
+
+
+def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = None) -> Tensor:
+    r"""The sum of each graph's nodes on all workers, :math:`\sum_p \sum_{n \in V_p} x_n`.
+
+    :func:`torch_geometric.nn.global_add_pool` over workers. The result is the same on all of them.
+
+    Args:
+        x: This worker's rows, ``[num_local, F]``.
+        batch: Graph of each row, int64 ``[num_local]``; one graph by default.
+        size: Number of graphs, the same on all workers.
+
+    Returns:
+        ``[num_graphs, F]``.
+
+    Raises:
+        ValueError: When sizes don't fit.
+    """
+    return _pool(x, batch, size, "sum")
+
+
+def global_mean_pool(x: Tensor, batch: Tensor | None = None, size: int | None = None) -> Tensor:
+    """The mean of each graph's nodes on all workers; see :func:`global_add_pool`."""
+    return _pool(x, batch, size, "mean")
+
+
+def global_max_pool(x: Tensor, batch: Tensor | None = None, size: int | None = None) -> Tensor:
+    """The maximum of each graph's nodes on all workers; see :func:`global_add_pool`.
+
+    Equal maxima share the gradient evenly, also without ``batch``.
+    """
+    return _pool(x, batch, size, "max")
+
+
+# Modules #####################################################################
+
+
+class DistReadout(Aggregation):
+    """Makes an aggregation reduce over the nodes of all workers. See [Note: readouts].
+
+    Called as in PyG, with ``index`` being ``data.batch`` of :func:`pyg_sar.load_partition` (or
+    made by :func:`pyg_sar.dist_batch`), or without one for a single graph.
+
+    Raises:
+        DistributedIndexError: On several workers, when ``index`` is an ordinary tensor: whether it
+            numbers graphs or this worker's own nodes can't be seen.
+        ValueError: On several workers, when called with ``ptr``.
+    """
+
+    def __call__(
+        self,
+        x: Tensor,
+        index: Tensor | None = None,
+        ptr: Tensor | None = None,
+        dim_size: int | None = None,
+        dim: int = -2,
+        **kwargs: Any,
+    ) -> Tensor:
+        name, rank = type(self).__name__, current().rank
+        if current().world_size == 1:  # Local is global.
+            if ptr is not None:
+                index = torch.arange(ptr.numel() - 1, device=ptr.device)
+                index = whole_batch(index.repeat_interleave(ptr.diff()), index.numel(), current())
+            elif index is not None:
+                index = dist_batch(index)
+        elif ptr is not None:
+            raise ValueError(
+                f"{name} got 'ptr' at rank {rank}: graphs that workers share have no contiguous "
+                "rows; pass 'index' (data.batch)"
+            )
+        if index is None:
+            index = one_graph(x.size(dim), x.device)
+        elif not isinstance(index, DistBatch):
+            raise DistributedIndexError(
+                f"{name} got an ordinary 'index' at rank {rank}. Pass data.batch of "
+                "pyg_sar.load_partition() or pyg_sar.dist_batch(batch) to reduce over the nodes "
+                "of all workers; reduce edges at this worker's own nodes by "
+                "torch_geometric.utils.scatter()"
+            )
+        size = index.num_graphs if dim_size is None else dim_size
+        if size < index.num_graphs:
+            raise ValueError(
+                f"{name} got 'dim_size'={size} for {index.num_graphs} graphs at rank {rank}"
+            )
+        index = whole_batch(plain_batch(index), size, index.comm)
+        return super().__call__(x, index=index, dim_size=size, dim=dim, **kwargs)
+
+
+_EXACT: tuple[type[Aggregation], ...] = (
+    aggr.SumAggregation,
+    aggr.MeanAggregation,
+    aggr.MaxAggregation,
+    aggr.MinAggregation,
+    aggr.MulAggregation,
+    aggr.VarAggregation,
+    aggr.StdAggregation,
+    aggr.SoftmaxAggregation,
+    aggr.PowerMeanAggregation,
+    aggr.MultiAggregation,
+    aggr.DegreeScalerAggregation,
+    aggr.AttentionalAggregation,
+    aggr.Set2Set,
+    aggr.DeepSetsAggregation,
+    aggr.VariancePreservingAggregation,
+    FusedAggregation,
+)
+
+MODULES: dict[type, type] = {
+    kind: type(f"Dist{kind.__name__}", (DistReadout, kind), {"__module__": __name__})
+    for kind in _EXACT
+}
+
+_ORDER = "its result depends on the order of the nodes"
+_RANKS = "ranks of nodes can't be merged from those on each worker"
+
+REFUSED: dict[type, str] = {
+    aggr.MedianAggregation: _RANKS,
+    aggr.QuantileAggregation: _RANKS,
+    aggr.SortAggregation: _RANKS,
+    aggr.LSTMAggregation: _ORDER,
+    aggr.GRUAggregation: _ORDER,
+    aggr.MLPAggregation: _ORDER,
+    aggr.LCMAggregation: _ORDER,
+    aggr.PatchTransformerAggregation: _ORDER,
+    aggr.EquilibriumAggregation: "it differentiates a sum over the nodes within its forward pass",
+}

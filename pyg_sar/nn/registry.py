@@ -1,0 +1,178 @@
+"""Which modules reduce over nodes, what becomes of them, and which are refused.
+
+[Note: tables] Each module of this package exports ``MODULES`` (a plain class and the distributed
+class that takes its place), ``MIXINS`` (a message passing class and what goes before
+:class:`~pyg_sar.nn.DistMessagePassing` in its bases) and ``REFUSED`` (a class and the reason). A
+subclass of a listed class is distributed alike, unless it overrides what the distributed class
+overrides: then it is refused, as are aggregations that aren't listed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+import torch
+from torch_geometric.nn import (
+    Aggregation,
+    DeepSetsAggregation,
+    GraphMultisetTransformer,
+    MessagePassing,
+    MultiAggregation,
+    SetTransformerAggregation,
+)
+
+from pyg_sar.comm import current
+from pyg_sar.nn import attention, models, pool, refused_convs, sequences, set_attention
+from pyg_sar.nn.norm import NORMS
+
+MODULES: dict[type, type] = {
+    **pool.MODULES,
+    **attention.MODULES,
+    **set_attention.MODULES,
+    **sequences.MODULES,
+    **models.MODULES,
+}
+MIXINS: dict[type, type] = {**models.MIXINS}
+REFUSED: dict[type, str] = {
+    **refused_convs.REFUSED,
+    **pool.REFUSED,
+    **set_attention.REFUSED,
+    **models.REFUSED,
+}
+
+
+def mixin_of(kind: type) -> tuple[type, ...]:
+    """What goes before :class:`DistMessagePassing` in a layer's bases."""
+    found = next((base for base in kind.__mro__ if base in MIXINS), None)
+    return () if found is None else (MIXINS[found],)
+
+
+@cache
+def distributed_class(kind: type) -> type | None:
+    """The class that takes the place of ``kind``, or ``None`` if it stays as it is.
+
+    Raises:
+        ValueError: With the reason, when it is refused.
+    """
+    if kind in MODULES:
+        return MODULES[kind]
+    if kind in MODULES.values():
+        return None
+    for base in kind.__mro__:
+        if base in REFUSED:
+            raise ValueError(REFUSED[base])
+        if base in MODULES.values():
+            return None
+        if base in MODULES and base not in pool.MODULES and base not in set_attention.MODULES:
+            return _joined(kind, base, MODULES[base])
+        if base is Aggregation:
+            raise ValueError(
+                "its own forward() may reduce over each worker's nodes only. Reduce with "
+                "torch_geometric.utils.scatter(x, data.batch) or pyg_sar.nn.global_mean_pool(x) "
+                "in the model's code"
+            )
+    return None
+
+
+def class_after(kind: type) -> type:
+    """The class that a module of class ``kind`` has after :func:`pyg_sar.distribute`."""
+    try:
+        return distributed_class(kind) or kind
+    except ValueError:  # Got past check_modules(): one process, which needs no other class.
+        return kind
+
+
+def _joined(kind: type, base: type, dist: type) -> type:
+    """The distributed class of a subclass of ``base``."""
+    own = {name for c in kind.__mro__[: kind.__mro__.index(base)] for name in vars(c)}
+    added = dist.__mro__[: dist.__mro__.index(base)]
+    clash = sorted({name for c in added for name in vars(c) if callable(vars(c)[name])} & own)
+    if clash and base not in sequences.MODULES:
+        raise ValueError(
+            f"it overrides {', '.join(clash)} of {base.__name__}, which over workers must reduce "
+            f"over all their nodes; derive it from {dist.__module__}.{dist.__name__} and do so"
+        )
+    return type(f"Dist{kind.__name__}", (dist, kind), {"__module__": kind.__module__})
+
+
+# Which modules see nodes #####################################################
+
+
+def _inside(name: str, roots: Collection[str]) -> bool:
+    return any(name == root or name.startswith(f"{root}.") for root in roots)
+
+
+def _of_layers(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
+    """Names of the aggregations of message passing layers, which these see to."""
+    for name, module in modules.items():
+        if isinstance(module, MessagePassing):
+            yield f"{name}.aggr_module" if name else "aggr_module"
+
+
+def _of_norms(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
+    """Names of the parts of norms, which see to these (HeteroBatchNorm has an aggregation)."""
+    for name, module in modules.items():
+        if isinstance(module, (*NORMS, *NORMS.values())):
+            yield from (f"{name}.{part}" if name else part for part, _ in module.named_children())
+
+
+def _after_readouts(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
+    """Names of parts of readouts that see graphs instead of nodes."""
+    for name, module in modules.items():
+        prefix = f"{name}." if name else ""
+        if isinstance(module, GraphMultisetTransformer | SetTransformerAggregation):
+            yield from (f"{prefix}{child}" for child, _ in module.named_children())
+        elif isinstance(module, DeepSetsAggregation):
+            yield from (f"{prefix}global_nn", f"{prefix}global_mlp")
+        elif isinstance(module, MultiAggregation):
+            yield f"{prefix}multihead_attn"
+
+
+class Seeing:
+    """What modules see: nodes, edges of a layer, or graphs that all workers have.
+
+    Args:
+        model: The model.
+        replicated: Names of submodules whose inputs are the same on all workers.
+
+    Attributes:
+        rows: Modules by name that see this worker's nodes or edges: norms count over all workers.
+        nodes: Those of them that aren't part of a layer's aggregation or of a norm.
+
+    Raises:
+        ValueError: When ``replicated`` names no submodule.
+    """
+
+    def __init__(self, model: torch.nn.Module, replicated: Collection[str]) -> None:
+        modules = dict(model.named_modules())
+        unknown = [name for name in replicated if name not in modules or not name]
+        if isinstance(replicated, str) or unknown:
+            raise ValueError(
+                f"'replicated' must be names of submodules (got {replicated!r}); the model has "
+                f"{[name for name in modules if name]}"
+            )
+        layers = list(_of_layers(modules))
+        after = [name for name in _after_readouts(modules) if not _inside(name, layers)]
+        copies = [*replicated, *after]
+        self.rows = {name: m for name, m in modules.items() if not _inside(name, copies)}
+        parts = [*layers, *_of_norms(modules)]
+        self.nodes = {name: m for name, m in self.rows.items() if not _inside(name, parts)}
+
+
+def check_modules(modules: Mapping[str, torch.nn.Module]) -> None:
+    """Refuses modules that would reduce over this worker's nodes only.
+
+    Raises:
+        ValueError: Names the module, its class, the rank and the reason.
+    """
+    for name, module in modules.items():
+        kind: Any = type(module)
+        try:
+            distributed_class(kind)
+        except ValueError as error:
+            what = f"'{name}'" if name else "The model"
+            raise ValueError(
+                f"{what} ({kind.__name__}) can't be distributed (rank {current().rank}): {error}"
+            ) from None
