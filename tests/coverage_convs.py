@@ -130,7 +130,7 @@ CONVS: dict[str, Cases] = {
     },
     "GravNetConv": {"": Case(
         make=with_knn(lambda: gnn.GravNetConv(C, OUT, 3, 4, 2)),
-        args="x", call=lambda m, g: m(g.x), refused="nearest neighbours",
+        args="x", call=lambda m, g: m(g.x), refused="k nearest neighbours",
         why="builds a k-nearest-neighbour graph from the features in every pass")},
     "GatedGraphConv": {
         "": conv(gnn.GatedGraphConv, C, 2),
@@ -296,11 +296,11 @@ CONVS: dict[str, Cases] = {
     },
     "DynamicEdgeConv": {"": Case(
         make=with_knn(lambda: gnn.DynamicEdgeConv(mlp(2 * C), 2)),
-        args="x", call=lambda m, g: m(g.x), refused="nearest neighbours",
+        args="x", call=lambda m, g: m(g.x), refused="k nearest neighbours",
         why="builds a k-nearest-neighbour graph from the features in every pass")},
     "XConv": {"": Case(
         make=with_knn(lambda: gnn.XConv(C, OUT, 3, 2, hidden_channels=4)),
-        args="x pos", call=lambda m, g: m(g.x, g.pos), refused="nearest neighbours",
+        args="x pos", call=lambda m, g: m(g.x, g.pos), refused="k nearest neighbours",
         why="builds a k-nearest-neighbour graph from the positions in every pass")},
     "PPFConv": {
         "": Case(make=lambda: gnn.PPFConv(mlp(C + 4), mlp(OUT), add_self_loops=False),
@@ -319,7 +319,7 @@ CONVS: dict[str, Cases] = {
             args="x pos edge_index"),
     },
     "HypergraphConv": {"": Case(
-        make=lambda: gnn.HypergraphConv(C, OUT), refused="hyperedges, which no worker",
+        make=lambda: gnn.HypergraphConv(C, OUT), refused="hyperedges are no edges",
         why="hyperedges are no edges between nodes: no partition of nodes owns them")},
     "LEConv": {"": conv(gnn.LEConv, C, OUT, call=WEIGHT)},
     "PNAConv": {
@@ -348,7 +348,7 @@ CONVS: dict[str, Cases] = {
                         shared_weights=False),
     },
     "PANConv": {"": Case(
-        make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="powers of the whole adjacency",
+        make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="multiplies adjacency",
         why="multiplies powers of the adjacency matrix")},
     "WLConv": {"": Case(
         make=lambda: gnn.WLConv(), args="color edge_index",

@@ -25,7 +25,7 @@ LAYERS = (
     "moments reduce decompose layer_state program reverse message_checks dependence strategy",
     "aggregate owned_rows gradients",
     "metrics nn.embedding nn.message_passing nn.graph_norm nn.norm nn.pool nn.attention",
-    "nn.set_attention nn.sequences nn.models nn.registry nn",
+    "nn.set_attention nn.sequences nn.models nn.refused_convs nn.registry nn",
     "lazy convert loading",
     "models schedule splits checkpoint_rows checkpoint train_config training callbacks report",
     "recording verify_report comparison verify",

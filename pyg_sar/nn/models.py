@@ -310,18 +310,10 @@ MIXINS: dict[type, type] = {
 
 _COARSE = "it ranks or merges the nodes of the whole graph"
 _POSITIONS = "it makes its graph from the positions of all atoms; train it on batches of molecules"
-_NEAREST = "it joins nodes to their nearest neighbours, for which it would look among own nodes"
 _WALKS = "it samples random walks over the whole graph"
 _EVENTS = "it keeps a memory of all nodes that events change in order"
 
 REFUSED: dict[type, str] = {
-    gnn.DynamicEdgeConv: _NEAREST,
-    gnn.GravNetConv: _NEAREST,
-    gnn.XConv: _NEAREST,
-    gnn.HypergraphConv: "its edge_index joins nodes to hyperedges, which no worker owns",
-    gnn.MeshCNNConv: "its message tells four neighbours apart by their places in the edge list",
-    gnn.PANConv: "it multiplies powers of the whole adjacency matrix",
-    gnn.WLConv: "it numbers colours in the order in which it meets them in the whole graph",
     gnn.TopKPooling: _COARSE,
     gnn.SAGPooling: _COARSE,
     gnn.EdgePooling: _COARSE,
