@@ -1,6 +1,12 @@
 """The tensors of the index space: ``DistEdgeIndex`` and its source row ``DistIndex``.
 
 What may be done with them is in ``index_space.py``, which fills the table of handlers.
+
+[Note: made together] Chunks, reversed edges and normalisations are made by all workers together and
+kept with the edges. Edges that are found by their content may be those of two relations on one
+worker (none of both, say), and two lists on the next. So whatever is made together gets a number
+that all workers agree on, and is taken again only where each of them has that very number with its
+edges: then it was made of the same edges everywhere.
 """
 
 from __future__ import annotations
@@ -93,6 +99,7 @@ class InSpace(Tensor):
     """What :class:`DistIndex` and :class:`DistEdgeIndex` share. Not a public class."""
 
     plan: HaloPlan
+    by_content: bool = False  # found again by what it holds, or derived from what is
     targets: int | None
     order: Tensor | None = None  # [E]: puts edges in the order of the whole graph's edge list
     _memory: OrderedDict[Any, Any]
@@ -146,17 +153,39 @@ class InSpace(Tensor):
         return self._memory[key]
 
     def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
-        """As :meth:`remember`, of what all workers make together. Collective.
+        """As :meth:`remember`, of what all workers make together. See [Note: made together]."""
+        found = self.recall_together(key)
+        return self.keep_together(key, make()) if found is None else found
 
-        Not all remember the same edges: those of one relation may be equal to those of another on
-        one worker (none, say), and not on the next.
-        """
-        if self.plan.world_size > 1:
-            missing = torch.tensor([int(key not in self._memory)], device=self.device)
-            self.plan.comm.all_reduce(missing, "max", label=("", "", "agreement"))
-            if int(missing):
-                self._memory.pop(key, None)
-        return self.remember(key, make)
+    def recall_together(self, key: Any) -> Any:
+        """What all workers made together for ``key`` with these edges, or ``None`` on all."""
+        if not self.by_content or self.plan.world_size == 1:
+            if key in self._memory:
+                self._memory.move_to_end(key)
+            return self._memory.get(key)
+        made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
+        plan, device = self.plan, self.device
+        label = ("", "", "agreement")
+        only = next(iter(made)) if len(made) == 1 else 0
+        said = torch.tensor([only, plan.tokens], device=device)
+        plan.comm.all_reduce(said, "max", label=label)
+        proposed, plan.tokens = (int(n) for n in said)
+        proposed = proposed or max(made, default=0)
+        said = torch.tensor([int(proposed not in made), proposed, -proposed], device=device)
+        plan.comm.all_reduce(said, "max", label=label)
+        missing, most, least = (int(n) for n in said)
+        return None if missing or most != -least else made[proposed]
+
+    def keep_together(self, key: Any, value: Any) -> Any:
+        """Keeps what all workers made after :meth:`recall_together` had given ``None``."""
+        if not self.by_content or self.plan.world_size == 1:
+            return self.remember(key, lambda: value)
+        made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
+        self.plan.tokens += 1
+        made[self.plan.tokens] = value
+        while len(made) > _MEMORY * 4:
+            made.popitem(last=False)
+        return value
 
 
 class DistIndex(InSpace):
@@ -267,6 +296,7 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     order = None if source.order is None else source.order.to(out.device)
     if isinstance(source, DistEdgeIndex):
         copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
+        copy.by_content = source.by_content
         copy.origin = source if plan is source.plan else None
         return copy
     return dist_index(out, plan, targets=source.targets).ordered(order)

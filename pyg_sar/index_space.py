@@ -70,6 +70,7 @@ def _row(edge_index: DistEdgeIndex, number: int) -> Tensor:
         if number != edge_index.dist_row:
             return row
         index = dist_index(row, edge_index.plan, targets=edge_index.targets)
+        index.by_content = edge_index.by_content
         return index.ordered(edge_index.order)
 
     return edge_index.remember(("row", number), make)
@@ -94,7 +95,9 @@ def _select(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
     """Other edges in the same space."""
-    return dist_edge_index(edge_index, source.plan, source.dist_row, source.targets)
+    out = dist_edge_index(edge_index, source.plan, source.dist_row, source.targets)
+    out.by_content = source.by_content
+    return out
 
 
 def _selected_order(source: Any, columns: Any) -> Tensor | None:
@@ -187,7 +190,9 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
 
     def make() -> Any:
         rows, other = plain(source).flip(0), 1 - source.dist_row
-        return dist_edge_index(rows, source.plan, other, source.targets).ordered(source.order)
+        out = dist_edge_index(rows, source.plan, other, source.targets)
+        out.by_content = source.by_content
+        return out.ordered(source.order)
 
     return source.remember("flip", make)
 
@@ -205,6 +210,7 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
     def make() -> Any:
         joined = torch.stack([plain(row) for row in rows], 0)
         edges = dist_edge_index(joined, base.plan, place, base.targets)
+        edges.by_content = base.by_content
         return other, edges.ordered(base.order)
 
     return base.remember(("stack", place, id(other), version_of(other)), make)[1]
@@ -230,7 +236,9 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         kept = [other.clone() for other in others]
         order = _joined_order(parts, edges)
         if edges:
-            return parts, kept, _edges_like(joined, base).ordered(order)
+            out = _edges_like(joined, base)
+            out.by_content |= len(others) > 0
+            return parts, kept, out.ordered(order)
         return parts, kept, dist_index(joined, base.plan, targets=base.targets).ordered(order)
 
     key = ("cat", where)

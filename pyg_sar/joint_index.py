@@ -156,7 +156,9 @@ def _joined(parts: Sequence[ShiftedEdges], targets: Sequence[Tensor]) -> DistEdg
     rows = [torch.cat(sources), torch.cat(list(targets))]
     place = parts[0].dist_row
     joined = torch.stack(rows if place == 0 else rows[::-1])
-    return dist_edge_index(joined, plan, place, least)
+    out = dist_edge_index(joined, plan, place, least)
+    out.by_content = any(part.origin.by_content for part in parts)
+    return out
 
 
 def _end(part: ShiftedEdges, targets: Tensor) -> int:
@@ -195,7 +197,9 @@ def widened(edge_index: DistEdgeIndex, sources: int, targets: int) -> DistEdgeIn
         rows = plain(edge_index).clone()
         ids = rows[edge_index.dist_row]
         ids[ids >= plan.num_local] += more
-        return dist_edge_index(rows, plan.widened(sources), edge_index.dist_row, targets)
+        out = dist_edge_index(rows, plan.widened(sources), edge_index.dist_row, targets)
+        out.by_content = edge_index.by_content
+        return out
 
     found: DistEdgeIndex = edge_index.remember(("widened", sources, targets), make)
     return found

@@ -51,6 +51,7 @@ class Selections:
             found = None
         if found is None:
             found = numbers, make()
+            found[1].by_content = True
             self._held += numbers.numel()
         self._by_content[key] = found
         while self._held > self._room and len(self._by_content) > 1:

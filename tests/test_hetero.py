@@ -374,6 +374,49 @@ def test_relations_are_bucketed_once(tmp_path):
         assert found == [40, 40, 40]
 
 
+class Shared(torch.nn.Module):
+    """One layer for all relations, whose edges are selected by masks made anew in each pass."""
+
+    def __init__(self, conv: torch.nn.Module) -> None:
+        super().__init__()
+        self.conv = conv
+
+    def forward(self, x: Tensor, edge_index: Tensor, n_id: Tensor, edge_type: Tensor, attr: Any):
+        out = x.new_zeros(x.size(0), OUT)
+        for k in range(4):
+            out = out + (k + 1) * self.conv(x, edge_index[:, edge_type == k])
+        return out
+
+
+def shared_worker(jobs: Any, root: Any) -> Any:
+    data = pyg_sar.load_partition(root)
+    found = []
+    for plain in jobs:
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        for policy in MODES:
+            set_policy(model, policy)
+            for _ in range(2):
+                found.append(relational_pass(model, data, data.n_id, pyg_sar.mean))
+    return data.n_id, found
+
+
+def test_relations_that_are_equal_on_one_worker_only(tmp_path):
+    """What hangs on edges found by content is made by all workers, or by none."""
+    data = make_graph(NODES)
+    part = torch.arange(NODES) * 3 // NODES
+    home = part[data.edge_index[1]]
+    data.edge_type = torch.where(home == 0, 0, torch.arange(data.num_edges) % 4)
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", part)
+    jobs = [Shared(GCNConv(CHANNELS, OUT).double()), Shared(GATConv(CHANNELS, OUT).double())]
+    workers = threads(shared_worker, 3, jobs, tmp_path / "parts")
+    for k, plain in enumerate(jobs):
+        out, x_grad, _, _ = relational_pass(plain, data, torch.arange(NODES), torch.mean)
+        for step in range(2 * len(MODES)):
+            got = [(ids, found[2 * len(MODES) * k + step]) for ids, found in workers]
+            assert error(assemble(((i, g[0]) for i, g in got), NODES), out) <= 1e-10
+            assert error(assemble(((i, g[1]) for i, g in got), NODES), x_grad) <= 1e-10
+
+
 def transformer_worker(layer: Any, root: Any) -> Any:
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(copy.deepcopy(layer), pyg_sar.SARPolicy(mode=1, prefetch=0))

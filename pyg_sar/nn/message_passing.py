@@ -332,7 +332,7 @@ class DistMessagePassing(MessagePassing):
         # Not id(self), which a later layer may get: on some workers only, and with other options.
         itself = self.__dict__.setdefault("_identity", object())
         key = ("normalised", itself, x.dtype, id(weight), version)
-        found = edge_index._memory.get(key)
+        found = edge_index.recall_together(key)
         self._cached_edge_index = None if found is None else found[0]
         self.cached = True
         try:
@@ -340,7 +340,7 @@ class DistMessagePassing(MessagePassing):
             lasting = not torch.is_inference_mode_enabled()
             if found is None and lasting and self._cached_edge_index is not None:
                 made = (self._cached_edge_index, weight)  # keeps the weight, and so its id
-                edge_index.remember(key, lambda: made)
+                edge_index.keep_together(key, made)
         finally:
             self.cached = False
             self._cached_edge_index = None

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import torch_geometric.nn as gnn
 from torch import Tensor
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
-from torch_geometric.utils import one_hot, scatter
+from torch_geometric.utils import get_laplacian, one_hot, scatter
 
 from pyg_sar.collectives import sum_over_workers
 from pyg_sar.comm import current
@@ -289,6 +289,33 @@ class HANMixin(gnn.HANConv):
         return (weights.view(-1, 1, 1) * out).sum(dim=0), weights
 
 
+class ChebMixin(gnn.ChebConv):
+    """Scales the Laplacian by twice the largest weight of all workers' edges."""
+
+    def __norm__(
+        self,
+        edge_index: Tensor,
+        num_nodes: int | None,
+        edge_weight: Tensor | None,
+        normalization: str | None,
+        lambda_max: Any = None,
+        dtype: Any = None,
+        batch: Tensor | None = None,
+    ) -> Any:
+        comm = current()
+        if lambda_max is None and comm.world_size > 1:
+            _, weight = get_laplacian(edge_index, edge_weight, normalization, dtype, num_nodes)
+            weight = weight.detach()
+            least = weight.new_full((1,), float("-inf"))
+            most = torch.cat([weight, least]).max().view(1)
+            lambda_max = (
+                2.0 * comm.all_reduce(most, "max", label=("", "forward", "largest weight"))[0]
+            )
+        return super().__norm__(
+            edge_index, num_nodes, edge_weight, normalization, lambda_max, dtype, batch
+        )
+
+
 MODULES: dict[type, type] = {
     gnn.DeepGraphInfomax: DistDeepGraphInfomax,
     gnn.InnerProductDecoder: DistInnerProductDecoder,
@@ -304,6 +331,7 @@ MODULES: dict[type, type] = {
 }
 
 MIXINS: dict[type, type] = {
+    gnn.ChebConv: ChebMixin,
     gnn.LabelPropagation: LabelPropagationMixin,
     gnn.HANConv: HANMixin,
 }
