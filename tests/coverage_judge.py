@@ -25,6 +25,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_sar
+from pyg_sar.nn.registry import distributed_class
 
 WORLD = 3
 EXACT, REFUSED, UNAVAILABLE, NO_LAYER = "exact", "refused", "unavailable", "no layer"
@@ -214,6 +215,12 @@ def judge(name: str, case: Case, data: Data, root: Path, precise: bool = True) -
 def _judge(name: str, case: Case, data: Data, root: Path, precise: bool) -> Outcome:
     if case.no_layer:
         return Outcome(name, NO_LAYER, case.why)
+    if case.by_class:
+        try:
+            distributed_class(case.make())
+        except ValueError as reason:
+            return Outcome(name, REFUSED, str(reason))
+        return Outcome(name, "", problems=["distribute() does not refuse the class"])
     if case.unavailable:
         try:
             case.make()

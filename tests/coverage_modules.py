@@ -175,8 +175,6 @@ NORMS: dict[str, Cases] = {
 # Models ######################################################################
 
 HELPER = "a function for explanations, no layer"
-MOLECULES = "made for many small molecules: batch them on every worker instead"
-DYNAMIC = "keeps a memory of events in time"
 
 
 def basic(kind: Any, *, call: str = X, **kwargs: Any) -> Case:
@@ -185,6 +183,10 @@ def basic(kind: Any, *, call: str = X, **kwargs: Any) -> Case:
 
 def not_a_layer(why: str) -> Case:
     return Case(make=lambda: None, no_layer=True, why=why)
+
+
+def by_class(kind: type) -> Case:
+    return Case(make=lambda: kind, by_class=True)
 
 
 class EdgeModel(torch.nn.Module):
@@ -308,25 +310,25 @@ MODELS: dict[str, Cases] = {
     "ARGVA": {"encode, evaluation": Case(
         make=lambda: models.ARGVA(Twice(), mlp(OUT, 1)), args="x", call=encoded, train=False)},
     "SignedGCN": {"": Case(make=lambda: models.SignedGCN(C, 8, 2), args="x", call=signed)},
-    "RENet": {"": not_a_layer("events in time, one sequence per sample")},
+    "RENet": {"": by_class(models.RENet)},
     "GraphUNet": {"": Case(
         make=lambda: models.GraphUNet(C, 8, OUT, depth=2),
         refused="ranks or merges|on a distributed edge index",
         why="keeps the best nodes of the whole graph (TopKPooling)")},
-    "SchNet": {"": not_a_layer(MOLECULES)},
-    "DimeNet": {"": not_a_layer(MOLECULES)},
-    "DimeNetPlusPlus": {"": not_a_layer(MOLECULES)},
-    "GPSE": {"": not_a_layer("a pretrained encoder of many small graphs with a virtual node each")},
+    "SchNet": {"": by_class(models.SchNet)},
+    "DimeNet": {"": by_class(models.DimeNet)},
+    "DimeNetPlusPlus": {"": by_class(models.DimeNetPlusPlus)},
+    "GPSE": {"": by_class(models.GPSE)},
     "GPSENodeEncoder": {"": Case(
         make=lambda: models.GPSENodeEncoder(8, C, 4, dim_in=C, expand_x=True, dropout_be=0.0,
                                             dropout_ae=0.0), args="x x0")},
     "to_captum_model": {"": not_a_layer(HELPER)},
     "to_captum_input": {"": not_a_layer(HELPER)},
     "captum_output_to_dicts": {"": not_a_layer(HELPER)},
-    "MetaPath2Vec": {"": not_a_layer("random walks on the whole graph, no message passing")},
+    "MetaPath2Vec": {"": by_class(models.MetaPath2Vec)},
     "DeepGCNLayer": {kind: block(kind) for kind in ("res+", "res", "dense", "plain")} | {
         "res+, checkpointed": block("res+", ckpt_grad=True)},
-    "TGNMemory": {"": not_a_layer(DYNAMIC)},
+    "TGNMemory": {"": by_class(models.TGNMemory)},
     "LabelPropagation": {
         "soft labels": Case(make=lambda: models.LabelPropagation(2, 0.7),
                             args="x edge_index mask=train_mask edge_weight=edge_weight"),
@@ -341,7 +343,8 @@ MODELS: dict[str, Cases] = {
     },
     "AttentiveFP": {"": Case(
         make=lambda: models.AttentiveFP(C, 8, OUT, EDGE_DIM, 2, 2), level="graph",
-        args=f"{PLAIN_ATTR} batch")},
+        args=f"{PLAIN_ATTR} batch",
+        refused="from nodes to graphs", why="passes messages from nodes to graphs")},
     "RECT_L": {"": Case(make=lambda: models.RECT_L(C, 8), args=WEIGHT)},
     "LINKX": {"": Case(
         make=lambda: models.LINKX(NODES, C, 8, OUT, 2), args=WEIGHT, rows=("edge_lin.weight",))},
@@ -355,15 +358,15 @@ MODELS: dict[str, Cases] = {
                        args="x y train_mask"),
     },
     "GroupAddRev": {"": Case(make=lambda: models.GroupAddRev(gnn.SAGEConv(C // 2, C // 2), -1, 2))},
-    "GNNFF": {"": not_a_layer(MOLECULES)},
+    "GNNFF": {"": by_class(models.GNNFF)},
     "PMLP": {
         "training": conv(models.PMLP, C, 8, OUT, 2),
         "evaluation": Case(make=lambda: models.PMLP(C, 8, OUT, 2), train=False),
     },
     "NeuralFingerprint": {"": Case(
         make=lambda: models.NeuralFingerprint(C, 8, OUT, 2), args=f"{X} batch", level="graph")},
-    "ViSNet": {"": not_a_layer(MOLECULES)},
-    "LPFormer": {"": not_a_layer("scores pairs of nodes by the PageRank of the whole graph")},
+    "ViSNet": {"": by_class(models.ViSNet)},
+    "LPFormer": {"": by_class(models.LPFormer)},
     "SGFormer": {"": Case(
         make=lambda: models.SGFormer(C, 8, OUT, trans_dropout=0.0, gnn_dropout=0.0),
         args=f"{X} batch", default_double=True)},

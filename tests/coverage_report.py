@@ -31,7 +31,7 @@ duplicates and isolated nodes.
 
 * **runs**: *yes*: outputs and gradients of inputs, edge attributes and parameters are those of one
   process. *no*: an error says by name why not. *not here*: PyG itself can't build it without a
-  package or a GPU. *none*: no layer.
+  package or a GPU. *none*: no layer. The shares below are of the classes that PyG can build here.
 * **strategy**: *sequential* aggregates one source worker at a time; *chunked* goes by chunks of
   targets; *one_shot* fetches the whole halo; *none* exchanges no node rows by message passing.
 * **case**: 2 where the backward pass needs the source rows and fetches them again, 1 where not.

@@ -75,8 +75,10 @@ def test_case(
     assert not outcome.problems, outcome
 
 
-def test_the_document_is_in_step(outcomes: dict[str, Outcome]):
+def test_the_document_is_in_step(request: pytest.FixtureRequest, outcomes: dict[str, Outcome]):
     """The same classes, options and verdicts; the digits may differ."""
+    if request.config.getoption("--coverage-out") is not None:
+        pytest.skip("the document is being written")
     if outcomes.keys() != CASES.keys():
         pytest.skip("not all cases ran")
     rendered = verdicts_in(render([outcomes[name] for name in CASES]))
