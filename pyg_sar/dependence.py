@@ -298,7 +298,7 @@ def _observe(
         known |= {_storage(p) for p in (*parameters.values(), *program.layer.buffers())}
         leaves |= {id(p) for p in parameters.values()}
         begin = _sequence_number()
-        reads = _node_reads(program, values)
+        reads = _node_reads(program, tile, values)
         with (
             reads,
             _Escapes(taint),
@@ -325,12 +325,13 @@ def _observe(
     )
 
 
-def _node_reads(program: TileProgram, values: Sequence[Any]) -> NodeReads:
+def _node_reads(program: TileProgram, tile: Tile, values: Sequence[Any]) -> NodeReads:
     """Watches for reads of node tensors that are not by the edges' ends."""
     known = [(o.role, v) for o, v in zip(program.operands, values, strict=True) if v is not None]
     return NodeReads(
         (program.num_local, program.num_targets),
-        [value for role, value in known if role != "whole"],
+        [tile.targets, tile.index, tile.source]
+        + [value for role, value in known if role != "whole"],
         [value for role, value in known if role == "target"],
         (*program.layer.parameters(), *program.layer.buffers()),
     )

@@ -350,10 +350,7 @@ CONVS: dict[str, Cases] = {
     "PANConv": {"": Case(
         make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="multiplies adjacency",
         why="multiplies powers of the adjacency matrix")},
-    "WLConv": {"": Case(
-        make=lambda: gnn.WLConv(), args="color edge_index",
-        refused="numbers colours",
-        why="numbers colours in the order in which one process meets them")},
+    "WLConv": {"": Case(make=lambda: gnn.WLConv(), args="color edge_index")},
     "WLConvContinuous": {
         "": conv(gnn.WLConvContinuous, call=WEIGHT),
         "no weights": conv(gnn.WLConvContinuous),
