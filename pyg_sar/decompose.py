@@ -45,7 +45,7 @@ class Group:
 
     Attributes:
         premap: The map, or ``None`` for the messages themselves.
-        kinds: The reductions (:func:`pyg_sar.reduce.make_reducer`).
+        kinds: The reductions (:func:`pyg_sar.softmax_reduce.make_reducer`).
         normalises: The map takes a softmax over each target's in-edges, in whose weights it is
             linear.
     """

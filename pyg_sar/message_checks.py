@@ -9,8 +9,8 @@ from torch import Tensor
 
 from pyg_sar.layer_state import AmbientState
 from pyg_sar.program import TileProgram
-from pyg_sar.reduce import spread
 from pyg_sar.shard import Tile
+from pyg_sar.softmax_reduce import spread
 from pyg_sar.target_index import NeedsAllEdges, Reductions
 
 

@@ -13,19 +13,25 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, RGCNConv
 
-from pyg_sar.aggregate import SequentialAggregation, aggregate
-from pyg_sar.chunk import Chunks
+from pyg_sar.aggregate import SequentialAggregation
+from pyg_sar.autograd_gap import aggregate
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
+from pyg_sar.nn.propagation import (
+    charged,
+    first_target_filled,
+    kind_of_argument,
+    known_size,
+    methods_of,
+    rounds_of,
+)
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.reverse import reversed_edges
-from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
-from pyg_sar.shard import shards_of
 from pyg_sar.strategy import (
     Chooser,
     Verdict,
@@ -112,8 +118,8 @@ class DistMessagePassing(MessagePassing):
         edge_index = self._with_room(edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = self._reversed(edge_index, size, kwargs)
-        size = _known_size(edge_index, size, self)
-        with _charged([] if edge_index.plan.scope else [edge_index], self.ledger_name):
+        size = known_size(edge_index, size, self)
+        with charged([] if edge_index.plan.scope else [edge_index], self.ledger_name):
             strategy, reason = self._strategy()
             verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
             if verdict.needs is None:
@@ -129,7 +135,7 @@ class DistMessagePassing(MessagePassing):
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
         edge_index = self._with_room(edge_index, kwargs)
-        size = _known_size(edge_index, size, self)
+        size = known_size(edge_index, size, self)
         strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
@@ -144,8 +150,8 @@ class DistMessagePassing(MessagePassing):
         if not edge_index.plan.open_ended:
             return edge_index
         rows: dict[int, int] = {}  # nodes by the row of edges that refers to them
-        for method in ("message", "edge_update"):
-            for name in self.inspector.get_param_names(method) if method in _methods(self) else ():
+        for method in methods_of(self):
+            for name in self.inspector.get_param_names(method):
                 value: Any = kwargs.get(name[:-2]) if name[-2:] in ("_i", "_j") else None
                 row = int((name[-2:] == "_i") == (self.flow == "source_to_target"))
                 pair = value if isinstance(value, tuple | list) else {row: value}
@@ -185,7 +191,7 @@ class DistMessagePassing(MessagePassing):
     ) -> tuple[DistEdgeIndex, dict[str, Any]]:
         """The edges at the owners of the nodes that are aggregated at, edge-level tensors too."""
         edges = reversed_edges(edge_index)
-        key = (type(self), tuple((n, _kind_of_argument(v)) for n, v in sorted(kwargs.items())))
+        key = (type(self), tuple((n, kind_of_argument(v)) for n, v in sorted(kwargs.items())))
         if key not in edges.edge_level:
             found = edge_level_names(self, edge_index, kwargs, complete=True)
             edges.edge_level[key] = {n.rpartition(".")[2] for n, level in found.items() if level}
@@ -203,7 +209,7 @@ class DistMessagePassing(MessagePassing):
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        with _first_target_filled(self.aggr_module):
+        with first_target_filled(self.aggr_module):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
@@ -231,7 +237,7 @@ class DistMessagePassing(MessagePassing):
         self._check_edges(program, edge_index)
         run = SequentialAggregation(
             program,
-            _rounds(edge_index, verdict),
+            rounds_of(edge_index, verdict),
             reductions,
             needs,
             self.policy,
@@ -275,7 +281,7 @@ class DistMessagePassing(MessagePassing):
         self._one_shot_call = whole or self._wants_attention(args, kwargs)
         try:
             with (
-                _charged(edges, self.ledger_name),
+                charged(edges, self.ledger_name),
                 named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
                 self._kept_normalisation(edges[0], args, kwargs),
             ):
@@ -348,95 +354,3 @@ class DistMessagePassing(MessagePassing):
 
 DistMessagePassing._orig_propagate = DistMessagePassing.propagate
 DistMessagePassing._jinja_propagate = DistMessagePassing.propagate
-
-
-def _kind_of_argument(value: Any) -> Any:
-    """What tells calls with other edge-level tensors apart; the same on all workers."""
-    if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
-        return tuple((name, _kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
-    return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
-
-
-@contextmanager
-def _charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
-    """Ledgers charge the layer for what is gathered with these edges; each tensor once."""
-    outer = [(edge_index.plan, edge_index.plan.scope) for edge_index in edges]
-    for plan, _ in outer:
-        plan.scope = layer
-    try:
-        yield
-    finally:
-        for plan, scope in reversed(outer):
-            plan.scope = scope
-            plan.gathered.clear()
-
-
-def _methods(layer: MessagePassing) -> tuple[str, ...]:
-    updates = type(layer).edge_update is not MessagePassing.edge_update
-    return ("message", "edge_update") if updates else ("message",)
-
-
-def _known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
-    """The size of a relation between nodes of two types; a given one must agree with it."""
-    if not edge_index.bipartite:
-        return size
-    known = (edge_index.plan.num_local, edge_index.num_targets)
-    known = known if edge_index.dist_row == 0 else known[::-1]
-    for given, expected in zip(size or (None, None), known, strict=True):
-        if given not in (None, expected):
-            raise ValueError(
-                f"{title_of(layer)} got size={tuple(size)} for a relation of {known[0]} and "
-                f"{known[1]} nodes at rank {edge_index.plan.rank}; pass this worker's numbers of "
-                "nodes, or leave 'size' out"
-            )
-    return known
-
-
-@contextmanager
-def _first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
-    """Where a worker's first target has no message, its aggregation sees two before the first.
-
-    PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
-    its parts. The target of these messages is cut off again.
-    """
-    added = False
-
-    def add(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        nonlocal added
-        x, index, dim = args[0], kwargs["index"], kwargs["dim"]
-        lacking = x.size(dim) < 2 or not bool((index == 0).any())
-        added = type(index) is Tensor and lacking
-        if not added:
-            return None
-        shape = [2 if axis == dim % x.dim() else n for axis, n in enumerate(x.shape)]
-        more = {
-            "index": torch.cat([index.new_zeros(2), index + 1]),
-            "ptr": None,
-            "dim_size": kwargs["dim_size"] + 1,
-        }
-        return (torch.cat([x.new_zeros(shape), x], dim),), kwargs | more
-
-    def cut(module: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
-        return out.narrow(kwargs["dim"], 1, kwargs["dim_size"] - 1) if added else out
-
-    if aggr is None or decompose(aggr) is not None:
-        yield
-        return
-    handles = [
-        aggr.register_forward_pre_hook(add, with_kwargs=True),
-        aggr.register_forward_hook(cut, with_kwargs=True),
-    ]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _rounds(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
-    """The way through the edges, kept with them."""
-    most = verdict.max_edges
-    if verdict.strategy == "sequential":
-        return ShardRounds(shards_of(edge_index), most)
-    key = ("chunks", most)
-    return ChunkRounds(edge_index.remember_together(key, lambda: Chunks(edge_index, most)))

@@ -1,0 +1,112 @@
+"""What a call of ``propagate`` needs around the aggregation itself."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import MessagePassing
+
+from pyg_sar.chunk import Chunks
+from pyg_sar.decompose import decompose
+from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.program import DeferredEdge
+from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
+from pyg_sar.shard import shards_of
+from pyg_sar.strategy import Verdict, title_of
+
+
+def kind_of_argument(value: Any) -> Any:
+    """What tells calls with other edge-level tensors apart; the same on all workers."""
+    if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
+        return tuple((name, kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
+    return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
+
+
+@contextmanager
+def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
+    """Ledgers charge the layer for what is gathered with these edges; each tensor once."""
+    outer = [(edge_index.plan, edge_index.plan.scope) for edge_index in edges]
+    for plan, _ in outer:
+        plan.scope = layer
+    try:
+        yield
+    finally:
+        for plan, scope in reversed(outer):
+            plan.scope = scope
+            plan.gathered.clear()
+
+
+def methods_of(layer: MessagePassing) -> tuple[str, ...]:
+    """The layer's methods that see edges."""
+    updates = type(layer).edge_update is not MessagePassing.edge_update
+    return ("message", "edge_update") if updates else ("message",)
+
+
+def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
+    """The size of a relation between nodes of two types; a given one must agree with it."""
+    if not edge_index.bipartite:
+        return size
+    known = (edge_index.plan.num_local, edge_index.num_targets)
+    known = known if edge_index.dist_row == 0 else known[::-1]
+    for given, expected in zip(size or (None, None), known, strict=True):
+        if given not in (None, expected):
+            raise ValueError(
+                f"{title_of(layer)} got size={tuple(size)} for a relation of {known[0]} and "
+                f"{known[1]} nodes at rank {edge_index.plan.rank}; pass this worker's numbers of "
+                "nodes, or leave 'size' out"
+            )
+    return known
+
+
+@contextmanager
+def first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
+    """Where a worker's first target has no message, its aggregation sees two before the first.
+
+    PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
+    its parts. The target of these messages is cut off again.
+    """
+    added = False
+
+    def add(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        nonlocal added
+        x, index, dim = args[0], kwargs["index"], kwargs["dim"]
+        lacking = x.size(dim) < 2 or not bool((index == 0).any())
+        added = type(index) is Tensor and lacking
+        if not added:
+            return None
+        shape = [2 if axis == dim % x.dim() else n for axis, n in enumerate(x.shape)]
+        more = {
+            "index": torch.cat([index.new_zeros(2), index + 1]),
+            "ptr": None,
+            "dim_size": kwargs["dim_size"] + 1,
+        }
+        return (torch.cat([x.new_zeros(shape), x], dim),), kwargs | more
+
+    def cut(module: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
+        return out.narrow(kwargs["dim"], 1, kwargs["dim_size"] - 1) if added else out
+
+    if aggr is None or decompose(aggr) is not None:
+        yield
+        return
+    handles = [
+        aggr.register_forward_pre_hook(add, with_kwargs=True),
+        aggr.register_forward_hook(cut, with_kwargs=True),
+    ]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def rounds_of(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
+    """The way through the edges, kept with them."""
+    most = verdict.max_edges
+    if verdict.strategy == "sequential":
+        return ShardRounds(shards_of(edge_index), most)
+    key = ("chunks", most)
+    return ChunkRounds(edge_index.remember_together(key, lambda: Chunks(edge_index, most)))
