@@ -15,7 +15,7 @@ from pyg_sar.graph_index import dist_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.hetero_parts import HeteroSchema, set_attributes, store_tensors
 from pyg_sar.index_space import dist_edge_index
-from pyg_sar.parts import decode_attributes
+from pyg_sar.parts import decode_attributes, restore_adjacency
 from pyg_sar.storage import PartitionMetadata, part_attributes, read_metadata, read_part
 
 
@@ -32,6 +32,8 @@ def load_partition(
     ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
     together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
     relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    Where the graph had its edges as ``adj_t`` (``ToSparseTensor``), ``data.adj_t`` is the same
+    distributed ``edge_index``, which layers take like the one.
 
     Args:
         root: The folder that :func:`write_partitions` wrote.
@@ -100,6 +102,7 @@ def _as_data(
     data.num_nodes, plan.n_id = plan.num_local, data.n_id
     edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
     data.edge_index = edge_index.ordered(data.e_id)
+    restore_adjacency(data, whole=False)
     kind = metadata.attributes.get("batch")
     if kind is not None and (kind.level, kind.dtype, len(kind.shape)) == ("node", "int64", 1):
         data.batch = dist_batch(data.batch)

@@ -25,6 +25,7 @@ like the others.
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Container
 from typing import Any
 
@@ -32,6 +33,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import to_edge_index, to_torch_coo_tensor, to_torch_csr_tensor
 
 from pyg_sar.attributes import (
     Attribute,
@@ -75,6 +77,58 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
     return edge_index, int(num_nodes)
 
 
+_ADJACENCY = "the edges, as "
+
+
+def with_edges(data: Any) -> Any:
+    """``data`` with an ``edge_index`` where it has its edges as ``adj_t`` (``ToSparseTensor``).
+
+    Of the adjacency only its type is kept: :func:`load_partition` puts the distributed
+    ``edge_index`` in its place, which layers take for it.
+
+    Raises:
+        ValueError: When ``adj_t`` holds weights: layers would no longer see these.
+    """
+    adjacency = data.get("adj_t") if isinstance(data, Data) else None
+    if adjacency is None or data.get("edge_index") is not None:
+        return data
+    if isinstance(adjacency, SparseTensor):
+        target, source, values = adjacency.coo()
+        form = "SparseTensor"
+    elif isinstance(adjacency, Tensor) and adjacency.layout in (torch.sparse_csr, torch.sparse_coo):
+        (target, source), values = to_edge_index(adjacency)
+        form = str(adjacency.layout)
+    else:
+        return data
+    if values is not None and not bool((values == 1).all()):
+        raise ValueError(
+            "'adj_t' holds weights, which layers read from it; set data.edge_weight and "
+            "data.edge_index (torch_geometric.utils.to_edge_index), delete data.adj_t and hand the "
+            "weights to the layers"
+        )
+    data, nodes = copy.copy(data), data.num_nodes
+    data.edge_index, data.num_nodes = torch.stack([source, target]), nodes
+    data.adj_t = f"{_ADJACENCY}{form}"
+    return data
+
+
+def restore_adjacency(data: Data, whole: bool) -> None:
+    """Puts ``adj_t`` back: the edges themselves, or of the ``whole`` graph as it was."""
+    form = data.get("adj_t")
+    if not isinstance(form, str) or not form.startswith(_ADJACENCY):
+        return
+    data.adj_t = data.edge_index
+    if whole:
+        source, target = data.edge_index
+        size = (data.num_nodes, data.num_nodes)
+        if form.endswith("SparseTensor"):
+            data.adj_t = SparseTensor(row=target, col=source, sparse_sizes=size)
+        else:
+            make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
+            data.adj_t = make(torch.stack([target, source]), size=size)
+        del data.edge_index
+
+
 def edges_of(data: Any) -> Tensor:
     """``edge_index`` of a ``Data`` or an edge store, int64, on the CPU.
 
@@ -85,7 +139,7 @@ def edges_of(data: Any) -> Tensor:
     if edge_index is None:
         if data.get("adj_t") is not None or data.get("adj") is not None:
             raise ValueError(
-                "'data' holds its edges as 'adj' or 'adj_t'; partition it before ToSparseTensor, "
+                "'data' holds its edges in another form; partition it before ToSparseTensor, "
                 "or set data.edge_index by torch_geometric.utils.to_edge_index"
             )
         return torch.empty(2, 0, dtype=torch.long)
@@ -204,11 +258,13 @@ def merge_parts(
         "edge": torch.cat([part["e_id"] for part in parts]).argsort(),
     }
     edges = [torch.cat([part["n_id"], part["halo_n_id"]])[part["edge_index"]] for part in parts]
-    return Data(
+    data = Data(
         edge_index=torch.cat(edges, dim=1)[:, place["edge"]],
         num_nodes=num_nodes,
         **merged_attributes(attributes, values, place, parts),
     )
+    restore_adjacency(data, whole=True)
+    return data
 
 
 def merged_attributes(

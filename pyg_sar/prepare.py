@@ -17,7 +17,7 @@ from pyg_sar.partition import (
     make_layout,
     partition_statistics,
 )
-from pyg_sar.parts import PartTensors, check_graph, part_tensors
+from pyg_sar.parts import PartTensors, check_graph, part_tensors, with_edges
 
 FORMAT = "pyg_sar.partition"
 VERSION = 2  # of heterogeneous graphs; homogeneous ones are written as version 1
@@ -30,6 +30,7 @@ def prepare_homogeneous(
     data: Any, num_parts: int, method: Any, seed: int, report: Callable[[str], None]
 ) -> Prepared:
     """Encodes and partitions a ``Data``; arguments as of ``write_partitions``."""
+    data = with_edges(data)
     edge_index, num_nodes = check_graph(data)
     columns = encode_attributes(data, num_nodes)
     report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")

@@ -350,7 +350,7 @@ CONVS: dict[str, Cases] = {
     "PANConv": {"": Case(
         make=lambda: gnn.PANConv(C, OUT, 2), args=X, refused="multiplies adjacency",
         why="multiplies powers of the adjacency matrix")},
-    "WLConv": {"": Case(make=lambda: gnn.WLConv(), args="color edge_index")},
+    "WLConv": {"": Case(make=lambda: gnn.WLConv(), args="color edge_index", train=False)},
     "WLConvContinuous": {
         "": conv(gnn.WLConvContinuous, call=WEIGHT),
         "no weights": conv(gnn.WLConvContinuous),

@@ -328,7 +328,8 @@ def test_unsorted_columns_and_duplicates_are_put_in_order(tmp_path):
         ({"mixed": [1, "a", 2.0, None]}, "'mixed' \\(list\\).*NoneType, float, int, str"),
         ({"objects": np.array([None] * 4)}, "'objects' \\(ndarray\\) can't be stored"),
         ({"adj_t": torch.eye(4).to_sparse_csr()}, "sparse attribute 'adj_t' of shape \\[4, 4\\]"),
-        ({"edge_index": None, "adj_t": torch.eye(4).to_sparse_csr()}, "before ToSparseTensor"),
+        ({"edge_index": None, "adj_t": 2 * torch.eye(4).to_sparse_csr()}, "'adj_t' holds weights"),
+        ({"edge_index": None, "adj": torch.eye(4).to_sparse_csr()}, "before ToSparseTensor"),
         ({"x": torch.eye(4).to_sparse(), "x.crow": torch.zeros(4)}, "stored as 'node.x.crow'"),
     ],
 )

@@ -1,0 +1,88 @@
+"""Graphs whose edges are ``adj_t``: layers take the distributed one as they took that."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import CHANNELS, OUT, TOLERANCE, assemble, error, make_graph, node_losses, threads
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.transforms import ToSparseTensor
+from torch_geometric.typing import WITH_TORCH_SPARSE
+from torch_geometric.utils import coalesce, remove_self_loops
+
+import pyg_sar
+
+needs_sparse = pytest.mark.skipif(
+    not WITH_TORCH_SPARSE, reason="needs torch-sparse: pip install 'pyg_sar[sparse]'"
+)
+LAYOUTS = [
+    pytest.param("SparseTensor", marks=needs_sparse),
+    "torch.sparse_csr",
+    "torch.sparse_coo",
+]
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "gcn": lambda: gnn.GCNConv(CHANNELS, OUT),
+    "sage": lambda: gnn.SAGEConv(CHANNELS, OUT),
+    "sage, max": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"),
+    "gin": lambda: gnn.GINConv(torch.nn.Linear(CHANNELS, OUT)),
+    "gat": lambda: gnn.GATConv(CHANNELS, OUT, heads=2, add_self_loops=False),
+    "transformer": lambda: gnn.TransformerConv(CHANNELS, OUT),
+}
+
+
+def sparse_graph(layout: str) -> Data:
+    """No loops, no duplicates: a sparse matrix adds these up."""
+    data = make_graph(dtype=torch.float32)
+    edges = coalesce(remove_self_loops(data.edge_index)[0])
+    data = Data(x=data.x, y=data.y, train_mask=data.train_mask, edge_index=edges)
+    kind = None if layout == "SparseTensor" else getattr(torch, layout.removeprefix("torch."))
+    return ToSparseTensor(layout=kind)(data) if kind else ToSparseTensor()(data)
+
+
+def run(layer: torch.nn.Module, data: Data, ids: Tensor, mean: Any) -> tuple[Tensor, Tensor]:
+    x = data.x.clone().requires_grad_()
+    out = layer(x, data.adj_t)
+    mean(node_losses(out, ids)).backward()
+    return out.detach(), x.grad
+
+
+def worker(layer: torch.nn.Module, root: Path) -> tuple[Tensor, Tensor, Tensor]:
+    data = pyg_sar.load_partition(root)
+    assert data.adj_t is data.edge_index
+    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    out, gradient = run(layer, data, data.n_id, pyg_sar.mean)
+    return data.n_id, out, gradient
+
+
+@pytest.mark.filterwarnings("ignore:Converting sparse tensor to CSR")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_on_adjacencies(name: str, layout: str, tmp_path: Path):
+    data = sparse_graph(layout)
+    torch.manual_seed(0)
+    layer = LAYERS[name]()
+    if layout != "SparseTensor" and name == "gat":
+        pytest.skip("PyG's GATConv leaves torch's sparse matrices to torch-sparse")
+    out, gradient = run(layer, data, torch.arange(data.num_nodes), torch.mean)
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    for parts in [threads(worker, 3, layer, tmp_path / "parts")]:
+        for place, expected in ((1, out), (2, gradient)):
+            rows = assemble(((p[0], p[place]) for p in parts), data.num_nodes)
+            assert error(rows, expected) <= 1e-5
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_adjacency_comes_back(layout: str, tmp_path: Path):
+    data = sparse_graph(layout)
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    merged = pyg_sar.merge_partitions(tmp_path / "parts")
+    assert "edge_index" not in merged and type(merged.adj_t) is type(data.adj_t)
+    assert torch.equal(merged.adj_t.to_dense(), data.adj_t.to_dense())
+    assert error(merged.x, data.x) <= TOLERANCE
