@@ -131,6 +131,8 @@ _SHCHUR = {
         every=5,
     ),
 }
+# With dropout 0.8 the loss stays at its first value for up to 60 epochs in some draws.
+_LONGER = replace(_SHCHUR["gcn"], epochs=300, every=10)
 _PLATONOV = Setting(hidden=16, dropout=0.2, lr=0.03, epochs=100, every=5, residual=2)
 
 _SHCHUR_GRAPH: dict[str, Any] = {
@@ -203,7 +205,7 @@ GRAPHS: dict[str, RealGraph] = {
             "sage": (Published(mean=82.4, std=1.8, source="S"),),
             "gat": (Published(mean=78.0, std=19.0, source="S"),),
         },
-        **_SHCHUR_GRAPH,
+        **{**_SHCHUR_GRAPH, "settings": {**_SHCHUR, "gcn": _LONGER}},
     ),
     "cs": RealGraph(
         title="Coauthor CS",
