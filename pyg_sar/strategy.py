@@ -58,7 +58,8 @@ class Verdict:
         needs: What the message needs (``None`` for one shot).
         edge_level: Which unsuffixed tensors hold one row per edge.
         max_edges: Edges per tile or chunk.
-        out_rows: Messages of each group of reductions, without rows, ``[0, *]``.
+        out_rows: Messages of each group of reductions, without rows, ``[0, *]``; known of one
+            shot where its message was looked at.
         sets: Attributes that the message sets, of which there is no value for all edges.
         found: What this worker alone found.
     """
@@ -174,7 +175,8 @@ class Chooser:
         if strategy == "one_shot":
             source = 0 if self.layer.flow == "source_to_target" else 1
             if reason == "asked for" and self.edge_index.dist_row == source:
-                self._attempt("sequential")  # refuses what can't be right
+                looked = self._attempt("sequential")[0]  # refuses what can't be right
+                return Verdict("one_shot", out_rows=looked.out_rows if looked else ())
             return self._whole(reason)
         for attempt in ("sequential", "chunked"):
             if attempt == "sequential" and strategy == "chunked":

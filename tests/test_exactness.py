@@ -429,6 +429,14 @@ def test_wider_choice_without_nodes_or_edges(partitions: Partitions):
     sweep_layers(some, 3, data, partitions(data, 3, part), MODES[:2]).check()
 
 
+def test_one_shot_without_nodes_or_edges(partitions: Partitions):
+    """A message that reshapes by -1, and one that holds all parameters, where nothing is."""
+    data = make_graph(seed=6)
+    part = (torch.arange(40) >= 38).long() * 2
+    some = {"feast": WIDER["feast"], "edge conv": LAYERS["edge conv"], "gat": LAYERS["gat"]}
+    sweep_layers(some, 3, data, partitions(data, 3, part), (SARPolicy(mode=3),)).check()
+
+
 ORDERED: dict[str, tuple[Callable[[], Any], int]] = {
     "gru": (lambda: gnn.aggr.GRUAggregation(CHANNELS, CHANNELS), CHANNELS),
     "lcm": (lambda: gnn.aggr.LCMAggregation(CHANNELS, CHANNELS, project=True), CHANNELS),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -26,6 +26,7 @@ from pyg_sar.nn.propagation import (
     first_target_filled,
     kind_of_argument,
     known_size,
+    message_without_edges,
     methods_of,
     rounds_of,
 )
@@ -123,7 +124,8 @@ class DistMessagePassing(MessagePassing):
             strategy, reason = self._strategy()
             verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
             if verdict.needs is None:
-                return self._propagate_whole(edge_index, size, kwargs)
+                with self._whole_scope(edge_index, verdict):
+                    return self._propagate_whole(edge_index, size, kwargs)
             return self._propagate_parts(edge_index, size, kwargs, verdict)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
@@ -203,6 +205,11 @@ class DistMessagePassing(MessagePassing):
                 compute = super().edge_updater
                 value.compute = partial(compute, there, size=size, **value.kwargs)
         return edges.edge_index, edges.carried(kwargs, names, layer)
+
+    def _whole_scope(self, edge_index: DistEdgeIndex, verdict: Verdict) -> Any:
+        lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
+        known = bool(verdict.out_rows) and decomposition_of(self, False).groups[0].premap is None
+        return message_without_edges(self, verdict.out_rows) if lonely and known else nullcontext()
 
     def _propagate_whole(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""

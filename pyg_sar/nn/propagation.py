@@ -62,6 +62,43 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     return known
 
 
+class _Joined(torch.autograd.Function):
+    """The first tensor, in whose trace the others stand; these get no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, *others: Tensor) -> Tensor:
+        ctx.count = len(others)
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return (gradient, *[None] * ctx.count)
+
+
+@contextmanager
+def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
+    """Where a worker has no edges, its message is known to be ``rows[0]``, of shape ``[0, *]``.
+
+    Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
+    """
+
+    def message(**arguments: Any) -> Tensor:
+        axis = int(layer.node_dim)
+        out = rows[0].movedim(0, axis) if axis % rows[0].dim() else rows[0]
+        # All workers take part in the backward pass, of arguments and of parameters.
+        for value in arguments.values():
+            if isinstance(value, Tensor) and value.is_floating_point():
+                out = out + value.sum().to(out.dtype) * 0
+        joined: Tensor = _Joined.apply(out, *layer.parameters())
+        return joined
+
+    layer.__dict__["message"] = message
+    try:
+        yield
+    finally:
+        del layer.__dict__["message"]
+
+
 @contextmanager
 def first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
     """Where a worker's first target has no message, its aggregation sees two before the first.
