@@ -21,7 +21,7 @@ class KernelWarning(UserWarning):
 @cache
 def why_missing() -> str | None:
     """Loads the kernels on first use; says why there are none, or ``None`` where there are."""
-    path = Path(__file__).with_name(_LIBRARY)
+    path = Path(__file__).parent / _LIBRARY
     if not path.exists():
         return "they were not built when it was installed"
     try:
@@ -122,6 +122,25 @@ def _gather_sum(
     weight: Tensor | None,
 ) -> None:
     """:func:`gather_sum_` in PyTorch, a block of edges at a time."""
+    if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
+        raise ValueError(
+            "gather_sum: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
+            f"{list(out.shape)} and {list(rows.shape)})"
+        )
+    if out.dtype != rows.dtype:
+        raise TypeError(
+            f"gather_sum: expected 'out' and 'rows' of one dtype (got {out.dtype} and {rows.dtype})"
+        )
+    if source.dim() != 1 or position.shape != source.shape or targets.dim() != 1:
+        raise ValueError(
+            "gather_sum: expected 'source' and 'position' of shape [E] and 'targets' of shape [U] "
+            f"(got {list(source.shape)}, {list(position.shape)} and {list(targets.shape)})"
+        )
+    if weight is not None and weight.shape != source.shape:
+        raise ValueError(
+            f"gather_sum: expected a 'weight' for each of the {source.numel()} edges (got shape "
+            f"{list(weight.shape)})"
+        )
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     block = max(_BLOCK // max(out.size(1), 1), 1)
     first = int(position[0]) if position.numel() else 0
