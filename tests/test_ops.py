@@ -126,7 +126,7 @@ def test_one_target_that_has_all_edges(kernels: None):
     assert distance(found, looped(given, weighted=True)) <= 1e-12
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", DTYPES[1:])
 def test_error_is_at_most_twice_that_of_pytorch(dtype: torch.dtype, kernels: None):
     given = problem(33, dtype, edges=2000)
     expected = looped(given, weighted=False)
