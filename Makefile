@@ -11,7 +11,7 @@ PYTEST_ARGS ?=
 VENV := .venv
 BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
-# Extras are built against the PyTorch that is installed, not against another one in isolation.
+# Kernels and extras are built against the PyTorch that is installed, not against another one.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation
 
 .DEFAULT_GOAL := help
@@ -53,15 +53,15 @@ clean: ## Remove caches and what builds leave behind
 	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
-distclean: clean ## Remove the virtual environment as well
-	rm -rf $(VENV)
+distclean: clean ## Remove the virtual environment and the built kernels as well
+	rm -rf $(VENV) pyg_sar/_kernels.so
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
 		{ echo "pyg_sar needs Python 3.11 or newer: make PYTHON=/path/to/python3.11 ..."; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(STAMPS)/core: pyproject.toml | $(BIN)/python
+$(STAMPS)/core: pyproject.toml setup.py $(wildcard extensions/*.cpp extensions/*.h) | $(BIN)/python
 	$(INSTALL) 'setuptools>=77' wheel
 	$(INSTALL) '$(TORCH)'
 	$(INSTALL) -e .

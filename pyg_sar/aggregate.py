@@ -7,7 +7,8 @@ where the backward pass finds a tile's graph:
   so where the graph holds nothing of the source rows (case 1) and little else.
 * remade: the message runs again, on rows fetched again (case 2) or, in case 1, on stand-ins
   without memory, since the gradient doesn't depend on their values.
-* none: the message is the source rows themselves; its gradient is the aggregate's.
+* none: the message is the source rows themselves; its gradient is the aggregate's. A sum or mean
+  of them is fused (:mod:`pyg_sar.fused`): no tile, no message.
 
 [Note: order of random numbers] A remade message must see the random numbers that it saw at first.
 Tiles are remade in the order in which they were made, from the random state at the start.
@@ -27,6 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 from pyg_sar.decompose import Decomposition
 from pyg_sar.dependence import Dependence, Inject, token_for
 from pyg_sar.exchange import add_rows
+from pyg_sar.fused import fused_sum
 from pyg_sar.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import TileProgram
@@ -89,8 +91,10 @@ class SequentialAggregation:
             policy.mode > 1
             or (not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES)
         )
-        readers = [reducer for group in self.reducers() for reducer in group]
+        groups = self.reducers()
+        readers = [reducer for group in groups for reducer in group]
         self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
+        self.fused = fused_sum(program, rounds, needs.source, groups, policy)
         self._graphs: list[_Graph] = []
         self._ambient = AmbientState(rounds.in_degree.device, program.layer)
 
@@ -128,7 +132,11 @@ class SequentialAggregation:
         seen = False
         with self._message_scope(keep) as parameters:
             for unit, rows in stream:
-                for tile in self.rounds.tiles(unit):
+                fused = self.fused is not None and self.fused.merge(
+                    unit, tensors, rows, reducers[0]
+                )
+                seen |= fused
+                for tile in () if fused else self.rounds.tiles(unit):
                     seen = True
                     values = program.gather(tile, tensors, rows)
                     graph = self._run(tile, values, parameters, keep)
@@ -220,6 +228,8 @@ class SequentialAggregation:
             for k, rows in zip(numbers, returns.start(unit) if numbers else (), strict=True):
                 unit_totals[k] = rows
                 del rows
+            if self.fused is not None:
+                self.fused.add_gradients(unit, unit_totals[self.needs.source], reducers[0])
             for graph in graphs:
                 self._add_gradients(graph, reducers, unit_totals, sums)
                 del graph
@@ -247,7 +257,7 @@ class SequentialAggregation:
                 self._graphs = []
             for unit in self.rounds.units():
                 if self.no_graph:
-                    tiles = self.rounds.tiles(unit)
+                    tiles = () if self.fused is not None else self.rounds.tiles(unit)
                     yield unit, (self._bare(tile) for tile in tiles)
                 else:
                     own = [graph for graph in kept if graph.tile.unit == unit]

@@ -39,6 +39,9 @@ class SARPolicy:
         strategy: ``'auto'`` goes through the edges by source workers (sequential aggregation)
             where partial states merge, and else by chunks of targets with all their in-edges;
             ``'chunked'`` always takes the latter way (modes 1 and 2).
+        kernels: ``'auto'`` sums by the C++ kernels, in modes 1 and 2, where a message is the source
+            rows themselves, and no message is materialized; with a warning where they were not
+            built. ``'off'``: by PyTorch's operators alone.
 
     Raises:
         ValueError: When an argument is out of range.
@@ -48,6 +51,7 @@ class SARPolicy:
     prefetch: int = 1
     message_budget: int | None = None
     strategy: Literal["auto", "chunked"] = "auto"
+    kernels: Literal["auto", "off"] = "auto"
 
     def __post_init__(self) -> None:
         if self.mode not in (1, 2, 3):
@@ -58,6 +62,8 @@ class SARPolicy:
             raise ValueError(
                 f"Expected 'strategy' to be 'auto' or 'chunked' (got {self.strategy!r})"
             )
+        if self.kernels not in ("auto", "off"):
+            raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
         if self.message_budget is not None and self.message_budget <= 0:
             raise ValueError(
                 "Expected 'message_budget' to be a positive number of bytes or None "

@@ -8,8 +8,9 @@ import torch
 from torch import Tensor
 
 from pyg_sar.exchange import flat_rows
+from pyg_sar.ops import gather_sum_
 from pyg_sar.rounds import Rounds
-from pyg_sar.shard import Tile
+from pyg_sar.shard import Segments, Tile
 from pyg_sar.target_index import Reductions
 
 
@@ -35,6 +36,12 @@ def segment_sum(tile: Tile, values: Tensor) -> Tensor:
     out = flat.new_zeros(tile.targets.numel(), flat.size(1))
     out.scatter_add_(0, tile.index.view(-1, 1).expand_as(flat), flat)
     return out.view(out.size(0), *values.shape[1:])
+
+
+def gather_into(out: Tensor, rows: Tensor, segments: Segments) -> None:
+    """Adds gathered rows ``[M, *]`` to their targets in ``out [N, *]``."""
+    flat = out.view(out.size(0), out.shape[1:].numel())  # a view, also of columns of a buffer
+    gather_sum_(flat, flat_rows(rows), segments.source, segments.position, segments.targets)
 
 
 class Reducer(ABC):
@@ -96,6 +103,12 @@ class SumReducer(Reducer):
             self._out = self._zeros(messages)
         self._out.index_add_(0, tile.targets, segment_sum(tile, messages))
 
+    def merge_rows(self, segments: Segments, rows: Tensor) -> None:
+        """Adds a shard whose messages are its source rows ``[*, *]``; none is materialized."""
+        if self._out is None:
+            self._out = self._zeros(rows)
+        gather_into(self._out, rows, segments)
+
     def finish(self) -> Tensor:
         out = present(self._out)
         self._out = None
@@ -106,6 +119,10 @@ class SumReducer(Reducer):
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.target_rows)
+
+    def add_row_gradients(self, transposed: Segments, total: Tensor) -> None:
+        """Adds the gradients of the source rows that :meth:`merge_rows` took."""
+        gather_into(total, present(self._gradient), transposed)
 
 
 class MeanReducer(SumReducer):

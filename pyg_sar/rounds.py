@@ -12,7 +12,7 @@ from pyg_sar.chunk import ChunkReturn, Chunks, ChunkStream
 from pyg_sar.exchange import GradientReturn, ShardStream
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
-from pyg_sar.shard import Shards, Tile
+from pyg_sar.shard import Segments, Shards, Tile
 
 
 class Returns(Protocol):
@@ -47,6 +47,14 @@ class Rounds(ABC):
     def tiles(self, unit: int) -> Iterator[Tile]:
         """A unit's tiles, if it has any."""
 
+    def first_edge(self, unit: int) -> Tile | None:
+        """A tile of a single edge, if the unit has one and :meth:`segments`."""
+        return None
+
+    def segments(self, unit: int, transposed: bool = False) -> Segments:
+        """All of a unit's edges for a sum of gathered rows, or for its backward pass."""
+        raise NotImplementedError(f"{type(self).__name__} has no segments")
+
     @abstractmethod
     def stream(
         self, tensors: Sequence[Tensor], label: Label, prefetch: int
@@ -76,6 +84,13 @@ class ShardRounds(Rounds):
     def tiles(self, unit: int) -> Iterator[Tile]:
         for edges in self._shards.tiles(unit, self._max_edges):
             yield self._shards.tile(unit, edges)
+
+    def first_edge(self, unit: int) -> Tile | None:
+        start, stop = (edges := self._shards.edges(unit)).start, edges.stop
+        return self._shards.tile(unit, slice(start, start + 1)) if stop > start else None
+
+    def segments(self, unit: int, transposed: bool = False) -> Segments:
+        return self._shards.transposed(unit) if transposed else self._shards.segments(unit)
 
     def stream(
         self, tensors: Sequence[Tensor], label: Label, prefetch: int

@@ -47,6 +47,21 @@ class Tile:
         return self.targets.index_select(0, self.index)
 
 
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A shard's edges as :func:`pyg_sar.ops.gather_sum_` takes them, sorted by what they add to.
+
+    Attributes:
+        source: The row that each edge reads, ``[E]``.
+        position: Each edge's place in ``targets``, ``[E]``, ascending.
+        targets: The row that is added to, ``[U]``.
+    """
+
+    source: Tensor
+    position: Tensor
+    targets: Tensor
+
+
 def empty_tile(device: torch.device) -> Tile:
     """A tile without edges."""
     nothing = torch.empty(0, dtype=torch.long, device=device)
@@ -98,6 +113,7 @@ class Shards:
         self._targets = target[first]
         self._position = first.cumsum(0, dtype=torch.int32 if self.num_edges < 2**31 else None)
         self._position -= 1
+        self._transposed: dict[int, Segments] = {}
 
     def edges(self, owner: int) -> slice:
         """The shard's edges in shard order."""
@@ -121,6 +137,27 @@ class Shards:
             targets, index = self._targets[:0], position
         columns = edges if self._columns is None else self._columns[edges].long()
         return Tile(owner, edges, targets, index, self._source[edges].long(), columns)
+
+    def segments(self, owner: int) -> Segments:
+        """The shard by target: local ids add up rows of the owner's buffer."""
+        edges = self.edges(owner)
+        return Segments(self._source[edges], self._position[edges], self._targets)
+
+    def transposed(self, owner: int) -> Segments:
+        """The shard by source: rows of the owner's buffer add up local ids. Made on first use."""
+        if owner not in self._transposed:
+            edges = self.edges(owner)
+            order = self._source[edges].argsort(stable=True)
+            source = self._source[edges][order]
+            target = self._targets[self._position[edges][order]]
+            del order
+            targets, position = torch.unique_consecutive(source, return_inverse=True)
+            self._transposed[owner] = Segments(
+                _narrow(target, self.in_degree.numel()),
+                _narrow(position, self.num_edges),
+                targets.long(),
+            )
+        return self._transposed[owner]
 
 
 def shards_of(edge_index: DistEdgeIndex) -> Shards:

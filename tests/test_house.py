@@ -16,14 +16,14 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
-    "errors policy ledger",
+    "errors policy ledger ops",
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
     "partition attributes parts hetero_partition hetero_parts prepare storage",
     "synthetic graph_files graphs",
     "halo exchange distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program reverse message_checks node_reads",
-    "dependence strategy aggregate autograd_gap owned_rows gradients",
+    "dependence strategy fused aggregate autograd_gap owned_rows gradients",
     "metrics nn.embedding nn.propagation nn.message_passing nn.graph_norm nn.norm",
     "nn.pool nn.attention nn.set_attention nn.sequences nn.models nn.colours nn.refused_convs",
     "nn.registry nn",

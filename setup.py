@@ -1,0 +1,44 @@
+"""Builds the C++ kernels where PyTorch and a compiler are at hand; else the package does without.
+
+Everything else about the package is in ``pyproject.toml``. The build needs the PyTorch that will
+load the library: install with ``--no-build-isolation``.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from setuptools import setup
+
+
+def kernels() -> dict[str, Any]:
+    """The arguments of ``setup`` that build ``pyg_sar/_kernels.so``."""
+    try:
+        from torch.utils.cpp_extension import BuildExtension, CppExtension
+    except ImportError as error:
+        print(f"pyg_sar: no C++ kernels are built ({error}); install with --no-build-isolation")
+        return {}
+
+    class OptionalBuild(BuildExtension):  # type: ignore[misc]
+        """A build whose failure is told, and leaves the package without the library."""
+
+        def build_extensions(self) -> None:
+            try:
+                super().build_extensions()
+            except (Exception, SystemExit) as error:
+                print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
+
+    extension = CppExtension(
+        "pyg_sar._kernels",
+        ["extensions/gather_sum.cpp"],
+        depends=["extensions/gather_sum.h"],
+        # No -march=native: the loops have a version for each kind of processor.
+        extra_compile_args=["-O3", "-fopenmp", "-fvisibility=hidden", "-DAT_PARALLEL_OPENMP=1"],
+        extra_link_args=["-fopenmp"],
+        optional=True,
+    )
+    build = OptionalBuild.with_options(no_python_abi_suffix=True, use_ninja=False)
+    return {"ext_modules": [extension], "cmdclass": {"build_ext": build}}
+
+
+setup(**kernels())
