@@ -4,8 +4,9 @@
 
 On a graph with power-law degrees. What is compared runs alternately within one process, and each
 entry is the median over the rounds of one processor time over another: above 1, the kernel is the
-faster. Compared with: the package's own PyTorch implementation, the product with a ``torch.sparse`` CSR
-matrix, and, for the layer, ``distribute`` with ``SARPolicy(kernels="off")`` and plain PyG.
+faster. Compared with: the package's own PyTorch implementation, the product with a
+``torch.sparse`` CSR matrix, and, for the layer, ``distribute`` with ``SARPolicy(kernels="off")``
+and plain PyG.
 """
 
 from __future__ import annotations
