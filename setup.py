@@ -33,7 +33,13 @@ def kernels() -> dict[str, Any]:
         ["extensions/gather_sum.cpp"],
         depends=["extensions/gather_sum.h"],
         # No -march=native: the loops have a version for each kind of processor.
-        extra_compile_args=["-O3", "-fopenmp", "-fvisibility=hidden", "-DAT_PARALLEL_OPENMP=1"],
+        extra_compile_args=[
+            "-O3",
+            "-g0",
+            "-fopenmp",
+            "-fvisibility=hidden",
+            "-DAT_PARALLEL_OPENMP=1",
+        ],
         extra_link_args=["-fopenmp"],
         optional=True,
     )
