@@ -100,6 +100,22 @@ struct Sum {
   }
 
   bool valid(int64_t start, int64_t stop) const {
+    return start >= stop || in_order(start, stop) || diagnosed(start, stop);
+  }
+
+  // Whether nothing is wrong, in loops without branches.
+  bool in_order(int64_t start, int64_t stop) const {
+    bool bad = false;
+    for (int64_t e = start; e < stop; ++e) bad |= (source[e] < 0) | (source[e] >= num_rows);
+    for (int64_t e = std::max<int64_t>(start, 1); e < stop; ++e) bad |= position[e] < position[e - 1];
+    const int64_t first = position[start == 0 ? 0 : start - 1], last = position[stop - 1];
+    if (bad || first < 0 || last >= num_targets) return false;
+    for (int64_t k = first + 1; k <= last; ++k) bad |= targets[k] <= targets[k - 1];
+    return !bad && targets[first] >= 0 && targets[last] < num_out;
+  }
+
+  // Whether nothing is wrong after all; else notes what.
+  bool diagnosed(int64_t start, int64_t stop) const {
     int found = kNone;
     for (int64_t e = start; e < stop && found == kNone; ++e) {
       const int64_t here = position[e];
