@@ -77,12 +77,19 @@ class _Joined(torch.autograd.Function):
 
 @contextmanager
 def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
-    """Where a worker has no edges, its message is known to be ``rows[0]``, of shape ``[0, *]``.
+    """Where a worker has no edges, a message that fails is known to be ``rows[0]``, ``[0, *]``.
 
     Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
     """
+    own, before = layer.message, layer.__dict__.get("message")
 
-    def message(**arguments: Any) -> Tensor:
+    def message(**arguments: Any) -> Any:
+        try:
+            return own(**arguments)
+        except (IndexError, RuntimeError, ValueError):
+            return stand_in(arguments)
+
+    def stand_in(arguments: dict[str, Any]) -> Tensor:
         axis = int(layer.node_dim)
         out = rows[0].movedim(0, axis) if axis % rows[0].dim() else rows[0]
         # All workers take part in the backward pass, of arguments and of parameters.
@@ -96,7 +103,9 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
     try:
         yield
     finally:
-        del layer.__dict__["message"]
+        layer.__dict__["message"] = before
+        if before is None:
+            del layer.__dict__["message"]
 
 
 @contextmanager
