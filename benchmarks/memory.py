@@ -128,6 +128,9 @@ def main() -> None:
             f"torch-geometric {torch_geometric.__version__}. Random graph of {args.nodes:,} nodes "
             f"and {args.nodes * args.degree:,} edges, random parts, three layers.",
             "",
+            "With a prefetched shard (depth 1) two remote shards are resident from three workers "
+            "on, but at two workers there is only one: the peak times W grows by that.",
+            "",
             *lines,
             "",
         ]
