@@ -29,7 +29,7 @@ class FusedSum:
         source: The operand whose source rows are the message.
     """
 
-    def __init__(self, program: TileProgram, rounds: Rounds, source: int) -> None:
+    def __init__(self, program: TileProgram, rounds: ShardRounds, source: int) -> None:
         self._program, self._rounds, self._source = program, rounds, source
         self._place = program.numbers("source").index(source)
 

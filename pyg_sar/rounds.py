@@ -47,14 +47,6 @@ class Rounds(ABC):
     def tiles(self, unit: int) -> Iterator[Tile]:
         """A unit's tiles, if it has any."""
 
-    def first_edge(self, unit: int) -> Tile | None:
-        """A tile of a single edge, if the unit has one and :meth:`segments`."""
-        return None
-
-    def segments(self, unit: int, transposed: bool = False) -> Segments:
-        """All of a unit's edges for a sum of gathered rows, or for its backward pass."""
-        raise NotImplementedError(f"{type(self).__name__} has no segments")
-
     @abstractmethod
     def stream(
         self, tensors: Sequence[Tensor], label: Label, prefetch: int
@@ -86,10 +78,12 @@ class ShardRounds(Rounds):
             yield self._shards.tile(unit, edges)
 
     def first_edge(self, unit: int) -> Tile | None:
+        """A tile of a single edge, if the unit has one."""
         start, stop = (edges := self._shards.edges(unit)).start, edges.stop
         return self._shards.tile(unit, slice(start, start + 1)) if stop > start else None
 
     def segments(self, unit: int, transposed: bool = False) -> Segments:
+        """All of a unit's edges for a sum of gathered rows, or for its backward pass."""
         return self._shards.transposed(unit) if transposed else self._shards.segments(unit)
 
     def stream(

@@ -12,6 +12,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
+from pyg_sar.errors import PygSarError
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.program import DeferredEdge
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
@@ -86,6 +87,8 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
     def message(**arguments: Any) -> Any:
         try:
             return own(**arguments)
+        except PygSarError:
+            raise
         except (IndexError, RuntimeError, ValueError):
             return stand_in(arguments)
 
