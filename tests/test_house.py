@@ -18,7 +18,7 @@ PACKAGE = REPOSITORY / "pyg_sar"
 LAYERS = (
     "errors policy ledger ops",
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
-    "partition attributes parts hetero_partition hetero_parts prepare storage",
+    "partition sparse_matrix attributes parts hetero_partition hetero_parts prepare storage",
     "synthetic graph_files graphs",
     "halo exchange distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
@@ -347,3 +347,10 @@ def test_make_knows_its_targets_and_ci_runs_the_tests():
     assert script.stat().st_mode & 0o111
     lines = script.read_text().splitlines()
     assert "set -e" in lines and [line for line in lines if "make" in line] == ["make test"]
+
+
+def test_nothing_switches_pytorch_for_all_threads():
+    """``check_invariants=True`` does, while it runs, and overlapping calls may leave it on."""
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.keyword) and node.arg == "check_invariants"), name
