@@ -24,7 +24,7 @@ LAYERS = (
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program reverse message_checks node_reads",
     "dependence strategy fused aggregate autograd_gap owned_rows gradients",
-    "metrics nn.embedding nn.propagation nn.message_passing nn.graph_norm nn.norm",
+    "metrics nn.embedding nn.propagation nn.one_process nn.message_passing nn.graph_norm nn.norm",
     "nn.pool nn.attention nn.set_attention nn.sequences nn.models nn.colours nn.refused_convs",
     "nn.registry nn",
     "lazy convert loading",

@@ -21,6 +21,7 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
+from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.nn.propagation import (
     charged,
     first_target_filled,
@@ -84,6 +85,9 @@ class DistMessagePassing(MessagePassing):
         relations = [r for a in given if isinstance(a, dict) for r in a.values()]
         edges = [a for a in (*given, *relations) if isinstance(a, DistEdgeIndex)]
         if not edges:
+            fused = self._own_graph(args, kwargs)
+            if fused is not None:
+                return self._call_on_own_graph(fused, args, kwargs)
             return super().__call__(*args, **kwargs)
         with self._call_scope(edges, args, kwargs):
             return super().__call__(*args, **kwargs)
@@ -258,6 +262,9 @@ class DistMessagePassing(MessagePassing):
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
+        self.__dict__["_all_fused"] = (
+            self.__dict__.get("_all_fused", True) and run.fused is not None
+        )
         for name in verdict.sets:
             self.__dict__[name] = tile_value(name)
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
@@ -276,6 +283,34 @@ class DistMessagePassing(MessagePassing):
                     f"{edge_index.size(1)} edges at rank {edge_index.plan.rank}; pass this "
                     "worker's edge attributes, as pyg_sar.load_partition returns them"
                 )
+
+    # One process #############################################################
+
+    def _own_graph(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, DistEdgeIndex] | None:
+        """The plain edges of this call and what stands for them, where the kernels are faster."""
+        graphs: OwnGraphs | None = self.__dict__.get("own_graphs")
+        eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
+        if graphs is None or not eligible or self._strategy()[0] != "sequential":
+            return None
+        found = graphs.stand_in(self._bound(args, kwargs), int(self.node_dim))
+        slower = self.__dict__.setdefault("_slower_fused", set())
+        return None if self.training in slower else found
+
+    def _call_on_own_graph(
+        self, fused: tuple[Tensor, DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs on the graph that stands for plain edges; notes where nothing was fused."""
+        edges, graph = fused
+        args = tuple(graph if a is edges else a for a in args)
+        kwargs = {name: graph if a is edges else a for name, a in kwargs.items()}
+        self.__dict__["_all_fused"] = True
+        with self._call_scope([graph], args, kwargs):
+            out = super().__call__(*args, **kwargs)
+        if not self.__dict__.pop("_all_fused"):
+            self._slower_fused.add(self.training)
+        return out
 
     # One call ################################################################
 
