@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
-    "errors policy ledger ops",
+    "errors policy ledger ops attention_terms attention_fallback attention_ops",
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
     "partition sparse_matrix attributes parts hetero_partition hetero_parts prepare storage",
     "synthetic graph_files graphs",
