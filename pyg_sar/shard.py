@@ -127,6 +127,11 @@ class Shards:
             for start in range(shard.start, shard.stop, max(max_edges, 1))
         ]
 
+    def columns(self, owner: int) -> Tensor | slice:
+        """Column in ``edge_index`` of each of the shard's edges, in shard order."""
+        edges = self.edges(owner)
+        return edges if self._columns is None else self._columns[edges]
+
     def tile(self, owner: int, edges: slice) -> Tile:
         """The index tensors of a run of edges (64-bit, made for its turn)."""
         position = self._position[edges].long()
