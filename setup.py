@@ -30,8 +30,8 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        ["extensions/gather_sum.cpp"],
-        depends=["extensions/gather_sum.h"],
+        ["extensions/segments.cpp", "extensions/gather_sum.cpp"],
+        depends=["extensions/segments.h", "extensions/gather_sum.h"],
         # No -march=native: the loops have a version for each kind of processor.
         extra_compile_args=[
             "-O3",
