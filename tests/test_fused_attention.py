@@ -159,14 +159,11 @@ def _masks(root: object, policies: tuple[SARPolicy, ...]) -> list[tuple[Tensor, 
     torch.manual_seed(0)
     layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5).double())
     found = []
-    pyg_sar.current().barrier()
     for policy in policies:
         set_policy(layer, policy)
-        layer.attention_seed = None
         x = data.x.clone().requires_grad_()
-        with torch.random.fork_rng():
-            torch.manual_seed(3)
-            out = layer(x, data.edge_index)
+        torch.manual_seed(3)
+        out = layer(x, data.edge_index)
         pyg_sar.mean(out.square().sum(-1)).backward()
         found.append((out.detach(), x.grad))
     return found

@@ -82,7 +82,8 @@ def _edge_term(layer: Any, edge_attr: Any) -> dict[str, Any] | None:
     if not isinstance(edge_attr, Tensor) or edge_attr.dim() > 2:
         return None
     weight = linear.weight.t().unflatten(1, (layer.heads, layer.out_channels))
-    return {"edge_attr": edge_attr.view(edge_attr.size(0), -1), "edge_weight": weight}
+    columns = edge_attr.unsqueeze(-1) if edge_attr.dim() == 1 else edge_attr
+    return {"edge_attr": columns, "edge_weight": weight}
 
 
 def _gat(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
