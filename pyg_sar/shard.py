@@ -1,4 +1,4 @@
-"""Edges bucketed by the owner of their source and sorted by target: made once per structure."""
+"""Edges bucketed by the unit that their source comes in, sorted by target: once per structure."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Tile:
     """A run of a shard's edges whose messages are materialized together.
 
     Attributes:
-        unit: What it is a piece of: the shard of that owner, or a chunk's number.
+        unit: What it is a piece of: the shard of that unit, or a chunk's number.
         edges: The run in shard order.
         targets: Local ids of the targets that occur, ascending, ``[U]``.
         index: Position of each edge's target in ``targets``, ``[E_tile]``, ascending.
-        source: Row of each edge's source in the owner's buffer, ``[E_tile]``.
+        source: Row of each edge's source in the unit's buffer, ``[E_tile]``.
         columns: Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already.
     """
 
@@ -69,7 +69,10 @@ def empty_tile(device: torch.device) -> Tile:
 
 
 class Shards:
-    r"""The edges of one worker as shards: shard q holds the edges from worker q's nodes to here.
+    r"""The edges of one worker as shards.
+
+    Shard 0 holds those from its own nodes, shard u those from the owners of unit u
+    (:meth:`HaloPlan.units`).
 
     Within a shard edges are sorted by target, so that tiles of it touch few targets.
 
@@ -89,24 +92,20 @@ class Shards:
         self.num_edges = source.numel()
         num_targets = edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=num_targets)
-        offsets = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
-        owner = torch.bucketize(source, offsets[1:], right=True, out_int32=True)
-        owner[source < plan.num_local] = plan.rank
-        counts = torch.bincount(owner, minlength=plan.world_size)
+        number = len(plan.units())
+        source, unit = self._place(source)
+        counts = torch.bincount(unit, minlength=number)
         self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
-        wide = num_targets * plan.world_size >= 2**31
-        key = (owner.long() if wide else owner).mul_(max(num_targets, 1)).add_(target)
-        del owner
+        wide = num_targets * number >= 2**31
+        key = (unit.long() if wide else unit).mul_(max(num_targets, 1)).add_(target)
+        del unit
         order = None if bool((key[1:] >= key[:-1]).all()) else key.argsort(stable=True)
         if order is not None:
             source, target, key = source[order], target[order], key[order]
         self._columns = None if order is None else _narrow(order, self.num_edges)
         del order
-        starts = offsets[:-1].clone()
-        starts[plan.rank] = 0
-        shifted = source - starts.repeat_interleave(counts)
-        self._source = _narrow(shifted, plan.num_ids)
-        del shifted, source
+        self._source = source
+        del source
         first = torch.ones_like(key, dtype=torch.bool)
         torch.ne(key[1:], key[:-1], out=first[1:])
         del key
@@ -115,19 +114,31 @@ class Shards:
         self._position -= 1
         self._transposed: dict[int, Segments] = {}
 
-    def edges(self, owner: int) -> slice:
-        """The shard's edges in shard order."""
-        return slice(self._offsets[owner], self._offsets[owner + 1])
+    def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Each source's row in the buffer of its unit, and the unit (32 bits)."""
+        plan = self.plan
+        ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
+        owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
+        owner[source < plan.num_local] = plan.rank
+        units, places = (torch.tensor(t, device=source.device) for t in plan.places())
+        moves = ends[:-1] - places
+        moves[plan.rank] = 0
+        rows = _narrow(source, plan.num_ids) - _narrow(moves, plan.num_ids)[owner]
+        return rows, units.int()[owner]
 
-    def tiles(self, owner: int, max_edges: int) -> list[slice]:
+    def edges(self, unit: int) -> slice:
+        """The shard's edges in shard order."""
+        return slice(self._offsets[unit], self._offsets[unit + 1])
+
+    def tiles(self, unit: int, max_edges: int) -> list[slice]:
         """Cuts a shard into runs of at most ``max_edges`` edges."""
-        shard = self.edges(owner)
+        shard = self.edges(unit)
         return [
             slice(start, min(start + max_edges, shard.stop))
             for start in range(shard.start, shard.stop, max(max_edges, 1))
         ]
 
-    def tile(self, owner: int, edges: slice) -> Tile:
+    def tile(self, unit: int, edges: slice) -> Tile:
         """The index tensors of a run of edges (64-bit, made for its turn)."""
         position = self._position[edges].long()
         if position.numel():
@@ -136,28 +147,28 @@ class Shards:
         else:
             targets, index = self._targets[:0], position
         columns = edges if self._columns is None else self._columns[edges].long()
-        return Tile(owner, edges, targets, index, self._source[edges].long(), columns)
+        return Tile(unit, edges, targets, index, self._source[edges].long(), columns)
 
-    def segments(self, owner: int) -> Segments:
-        """The shard by target: local ids add up rows of the owner's buffer."""
-        edges = self.edges(owner)
+    def segments(self, unit: int) -> Segments:
+        """The shard by target: local ids add up rows of the unit's buffer."""
+        edges = self.edges(unit)
         return Segments(self._source[edges], self._position[edges], self._targets)
 
-    def transposed(self, owner: int) -> Segments:
-        """The shard by source: rows of the owner's buffer add up local ids. Made on first use."""
-        if owner not in self._transposed:
-            edges = self.edges(owner)
+    def transposed(self, unit: int) -> Segments:
+        """The shard by source: rows of the unit's buffer add up local ids. Made on first use."""
+        if unit not in self._transposed:
+            edges = self.edges(unit)
             order = self._source[edges].argsort(stable=True)
             source = self._source[edges][order]
             target = self._targets[self._position[edges][order]]
             del order
             targets, position = torch.unique_consecutive(source, return_inverse=True)
-            self._transposed[owner] = Segments(
+            self._transposed[unit] = Segments(
                 _narrow(target, self.in_degree.numel()),
                 _narrow(position, self.num_edges),
                 targets.long(),
             )
-        return self._transposed[owner]
+        return self._transposed[unit]
 
 
 def shards_of(edge_index: DistEdgeIndex) -> Shards:
