@@ -93,7 +93,7 @@ class FusedAttention:
         for unit, rows in self._again(given, last):
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []
-            if unit != self.rounds.plan.rank:
+            if unit != 0:
                 sums |= {
                     name: rows_ if rows_.dtype == wide else torch.zeros_like(rows_, dtype=wide)
                     for name, rows_ in zip(wanted_sources, sent, strict=True)
@@ -138,7 +138,7 @@ class FusedAttention:
     ) -> None:
         if not names:
             return
-        if unit != self.rounds.plan.rank:
+        if unit != 0:
             for name, rows in zip(names, sent, strict=True):
                 if rows is not sums[name]:
                     rows.copy_(sums[name])

@@ -59,7 +59,7 @@ class Rounds(ABC):
 
 
 class ShardRounds(Rounds):
-    """Shard by shard: the worker's own, then round by round.
+    """Shard by shard: the worker's own, then unit by unit (:meth:`HaloPlan.units`).
 
     Args:
         shards: The edges.
@@ -71,7 +71,7 @@ class ShardRounds(Rounds):
         self._shards, self._max_edges = shards, max_edges
 
     def units(self) -> list[int]:
-        return [self.plan.rank, *(owner for owner, _ in self.plan.rounds())]
+        return list(range(len(self.plan.units())))
 
     def tiles(self, unit: int) -> Iterator[Tile]:
         for edges in self._shards.tiles(unit, self._max_edges):

@@ -18,8 +18,8 @@ PACKAGE = REPOSITORY / "pyg_sar"
 LAYERS = (
     "errors policy ledger ops attention_terms attention_fallback attention_ops",
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
-    "partition sparse_matrix attributes parts hetero_partition hetero_parts prepare storage",
-    "synthetic graph_files graphs",
+    "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
+    "storage synthetic graph_files graphs",
     "halo exchange distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program reverse message_checks node_reads",
