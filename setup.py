@@ -30,8 +30,13 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        ["extensions/gather_sum.cpp", "extensions/attention.cpp"],
+        [
+            "extensions/segments.cpp",
+            "extensions/gather_sum.cpp",
+            "extensions/attention.cpp",
+        ],
         depends=[
+            "extensions/segments.h",
             "extensions/gather_sum.h",
             "extensions/attention.h",
             "extensions/attention_loops.h",

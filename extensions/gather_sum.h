@@ -5,16 +5,9 @@
 
 #include <cstdint>
 
-namespace pyg_sar {
+#include "segments.h"
 
-// One build runs on any x86-64: the loader picks the version that the processor at hand can run. Named
-// by feature: by architecture (arch=haswell) another maker's processor would get the default.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
-#define PYG_SAR_VERSIONS __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define PYG_SAR_VERSIONS
-#endif
-#define PYG_SAR_INLINE inline __attribute__((always_inline))
+namespace pyg_sar {
 
 constexpr int64_t kAhead = 8;  // edges; about the latency of memory at one row each
 constexpr int64_t kPrefetchedBytes = 512;  // the processor follows a longer row by itself
