@@ -30,12 +30,23 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        ["extensions/segments.cpp", "extensions/gather_sum.cpp"],
-        depends=["extensions/segments.h", "extensions/gather_sum.h"],
+        [
+            "extensions/segments.cpp",
+            "extensions/gather_sum.cpp",
+            "extensions/attention.cpp",
+        ],
+        depends=[
+            "extensions/segments.h",
+            "extensions/gather_sum.h",
+            "extensions/attention.h",
+            "extensions/attention_loops.h",
+        ],
         # No -march=native: the loops have a version for each kind of processor.
         extra_compile_args=[
             "-O3",
             "-g0",
+            "-fno-math-errno",
+            "-fno-trapping-math",
             "-fopenmp",
             "-fvisibility=hidden",
             "-DAT_PARALLEL_OPENMP=1",

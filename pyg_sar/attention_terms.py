@@ -53,7 +53,7 @@ class Attention:
         \qquad \epsilon_e = \mathrm{edge\_attr}_e \, \mathrm{edge\_weight}
 
     for each head: the scores of GATConv, GATv2Conv and TransformerConv. With ``dot``, the edge
-    term is part of the value too: :math:`\mathrm{value}_e = v_j + \epsilon_e`; else the value is
+    term is part of the value too: :math:`\mathrm{value}_e = v_j + \epsilon_e`; else it is
     :math:`v_j`.
 
     Attributes:
