@@ -14,6 +14,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <type_traits>
 
 #include "segments.h"
 
@@ -68,21 +69,34 @@ template <class Row, class Index>
 void run(const Tensor& out, const Tensor& rows, const SegmentTensors& given,
          const OptionalTensor& weight) {
   const auto segments = pyg_sar::checked<Index>(kName, given, rows.size(0), out.size(0));
-  OptionalTensor by;
-  if (weight.has_value()) by = ordered<Wide<Row>>(*weight, segments);
+  TORCH_CHECK_VALUE(rows.size(0) < int64_t{1} << 31, "gather_sum: more than 2^31 'rows'");
+  Tensor source = given.source, by;
+  SumTile<Row> tile{};
+  tile.segments.targets = segments.targets;
+  tile.segments.num_edges = segments.num_edges;
+  tile.segments.num_targets = segments.num_targets;
+  if constexpr (std::is_same_v<Index, int64_t>) {
+    source = source.to(at::kInt);
+    tile.wide_offsets = segments.offsets;
+  } else {
+    tile.segments.offsets = segments.offsets;
+  }
+  tile.segments.source = source.const_data_ptr<int32_t>();
+  if (weight.has_value()) {
+    by = ordered<Wide<Row>>(*weight, segments);
+    tile.weight = by.const_data_ptr<Wide<Row>>();
+  }
+  tile.out_stride = out.stride(0);
+  tile.row_stride = rows.stride(0);
   const int64_t width = out.size(1), lanes = kFullLanes<Wide<Row>>;
   const int64_t vectors = (width + lanes - 1) / lanes;
-  const int64_t tiles = (vectors + kMostVectors - 1) / kMostVectors;
+  const int64_t tiles = (vectors + kMostVectors<Row> - 1) / kMostVectors<Row>;
   for (int64_t n = 0; n < tiles; ++n) {  // of about the same width
     const int64_t start = vectors * n / tiles * lanes;
     const int64_t stop = std::min(vectors * (n + 1) / tiles * lanes, width);
-    const SumTile<Row, Index> tile{segments,
-                                   out.mutable_data_ptr<Row>() + start,
-                                   rows.const_data_ptr<Row>() + start,
-                                   out.stride(0),
-                                   rows.stride(0),
-                                   by ? by->const_data_ptr<Wide<Row>>() : nullptr,
-                                   static_cast<int>(stop - start)};
+    tile.out = out.mutable_data_ptr<Row>() + start;
+    tile.rows = rows.const_data_ptr<Row>() + start;
+    tile.width = static_cast<int>(stop - start);
     for_targets(segments, kEdgesPerRun,
                 [&](int64_t first, int64_t last) { sum_tile(tile, first, last); });
   }

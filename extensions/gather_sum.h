@@ -1,6 +1,6 @@
 // Sums of rows for a run of targets. See gather_sum.cpp for what they compute.
 //
-// [Note: tiles] Columns are taken in tiles of at most kMostVectors cache lines. A target's sums of a
+// [Note: tiles] Columns are taken in tiles of at most kMostVectors registers. A target's sums of a
 // tile stay in registers over all its edges, and a row's lines are asked for some edges ahead: about
 // twenty lines are in flight, which hides most of the latency of memory. The last vector of a
 // tile begins where a whole one fits, so that it overlaps the one before it: no lane is masked, and
@@ -8,22 +8,30 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "segments.h"
 #include "vectors.h"
 
 namespace pyg_sar {
 
-constexpr int kMostVectors = 8;
+// Fewer where speed matters less: each width is compiled for each kind of processor.
+template <class Row>
+constexpr int kMostVectors = std::is_same_v<Row, float> ? 8 : 4;
 
-template <class Row, class Index>
+template <class Row>
 struct SumTile {
-  Segments<Index> segments;
+  Segments<int32_t> segments;
+  const int64_t* wide_offsets;  // in place of the segments', where there are so many edges
   Row* out;         // the tile's first column
   const Row* rows;  // the same
   int64_t out_stride, row_stride;
   const Wide<Row>* weight;  // in the order of the edges; null: 1
   int width;
+
+  PYG_SAR_INLINE int64_t offset(int64_t t) const {
+    return wide_offsets == nullptr ? segments.offsets[t] : wide_offsets[t];
+  }
 
   template <int kLanes, int kVectors, bool kWeighted>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
@@ -32,7 +40,7 @@ struct SumTile {
     constexpr int kApart = kVectors == 1 ? 4 : kVectors <= 4 ? 2 : 1;
     constexpr int64_t kAhead = kVectors <= 2 ? 64 : kVectors <= 4 ? 32 : 16;
     const int64_t tail = width - kLanes, final = segments.num_edges - 1;
-    const Index* const source = segments.source;
+    const int32_t* const source = segments.source;
     for (int64_t t = first; t < last; ++t) {
       Vector<Acc, kLanes> sum[kVectors][kApart] = {};
       const auto add = [&](int64_t e, int part) __attribute__((always_inline)) {
@@ -51,8 +59,8 @@ struct SumTile {
           }
         }
       };
-      int64_t e = segments.offsets[t];
-      const int64_t stop = segments.offsets[t + 1];
+      int64_t e = offset(t);
+      const int64_t stop = offset(t + 1);
       for (; e + kApart <= stop; e += kApart) {
         for (int part = 0; part < kApart; ++part) add(e + part, part);
       }
@@ -78,44 +86,36 @@ struct SumTile {
   PYG_SAR_INLINE void run_narrow(int64_t first, int64_t last) const {
     if constexpr (kLanes > 0) {
       if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
-      width == kLanes ? run<kLanes, 1>(first, last) : run<kLanes, 2>(first, last);
+      if (width == kLanes) return run<kLanes, 1>(first, last);
+      if constexpr (kLanes > 1) run<kLanes, 2>(first, last);
     }
   }
 
   PYG_SAR_INLINE void operator()(int64_t first, int64_t last) const {
     constexpr int kLanes = kFullLanes<Wide<Row>>;
-    switch ((width + kLanes - 1) / kLanes) {
-      case 1:
-        return width == kLanes ? run<kLanes, 1>(first, last) : run_narrow<kLanes / 2>(first, last);
-      case 2:
-        return run<kLanes, 2>(first, last);
-      case 3:
-        return run<kLanes, 3>(first, last);
-      case 4:
-        return run<kLanes, 4>(first, last);
-      case 5:
-        return run<kLanes, 5>(first, last);
-      case 6:
-        return run<kLanes, 6>(first, last);
-      case 7:
-        return run<kLanes, 7>(first, last);
-      default:
-        return run<kLanes, kMostVectors>(first, last);
+    const int vectors = (width + kLanes - 1) / kLanes;
+    if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
+    if (vectors == 1) return run<kLanes, 1>(first, last);
+    if (vectors == 2) return run<kLanes, 2>(first, last);
+    if (vectors == 3) return run<kLanes, 3>(first, last);
+    if constexpr (kMostVectors<Row> > 4) {
+      if (vectors == 5) return run<kLanes, 5>(first, last);
+      if (vectors == 6) return run<kLanes, 6>(first, last);
+      if (vectors == 7) return run<kLanes, 7>(first, last);
+      if (vectors == 8) return run<kLanes, 8>(first, last);
     }
+    run<kLanes, 4>(first, last);
   }
 };
 
-// One function for each kind of processor, of each type of rows and indices.
-#define PYG_SAR_SUM_TILE(Row, Index)                                                          \
-  PYG_SAR_VERSIONS void sum_tile(const SumTile<Row, Index>& tile, int64_t first, int64_t last) { \
-    tile(first, last);                                                                        \
+// One function for each kind of processor, of each type of rows.
+#define PYG_SAR_SUM_TILE(Row)                                                          \
+  PYG_SAR_VERSIONS void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) { \
+    tile(first, last);                                                                 \
   }
 
-PYG_SAR_SUM_TILE(float, int32_t)
-PYG_SAR_SUM_TILE(float, int64_t)
-PYG_SAR_SUM_TILE(double, int32_t)
-PYG_SAR_SUM_TILE(double, int64_t)
-PYG_SAR_SUM_TILE(c10::BFloat16, int32_t)
-PYG_SAR_SUM_TILE(c10::BFloat16, int64_t)
+PYG_SAR_SUM_TILE(float)
+PYG_SAR_SUM_TILE(double)
+PYG_SAR_SUM_TILE(c10::BFloat16)
 
 }  // namespace pyg_sar
