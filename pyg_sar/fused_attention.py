@@ -122,7 +122,8 @@ class FusedAttention:
             gradients = AttentionGradients(**sums | {"edge_attr": sums["edge_attr"][columns]})
         else:
             gradients = AttentionGradients(**sums)
-        transposed = self.rounds.segments(unit, transposed=True)
+        numbered = shard.edge_attr is not None or shard.drop_key is not None
+        transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
         attention_backward_sources_(gradients, shard, cotangent, transposed)
         attention_backward_targets_(gradients, shard, cotangent, self.rounds.segments(unit))
         if "edge_attr" in sums and not isinstance(columns, slice):

@@ -86,9 +86,16 @@ class ShardRounds(Rounds):
         """Column of ``edge_index`` of each of a unit's edges, in shard order."""
         return self._shards.columns(unit)
 
-    def segments(self, unit: int, transposed: bool = False) -> Segments:
-        """All of a unit's edges for a sum of gathered rows, or for its backward pass."""
-        return self._shards.transposed(unit) if transposed else self._shards.segments(unit)
+    def segments(self, unit: int, transposed: bool = False, numbered: bool = False) -> Segments:
+        """All of a unit's edges for a kernel, or for its backward pass.
+
+        Args:
+            unit: The unit.
+            transposed: By source.
+            numbered: Whether edge-level data will be found by the edges' numbers.
+        """
+        shards = self._shards
+        return shards.transposed(unit, numbered) if transposed else shards.segments(unit)
 
     def stream(
         self, tensors: Sequence[Tensor], label: Label, prefetch: int
