@@ -1,21 +1,9 @@
-"""Where source rows come from: streamed shard by shard from their owners, or all at once.
-
-[Note: rounds] Every worker walks the same rounds (:meth:`HaloPlan.rounds`) in the same order and
-posts the same transfers in the same order, also where a shard is empty; the communicator's issuing
-thread carries them out first in, first out. A fetch that is posted ahead therefore never overtakes
-a gradient that another worker posts first, and nothing can deadlock.
-
-[Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
-stream drops its own reference before it allocates the next one, and consumers must do so too
-(``del rows``), or two shards are resident where the policy promises one. The ledger follows the
-storage, not a counter that the code would have to keep right.
-"""
+"""How rows travel: side by side in one buffer; and the whole halo at once, differentiable."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -127,145 +115,6 @@ class RowLayout:
                 rows = buffer[:, start:stop]
                 out[k] = rows.unflatten(1, shape) if shape else rows[:, 0]
         return out
-
-
-class ShardStream:
-    r"""Source rows of one layer, one owner at a time: the local rows, then round by round.
-
-    At most ``1 + prefetch`` remote shards are resident (DESIGN: 2/N and 3/N of the graph with the
-    worker's own). Traffic in: :math:`H_p F b` bytes.
-
-    Args:
-        plan: The halo plan.
-        tensors: Source tensors ``[num_local, *]``, detached.
-        label: Whom the ledger charges.
-        prefetch: Shards fetched ahead.
-    """
-
-    def __init__(
-        self, plan: HaloPlan, tensors: Sequence[Tensor], label: Label, prefetch: int
-    ) -> None:
-        self.plan = plan
-        self.tensors = list(tensors)
-        self.label = label
-        self.prefetch = prefetch
-        self.layout = RowLayout(tensors)
-        self._rounds = plan.rounds()
-        self._posted = 0
-        self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
-
-    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields ``(owner, rows)``: rows of each tensor, in the owner's halo order."""
-        self._post(self.prefetch)
-        yield self.plan.rank, self.tensors
-        while self._posted < len(self._rounds) or self._pending:
-            if not self._pending:
-                self._post(1)
-            owner, buffers, works = self._pending.popleft()
-            for work in works:
-                work.wait()
-            self._post(self.prefetch)
-            rows = self.layout.unpack(buffers)
-            del buffers, works
-            handed = [rows]
-            del rows
-            yield owner, handed.pop()
-
-    def _post(self, ahead: int) -> None:
-        """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
-        plan, comm = self.plan, self.plan.comm
-        while len(self._pending) < ahead and self._posted < len(self._rounds):
-            owner, peer = self._rounds[self._posted]
-            self._posted += 1
-            count = plan.halo_counts[owner]
-            buffers, works = [], []
-            for k, (dtype, width) in enumerate(self.layout.widths()):
-                buffer = tracked_buffer(
-                    comm,
-                    self.label[0],
-                    count if k == 0 else 0,
-                    (count, width),
-                    dtype,
-                    self.tensors[0].device,
-                )
-                works.append(
-                    comm.exchange(
-                        self.layout.packer(self.tensors, plan.send_rows(peer), dtype),
-                        peer,
-                        buffer,
-                        owner,
-                        label=self.label,
-                    )
-                )
-                buffers.append(buffer)
-            self._pending.append((owner, buffers, works))
-
-
-class GradientReturn:
-    r"""Sends each shard's gradient rows to their owner and adds up what the peers send here.
-
-    Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
-
-    Args:
-        plan: The halo plan.
-        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        layer: Whom the ledger charges.
-        overlap: Leave a round in flight while the next shard is worked on.
-    """
-
-    def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], layer: str, overlap: bool) -> None:
-        self.plan = plan
-        self.totals = list(totals)
-        self.label: Label = (layer, "backward", "gradient")
-        self.overlap = overlap
-        self.layout = RowLayout(totals)
-        self._peers = dict(plan.rounds())
-        self._packed: list[Tensor] = []
-        self._pending: tuple[int, list[Tensor], list[Work]] | None = None
-
-    def start(self, owner: int) -> list[Tensor]:
-        """Zeroed gradient rows for the sources of ``owner``: views of what will be sent.
-
-        The worker's own rows are added to directly.
-        """
-        if owner == self.plan.rank:
-            return self.totals
-        rows = self.plan.halo_counts[owner]
-        self._packed = [
-            torch.zeros((rows, width), dtype=dtype, device=self.totals[0].device)
-            for dtype, width in self.layout.widths()
-        ]
-        return self.layout.unpack(self._packed)
-
-    def send(self, owner: int) -> None:
-        """Sends what was started; call once per round, in the order of the rounds."""
-        if owner == self.plan.rank:
-            return
-        self.drain()
-        plan, comm = self.plan, self.plan.comm
-        peer = self._peers[owner]
-        rows = plan.send_rows(peer).numel()
-        buffers, works = [], []
-        for packed in self._packed:
-            buffer = packed.new_empty(rows, packed.size(1))
-            works.append(comm.exchange(packed, owner, buffer, peer, label=self.label))
-            buffers.append(buffer)
-        self._packed = []
-        self._pending = (peer, buffers, works)
-        if not self.overlap:
-            self.drain()
-
-    def drain(self) -> None:
-        """Waits for the round in flight and adds the peer's gradients to the totals."""
-        if self._pending is None:
-            return
-        peer, buffers, works = self._pending
-        self._pending = None
-        for work in works:
-            work.wait()
-        rows = self.plan.send_rows(peer)
-        for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
-            add_rows(total, rows, part)
 
 
 # The whole halo at once ######################################################

@@ -126,6 +126,7 @@ RANKS = textwrap.dedent(
             time.sleep(5)  # Longer than the timeout, but it lives.
         comm.exchange(torch.ones(3), (comm.rank + 1) % 3, torch.empty(3),
                       (comm.rank - 1) % 3, label=LABEL).wait()
+        comm.barrier()  # Rank 0 alone needs nothing of rank 1 so far.
 
     def leaves_early(comm, kill):
         comm.barrier()
