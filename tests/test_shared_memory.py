@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -224,3 +225,56 @@ def test_most_rows_are_published_as_they_are():
         for rank, (rows, count, fetched) in enumerate(threads(work, 2, number)):
             assert (rows, count) == expected
             assert fetched[:, 0].tolist() == [n + 10 * (1 - rank) for n in [4, 2, 0, 1][:number]]
+
+
+# Overlap #####################################################################
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_gradients_stay_in_flight(switch, monkeypatch):
+    """With ``prefetch=1`` a worker goes on while its peers still compute theirs.
+
+    Where workers share memory, always; else unless shards are fetched meanwhile, whose buffers
+    are all that the policy affords.
+    """
+    monkeypatch.setenv(SWITCH, switch)
+    gone_on = threading.Event()
+
+    def work(prefetch: int, refetches: bool) -> Any:
+        comm = current()
+        plan = ring_plan(comm, 10)
+        total = torch.zeros(10, 2)
+        back = GradientReturn(plan, [total], "conv", prefetch, refetches)
+        for number, (owner, _) in enumerate(plan.rounds()):
+            if comm.rank > 0 and number == 0:
+                assert gone_on.wait(60)
+            back.start(owner)[0].fill_(comm.rank + 1.0)
+            back.send(owner)
+            if comm.rank == 0:
+                gone_on.set()
+        back.drain()
+        return total[:, 0].tolist()
+
+    for prefetch, refetches in ((2, True), (2, False), (1, False), (1, True)):
+        if (prefetch, refetches, switch) != (1, True, "0"):
+            gone_on.clear()
+            found = threads(work, 3, prefetch, refetches)
+            # Worker p needs 2 rows of p + 1 and 3 of p + 2.
+            for rank, total in enumerate(found):
+                before, behind = (rank - 1) % 3 + 1.0, (rank + 1) % 3 + 1.0
+                both = before + behind
+                assert total == [both, 0, both, 0, behind, 0, 0, 0, 0, 0]
+
+    def drains(prefetch: int, refetches: bool) -> bool:
+        plan = ring_plan(current(), 10)
+        back = GradientReturn(plan, [torch.zeros(10, 2)], "conv", prefetch, refetches)
+        left = []
+        for owner, _ in plan.rounds():
+            back.start(owner)
+            back.send(owner)
+            left.append(back._pending is not None)
+        back.drain()
+        return any(left)
+
+    assert threads(drains, 3, 0, False) == [False] * 3
+    assert threads(drains, 3, 1, True) == [switch == "1"] * 3
