@@ -157,6 +157,27 @@ def _return_halo(
     return out.view(plan.num_local, *ext.shape[1:])
 
 
+def post_pairs(
+    plan: HaloPlan,
+    sends: Sequence[tuple[int, Tensor | Callable[[], Tensor] | None]],
+    receives: Sequence[tuple[int, Tensor]],
+    label: Label,
+) -> list[Work]:
+    """Exchanges with some peers at once, ``(peer, rows)`` each; nothing where there are none."""
+    if not sends and not receives:
+        return []
+    if len(sends) <= 1 and len(receives) <= 1:
+        (dst, rows), (src, buffer) = (*sends, (-1, None))[0], (*receives, (-1, None))[0]
+        return [plan.comm.exchange(rows, dst, buffer, src, label=label)]
+    going: list[Any] = [None] * plan.world_size
+    coming: list[Any] = [None] * plan.world_size
+    for peer, rows in sends:
+        going[peer] = rows
+    for peer, buffer in receives:
+        coming[peer] = buffer
+    return [plan.comm.exchange_all(going, coming, label=label)]
+
+
 def post_all(
     plan: HaloPlan,
     sends: Sequence[Tensor | Callable[[], Tensor] | None],

@@ -207,9 +207,11 @@ class ThreadNeighbours(Neighbours):
     def take(self, size: int) -> ThreadPage:
         return ThreadPage(torch.empty(size, dtype=torch.uint8))
 
-    def send(self, page: Page, subject: Subject, readers: Sequence[int]) -> None:
-        for peer in readers:
-            self.hub.letters[self.rank, peer, subject].put(page.data)
+    def send_parts(
+        self, page: Page, subject: Subject, parts: Sequence[tuple[int, int, int]]
+    ) -> None:
+        for peer, start, size in parts:
+            self.hub.letters[self.rank, peer, subject].put(page.data[start : start + size])
 
     def receive(self, src: int, subject: Subject) -> ThreadLetter:
         return ThreadLetter(self.hub.take(self.hub.letters[src, self.rank, subject], src))

@@ -62,9 +62,16 @@ class Neighbours(ABC):
     def take(self, size: int) -> Any:
         """A page of ``size`` bytes to write."""
 
-    @abstractmethod
     def send(self, page: Any, subject: Subject, readers: Sequence[int]) -> None:
         """Tells each reader of the page, which is theirs from now on. No reader: gives it back."""
+        size = page.data.numel()
+        self.send_parts(page, subject, [(reader, 0, size) for reader in readers])
+
+    @abstractmethod
+    def send_parts(
+        self, page: Any, subject: Subject, parts: Sequence[tuple[int, int, int]]
+    ) -> None:
+        """As :meth:`send`: ``(reader, first byte, bytes)`` for each; some readers may have none."""
 
     @abstractmethod
     def receive(self, src: int, subject: Subject) -> Letter:

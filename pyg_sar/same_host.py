@@ -31,8 +31,8 @@ from pyg_sar.backends import TransportError
 from pyg_sar.neighbours import Letter, Neighbours, Page, Subject
 from pyg_sar.segments import Pool, Segment, map_bytes
 
-PACKET = "<BQQQ"
-"""Subject, segment, its capacity, bytes used."""
+PACKET = "<BQQQQ"
+"""Subject, segment, its capacity, first byte, bytes."""
 FORGET, RELEASE = 254, 255  # Subjects of packets that are no letters.
 GIVE_UP = 1 << 16  # bytes above which a reader gives a letter's pages up
 
@@ -46,7 +46,7 @@ class Link:
         letters, releases: The connections.
         told: Segments of this worker whose descriptors the neighbour has.
         mapped: Segments of the neighbour that are mapped here.
-        early: Letters (subject, segment, bytes) that came before they were expected.
+        early: Letters (subject, segment, first byte, bytes) that came before they were expected.
     """
 
     peer: int
@@ -54,7 +54,7 @@ class Link:
     releases: socket.socket
     told: set[int]
     mapped: dict[int, tuple[mmap.mmap, Tensor]]
-    early: list[tuple[int, int, int]]
+    early: list[tuple[int, int, int, int]]
 
     def close(self) -> None:
         """Closes both connections."""
@@ -73,17 +73,19 @@ class SharedPage(Page):
 class SharedLetter(Letter):
     """A piece of a neighbour's segment."""
 
-    def __init__(self, owner: SharedMemory, link: Link, segment: int, size: int) -> None:
+    def __init__(
+        self, owner: SharedMemory, link: Link, segment: int, start: int, size: int
+    ) -> None:
         self._owner, self._link, self._segment = owner, link, segment
         self._mapping, whole = link.mapped[segment]
-        self.data = whole[:size]
+        self.data = whole[start : start + size]
 
     def release(self) -> None:
         if self.data.numel() > GIVE_UP:
             self._mapping.madvise(mmap.MADV_DONTNEED)
         # A writer that has ended needs it no more; one that died is noticed by whoever waits.
         with contextlib.suppress(TransportError, TimeoutError):
-            packet = struct.pack(PACKET, RELEASE, self._segment, 0, 0)
+            packet = struct.pack(PACKET, RELEASE, self._segment, 0, 0, 0)
             self._owner.post(self._link, self._link.releases, packet)
 
 
@@ -112,12 +114,14 @@ class SharedMemory(Neighbours):
         self._collect()
         return SharedPage(self._pool.take(size), size)
 
-    def send(self, page: SharedPage, subject: Subject, readers: Sequence[int]) -> None:
+    def send_parts(
+        self, page: SharedPage, subject: Subject, parts: Sequence[tuple[int, int, int]]
+    ) -> None:
         segment = page.segment
-        for peer in readers:
+        for peer, start, size in parts:
             link = self._links[peer]
             self._pool.hold(segment)
-            packet = struct.pack(PACKET, subject, segment.number, segment.capacity, page.size)
+            packet = struct.pack(PACKET, subject, segment.number, segment.capacity, start, size)
             new = segment.number not in link.told
             self.post(link, link.letters, packet, segment.descriptor if new else None)
             link.told.add(segment.number)
@@ -128,7 +132,9 @@ class SharedMemory(Neighbours):
             if segment.number in link.told:
                 link.told.remove(segment.number)
                 with contextlib.suppress(TransportError):
-                    self.post(link, link.letters, struct.pack(PACKET, FORGET, segment.number, 0, 0))
+                    self.post(
+                        link, link.letters, struct.pack(PACKET, FORGET, segment.number, 0, 0, 0)
+                    )
 
     def post(
         self, link: Link, connection: socket.socket, packet: bytes, descriptor: int | None = None
@@ -162,16 +168,16 @@ class SharedMemory(Neighbours):
     def receive(self, src: int, subject: Subject) -> SharedLetter:
         link, end = self._links[src], time.monotonic() + self.timeout
         while (found := next((e for e in link.early if e[0] == subject), None)) is None:
-            about, segment, capacity, size = self._next(link, end)
+            about, segment, capacity, start, size = self._next(link, end)
             if about == FORGET:
                 link.mapped.pop(segment, None)
             else:
-                assert segment in link.mapped and size <= capacity
-                link.early.append((about, segment, size))
+                assert segment in link.mapped and start + size <= capacity
+                link.early.append((about, segment, start, size))
         link.early.remove(found)
         return SharedLetter(self, link, *found[1:])
 
-    def _next(self, link: Link, end: float) -> tuple[int, int, int, int]:
+    def _next(self, link: Link, end: float) -> tuple[int, int, int, int, int]:
         """The next packet, whose descriptor, if it has one, is mapped."""
         while True:
             try:
@@ -185,14 +191,14 @@ class SharedMemory(Neighbours):
                 raise TransportError(f"rank {link.peer} can't be reached: {error}") from error
             if not packet:
                 raise TransportError(f"rank {link.peer} closed its connection")
-            about, segment, capacity, size = struct.unpack(PACKET, packet)
+            about, segment, capacity, start, size = struct.unpack(PACKET, packet)
             for _, _, data in rights:
                 (descriptor,) = array.array("i", data)
                 try:
                     link.mapped[segment] = map_bytes(descriptor, capacity)
                 finally:
                     os.close(descriptor)
-            return about, segment, capacity, size
+            return about, segment, capacity, start, size
 
     def _wait(self, connection: socket.socket, event: int, end: float, what: str) -> None:
         poll = select.poll()

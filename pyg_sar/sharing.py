@@ -139,18 +139,30 @@ class Sharing:
         page = self.neighbours.take(shape[0] * shape[1] * dtype.itemsize)
         return Loan(page, page.data.view(dtype).view(shape))
 
-    def give(self, loan: Loan, dst: int, label: Label) -> Work:
-        """Lets ``dst`` read a loan, which must not be touched any more."""
-        size = num_bytes(loan.rows)
-        page, loan.rows = loan.page, loan.rows.new_empty(0)
-        readers = [dst] if size else []
+    def give(self, loan: Loan, parts: Mapping[int, int], label: Label) -> Work:
+        """Lets each neighbour read its part of a loan, which must not be touched any more.
+
+        Args:
+            loan: The loan.
+            parts: How many of its rows are for each worker, in their order; those of workers that
+                are no neighbours are left out.
+            label: Whom the ledgers charge.
+        """
+        row, page = loan.rows.size(1) * loan.rows.element_size(), loan.page
+        pieces, first = [], 0
+        for peer, number in parts.items():
+            if peer in self.ranks and number * row:
+                pieces.append((peer, first * row, number * row))
+            first += number
+        sizes = {peer: size for peer, _, size in pieces}
+        loan.rows = loan.rows.new_empty(0)
         ledgers = list(self._ledgers)
 
         def task() -> None:
-            self.neighbours.send(page, Subject.LOAN, readers)
-            count(ledgers, label, dict.fromkeys(readers, size), {}, self.neighbours.name)
+            self.neighbours.send_parts(page, Subject.LOAN, pieces)
+            count(ledgers, label, sizes, {}, self.neighbours.name)
 
-        return self._submit(task, label, f"rows for rank {dst}")
+        return self._submit(task, label, f"rows for ranks {', '.join(map(str, sizes))}")
 
     def expect(
         self, src: int, shape: tuple[int, int], dtype: torch.dtype, label: Label
