@@ -221,7 +221,8 @@ class SequentialAggregation:
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         own = [_like(totals[k]) for k in numbers]
-        returns = self.rounds.returns(own, self.name, self.policy.prefetch > 1)
+        refetches = self.needs.needs_sources and not (self.no_graph or self.keeps_graphs)
+        returns = self.rounds.returns(own, self.name, self.policy.prefetch, refetches)
         sums: dict[int, Tensor] = {}
         for unit, graphs in self._graph_rounds(tensors, last):
             unit_totals = list(totals)

@@ -89,7 +89,9 @@ class FusedAttention:
             totals[name] if tensors[name].dtype == wide else torch.zeros_like(tensors[name])
             for name in wanted_sources
         ]
-        returns = self.rounds.returns(returned, self.name, self.policy.prefetch > 1)
+        returns = self.rounds.returns(
+            returned, self.name, self.policy.prefetch, self.policy.mode == 1
+        )
         for unit, rows in self._again(given, last):
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []

@@ -31,8 +31,9 @@ class SARPolicy:
         mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes".
         prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
             shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
-            cost of a second resident shard. From 2 on, outgoing gradients stay in flight behind
-            the next shard as well.
+            cost of a second resident shard. Outgoing gradients then stay in flight behind the
+            next shard where no shard is fetched meanwhile or workers share memory; from 2 on
+            everywhere.
         message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
             quarter of what the worker's own rows of the layer take, so that it shrinks with the
             partition, but at least 1 MiB and at most 8 MiB.

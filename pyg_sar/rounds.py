@@ -9,10 +9,10 @@ from typing import Protocol
 from torch import Tensor
 
 from pyg_sar.chunk import ChunkReturn, Chunks, ChunkStream
-from pyg_sar.exchange import GradientReturn, ShardStream
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Segments, Shards, Tile
+from pyg_sar.streams import GradientReturn, ShardStream
 
 
 class Returns(Protocol):
@@ -54,8 +54,10 @@ class Rounds(ABC):
         """Fetches the units' source rows."""
 
     @abstractmethod
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
-        """Returns gradients of source rows."""
+    def returns(
+        self, totals: Sequence[Tensor], layer: str, prefetch: int, refetches: bool
+    ) -> Returns:
+        """Returns gradients of source rows, while ``prefetch`` shards are fetched or none are."""
 
 
 class ShardRounds(Rounds):
@@ -102,8 +104,10 @@ class ShardRounds(Rounds):
     ) -> Iterable[tuple[int, list[Tensor]]]:
         return ShardStream(self.plan, tensors, label, prefetch)
 
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
-        return GradientReturn(self.plan, totals, layer, overlap)
+    def returns(
+        self, totals: Sequence[Tensor], layer: str, prefetch: int, refetches: bool
+    ) -> Returns:
+        return GradientReturn(self.plan, totals, layer, prefetch, refetches)
 
 
 class ChunkRounds(Rounds):
@@ -130,5 +134,7 @@ class ChunkRounds(Rounds):
     ) -> Iterable[tuple[int, list[Tensor]]]:
         return ChunkStream(self._chunks, tensors, label, prefetch)
 
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
+    def returns(
+        self, totals: Sequence[Tensor], layer: str, prefetch: int, refetches: bool
+    ) -> Returns:
         return ChunkReturn(self._chunks, totals, layer)
