@@ -5,14 +5,14 @@
 // both the number of heads and that of the lanes, so that loops over scalars are flat.
 #pragma once
 
+#include "segments.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
 #include <numeric>
-
-#define PYG_SAR_INLINE inline __attribute__((always_inline))
 
 namespace pyg_sar::attention {
 
