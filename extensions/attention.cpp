@@ -246,6 +246,7 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
   t.num_segments = d.offsets.numel() - 1;
   t.num_edges = d.source.numel();
   t.chunks = chunks;
+  t.distance = distance_of<T>(t.width());
   return t;
 }
 
