@@ -26,6 +26,7 @@ from torch.autograd.function import once_differentiable
 
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
+from pyg_sar.wire import Wire
 
 if TYPE_CHECKING:
     from pyg_sar.comm import Communicator, Work
@@ -78,9 +79,11 @@ class RowLayout:
 
     Args:
         tensors: Node tensors, all of shape ``[num_local, *]``.
+        wire: How they travel.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], wire: Wire | None = None) -> None:
+        self.wire = wire or Wire()
         self.shapes = [tuple(t.shape[1:]) for t in tensors]
         self.groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
         for k, tensor in enumerate(tensors):
@@ -115,9 +118,18 @@ class RowLayout:
 
         def pack() -> Tensor:
             with torch.no_grad():
-                return self.pack(tensors, rows, dtype)
+                return self.wire.encode(self.pack(tensors, rows, dtype))
 
         return pack
+
+    def encoded(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Rounds rows that are packed already when the issuing thread gets there."""
+        return lambda: self.wire.encode(rows)
+
+    def land(self, buffers: Sequence[Tensor]) -> None:
+        """Puts what arrived in its place."""
+        for buffer in buffers:
+            self.wire.land(buffer)
 
     def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Views of the messages as rows of the node tensors, in their order."""
@@ -141,16 +153,22 @@ class ShardStream:
         tensors: Source tensors ``[num_local, *]``, detached.
         label: Whom the ledger charges.
         prefetch: Units fetched ahead.
+        wire: How rows travel; exactly by default.
     """
 
     def __init__(
-        self, plan: HaloPlan, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self,
+        plan: HaloPlan,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
     ) -> None:
         self.plan = plan
         self.tensors = list(tensors)
         self.label = label
         self.prefetch = prefetch
-        self.layout = RowLayout(tensors)
+        self.layout = RowLayout(tensors, wire)
         self._units = plan.units()
         self._posted = 1
         self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
@@ -166,6 +184,7 @@ class ShardStream:
             for work in works:
                 work.wait()
             self._post(self.prefetch)
+            self.layout.land(buffers)
             rows = self.layout.unpack(buffers)
             del buffers, works
             handed = [rows]
@@ -193,7 +212,8 @@ class ShardStream:
                     (peer, self.layout.packer(self.tensors, plan.send_rows(peer), dtype))
                     for peer in unit.peers
                 ]
-                receives = list(zip(unit.owners, buffer.split(unit.counts), strict=True))
+                landing = self.layout.wire.landing(buffer)
+                receives = list(zip(unit.owners, landing.split(unit.counts), strict=True))
                 works += post_pairs(plan, sends, receives, self.label)
                 buffers.append(buffer)
             self._pending.append((number, buffers, works))
@@ -209,14 +229,22 @@ class GradientReturn:
         totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
         layer: Whom the ledger charges.
         overlap: Leave a unit in flight while the next one is worked on.
+        wire: How rows travel; exactly by default.
     """
 
-    def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], layer: str, overlap: bool) -> None:
+    def __init__(
+        self,
+        plan: HaloPlan,
+        totals: Sequence[Tensor],
+        layer: str,
+        overlap: bool,
+        wire: Wire | None = None,
+    ) -> None:
         self.plan = plan
         self.totals = list(totals)
         self.label: Label = (layer, "backward", "gradient")
         self.overlap = overlap
-        self.layout = RowLayout(totals)
+        self.layout = RowLayout(totals, wire)
         self._units = plan.units()
         self._packed: list[Tensor] = []
         self._pending: tuple[Tensor, list[Tensor], list[Work]] | None = None
@@ -247,8 +275,10 @@ class GradientReturn:
         works: list[Work] = []
         for packed in self._packed:
             buffer = packed.new_empty(sum(counts), packed.size(1))
-            sends = list(zip(now.owners, packed.split(now.counts), strict=True))
-            receives = list(zip(now.peers, buffer.split(counts), strict=True))
+            parts = [self.layout.encoded(rows) for rows in packed.split(now.counts)]
+            sends = list(zip(now.owners, parts, strict=True)) if now.owners else []
+            landing = self.layout.wire.landing(buffer)
+            receives = list(zip(now.peers, landing.split(counts), strict=True)) if counts else []
             works += post_pairs(plan, sends, receives, self.label)
             buffers.append(buffer)
         self._packed = []
@@ -264,6 +294,7 @@ class GradientReturn:
         self._pending = None
         for work in works:
             work.wait()
+        self.layout.land(buffers)
         for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
             add_rows(total, rows, part)
 
@@ -271,7 +302,7 @@ class GradientReturn:
 # The whole halo at once ######################################################
 
 
-def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
+def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
     """Own rows followed by the halo's: ``[num_local, *]`` to ``[num_ids, *]``."""
     x = x.detach()
     flat = flat_rows(x)
@@ -282,27 +313,32 @@ def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
     halo = out[plan.num_local :]
 
     def packer(rows: Tensor) -> Callable[[], Tensor]:
-        return lambda: flat.index_select(0, rows)
+        return lambda: wire.encode(flat.index_select(0, rows))
 
     sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
-    receives = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
+    landing = wire.landing(halo)
+    receives = [landing[plan.halo_slice(q)] for q in range(plan.world_size)]
     post_all(plan, sends, receives, label).wait()
+    wire.land(halo)
     return out.view(plan.num_ids, *x.shape[1:])
 
 
 def _return_halo(
-    ext: Tensor, plan: HaloPlan, label: Label, reduce: Callable[[Tensor, Tensor, Tensor], None]
+    ext: Tensor,
+    plan: HaloPlan,
+    label: Label,
+    reduce: Callable[[Tensor, Tensor, Tensor], None],
+    wire: Wire,
 ) -> Tensor:
     """Halo rows go to their owners, which ``reduce(out, rows, values)`` them into their own."""
     flat = flat_rows(ext.detach())
     out = flat[: plan.num_local].clone()
     halo = flat[plan.num_local :]
-    sends = [halo[plan.halo_slice(q)].contiguous() for q in range(plan.world_size)]
-    receives = [
-        flat.new_empty(plan.send_rows(q).numel(), flat.size(1)) for q in range(plan.world_size)
-    ]
-    post_all(plan, sends, receives, label).wait()
-    for q, part in enumerate(receives):
+    sends = [wire.encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
+    rows = [flat.new_empty(count, flat.size(1)) for count in plan.send_counts]
+    post_all(plan, sends, [wire.landing(part) for part in rows], label).wait()
+    for q, part in enumerate(rows):
+        wire.land(part)
         if part.numel():
             reduce(out, plan.send_rows(q), part)
     return out.view(plan.num_local, *ext.shape[1:])
@@ -348,15 +384,16 @@ class _HaloGather(torch.autograd.Function):
     """``[num_local, *]`` to ``[num_ids, *]``; backward: :class:`_HaloReduce`'s forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str) -> Tensor:
-        ctx.plan, ctx.layer = plan, layer
-        return _fetch_halo(x, plan, (layer, "forward", "fetch"))
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str, wire: Wire) -> Tensor:
+        ctx.plan, ctx.layer, ctx.wire = plan, layer, wire
+        return _fetch_halo(x, plan, (layer, "forward", "fetch"), wire)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         label = (ctx.layer, "backward", "gradient")
-        return _return_halo(grad.contiguous(), ctx.plan, label, add_rows), None, None
+        rows = _return_halo(grad.contiguous(), ctx.plan, label, add_rows, ctx.wire)
+        return rows, None, None, None
 
 
 class _HaloReduce(torch.autograd.Function):
@@ -365,28 +402,30 @@ class _HaloReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ext: Tensor, plan: HaloPlan, layer: str) -> Tensor:
         ctx.plan, ctx.layer = plan, layer
-        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows)
+        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows, Wire())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _fetch_halo(grad, ctx.plan, (ctx.layer, "backward", "fetch")), None, None
+        label = (ctx.layer, "backward", "fetch")
+        return _fetch_halo(grad, ctx.plan, label, Wire()), None, None
 
 
-def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "") -> Tensor:
+def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = None) -> Tensor:
     """Own rows followed by all halo rows, differentiable.
 
     Args:
         x: Node tensor ``[num_local, *]``.
         plan: The halo plan.
         layer: Whom the ledger charges.
+        wire: How rows travel; exactly by default.
 
     Returns:
         ``[num_ids, *]``.
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_gather")
-    return _HaloGather.apply(x, plan, layer)
+    return _HaloGather.apply(x, plan, layer, wire or Wire())
 
 
 def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
@@ -413,4 +452,4 @@ def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "
     def merge(out: Tensor, rows: Tensor, values: Tensor) -> None:
         out.scatter_reduce_(0, rows.view(-1, 1).expand_as(values), values, reduce=reduce)
 
-    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge)
+    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge, Wire())

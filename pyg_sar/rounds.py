@@ -13,6 +13,7 @@ from pyg_sar.exchange import GradientReturn, ShardStream
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Segments, Shards, Tile
+from pyg_sar.wire import Wire
 
 
 class Returns(Protocol):
@@ -49,12 +50,14 @@ class Rounds(ABC):
 
     @abstractmethod
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
         """Fetches the units' source rows."""
 
     @abstractmethod
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
+    def returns(
+        self, totals: Sequence[Tensor], layer: str, overlap: bool, wire: Wire | None = None
+    ) -> Returns:
         """Returns gradients of source rows."""
 
 
@@ -87,12 +90,14 @@ class ShardRounds(Rounds):
         return self._shards.transposed(unit) if transposed else self._shards.segments(unit)
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ShardStream(self.plan, tensors, label, prefetch)
+        return ShardStream(self.plan, tensors, label, prefetch, wire)
 
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
-        return GradientReturn(self.plan, totals, layer, overlap)
+    def returns(
+        self, totals: Sequence[Tensor], layer: str, overlap: bool, wire: Wire | None = None
+    ) -> Returns:
+        return GradientReturn(self.plan, totals, layer, overlap, wire)
 
 
 class ChunkRounds(Rounds):
@@ -115,9 +120,11 @@ class ChunkRounds(Rounds):
             yield tile
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ChunkStream(self._chunks, tensors, label, prefetch)
+        return ChunkStream(self._chunks, tensors, label, prefetch, wire)
 
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
-        return ChunkReturn(self._chunks, totals, layer)
+    def returns(
+        self, totals: Sequence[Tensor], layer: str, overlap: bool, wire: Wire | None = None
+    ) -> Returns:
+        return ChunkReturn(self._chunks, totals, layer, wire)

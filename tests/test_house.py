@@ -20,7 +20,7 @@ LAYERS = (
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
     "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
     "storage synthetic graph_files graphs",
-    "halo exchange distributed_index joint_index selections index_space",
+    "wire halo exchange distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program reverse message_checks node_reads",
     "dependence strategy fused aggregate autograd_gap owned_rows gradients",
