@@ -14,6 +14,7 @@ workers); and the losses, which must be those of one process. Needs root, ``ip``
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import platform
@@ -123,12 +124,18 @@ class Network:
             raise RuntimeError(f"torchrun ended with {codes} on the {self.hosts} hosts")
 
     def _tear_down(self) -> None:
-        for process in self.running:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.wait()
         for name in (f"{self.mark}s", *(self.name(host) for host in range(self.hosts))):
+            # torchrun's workers are in sessions of their own: found by where they run.
+            inside = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            )
+            for pid in inside.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
             subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
+
+        for process in self.running:
+            process.wait()
 
     def __exit__(
         self,

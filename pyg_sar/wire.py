@@ -7,9 +7,9 @@ row that is fetched again is the same row. Per value the relative error is at mo
 
 [Note: float16 has few exponents] It ends at 65504, and gradients are often below its smallest
 number. So each row travels multiplied by a power of two of its own, by which its largest magnitude
-is in :math:`[2^{14}, 2^{15})`; the exponent is one more value of the row. What is :math:`2^{29}` times
-smaller than the row's largest loses bits, and :math:`2^{39}` times smaller it is 0. A row with an
-infinity or NaN travels unscaled.
+is in :math:`[2^{14}, 2^{15})`; the exponent is one more value of the row. What is :math:`2^{29}`
+times smaller than the row's largest loses bits, and :math:`2^{39}` times smaller it becomes 0. A
+row with an infinity or NaN travels unscaled.
 
 [Note: widened in place] A message arrives in the last bytes of the very buffer that will hold its
 rows, and is widened from the first row on, as many rows at a time as don't reach what is still to
