@@ -48,8 +48,9 @@ class SARPolicy:
             ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
             its own). Integers, truth values and 16-bit floats always travel as they are, as does
             what a model reads outside :meth:`propagate`. Must be the same on all workers.
-        measure_every: In training by :func:`pyg_sar.fit`, the gradient's error is measured each so
-            many epochs and recorded by open ledgers. ``None``: never.
+        measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
+            measured in the first and then in every so many epochs, at the price of two more steps,
+            and recorded by open ledgers. ``None``: never.
 
     Raises:
         ValueError: When an argument is out of range.

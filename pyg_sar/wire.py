@@ -43,7 +43,7 @@ class Wire:
 
     def narrows(self, rows: Tensor) -> bool:
         """Whether these rows are rounded."""
-        return self.name != "exact" and rows.dtype in _NARROWED
+        return self.name != "exact" and rows.dtype in _NARROWED and rows.numel() > 0
 
     def encode(self, rows: Tensor) -> Tensor:
         """The message for ``rows [K, width]``: ``[K, width]``, or ``[K, width + 1]`` in float16."""
@@ -52,8 +52,6 @@ class Wire:
         if self.name == "bfloat16":
             return rows.to(torch.bfloat16)
         out = rows.new_empty(rows.size(0), rows.size(1) + 1, dtype=torch.float16)
-        if rows.size(1) == 0:
-            return out.zero_()
         most = rows.abs().amax(1)
         scale = _TOP - torch.frexp(most).exponent
         scale = torch.where(torch.isfinite(most) & (most > 0), scale, 0)
@@ -72,13 +70,11 @@ class Wire:
         count = 2 * rows.size(0) * width
         memory = rows.view(-1).view(torch.uint8)
         dtype = torch.bfloat16 if self.name == "bfloat16" else torch.float16
-        # An empty end of a buffer has no place that a view of another dtype may start at.
-        tail = memory[memory.numel() - count :] if count else memory[:0]
-        return tail.view(dtype).view(rows.size(0), width)
+        return memory[memory.numel() - count :].view(dtype).view(rows.size(0), width)
 
     def land(self, rows: Tensor) -> None:
         """Widens the message that arrived. See [Note: widened in place]."""
-        if not self.narrows(rows) or rows.numel() == 0:
+        if not self.narrows(rows):
             return
         message = self.landing(rows)
         count, start = rows.size(0), 0

@@ -27,7 +27,7 @@ LAYERS = (
     "metrics nn.embedding nn.propagation nn.message_passing nn.graph_norm nn.norm",
     "nn.pool nn.attention nn.set_attention nn.sequences nn.models nn.colours nn.refused_convs",
     "nn.registry nn",
-    "lazy convert loading",
+    "lazy convert loading wire_error",
     "models schedule splits checkpoint_rows checkpoint train_config training callbacks report",
     "recording verify_report comparison verify",
     "pyg_sar",
