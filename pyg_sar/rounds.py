@@ -13,6 +13,7 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Segments, Shards, Tile
 from pyg_sar.streams import GradientReturn, ShardStream
+from pyg_sar.wire import Wire
 
 
 class Returns(Protocol):
@@ -49,13 +50,18 @@ class Rounds(ABC):
 
     @abstractmethod
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
         """Fetches the units' source rows."""
 
     @abstractmethod
     def returns(
-        self, totals: Sequence[Tensor], layer: str, prefetch: int, refetches: bool
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
     ) -> Returns:
         """Returns gradients of source rows, while ``prefetch`` shards are fetched or none are."""
 
@@ -100,14 +106,19 @@ class ShardRounds(Rounds):
         return shards.transposed(unit, numbered) if transposed else shards.segments(unit)
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ShardStream(self.plan, tensors, label, prefetch)
+        return ShardStream(self.plan, tensors, label, prefetch, wire)
 
     def returns(
-        self, totals: Sequence[Tensor], layer: str, prefetch: int, refetches: bool
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
     ) -> Returns:
-        return GradientReturn(self.plan, totals, layer, prefetch, refetches)
+        return GradientReturn(self.plan, totals, layer, prefetch, refetches, wire)
 
 
 class ChunkRounds(Rounds):
@@ -130,11 +141,16 @@ class ChunkRounds(Rounds):
             yield tile
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ChunkStream(self._chunks, tensors, label, prefetch)
+        return ChunkStream(self._chunks, tensors, label, prefetch, wire)
 
     def returns(
-        self, totals: Sequence[Tensor], layer: str, prefetch: int, refetches: bool
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
     ) -> Returns:
-        return ChunkReturn(self._chunks, totals, layer)
+        return ChunkReturn(self._chunks, totals, layer, wire)
