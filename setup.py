@@ -30,13 +30,25 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        ["extensions/segments.cpp", "extensions/gather_sum.cpp"],
-        depends=["extensions/segments.h", "extensions/vectors.h", "extensions/gather_sum.h"],
+        [
+            "extensions/segments.cpp",
+            "extensions/gather_sum.cpp",
+            "extensions/attention.cpp",
+        ],
+        depends=[
+            "extensions/segments.h",
+            "extensions/vectors.h",
+            "extensions/gather_sum.h",
+            "extensions/attention.h",
+            "extensions/attention_loops.h",
+        ],
         # No -march=native: the loops have a version for each kind of processor.
         extra_compile_args=[
             "-O3",
             "-g0",
             "-Wno-psabi",  # vectors are handed over in registers only where they are inlined
+            "-fno-math-errno",
+            "-fno-trapping-math",
             "-fopenmp",
             "-fvisibility=hidden",
             "-DAT_PARALLEL_OPENMP=1",

@@ -109,7 +109,9 @@ class Communicator(ABC):
                 raise ValueError(f"'{name}[{self.rank}]' is this rank's own entry: must be None")
         outgoing = [(rank, send) for rank, send in enumerate(sends) if send is not None]
         incoming = [(r, self._check_recv(t, r)) for r, t in enumerate(recvs) if t is not None]
-        return self._post(outgoing, incoming, label, "exchange with all ranks")
+        to, come = (", ".join(str(rank) for rank, _ in way) for way in (outgoing, incoming))
+        doing = f"exchange with ranks {to or 'none'} (to) and {come or 'none'} (from)"
+        return self._post(outgoing, incoming, label, doing)
 
     def _check_peer(self, name: str, peer: int) -> None:
         if not 0 <= peer < self.world_size or peer == self.rank:

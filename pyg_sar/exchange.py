@@ -1,9 +1,10 @@
 """Where source rows come from: streamed shard by shard from their owners, or all at once.
 
-[Note: rounds] Every worker walks the same rounds (:meth:`HaloPlan.rounds`) in the same order and
-posts the same transfers in the same order, also where a shard is empty; the communicator's issuing
-thread carries them out first in, first out. A fetch that is posted ahead therefore never overtakes
-a gradient that another worker posts first, and nothing can deadlock.
+[Note: rounds] Every worker walks the same units (:meth:`HaloPlan.units`) in the same order and
+posts its transfers in that order; the communicator's issuing thread carries them out first in,
+first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
+posts first, and nothing can deadlock. A unit in which a worker has no part keeps its place (it
+counts as fetched ahead, too), or its neighbours would change their order; nothing is sent for it.
 
 [Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
 stream drops its own reference before it allocates the next one, and consumers must do so too
@@ -130,16 +131,16 @@ class RowLayout:
 
 
 class ShardStream:
-    r"""Source rows of one layer, one owner at a time: the local rows, then round by round.
+    r"""Source rows of one layer: the local rows, then unit by unit.
 
-    At most ``1 + prefetch`` remote shards are resident (DESIGN: 2/N and 3/N of the graph with the
-    worker's own). Traffic in: :math:`H_p F b` bytes.
+    At most the rows of ``1 + prefetch`` remote shards are resident (DESIGN: 2/N and 3/N of the
+    graph with the worker's own). Traffic in: :math:`H_p F b` bytes.
 
     Args:
         plan: The halo plan.
         tensors: Source tensors ``[num_local, *]``, detached.
         label: Whom the ledger charges.
-        prefetch: Shards fetched ahead.
+        prefetch: Units fetched ahead.
     """
 
     def __init__(
@@ -150,18 +151,18 @@ class ShardStream:
         self.label = label
         self.prefetch = prefetch
         self.layout = RowLayout(tensors)
-        self._rounds = plan.rounds()
-        self._posted = 0
+        self._units = plan.units()
+        self._posted = 1
         self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields ``(owner, rows)``: rows of each tensor, in the owner's halo order."""
+        """Yields ``(unit, rows)``: rows of each tensor, by owner, in its halo order."""
         self._post(self.prefetch)
-        yield self.plan.rank, self.tensors
-        while self._posted < len(self._rounds) or self._pending:
+        yield 0, self.tensors
+        while self._posted < len(self._units) or self._pending:
             if not self._pending:
                 self._post(1)
-            owner, buffers, works = self._pending.popleft()
+            unit, buffers, works = self._pending.popleft()
             for work in works:
                 work.wait()
             self._post(self.prefetch)
@@ -169,15 +170,15 @@ class ShardStream:
             del buffers, works
             handed = [rows]
             del rows
-            yield owner, handed.pop()
+            yield unit, handed.pop()
 
     def _post(self, ahead: int) -> None:
         """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
         plan, comm = self.plan, self.plan.comm
-        while len(self._pending) < ahead and self._posted < len(self._rounds):
-            owner, peer = self._rounds[self._posted]
+        while len(self._pending) < ahead and self._posted < len(self._units):
+            number, unit = self._posted, self._units[self._posted]
             self._posted += 1
-            count = plan.halo_counts[owner]
+            count = unit.num_rows
             buffers, works = [], []
             for k, (dtype, width) in enumerate(self.layout.widths()):
                 buffer = tracked_buffer(
@@ -188,21 +189,18 @@ class ShardStream:
                     dtype,
                     self.tensors[0].device,
                 )
-                works.append(
-                    comm.exchange(
-                        self.layout.packer(self.tensors, plan.send_rows(peer), dtype),
-                        peer,
-                        buffer,
-                        owner,
-                        label=self.label,
-                    )
-                )
+                sends = [
+                    (peer, self.layout.packer(self.tensors, plan.send_rows(peer), dtype))
+                    for peer in unit.peers
+                ]
+                receives = list(zip(unit.owners, buffer.split(unit.counts), strict=True))
+                works += post_pairs(plan, sends, receives, self.label)
                 buffers.append(buffer)
-            self._pending.append((owner, buffers, works))
+            self._pending.append((number, buffers, works))
 
 
 class GradientReturn:
-    r"""Sends each shard's gradient rows to their owner and adds up what the peers send here.
+    r"""Sends each unit's gradient rows to their owners and adds up what the peers send here.
 
     Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
 
@@ -210,7 +208,7 @@ class GradientReturn:
         plan: The halo plan.
         totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
         layer: Whom the ledger charges.
-        overlap: Leave a round in flight while the next shard is worked on.
+        overlap: Leave a unit in flight while the next one is worked on.
     """
 
     def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], layer: str, overlap: bool) -> None:
@@ -219,51 +217,53 @@ class GradientReturn:
         self.label: Label = (layer, "backward", "gradient")
         self.overlap = overlap
         self.layout = RowLayout(totals)
-        self._peers = dict(plan.rounds())
+        self._units = plan.units()
         self._packed: list[Tensor] = []
-        self._pending: tuple[int, list[Tensor], list[Work]] | None = None
+        self._pending: tuple[Tensor, list[Tensor], list[Work]] | None = None
 
-    def start(self, owner: int) -> list[Tensor]:
-        """Zeroed gradient rows for the sources of ``owner``: views of what will be sent.
+    def start(self, unit: int) -> list[Tensor]:
+        """Zeroed gradient rows for the sources of a unit: views of what will be sent.
 
         The worker's own rows are added to directly.
         """
-        if owner == self.plan.rank:
+        if unit == 0:
             return self.totals
-        rows = self.plan.halo_counts[owner]
+        rows = self._units[unit].num_rows
         self._packed = [
             torch.zeros((rows, width), dtype=dtype, device=self.totals[0].device)
             for dtype, width in self.layout.widths()
         ]
         return self.layout.unpack(self._packed)
 
-    def send(self, owner: int) -> None:
-        """Sends what was started; call once per round, in the order of the rounds."""
-        if owner == self.plan.rank:
+    def send(self, unit: int) -> None:
+        """Sends what was started; call once per unit, in the order of the units."""
+        if unit == 0:
             return
         self.drain()
-        plan, comm = self.plan, self.plan.comm
-        peer = self._peers[owner]
-        rows = plan.send_rows(peer).numel()
-        buffers, works = [], []
+        plan, now = self.plan, self._units[unit]
+        counts = [plan.send_counts[peer] for peer in now.peers]
+        rows = plan.rows_of(now.peers)
+        buffers: list[Tensor] = []
+        works: list[Work] = []
         for packed in self._packed:
-            buffer = packed.new_empty(rows, packed.size(1))
-            works.append(comm.exchange(packed, owner, buffer, peer, label=self.label))
+            buffer = packed.new_empty(sum(counts), packed.size(1))
+            sends = list(zip(now.owners, packed.split(now.counts), strict=True))
+            receives = list(zip(now.peers, buffer.split(counts), strict=True))
+            works += post_pairs(plan, sends, receives, self.label)
             buffers.append(buffer)
         self._packed = []
-        self._pending = (peer, buffers, works)
+        self._pending = (rows, buffers, works)
         if not self.overlap:
             self.drain()
 
     def drain(self) -> None:
-        """Waits for the round in flight and adds the peer's gradients to the totals."""
+        """Waits for the unit in flight and adds the peers' gradients to the totals."""
         if self._pending is None:
             return
-        peer, buffers, works = self._pending
+        rows, buffers, works = self._pending
         self._pending = None
         for work in works:
             work.wait()
-        rows = self.plan.send_rows(peer)
         for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
             add_rows(total, rows, part)
 
@@ -306,6 +306,27 @@ def _return_halo(
         if part.numel():
             reduce(out, plan.send_rows(q), part)
     return out.view(plan.num_local, *ext.shape[1:])
+
+
+def post_pairs(
+    plan: HaloPlan,
+    sends: Sequence[tuple[int, Tensor | Callable[[], Tensor] | None]],
+    receives: Sequence[tuple[int, Tensor]],
+    label: Label,
+) -> list[Work]:
+    """Exchanges with some peers at once, ``(peer, rows)`` each; nothing where there are none."""
+    if not sends and not receives:
+        return []
+    if len(sends) <= 1 and len(receives) <= 1:
+        (dst, rows), (src, buffer) = (*sends, (-1, None))[0], (*receives, (-1, None))[0]
+        return [plan.comm.exchange(rows, dst, buffer, src, label=label)]
+    going: list[Any] = [None] * plan.world_size
+    coming: list[Any] = [None] * plan.world_size
+    for peer, rows in sends:
+        going[peer] = rows
+    for peer, buffer in receives:
+        coming[peer] = buffer
+    return [plan.comm.exchange_all(going, coming, label=label)]
 
 
 def post_all(

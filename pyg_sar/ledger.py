@@ -49,6 +49,7 @@ class Ledger:
         self.baseline_memory = 0
         self.peak_memory = 0
         self._sent: Counter[tuple[Label, int]] = Counter()
+        self._messages: Counter[tuple[Label, int]] = Counter()
         self._received: Counter[tuple[Label, int]] = Counter()
         self._resident: Counter[str] = Counter()
         self._peak_resident: defaultdict[str, int] = defaultdict(int)
@@ -76,6 +77,7 @@ class Ledger:
         """Records bytes that went to or came from ``peer`` (-1: a collective)."""
         if sent:
             self._sent[label, peer] += sent
+            self._messages[label, peer] += 1
         if received:
             self._received[label, peer] += received
 
@@ -99,6 +101,10 @@ class Ledger:
     def received_bytes(self, **where: Any) -> int:
         """Bytes received. Keywords select: ``layer``, ``phase``, ``kind``, ``peer``."""
         return sum(n for _, n in self._select(self._received, where))
+
+    def sent_messages(self, **where: Any) -> int:
+        """Messages with content sent. Keywords select as those of :meth:`sent_bytes` do."""
+        return sum(n for _, n in self._select(self._messages, where))
 
     @property
     def sent(self) -> int:
@@ -144,6 +150,7 @@ class Ledger:
             "rank": self.comm.rank,
             "sent_bytes": self.sent,
             "received_bytes": self.received,
+            "sent_messages": sum(self._messages.values()),
             "layers": self.by_layer(),
             "peers": {str(peer): row for peer, row in self.by_peer().items()},
             "peak_resident_rows": self._peak_resident_all,

@@ -59,7 +59,7 @@ class Rounds(ABC):
 
 
 class ShardRounds(Rounds):
-    """Shard by shard: the worker's own, then round by round.
+    """Shard by shard: the worker's own, then unit by unit (:meth:`HaloPlan.units`).
 
     Args:
         shards: The edges.
@@ -71,7 +71,7 @@ class ShardRounds(Rounds):
         self._shards, self._max_edges = shards, max_edges
 
     def units(self) -> list[int]:
-        return [self.plan.rank, *(owner for owner, _ in self.plan.rounds())]
+        return list(range(len(self.plan.units())))
 
     def tiles(self, unit: int) -> Iterator[Tile]:
         for edges in self._shards.tiles(unit, self._max_edges):
@@ -81,6 +81,10 @@ class ShardRounds(Rounds):
         """A tile of a single edge, if the unit has one."""
         start, stop = (edges := self._shards.edges(unit)).start, edges.stop
         return self._shards.tile(unit, slice(start, start + 1)) if stop > start else None
+
+    def columns(self, unit: int) -> Tensor | slice:
+        """Column of ``edge_index`` of each of a unit's edges, in shard order."""
+        return self._shards.columns(unit)
 
     def segments(self, unit: int, transposed: bool = False) -> Segments:
         """All of a unit's edges for a sum of gathered rows, or for its backward pass."""

@@ -1,4 +1,4 @@
-"""Edges bucketed by the owner of their source and sorted by target: made once per structure."""
+"""Edges bucketed by the unit that their source comes in, sorted by target: once per structure."""
 
 from __future__ import annotations
 
@@ -13,16 +13,21 @@ from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ops import sort_edges
 
 
+def _narrow(index: Tensor, bound: int) -> Tensor:
+    """32-bit indices where they fit: structures are kept, features come and go."""
+    return index.int() if bound < 2**31 else index
+
+
 @dataclass(frozen=True, slots=True)
 class Tile:
     """A run of a shard's edges whose messages are materialized together.
 
     Attributes:
-        unit: What it is a piece of: the shard of that owner, or a chunk's number.
+        unit: What it is a piece of: the shard of that unit, or a chunk's number.
         edges: The run in shard order.
         targets: Local ids of the targets that occur, ascending, ``[U]``.
         index: Position of each edge's target in ``targets``, ``[E_tile]``, ascending.
-        source: Row of each edge's source in the owner's buffer, ``[E_tile]``.
+        source: Row of each edge's source in the unit's buffer, ``[E_tile]``.
         columns: Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already.
     """
 
@@ -99,7 +104,10 @@ def empty_tile(device: torch.device) -> Tile:
 
 
 class Shards:
-    r"""The edges of one worker as shards: shard q holds the edges from worker q's nodes to here.
+    r"""The edges of one worker as shards.
+
+    Shard 0 holds those from its own nodes, shard u those from the owners of unit u
+    (:meth:`HaloPlan.units`).
 
     Within a shard edges are sorted by target, so that tiles of it touch few targets.
 
@@ -119,75 +127,90 @@ class Shards:
         self.num_edges = source.numel()
         num_targets = edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=num_targets)
-        offsets = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
-        owner = torch.bucketize(source, offsets[1:], right=True, out_int32=True)
-        owner[source < plan.num_local] = plan.rank
-        counts = torch.bincount(owner, minlength=plan.world_size)
+        number = len(plan.units())
+        source, unit = self._place(source)
+        counts = torch.bincount(unit, minlength=number)
         self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
         # By target, and a target's edges by source: rows that are near are read one after another.
-        order = sort_edges(source, plan.num_ids)[0]
-        wide = num_targets * plan.world_size >= 2**31
-        key = (owner.long() if wide else owner).mul_(num_targets).add_(target)
-        del owner, target
-        order, starts = sort_edges(key, num_targets * plan.world_size, order)
+        order = sort_edges(source, max(u.num_rows for u in plan.units()))[0]
+        wide = num_targets * number >= 2**31
+        key = (unit.long() if wide else unit).mul_(num_targets).add_(target)
+        del unit, target
+        order, starts = sort_edges(key, num_targets * number, order)
         del key
         in_order = bool((order[1:] > order[:-1]).all())
         self._columns = None if in_order else order
-        first = offsets[:-1].clone()
-        first[plan.rank] = 0
         narrow = max(plan.num_ids, self.num_edges) < 2**31
         index = torch.int32 if narrow else torch.int64
         if not in_order:
             source = source[order]
         del order
-        source = (source - first.repeat_interleave(counts)).to(index)
+        source = source.to(index)
         starts = starts.to(index)
         self._segments = [
             _grouped(source[self.edges(q)], starts[q * num_targets : (q + 1) * num_targets + 1])
-            for q in range(plan.world_size)
+            for q in range(number)
         ]
         self._transposed: dict[int, Segments] = {}
 
-    def edges(self, owner: int) -> slice:
-        """The shard's edges in shard order."""
-        return slice(self._offsets[owner], self._offsets[owner + 1])
+    def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Each source's row in the buffer of its unit, and the unit (32 bits)."""
+        plan = self.plan
+        if plan.world_size == 1:
+            return _narrow(source, plan.num_ids), torch.zeros_like(source, dtype=torch.int32)
+        ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
+        owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
+        owner[source < plan.num_local] = plan.rank
+        units, places = (torch.tensor(t, device=source.device) for t in plan.places())
+        moves = ends[:-1] - places
+        moves[plan.rank] = 0
+        rows = _narrow(source, plan.num_ids) - _narrow(moves, plan.num_ids)[owner]
+        return rows, units.int()[owner]
 
-    def tiles(self, owner: int, max_edges: int) -> list[slice]:
+    def edges(self, unit: int) -> slice:
+        """The shard's edges in shard order."""
+        return slice(self._offsets[unit], self._offsets[unit + 1])
+
+    def tiles(self, unit: int, max_edges: int) -> list[slice]:
         """Cuts a shard into runs of at most ``max_edges`` edges."""
-        shard = self.edges(owner)
+        shard = self.edges(unit)
         return [
             slice(start, min(start + max_edges, shard.stop))
             for start in range(shard.start, shard.stop, max(max_edges, 1))
         ]
 
-    def tile(self, owner: int, edges: slice) -> Tile:
+    def columns(self, unit: int) -> Tensor | slice:
+        """Column in ``edge_index`` of each of the shard's edges, in shard order."""
+        edges = self.edges(unit)
+        return edges if self._columns is None else self._columns[edges]
+
+    def tile(self, unit: int, edges: slice) -> Tile:
         """The index tensors of a run of edges (64-bit, made for its turn)."""
         columns = edges if self._columns is None else self._columns[edges].long()
-        shard, begin = self._segments[owner], self._offsets[owner]
+        shard, begin = self._segments[unit], self._offsets[unit]
         start, stop = edges.start - begin, edges.stop - begin
         first, last = _holding(shard.offsets, start, stop)
         counts = shard.offsets[first : last + 1].clamp(start, stop).diff()
         place = torch.arange(last - first, device=counts.device)
         targets = place + first if shard.targets is None else shard.targets[first:last]
         index = place.repeat_interleave(counts)
-        return Tile(owner, edges, targets, index, shard.source[start:stop].long(), columns)
+        return Tile(unit, edges, targets, index, shard.source[start:stop].long(), columns)
 
-    def segments(self, owner: int) -> Segments:
-        """The shard by target: local ids add up rows of the owner's buffer."""
-        return self._segments[owner]
+    def segments(self, unit: int) -> Segments:
+        """The shard by target: local ids add up rows of the unit's buffer."""
+        return self._segments[unit]
 
-    def transposed(self, owner: int) -> Segments:
-        """The shard by source: rows of the owner's buffer add up local ids. Made on first use."""
-        if owner not in self._transposed:
-            shard, plan = self._segments[owner], self.plan
-            count = plan.num_local if owner == plan.rank else plan.halo_counts[owner]
-            order, offsets = sort_edges(shard.source, count)
+    def transposed(self, unit: int) -> Segments:
+        """The shard by source: rows of the unit's buffer add up local ids. Made on first use."""
+        if unit not in self._transposed:
+            shard = self._segments[unit]
+            order, offsets = sort_edges(shard.source, self.plan.units()[unit].num_rows)
             place = torch.arange(shard.offsets.numel() - 1, device=order.device)
             target = place if shard.targets is None else shard.targets
             index = shard.source.dtype
             target = target.to(index).repeat_interleave(shard.offsets.diff())[order]
-            self._transposed[owner] = _grouped(target, offsets.to(index), order.to(index))
-        return self._transposed[owner]
+            self._transposed[unit] = _grouped(target, offsets.to(index), order.to(index))
+        return self._transposed[unit]
 
 
 def shards_of(edge_index: DistEdgeIndex) -> Shards:

@@ -338,7 +338,7 @@ def test_resident_rows_in_mode_1(prefetch: int, budget: int | None, root: Path):
         return layers, ledger.peak_resident_rows(), ledger.resident_rows(), data.edge_index.plan
 
     for layers, peak, left, plan in threads(worker, WORLD):
-        halo = [plan.halo_counts[owner] for owner, _ in plan.rounds()]
+        halo = [unit.num_rows for unit in plan.units()[1:]]
         windows = [sum(halo[k : k + 1 + prefetch]) for k in range(len(halo))]
         assert left == 0
         for layer, rows in layers.items():
