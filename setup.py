@@ -33,6 +33,7 @@ def kernels() -> dict[str, Any]:
         [
             "extensions/segments.cpp",
             "extensions/gather_sum.cpp",
+            "extensions/edge_dot.cpp",
             "extensions/attention.cpp",
         ],
         depends=[
