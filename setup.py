@@ -30,26 +30,18 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        [
-            "extensions/segments.cpp",
-            "extensions/gather_sum.cpp",
-            "extensions/edge_dot.cpp",
-            "extensions/attention.cpp",
-        ],
+        [f"extensions/{name}.cpp" for name in ("segments", "gather_sum", "edge_dot", "attention")],
         depends=[
-            "extensions/segments.h",
-            "extensions/vectors.h",
-            "extensions/gather_sum.h",
-            "extensions/attention.h",
-            "extensions/attention_loops.h",
+            f"extensions/{name}.h"
+            for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")
         ],
         # No -march=native: the loops have a version for each kind of processor.
         extra_compile_args=[
             "-O3",
             "-g0",
-            "-Wno-psabi",  # vectors are handed over in registers only where they are inlined
             "-fno-math-errno",
             "-fno-trapping-math",
+            "-Wno-psabi",  # vectors are handed over in registers only where they are inlined
             "-fopenmp",
             "-fvisibility=hidden",
             "-DAT_PARALLEL_OPENMP=1",
