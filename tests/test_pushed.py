@@ -1,4 +1,4 @@
-"""Partial sums that are pushed where that takes fewer rows than pulling: exact, and as few as said."""
+"""Partial sums that are pushed where that takes fewer rows: exact, and as few as said."""
 
 from __future__ import annotations
 
