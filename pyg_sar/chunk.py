@@ -230,6 +230,7 @@ class ChunkReturn:
     """
 
     def __init__(self, chunks: Chunks, totals: Sequence[Tensor], layer: str) -> None:
+        chunks.plan.comm.returning()
         self.chunks, self.totals = chunks, list(totals)
         self.label: Label = (layer, "backward", "gradient")
         self.layout = RowLayout(totals)

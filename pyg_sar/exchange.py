@@ -205,6 +205,7 @@ class _HaloGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         label = (ctx.layer, "backward", "gradient")
+        ctx.plan.comm.returning()
         return _return_halo(grad.contiguous(), ctx.plan, label, add_rows), None, None
 
 

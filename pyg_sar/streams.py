@@ -165,6 +165,7 @@ class GradientReturn:
         prefetch: int,
         refetches: bool = False,
     ) -> None:
+        plan.comm.returning()
         self.plan = plan
         self.totals = list(totals)
         self.label: Label = (layer, "backward", "gradient")
