@@ -427,10 +427,10 @@ class GroupCommunicator(Communicator):
         self._issuer.close()
         self._watch.close()
         self._notice.remove()
+        if self._neighbours is not None:
+            self._neighbours.close()
         # What is under way in a broken backend may never end: leave it to the process's end.
         if self._issuer.broken is None:
-            if self._neighbours is not None:
-                self._neighbours.close()
             self._transport.close()
 
 
