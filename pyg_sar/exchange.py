@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
+from pyg_sar.wire import Wire
 
 if TYPE_CHECKING:
     from pyg_sar.comm import Communicator, Work
@@ -65,9 +66,11 @@ class RowLayout:
 
     Args:
         tensors: Node tensors, all of shape ``[num_local, *]``.
+        wire: How they travel.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], wire: Wire | None = None) -> None:
+        self.wire = wire or Wire()
         self.shapes = [tuple(t.shape[1:]) for t in tensors]
         self.groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
         for k, tensor in enumerate(tensors):
@@ -102,9 +105,18 @@ class RowLayout:
 
         def pack() -> Tensor:
             with torch.no_grad():
-                return self.pack(tensors, rows, dtype)
+                return self.wire.encode(self.pack(tensors, rows, dtype))
 
         return pack
+
+    def encoded(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Rounds rows that are packed already when the issuing thread gets there."""
+        return lambda: self.wire.encode(rows)
+
+    def land(self, buffers: Sequence[Tensor]) -> None:
+        """Puts what arrived in its place."""
+        for buffer in buffers:
+            self.wire.land(buffer)
 
     def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Views of the messages as rows of the node tensors, in their order."""
@@ -120,7 +132,7 @@ class RowLayout:
 # The whole halo at once ######################################################
 
 
-def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
+def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
     """Own rows followed by the halo's: ``[num_local, *]`` to ``[num_ids, *]``."""
     x = x.detach()
     flat = flat_rows(x)
@@ -131,27 +143,32 @@ def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
     halo = out[plan.num_local :]
 
     def packer(rows: Tensor) -> Callable[[], Tensor]:
-        return lambda: flat.index_select(0, rows)
+        return lambda: wire.encode(flat.index_select(0, rows))
 
     sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
-    receives = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
+    landing = wire.landing(halo)
+    receives = [landing[plan.halo_slice(q)] for q in range(plan.world_size)]
     post_all(plan, sends, receives, label).wait()
+    wire.land(halo)
     return out.view(plan.num_ids, *x.shape[1:])
 
 
 def _return_halo(
-    ext: Tensor, plan: HaloPlan, label: Label, reduce: Callable[[Tensor, Tensor, Tensor], None]
+    ext: Tensor,
+    plan: HaloPlan,
+    label: Label,
+    reduce: Callable[[Tensor, Tensor, Tensor], None],
+    wire: Wire,
 ) -> Tensor:
     """Halo rows go to their owners, which ``reduce(out, rows, values)`` them into their own."""
     flat = flat_rows(ext.detach())
     out = flat[: plan.num_local].clone()
     halo = flat[plan.num_local :]
-    sends = [halo[plan.halo_slice(q)].contiguous() for q in range(plan.world_size)]
-    receives = [
-        flat.new_empty(plan.send_rows(q).numel(), flat.size(1)) for q in range(plan.world_size)
-    ]
-    post_all(plan, sends, receives, label).wait()
-    for q, part in enumerate(receives):
+    sends = [wire.encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
+    rows = [flat.new_empty(count, flat.size(1)) for count in plan.send_counts]
+    post_all(plan, sends, [wire.landing(part) for part in rows], label).wait()
+    for q, part in enumerate(rows):
+        wire.land(part)
         if part.numel():
             reduce(out, plan.send_rows(q), part)
     return out.view(plan.num_local, *ext.shape[1:])
@@ -197,16 +214,17 @@ class _HaloGather(torch.autograd.Function):
     """``[num_local, *]`` to ``[num_ids, *]``; backward: :class:`_HaloReduce`'s forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str) -> Tensor:
-        ctx.plan, ctx.layer = plan, layer
-        return _fetch_halo(x, plan, (layer, "forward", "fetch"))
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str, wire: Wire) -> Tensor:
+        ctx.plan, ctx.layer, ctx.wire = plan, layer, wire
+        return _fetch_halo(x, plan, (layer, "forward", "fetch"), wire)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         label = (ctx.layer, "backward", "gradient")
         ctx.plan.comm.returning()
-        return _return_halo(grad.contiguous(), ctx.plan, label, add_rows), None, None
+        rows = _return_halo(grad.contiguous(), ctx.plan, label, add_rows, ctx.wire)
+        return rows, None, None, None
 
 
 class _HaloReduce(torch.autograd.Function):
@@ -215,28 +233,30 @@ class _HaloReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ext: Tensor, plan: HaloPlan, layer: str) -> Tensor:
         ctx.plan, ctx.layer = plan, layer
-        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows)
+        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows, Wire())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _fetch_halo(grad, ctx.plan, (ctx.layer, "backward", "fetch")), None, None
+        label = (ctx.layer, "backward", "fetch")
+        return _fetch_halo(grad, ctx.plan, label, Wire()), None, None
 
 
-def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "") -> Tensor:
+def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = None) -> Tensor:
     """Own rows followed by all halo rows, differentiable.
 
     Args:
         x: Node tensor ``[num_local, *]``.
         plan: The halo plan.
         layer: Whom the ledger charges.
+        wire: How rows travel; exactly by default.
 
     Returns:
         ``[num_ids, *]``.
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_gather")
-    return _HaloGather.apply(x, plan, layer)
+    return _HaloGather.apply(x, plan, layer, wire or Wire())
 
 
 def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
@@ -263,4 +283,4 @@ def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "
     def merge(out: Tensor, rows: Tensor, values: Tensor) -> None:
         out.scatter_reduce_(0, rows.view(-1, 1).expand_as(values), values, reduce=reduce)
 
-    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge)
+    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge, Wire())

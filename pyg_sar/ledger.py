@@ -45,6 +45,9 @@ class Ledger:
 
     Args:
         comm: The communicator to watch (``pyg_sar.current()``).
+
+    Attributes:
+        gradient_errors: What :func:`pyg_sar.gradient_error` found while this was open.
     """
 
     def __init__(self, comm: Recorder) -> None:
@@ -59,6 +62,7 @@ class Ledger:
         self._resident_all = 0
         self._peak_resident_all = 0
         self._events: Counter[str] = Counter()
+        self.gradient_errors: list[dict[str, float]] = []
 
     def __enter__(self) -> Ledger:
         self.baseline_memory = reset_peak_memory(self.comm.device)
@@ -172,6 +176,7 @@ class Ledger:
             "baseline_memory_bytes": self.baseline_memory,
             "peak_memory_bytes": self.peak_memory or peak_memory(self.comm.device),
             "events": dict(self._events),
+            "gradient_errors": list(self.gradient_errors),
         }
 
     @staticmethod

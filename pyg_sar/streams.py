@@ -32,6 +32,7 @@ from pyg_sar.halo import HaloPlan, Unit
 from pyg_sar.ledger import Label
 from pyg_sar.shared_rows import shared_rows
 from pyg_sar.sharing import Incoming, Loan, Sharing
+from pyg_sar.wire import Wire
 
 if TYPE_CHECKING:
     from pyg_sar.comm import Work
@@ -48,20 +49,27 @@ class ShardStream:
         tensors: Source tensors ``[num_local, *]``, detached.
         label: Whom the ledger charges.
         prefetch: Units fetched ahead.
+        wire: How rows travel; exactly by default.
     """
 
     def __init__(
-        self, plan: HaloPlan, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self,
+        plan: HaloPlan,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
     ) -> None:
         self.plan = plan
         self.tensors = list(tensors)
         self.label = label
         self.prefetch = prefetch
-        self.layout = RowLayout(tensors)
+        self.layout = RowLayout(tensors, wire)
         self._units = plan.units()
         self._posted = 1
         self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
-        self._sharing = plan.comm.sharing
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
@@ -76,6 +84,7 @@ class ShardStream:
             for work in works:
                 work.wait()
             self._post(self.prefetch)
+            self.layout.land(buffers)
             rows = self.layout.unpack(buffers)
             del buffers, works
             handed = [rows]
@@ -127,7 +136,8 @@ class ShardStream:
             for peer in unit.peers
             if peer not in self._near
         ]
-        receives = list(zip(unit.owners, buffer.split(unit.counts), strict=True))
+        landing = self.layout.wire.landing(buffer)
+        receives = list(zip(unit.owners, landing.split(unit.counts), strict=True))
         far = [(owner, rows) for owner, rows in receives if owner not in self._near]
         works = post_pairs(plan, sends, far, self.label)
         for owner, rows in receives:
@@ -155,6 +165,7 @@ class GradientReturn:
         layer: Whom the ledger charges.
         prefetch: Units fetched ahead; 0 leaves nothing in flight.
         refetches: Whether rows are fetched meanwhile.
+        wire: How rows travel; exactly by default.
     """
 
     def __init__(
@@ -164,17 +175,19 @@ class GradientReturn:
         layer: str,
         prefetch: int,
         refetches: bool = False,
+        wire: Wire | None = None,
     ) -> None:
         plan.comm.returning()
         self.plan = plan
         self.totals = list(totals)
         self.label: Label = (layer, "backward", "gradient")
         self.prefetch, self.refetches = prefetch, refetches
-        self.layout = RowLayout(totals)
+        self.layout = RowLayout(totals, wire)
         self._units = plan.units()
         self._packed: list[Tensor | Loan] = []
         self._pending: tuple[Unit, list[Tensor], list[Incoming], list[Work]] | None = None
-        self._sharing = plan.comm.sharing
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
     def start(self, unit: int) -> list[Tensor]:
@@ -222,8 +235,10 @@ class GradientReturn:
         counts = [self.plan.send_counts[peer] for peer in peers]
         buffer = torch.empty((sum(counts), width), dtype=dtype, device=self.totals[0].device)
         going = zip(unit.owners, whole.split(unit.counts), strict=True)
-        sends = [(owner, rows) for owner, rows in going if owner not in self._near]
-        receives = list(zip(peers, buffer.split(counts), strict=True))
+        encoded = self.layout.encoded
+        sends = [(owner, encoded(rows)) for owner, rows in going if owner not in self._near]
+        landing = self.layout.wire.landing(buffer)
+        receives = list(zip(peers, landing.split(counts), strict=True)) if counts else []
         works += post_pairs(self.plan, sends, receives, self.label)
         if self._sharing is not None and isinstance(packed, Loan):
             # After the network has read its part: the memory is given away.
@@ -249,6 +264,7 @@ class GradientReturn:
             work.wait()
         peers = [peer for peer in unit.peers if peer not in self._near]
         if peers:
+            self.layout.land(far)
             self._add(self.plan.rows_of(peers), far)
         for k, peer in enumerate(peer for peer in unit.peers if peer in self._near):
             arrived = near[k :: len(unit.peers) - len(peers)]
