@@ -30,12 +30,18 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        ["extensions/gather_sum.cpp"],
-        depends=["extensions/gather_sum.h"],
+        [f"extensions/{name}.cpp" for name in ("segments", "gather_sum", "attention")],
+        depends=[
+            f"extensions/{name}.h"
+            for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")
+        ],
         # No -march=native: the loops have a version for each kind of processor.
         extra_compile_args=[
             "-O3",
             "-g0",
+            "-fno-math-errno",
+            "-fno-trapping-math",
+            "-Wno-psabi",  # vectors are handed over in registers only where they are inlined
             "-fopenmp",
             "-fvisibility=hidden",
             "-DAT_PARALLEL_OPENMP=1",

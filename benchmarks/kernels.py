@@ -65,8 +65,9 @@ def ratios(times: dict[str, list[float]]) -> list[str]:
 
 def sum_rows(segments: Segments, nodes: int, widths: Sequence[int], rounds: int) -> list[list[str]]:
     """Rows of the table of sums."""
-    target = segments.targets.index_select(0, segments.position.long())
-    counts = torch.bincount(target, minlength=nodes)
+    counts = torch.zeros(nodes, dtype=torch.long)
+    targets = slice(None) if segments.targets is None else segments.targets
+    counts[targets] = segments.offsets.diff().long()
     pointers = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     table = []
     for dtype in (torch.float32, torch.bfloat16):
@@ -74,12 +75,12 @@ def sum_rows(segments: Segments, nodes: int, widths: Sequence[int], rounds: int)
             rows = torch.randn(nodes, width).to(dtype)
 
             def add(native: bool, rows: Tensor = rows) -> Tensor:
-                at = (segments.source, segments.position, segments.targets)
+                at = (segments.source, segments.offsets, segments.targets)
                 return ops.gather_sum_(torch.zeros_like(rows), rows, *at, native=native)
 
             ways: Ways = {"kernel": lambda: add(True), "PyTorch": lambda: add(False)}
             if dtype == torch.float32:
-                values = torch.ones(target.numel())
+                values = torch.ones(segments.source.numel())
                 matrix = torch.sparse_csr_tensor(
                     pointers, segments.source.long(), values, (nodes, nodes)
                 )

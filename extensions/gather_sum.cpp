@@ -1,23 +1,22 @@
-// out[targets[position[e]]] += weight[e] * rows[source[e]], in place, for edges sorted by position.
+// out[target(t)] += weight[number(e)] * rows[source[e]], in place, over the edges e of each target t.
 //
 // Each target is summed by one thread, so that there are no atomics and the order of additions,
 // hence the result, doesn't depend on the number of threads. The transposed sum is the same kernel on
-// the same edges sorted by source. Indices are checked on the way: bad ones raise, and are not read.
+// the same edges grouped by source.
 
 #include "gather_sum.h"
 
 #include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
-#include <torch/version.h>
 
 #include <algorithm>
-#include <atomic>
 #include <optional>
-#include <string>
 #include <type_traits>
-#include <vector>
+
+#include "segments.h"
 
 namespace pyg_sar {
 namespace {
@@ -25,15 +24,15 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-constexpr int64_t kGrain = 32768;  // values per thread at least
+constexpr char kName[] = "gather_sum";
+constexpr int64_t kEdgesPerRun = 1 << 14;
 
-enum Fault : int { kNone = 0, kSource, kPosition, kOrder, kTarget };
-
-void check(const Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& position,
-           const Tensor& targets, const OptionalTensor& weight) {
-  TORCH_CHECK_VALUE(out.dim() == 2 && rows.dim() == 2 && out.size(1) == rows.size(1),
+SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& source,
+                       const Tensor& offsets, const OptionalTensor& targets,
+                       const OptionalTensor& weight, const OptionalTensor& edges) {
+  TORCH_CHECK_VALUE(out.dim() == 2 && rows.dim() == 2 && out.sym_size(1) == rows.sym_size(1),
                     "gather_sum: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got ",
-                    out.sizes(), " and ", rows.sizes(), ")");
+                    out.sym_sizes(), " and ", rows.sym_sizes(), ")");
   TORCH_CHECK_TYPE(out.scalar_type() == rows.scalar_type(),
                    "gather_sum: expected 'out' and 'rows' of one dtype (got ", out.scalar_type(),
                    " and ", rows.scalar_type(), ")");
@@ -41,17 +40,6 @@ void check(const Tensor& out, const Tensor& rows, const Tensor& source, const Te
                        out.scalar_type() == at::kBFloat16,
                    "gather_sum: expected float32, float64 or bfloat16 (got ", out.scalar_type(),
                    ")");
-  TORCH_CHECK_VALUE(source.dim() == 1 && position.sizes() == source.sizes() && targets.dim() == 1,
-                    "gather_sum: expected 'source' and 'position' of shape [E] and 'targets' of "
-                    "shape [U] (got ",
-                    source.sizes(), ", ", position.sizes(), " and ", targets.sizes(), ")");
-  TORCH_CHECK_TYPE(source.scalar_type() == at::kInt || source.scalar_type() == at::kLong,
-                   "gather_sum: expected int32 or int64 'source' (got ", source.scalar_type(), ")");
-  TORCH_CHECK_TYPE(position.scalar_type() == source.scalar_type(),
-                   "gather_sum: expected 'position' of the dtype of 'source' (got ",
-                   position.scalar_type(), " and ", source.scalar_type(), ")");
-  TORCH_CHECK_TYPE(targets.scalar_type() == at::kLong, "gather_sum: expected int64 'targets' (got ",
-                   targets.scalar_type(), ")");
   if (weight.has_value()) {
     const auto wide = out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
     TORCH_CHECK_VALUE(weight->sizes() == source.sizes(),
@@ -60,112 +48,58 @@ void check(const Tensor& out, const Tensor& rows, const Tensor& source, const Te
     TORCH_CHECK_TYPE(weight->scalar_type() == wide, "gather_sum: expected 'weight' of dtype ", wide,
                      " (got ", weight->scalar_type(), ")");
   }
+  return pyg_sar::checked(kName, source, offsets, targets, edges);
+}
+
+// Weights in the order in which the edges are read.
+template <class Acc, class Index>
+Tensor ordered(const Tensor& weight, const Segments<Index>& segments) {
+  const Tensor dense = weight.contiguous();
+  if (segments.edges == nullptr) return dense;
+  Tensor out = at::empty_like(dense);
+  Acc* to = out.mutable_data_ptr<Acc>();
+  const Acc* from = dense.const_data_ptr<Acc>();
+  at::parallel_for(0, segments.num_edges, kEdgesPerRun, [&](int64_t start, int64_t stop) {
+    for (int64_t e = start; e < stop; ++e) to[e] = from[segments.edges[e]];
+  });
+  return out;
 }
 
 template <class Row, class Index>
-struct Sum {
-  using Acc = std::conditional_t<std::is_same_v<Row, c10::BFloat16>, float, Row>;
-
-  Row* out;
-  const Row* rows;
-  const Index* source;
-  const Index* position;
-  const int64_t* targets;
-  const Acc* weight;
-  int64_t out_stride, row_stride, width, num_out, num_rows, num_targets, num_edges;
-  std::atomic<int>* fault;
-
-  // Sums the targets whose first edge is in [start, stop).
-  void operator()(int64_t start, int64_t stop) const {
-    if (!valid(start, stop)) return;
-    std::vector<Acc> wide(std::is_same_v<Row, Acc> ? 0 : width);
-    int64_t e = start;
-    while (e < stop && e > 0 && position[e] == position[e - 1]) ++e;
-    while (e < stop) {
-      int64_t end = e + 1;
-      while (end < num_edges && position[end] == position[e]) ++end;
-      // Edges of the last target may be another thread's to check.
-      if (end > stop && !valid(stop, end)) return;
-      Row* target = out + targets[position[e]] * out_stride;
-      const int64_t ahead = std::max(end, stop);
-      if constexpr (std::is_same_v<Row, Acc>) {
-        sum_edges(target, rows, row_stride, width, source, weight, e, end, ahead);
-      } else {
-        std::fill(wide.begin(), wide.end(), Acc(0));
-        sum_edges(wide.data(), rows, row_stride, width, source, weight, e, end, ahead);
-        for (int64_t f = 0; f < width; ++f) target[f] = static_cast<Acc>(target[f]) + wide[f];
-      }
-      e = end;
-    }
+void run(const Tensor& out, const Tensor& rows, const SegmentTensors& given,
+         const OptionalTensor& weight) {
+  const auto segments = pyg_sar::checked<Index>(kName, given, rows.size(0), out.size(0));
+  TORCH_CHECK_VALUE(rows.size(0) < int64_t{1} << 31, "gather_sum: more than 2^31 'rows'");
+  Tensor source = given.source, by;
+  SumTile<Row> tile{};
+  tile.segments.targets = segments.targets;
+  tile.segments.num_edges = segments.num_edges;
+  tile.segments.num_targets = segments.num_targets;
+  if constexpr (std::is_same_v<Index, int64_t>) {
+    source = source.to(at::kInt);
+    tile.wide_offsets = segments.offsets;
+  } else {
+    tile.segments.offsets = segments.offsets;
   }
-
-  bool valid(int64_t start, int64_t stop) const {
-    return start >= stop || in_order(start, stop) || diagnosed(start, stop);
+  tile.segments.source = source.const_data_ptr<int32_t>();
+  if (weight.has_value()) {
+    by = ordered<Wide<Row>>(*weight, segments);
+    tile.weight = by.const_data_ptr<Wide<Row>>();
   }
-
-  // Whether nothing is wrong, in loops without branches.
-  bool in_order(int64_t start, int64_t stop) const {
-    bool bad = false;
-    for (int64_t e = start; e < stop; ++e) bad |= (source[e] < 0) | (source[e] >= num_rows);
-    for (int64_t e = std::max<int64_t>(start, 1); e < stop; ++e) bad |= position[e] < position[e - 1];
-    const int64_t first = position[start == 0 ? 0 : start - 1], last = position[stop - 1];
-    if (bad || first < 0 || last >= num_targets) return false;
-    for (int64_t k = first + 1; k <= last; ++k) bad |= targets[k] <= targets[k - 1];
-    return !bad && targets[first] >= 0 && targets[last] < num_out;
+  tile.out_stride = out.stride(0);
+  tile.row_stride = rows.stride(0);
+  const int64_t width = out.size(1), lanes = kFullLanes<Wide<Row>>;
+  const int64_t vectors = (width + lanes - 1) / lanes;
+  const int64_t tiles = (vectors + kMostVectors<Row> - 1) / kMostVectors<Row>;
+  for (int64_t n = 0; n < tiles; ++n) {  // of about the same width
+    const int64_t start = vectors * n / tiles * lanes;
+    const int64_t stop = std::min(vectors * (n + 1) / tiles * lanes, width);
+    tile.out = out.mutable_data_ptr<Row>() + start;
+    tile.rows = rows.const_data_ptr<Row>() + start;
+    tile.width = static_cast<int>(stop - start);
+    for_targets(segments, kEdgesPerRun,
+                [&](int64_t first, int64_t last) { sum_tile(tile, first, last); });
   }
-
-  // Whether nothing is wrong after all; else notes what.
-  bool diagnosed(int64_t start, int64_t stop) const {
-    int found = kNone;
-    for (int64_t e = start; e < stop && found == kNone; ++e) {
-      const int64_t here = position[e];
-      if (source[e] < 0 || source[e] >= num_rows) found = kSource;
-      if (here < 0 || here >= num_targets) {
-        found = kPosition;
-        continue;
-      }
-      if (targets[here] < 0 || targets[here] >= num_out) found = kTarget;
-      if (e == 0) continue;
-      const int64_t before = position[e - 1];
-      if (here < before) found = kOrder;
-      // Two targets at one row would be summed by two threads at a time.
-      const bool next = here > before && before >= 0;
-      if (next && targets[here] <= targets[before]) found = kTarget;
-    }
-    if (found != kNone) fault->store(found);
-    return found == kNone;
-  }
-};
-
-template <class Row, class Index>
-void run(const Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& position,
-         const Tensor& targets, const OptionalTensor& weight) {
-  using Acc = typename Sum<Row, Index>::Acc;
-  std::atomic<int> fault{kNone};
-  const Sum<Row, Index> sum{out.mutable_data_ptr<Row>(),
-                            rows.const_data_ptr<Row>(),
-                            source.const_data_ptr<Index>(),
-                            position.const_data_ptr<Index>(),
-                            targets.const_data_ptr<int64_t>(),
-                            weight.has_value() ? weight->const_data_ptr<Acc>() : nullptr,
-                            out.stride(0),
-                            rows.stride(0),
-                            out.size(1),
-                            out.size(0),
-                            rows.size(0),
-                            targets.size(0),
-                            source.size(0),
-                            &fault};
-  const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(sum.width, 1), 1);
-  at::parallel_for(0, sum.num_edges, grain, sum);
-  const int found = fault.load();
-  TORCH_CHECK_INDEX(found != kSource, "gather_sum: 'source' names a row outside [0, ", sum.num_rows,
-                    ")");
-  TORCH_CHECK_INDEX(found != kPosition, "gather_sum: 'position' is outside [0, ", sum.num_targets,
-                    ")");
-  TORCH_CHECK_VALUE(found != kOrder, "gather_sum: expected edges sorted by 'position'");
-  TORCH_CHECK_INDEX(found != kTarget, "gather_sum: expected ascending 'targets' in [0, ",
-                    sum.num_out, ")");
 }
 
 // Rows whose values lie side by side; a copy where they don't.
@@ -173,9 +107,10 @@ Tensor with_dense_rows(const Tensor& x) {
   return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
 }
 
-void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& position,
-                    const Tensor& targets, const OptionalTensor& weight) {
-  check(out, rows, source, position, targets, weight);
+void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& offsets,
+                    const OptionalTensor& targets, const OptionalTensor& weight,
+                    const OptionalTensor& edges) {
+  const SegmentTensors segments = checked(out, rows, source, offsets, targets, weight, edges);
   TORCH_CHECK_VALUE(out.size(1) <= 1 || out.stride(1) == 1,
                     "gather_sum: expected rows of 'out' that lie in one piece (got strides ",
                     out.strides(), ")");
@@ -187,13 +122,10 @@ void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const
     return;
   }
   const Tensor dense = with_dense_rows(rows);
-  const Tensor from = source.contiguous(), to = position.contiguous(), ids = targets.contiguous();
-  OptionalTensor by;
-  if (weight.has_value()) by = weight->contiguous();
   const auto sum = [&](auto row) {
     using Row = decltype(row);
-    from.scalar_type() == at::kInt ? run<Row, int32_t>(out, dense, from, to, ids, by)
-                                   : run<Row, int64_t>(out, dense, from, to, ids, by);
+    segments.is_narrow() ? run<Row, int32_t>(out, dense, segments, weight)
+                         : run<Row, int64_t>(out, dense, segments, weight);
   };
   switch (out.scalar_type()) {
     case at::kFloat:
@@ -205,21 +137,19 @@ void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const
   }
 }
 
-void gather_sum_meta(Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& position,
-                     const Tensor& targets, const OptionalTensor& weight) {
-  check(out, rows, source, position, targets, weight);
+void gather_sum_meta(Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& offsets,
+                     const OptionalTensor& targets, const OptionalTensor& weight,
+                     const OptionalTensor& edges) {
+  checked(out, rows, source, offsets, targets, weight, edges);
 }
-
-std::string built_with() { return TORCH_VERSION; }
 
 }  // namespace
 
-TORCH_LIBRARY(pyg_sar, m) {
+TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def(
-      "gather_sum_(Tensor(a!) out, Tensor rows, Tensor source, Tensor position, Tensor targets, "
-      "Tensor? weight=None) -> ()",
+      "gather_sum_(Tensor(a!) out, Tensor rows, Tensor source, Tensor offsets, "
+      "Tensor? targets=None, Tensor? weight=None, Tensor? edges=None) -> ()",
       {at::Tag::pt2_compliant_tag});
-  m.def("built_with() -> str", &built_with);
 }
 
 TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("gather_sum_", &gather_sum_cpu); }

@@ -53,46 +53,98 @@ def takes(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in _DTYPES
 
 
+def _use_kernel(native: bool | None, fits: bool) -> bool:
+    """Whether to call the kernel: where it is asked for, or there and made for the tensors."""
+    if native is None:
+        return fits and why_missing() is None
+    if native and (reason := why_missing()) is not None:
+        raise RuntimeError(f"pyg_sar has no C++ kernels: {reason}")
+    return native
+
+
+def sort_edges(
+    key: Tensor, num_keys: int, order: Tensor | None = None, *, native: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Sorts edges by a key, stably, and says where each key's edges begin.
+
+    A counting sort, so that edges are sorted by two keys by sorting them by the second, then by the
+    first: ``sort_edges(first, n, sort_edges(second, m)[0])``.
+
+    Args:
+        key: ``[E]``, int32 or int64, in :math:`[0, \mathrm{num\_keys})`.
+        num_keys: Keys that there may be.
+        order: Numbers of the edges in the order in which ties are left, ``[E]``; ``None``: as they
+            are.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Returns:
+        The edges' numbers in the order of their keys, ``[E]``, and the place of each key's first
+        edge in it, ``[num_keys + 1]``: int32 where the number of edges fits, else int64.
+
+    Raises:
+        ValueError: Shapes don't fit.
+        TypeError: Dtypes don't fit.
+        IndexError: A key is out of range.
+        RuntimeError: The kernel was asked for and is missing.
+    """
+    narrow = torch.int32 if key.numel() < 2**31 else torch.int64
+    if order is not None:
+        order = order.to(narrow)
+    if _use_kernel(native, key.device.type == "cpu" and key.dtype in (torch.int32, torch.int64)):
+        found: tuple[Tensor, Tensor] = torch.ops.pyg_sar.sort_edges(key, num_keys, order)
+        return found
+    if key.numel() and not (0 <= int(key.min()) and int(key.max()) < num_keys):
+        raise IndexError(f"sort_edges: expected keys in [0, {num_keys})")
+    keys = key if order is None else key[order]
+    place = keys.argsort(stable=True)
+    offsets = torch.zeros(num_keys + 1, dtype=narrow, device=key.device)
+    offsets[1:] = torch.bincount(keys, minlength=num_keys).cumsum(0)
+    return place.to(narrow) if order is None else order[place], offsets
+
+
 def gather_sum_(
     out: Tensor,
     rows: Tensor,
     source: Tensor,
-    position: Tensor,
-    targets: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
     weight: Tensor | None = None,
+    edges: Tensor | None = None,
     *,
     native: bool | None = None,
 ) -> Tensor:
     r"""Adds gathered rows to their targets, in place, without materializing a message.
 
     .. math::
-        \mathrm{out}_{t(p(e))} \mathrel{+}= w_e \, \mathrm{rows}_{s(e)}
-        \quad \text{for all edges } e
+        \mathrm{out}_{t_k} \mathrel{+}= \sum_{e = o_k}^{o_{k+1} - 1} w_{n(e)} \,
+        \mathrm{rows}_{s(e)} \quad \text{for all targets } k
 
-    A sparse-dense product that accumulates, with the edges in the order of their targets (the
-    "copy-reduce" of DistGNN, Md et al., SC 2021). Its transpose, for the backward pass, is the same
-    on edges in the order of their sources. bfloat16 accumulates in float32, and is rounded once per
-    target and call. The kernel's result doesn't depend on the number of threads. Not recorded by
-    autograd.
+    A sparse-dense product that accumulates, with the edges grouped by target, as in compressed
+    sparse rows (the "copy-reduce" of DistGNN, Md et al., SC 2021). Its transpose, for the backward
+    pass, is the same on edges grouped by source. bfloat16 accumulates in float32, and is rounded
+    once per target and call. The kernel's result doesn't depend on the number of threads. Not
+    recorded by autograd.
 
     Args:
         out: ``[N, F]``, float32, float64 or bfloat16 (the kernel), any dtype (PyTorch); each row in
             one piece.
         rows: ``[M, F]``, of the same dtype, any strides.
-        source: The row of each edge, ``[E]``, int32 or int64.
-        position: The place of each edge's target in ``targets``, ``[E]``, ascending.
-        targets: Rows of ``out``, ``[U]``, int64, ascending between the first and the last place
-            that occur.
+        source: The row :math:`s(e)` of each edge, ``[E]``, int32 or int64.
+        offsets: The first edge :math:`o_k` of each target, and at last :math:`E`: ``[U + 1]``.
+        targets: Rows :math:`t_k` of ``out``, ``[U]``, int64, ascending; ``None``: the first U.
         weight: ``[E]``, float64 for float64 rows, else float32; ``None`` for 1.
+        edges: The place :math:`n(e)` of each edge's weight in ``weight``, ``[E]``; ``None``: in
+            order.
         native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
 
     Returns:
         ``out``.
 
     Raises:
-        ValueError: Shapes don't fit, edges are not sorted, or autograd would have to record this.
+        ValueError: Shapes don't fit, ``offsets`` don't ascend from 0 to E, or autograd would have
+            to record this.
         TypeError: Dtypes don't fit.
-        IndexError: An index is out of range. ``out`` may have been added to.
+        IndexError: An index is out of range.
         RuntimeError: The kernel was asked for and is missing, or ``out`` and ``rows`` overlap.
     """
     if torch.is_grad_enabled() and (out.requires_grad or rows.requires_grad):
@@ -100,28 +152,21 @@ def gather_sum_(
             "gather_sum_ is not recorded by autograd, and was given tensors that require a "
             "gradient: call it under torch.no_grad()"
         )
-    if position.dtype != source.dtype:
-        source, position = source.long(), position.long()
-    if native is None:
-        native = takes(out) and why_missing() is None
-    if not native:
-        _gather_sum(out, rows, source, position, targets, weight)
-    elif (reason := why_missing()) is not None:
-        raise RuntimeError(f"pyg_sar has no C++ kernels: {reason}")
+    if _use_kernel(native, takes(out)):
+        torch.ops.pyg_sar.gather_sum_(out, rows, source, offsets, targets, weight, edges)
     else:
-        torch.ops.pyg_sar.gather_sum_(out, rows, source, position, targets, weight)
+        _gather_sum(out, rows, source, offsets, targets, weight, edges)
     return out
 
 
-def _gather_sum(
+def _check(
     out: Tensor,
     rows: Tensor,
     source: Tensor,
-    position: Tensor,
-    targets: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
     weight: Tensor | None,
 ) -> None:
-    """:func:`gather_sum_` in PyTorch, a block of edges at a time."""
     if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
         raise ValueError(
             "gather_sum: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
@@ -131,27 +176,53 @@ def _gather_sum(
         raise TypeError(
             f"gather_sum: expected 'out' and 'rows' of one dtype (got {out.dtype} and {rows.dtype})"
         )
-    if source.dim() != 1 or position.shape != source.shape or targets.dim() != 1:
+    if source.dim() != 1 or offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError(
-            "gather_sum: expected 'source' and 'position' of shape [E] and 'targets' of shape [U] "
-            f"(got {list(source.shape)}, {list(position.shape)} and {list(targets.shape)})"
+            "gather_sum: expected 'source' and 'offsets' of shapes [E] and [U + 1] (got "
+            f"{list(source.shape)} and {list(offsets.shape)})"
+        )
+    if targets is not None and list(targets.shape) != [offsets.numel() - 1]:
+        raise ValueError(
+            f"gather_sum: expected 'targets' of shape [{offsets.numel() - 1}] (got "
+            f"{list(targets.shape)})"
         )
     if weight is not None and weight.shape != source.shape:
         raise ValueError(
             f"gather_sum: expected a 'weight' for each of the {source.numel()} edges (got shape "
             f"{list(weight.shape)})"
         )
+    counts = offsets.diff()
+    if int(offsets[0]) != 0 or int(offsets[-1]) != source.numel() or bool((counts < 0).any()):
+        raise ValueError(
+            "gather_sum: expected 'offsets' that ascend from 0 to the number of edges, "
+            f"{source.numel()}"
+        )
+
+
+def _gather_sum(
+    out: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    weight: Tensor | None,
+    edges: Tensor | None,
+) -> None:
+    """:func:`gather_sum_` in PyTorch, a block of edges at a time."""
+    _check(out, rows, source, offsets, targets, weight)
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     block = max(_BLOCK // max(out.size(1), 1), 1)
-    first = int(position[0]) if position.numel() else 0
-    last = int(position[-1]) if position.numel() else -1
-    # One row for each target that occurs: a target's sum is rounded once.
-    sums = out.new_zeros(last - first + 1, out.size(1), dtype=wide)
+    count = offsets.numel() - 1
+    # One row for each target: its sum is rounded once.
+    sums = out.new_zeros(count, out.size(1), dtype=wide)
+    place = torch.arange(count, device=out.device).repeat_interleave(offsets.diff())
     for start in range(0, source.numel(), block):
-        edges = slice(start, start + block)
-        part = rows.index_select(0, source[edges]).to(wide)
+        run = slice(start, start + block)
+        part = rows.index_select(0, source[run]).to(wide)
         if weight is not None:
-            part *= weight[edges].view(-1, 1)
-        place = (position[edges].long() - first).view(-1, 1).expand_as(part)
-        sums.scatter_add_(0, place, part)
-    out.index_add_(0, targets[first : last + 1], sums.to(out.dtype))
+            part *= (weight[run] if edges is None else weight[edges[run]]).view(-1, 1)
+        sums.scatter_add_(0, place[run].view(-1, 1).expand_as(part), part)
+    if targets is None:
+        out[:count] += sums.to(out.dtype)
+    else:
+        out.index_add_(0, targets, sums.to(out.dtype))

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+#: How halo rows may travel.
+WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SARPolicy:
@@ -75,7 +78,7 @@ class SARPolicy:
             )
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
-        if self.wire not in ("exact", "bfloat16", "float16"):
+        if self.wire not in WIRES:
             raise ValueError(
                 f"Expected 'wire' to be 'exact', 'bfloat16' or 'float16' (got {self.wire!r})"
             )

@@ -41,7 +41,7 @@ def segment_sum(tile: Tile, values: Tensor) -> Tensor:
 def gather_into(out: Tensor, rows: Tensor, segments: Segments) -> None:
     """Adds gathered rows ``[M, *]`` to their targets in ``out [N, *]``."""
     flat = out.view(out.size(0), out.shape[1:].numel())  # a view, also of columns of a buffer
-    gather_sum_(flat, flat_rows(rows), segments.source, segments.position, segments.targets)
+    gather_sum_(flat, flat_rows(rows), segments.source, segments.offsets, segments.targets)
 
 
 class Reducer(ABC):

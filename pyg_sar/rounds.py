@@ -85,6 +85,10 @@ class ShardRounds(Rounds):
         start, stop = (edges := self._shards.edges(unit)).start, edges.stop
         return self._shards.tile(unit, slice(start, start + 1)) if stop > start else None
 
+    def columns(self, unit: int) -> Tensor | slice:
+        """Column of ``edge_index`` of each of a unit's edges, in shard order."""
+        return self._shards.columns(unit)
+
     def segments(self, unit: int, transposed: bool = False) -> Segments:
         """All of a unit's edges for a sum of gathered rows, or for its backward pass."""
         return self._shards.transposed(unit) if transposed else self._shards.segments(unit)

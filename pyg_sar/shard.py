@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.ops import sort_edges
 
 
 def _narrow(index: Tensor, bound: int) -> Tensor:
@@ -49,17 +51,50 @@ class Tile:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """A shard's edges as :func:`pyg_sar.ops.gather_sum_` takes them, sorted by what they add to.
+    """A shard's edges as the kernels take them (:mod:`pyg_sar.ops`), grouped by what they add to.
+
+    The integers but ``targets`` are of one dtype: int32 where they fit, else int64.
 
     Attributes:
-        source: The row that each edge reads, ``[E]``.
-        position: Each edge's place in ``targets``, ``[E]``, ascending.
-        targets: The row that is added to, ``[U]``.
+        source: The row that each edge reads, ``[E]``; ascending within a target.
+        offsets: The first edge of each target, and at last E: ``[U + 1]``.
+        targets: The row that is added to, ``[U]``, int64, ascending; ``None``: rows 0 to U - 1.
+        edges: Each edge's number in shard order, by which edge-level data are found, ``[E]``;
+            ``None``: in order.
     """
 
     source: Tensor
-    position: Tensor
-    targets: Tensor
+    offsets: Tensor
+    targets: Tensor | None
+    edges: Tensor | None
+
+
+def _grouped(source: Tensor, offsets: Tensor, edges: Tensor | None = None) -> Segments:
+    """Segments without empty ones, of the edges from ``offsets[0]`` to ``offsets[-1]``.
+
+    Args:
+        source: The rows of these edges.
+        offsets: Where each target's edges begin, also of those that have none, ``[N + 1]``.
+        edges: The edges' numbers.
+    """
+    first = offsets[:-1]
+    occurs = offsets[1:] > first
+    if bool(occurs.all()):
+        return Segments(source, offsets - offsets[0], None, edges)
+    first = torch.cat([first[occurs], offsets[-1:]])
+    return Segments(source, first - offsets[0], occurs.nonzero().view(-1), edges)
+
+
+def _holding(offsets: Tensor, start: int, stop: int) -> tuple[int, int]:
+    """The run of targets that has the run of edges. Reads a few of the numbers."""
+    if start == stop:
+        return 0, 0
+    numbers = range(offsets.numel())
+
+    def at(number: int) -> int:
+        return int(offsets[number])
+
+    return bisect_right(numbers, start, key=at) - 1, bisect_right(numbers, stop - 1, key=at)
 
 
 def empty_tile(device: torch.device) -> Tile:
@@ -96,27 +131,33 @@ class Shards:
         source, unit = self._place(source)
         counts = torch.bincount(unit, minlength=number)
         self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
+        # By target, and a target's edges by source: rows that are near are read one after another.
+        order = sort_edges(source, max(u.num_rows for u in plan.units()))[0]
         wide = num_targets * number >= 2**31
-        key = (unit.long() if wide else unit).mul_(max(num_targets, 1)).add_(target)
-        del unit
-        order = None if bool((key[1:] >= key[:-1]).all()) else key.argsort(stable=True)
-        if order is not None:
-            source, target, key = source[order], target[order], key[order]
-        self._columns = None if order is None else _narrow(order, self.num_edges)
-        del order
-        self._source = source
-        del source
-        first = torch.ones_like(key, dtype=torch.bool)
-        torch.ne(key[1:], key[:-1], out=first[1:])
+        key = (unit.long() if wide else unit).mul_(num_targets).add_(target)
+        del unit, target
+        order, starts = sort_edges(key, num_targets * number, order)
         del key
-        self._targets = target[first]
-        self._position = first.cumsum(0, dtype=torch.int32 if self.num_edges < 2**31 else None)
-        self._position -= 1
+        in_order = bool((order[1:] > order[:-1]).all())
+        self._columns = None if in_order else order
+        narrow = max(plan.num_ids, self.num_edges) < 2**31
+        index = torch.int32 if narrow else torch.int64
+        if not in_order:
+            source = source[order]
+        del order
+        source = source.to(index)
+        starts = starts.to(index)
+        self._segments = [
+            _grouped(source[self.edges(q)], starts[q * num_targets : (q + 1) * num_targets + 1])
+            for q in range(number)
+        ]
         self._transposed: dict[int, Segments] = {}
 
     def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Each source's row in the buffer of its unit, and the unit (32 bits)."""
         plan = self.plan
+        if plan.world_size == 1:
+            return _narrow(source, plan.num_ids), torch.zeros_like(source, dtype=torch.int32)
         ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
         owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
@@ -138,36 +179,37 @@ class Shards:
             for start in range(shard.start, shard.stop, max(max_edges, 1))
         ]
 
+    def columns(self, unit: int) -> Tensor | slice:
+        """Column in ``edge_index`` of each of the shard's edges, in shard order."""
+        edges = self.edges(unit)
+        return edges if self._columns is None else self._columns[edges]
+
     def tile(self, unit: int, edges: slice) -> Tile:
         """The index tensors of a run of edges (64-bit, made for its turn)."""
-        position = self._position[edges].long()
-        if position.numel():
-            first, last = int(position[0]), int(position[-1])
-            targets, index = self._targets[first : last + 1], position - first
-        else:
-            targets, index = self._targets[:0], position
         columns = edges if self._columns is None else self._columns[edges].long()
-        return Tile(unit, edges, targets, index, self._source[edges].long(), columns)
+        shard, begin = self._segments[unit], self._offsets[unit]
+        start, stop = edges.start - begin, edges.stop - begin
+        first, last = _holding(shard.offsets, start, stop)
+        counts = shard.offsets[first : last + 1].clamp(start, stop).diff()
+        place = torch.arange(last - first, device=counts.device)
+        targets = place + first if shard.targets is None else shard.targets[first:last]
+        index = place.repeat_interleave(counts)
+        return Tile(unit, edges, targets, index, shard.source[start:stop].long(), columns)
 
     def segments(self, unit: int) -> Segments:
         """The shard by target: local ids add up rows of the unit's buffer."""
-        edges = self.edges(unit)
-        return Segments(self._source[edges], self._position[edges], self._targets)
+        return self._segments[unit]
 
     def transposed(self, unit: int) -> Segments:
         """The shard by source: rows of the unit's buffer add up local ids. Made on first use."""
         if unit not in self._transposed:
-            edges = self.edges(unit)
-            order = self._source[edges].argsort(stable=True)
-            source = self._source[edges][order]
-            target = self._targets[self._position[edges][order]]
-            del order
-            targets, position = torch.unique_consecutive(source, return_inverse=True)
-            self._transposed[unit] = Segments(
-                _narrow(target, self.in_degree.numel()),
-                _narrow(position, self.num_edges),
-                targets.long(),
-            )
+            shard = self._segments[unit]
+            order, offsets = sort_edges(shard.source, self.plan.units()[unit].num_rows)
+            place = torch.arange(shard.offsets.numel() - 1, device=order.device)
+            target = place if shard.targets is None else shard.targets
+            index = shard.source.dtype
+            target = target.to(index).repeat_interleave(shard.offsets.diff())[order]
+            self._transposed[unit] = _grouped(target, offsets.to(index), order.to(index))
         return self._transposed[unit]
 
 

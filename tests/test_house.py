@@ -16,15 +16,16 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
-    "errors policy ledger ops",
+    "errors policy ledger ops attention_terms attention_fallback attention_ops",
     "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
     "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
     "storage synthetic graph_files graphs",
     "wire halo exchange distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program reverse message_checks node_reads",
-    "dependence strategy fused aggregate autograd_gap owned_rows gradients",
-    "metrics nn.embedding nn.propagation nn.message_passing nn.graph_norm nn.norm",
+    "dependence strategy fused fused_attention aggregate autograd_gap owned_rows gradients",
+    "metrics nn.embedding nn.propagation nn.one_process nn.fused_layers nn.message_passing",
+    "nn.graph_norm nn.norm",
     "nn.pool nn.attention nn.set_attention nn.sequences nn.models nn.colours nn.refused_convs",
     "nn.registry nn",
     "lazy convert loading wire_error",

@@ -18,8 +18,8 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy, ops
-from pyg_sar.ops import KernelWarning, gather_sum_
-from pyg_sar.shard import shards_of
+from pyg_sar.ops import KernelWarning, gather_sum_, sort_edges
+from pyg_sar.shard import Segments, shards_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
@@ -45,27 +45,33 @@ def problem(
     index: torch.dtype = torch.int32,
     seed: int = 0,
 ) -> dict[str, Tensor]:
-    """Edges with repeated sources and targets, a hub, and rows that no edge touches."""
+    """Edges with repeated sources and targets, a hub, and rows that no edge touches.
+
+    The last target has no edge. The order of edges is that of a shuffle.
+    """
     draw = torch.Generator().manual_seed(seed)
     target = (torch.rand(edges, generator=draw) ** 3 * 20).long().sort().values * 2
-    targets, position = torch.unique_consecutive(target, return_inverse=True)
+    targets, counts = torch.unique_consecutive(target, return_counts=True)
+    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0), counts.new_tensor([edges])])
     return {
         "out": torch.randn(45, width, generator=draw, dtype=torch.float64).to(dtype),
         "rows": torch.randn(30, width, generator=draw, dtype=torch.float64).to(dtype),
         "source": torch.randint(28, (edges,), generator=draw).to(index),
-        "position": position.to(index),
-        "targets": targets,
+        "offsets": offsets.to(index),
+        "targets": torch.cat([targets, targets.new_tensor([44])]),
         "weight": torch.randn(edges, generator=draw, dtype=torch.float64).to(wide(dtype)),
+        "edges": torch.randperm(edges, generator=draw).to(index),
     }
 
 
 def looped(given: dict[str, Tensor], weighted: bool) -> Tensor:
     """Edge by edge, in float64."""
     out, rows = given["out"].double().clone(), given["rows"].double()
-    for e in range(given["source"].numel()):
-        scale = float(given["weight"][e]) if weighted else 1.0
-        target = int(given["targets"][int(given["position"][e])])
-        out[target] += scale * rows[int(given["source"][e])]
+    offsets = given["offsets"].tolist()
+    for k, target in enumerate(given["targets"].tolist()):
+        for e in range(offsets[k], offsets[k + 1]):
+            scale = float(given["weight"][int(given["edges"][e])]) if weighted else 1.0
+            out[target] += scale * rows[int(given["source"][e])]
     return out
 
 
@@ -117,7 +123,7 @@ def test_one_target_that_has_all_edges(kernels: None):
     """Threads other than the first find nothing to do."""
     before = torch.get_num_threads()
     given = problem(64, torch.float64, edges=6000)
-    given["position"].zero_()
+    given["offsets"][1:] = 6000
     try:
         torch.set_num_threads(3)
         found = gathered(given, weighted=True, native=True)
@@ -132,9 +138,8 @@ def test_error_is_at_most_twice_that_of_pytorch(dtype: torch.dtype, kernels: Non
     expected = looped(given, weighted=False)
     found = distance(gathered(given, weighted=False, native=True), expected)
     plain = given["out"].clone()
-    plain.index_add_(
-        0, given["targets"][given["position"].long()], given["rows"][given["source"].long()]
-    )
+    target = given["targets"].repeat_interleave(given["offsets"].diff())
+    plain.index_add_(0, target, given["rows"][given["source"].long()])
     assert found <= 2 * distance(plain, expected)
 
 
@@ -163,7 +168,8 @@ def test_strides_and_views(native: bool, request: pytest.FixtureRequest):
     same = rows[:1].expand(30, -1)
     found = gathered({**given, "rows": same}, weighted=True, native=native)
     assert distance(found, looped({**given, "rows": same}, weighted=True)) <= 1e-14
-    strided = {name: given[name].repeat_interleave(2)[::2] for name in ("source", "weight")}
+    names = ("source", "offsets", "targets", "weight", "edges")
+    strided = {name: given[name].repeat_interleave(2)[::2] for name in names}
     assert distance(gathered({**given, **strided}, True, native), expected) <= 1e-14
 
 
@@ -172,7 +178,8 @@ def test_nothing_to_add(native: bool, request: pytest.FixtureRequest):
     if native:
         request.getfixturevalue("kernels")
     given = problem(5, torch.float32)
-    none = {name: given[name][:0] for name in ("source", "position", "targets", "weight")}
+    none = {name: given[name][:0] for name in ("source", "targets", "weight", "edges")}
+    none["offsets"] = given["offsets"][:1]
     for empty in (
         {**given, **none},
         {**given, **none, "rows": given["rows"][:0]},
@@ -192,12 +199,24 @@ def test_nan_and_infinity_arrive_where_they_belong(kernels: None):
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
 
 
+def fall(offsets: Tensor) -> Tensor:
+    offsets[1] = offsets[2] + 1
+    return offsets
+
+
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "source too large": ({"source": lambda v: v.fill_(30)}, IndexError, "'source' names a row"),
     "source negative": ({"source": lambda v: v.fill_(-1)}, IndexError, "'source' names a row"),
-    "position too large": ({"position": lambda v: v + 99}, IndexError, "'position' is outside"),
-    "position negative": ({"position": lambda v: v - 1}, IndexError, "'position' is outside"),
-    "not sorted": ({"position": lambda v: v.flip(0)}, ValueError, "sorted by 'position'"),
+    "offsets too large": ({"offsets": lambda v: v + 1}, ValueError, "from 0 to the number of e"),
+    "offsets too few": ({"offsets": lambda v: v // 2}, ValueError, "from 0 to the number of e"),
+    "offsets fall": ({"offsets": lambda v: fall(v)}, ValueError, "that ascend from 0"),
+    "edges too large": ({"edges": lambda v: v + 1}, IndexError, "'edges' names an edge"),
+    "edges negative": ({"edges": lambda v: v - 1}, IndexError, "'edges' names an edge"),
+    "more targets than rows": (
+        {"out": lambda v: v[:9], "targets": lambda v: None},
+        IndexError,
+        "ascending 'targets'",
+    ),
     "targets too large": ({"targets": lambda v: v + 45}, IndexError, "ascending 'targets'"),
     "targets negative": ({"targets": lambda v: v - 45}, IndexError, "ascending 'targets'"),
     "targets twice": ({"targets": lambda v: v // 4}, IndexError, "ascending 'targets'"),
@@ -210,12 +229,16 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "float32, float64 or bfloat16",
     ),
     "index dtype": (
-        {"source": lambda v: v.short(), "position": lambda v: v.short()},
+        {"source": lambda v: v.short(), "offsets": lambda v: v.short()},
         TypeError,
         "int32 or int64",
     ),
+    "index dtypes": ({"offsets": lambda v: v.long()}, TypeError, "of the dtype of 'source'"),
+    "edges dtype": ({"edges": lambda v: v.long()}, TypeError, "'edges' of the dtype"),
     "targets dtype": ({"targets": lambda v: v.int()}, TypeError, "int64 'targets'"),
-    "lengths": ({"source": lambda v: v[1:]}, ValueError, r"of shape \[E\]"),
+    "no offsets": ({"offsets": lambda v: v[:0]}, ValueError, r"of shapes \[E\] and \[U \+ 1\]"),
+    "lengths": ({"targets": lambda v: v[1:]}, ValueError, "'targets' of shape"),
+    "edges": ({"edges": lambda v: v[1:]}, ValueError, r"'edges' of shape \[300\]"),
     "weights": ({"weight": lambda v: v[1:]}, ValueError, "for each of the 300 edges"),
     "weight dtype": ({"weight": lambda v: v.double()}, TypeError, "'weight' of dtype"),
     "expanded out": (
@@ -240,7 +263,19 @@ def test_bad_input_raises(name: str, kernels: None):
         gather_sum_(**given, native=True)
 
 
-@pytest.mark.parametrize("name", ["widths", "axes", "dtypes", "lengths", "weights"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "widths",
+        "axes",
+        "dtypes",
+        "lengths",
+        "weights",
+        "no offsets",
+        "offsets too few",
+        "offsets fall",
+    ],
+)
 def test_bad_shapes_raise_without_the_kernel(name: str):
     changes, kind, text = BAD[name]
     given = problem(6, torch.float32)
@@ -270,6 +305,57 @@ def test_the_operator_is_registered_as_torch_wants_it(kernels: None):
         for weight in (None, given["weight"]):
             arguments = tuple({**given, "weight": weight}.values())
             torch.library.opcheck(torch.ops.pyg_sar.gather_sum_.default, arguments)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_the_first_rows_as_targets(native: bool, request: pytest.FixtureRequest):
+    """Without 'targets' these are rows 0, 1, ..."""
+    if native:
+        request.getfixturevalue("kernels")
+    for dtype in DTYPES:
+        given = problem(5, dtype)
+        count = given["offsets"].numel() - 1
+        expected = looped({**given, "targets": torch.arange(count)}, weighted=True)
+        found = gathered({**given, "targets": None}, True, native)  # type: ignore[dict-item]
+        assert distance(found, expected) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_edges_are_sorted_by_one_key_and_by_two(
+    dtype: torch.dtype, native: bool, request: pytest.FixtureRequest
+):
+    if native:
+        request.getfixturevalue("kernels")
+    draw = torch.Generator().manual_seed(0)
+    before = torch.get_num_threads()
+    try:
+        for count, keys in ((0, 0), (0, 3), (1, 1), (500, 7), (20_000, 900), (40, 5000)):
+            torch.set_num_threads(3)
+            first, second = (torch.randint(max(keys, 1), (count,), generator=draw) for _ in "ab")
+            order, offsets = sort_edges(first.to(dtype), keys, native=native)
+            assert order.dtype == offsets.dtype == torch.int32
+            assert torch.equal(order.long(), first.argsort(stable=True))
+            places = torch.searchsorted(first.sort().values, torch.arange(keys + 1))
+            assert torch.equal(offsets.long(), places)
+            by_second = sort_edges(second.to(dtype), keys, native=native)[0]
+            both, again = sort_edges(first.to(dtype), keys, by_second, native=native)
+            assert torch.equal(both.long(), (first * max(keys, 1) + second).argsort(stable=True))
+            assert torch.equal(again, offsets)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("native", [True, False])
+def test_keys_out_of_range_raise(native: bool, request: pytest.FixtureRequest):
+    if native:
+        request.getfixturevalue("kernels")
+    for bad in (-1, 3):
+        with pytest.raises(IndexError, match=r"keys in \[0, 3\)"):
+            sort_edges(torch.tensor([0, bad, 1]), 3, native=native)
+    if native:
+        with pytest.raises(IndexError, match=r"an 'order' of numbers in \[0, 2\)"):
+            sort_edges(torch.tensor([0, 1]), 3, torch.tensor([0, 2]), native=True)
 
 
 # Layers #######################################################################
@@ -397,15 +483,29 @@ def transposed(root: Path) -> None:
     """Each shard's transposed structure holds the shard's edges, and is made once."""
     data = pyg_sar.load_partition(root)
     shards = shards_of(data.edge_index)
+    source, target = data.edge_index.ends()
     for owner in range(data.edge_index.plan.world_size):
         forward, back = shards.segments(owner), shards.transposed(owner)
-        there = [forward.targets[forward.position].long(), forward.source.long()]
-        here = [back.source.long(), back.targets[back.position]]
-        assert sorted(zip(*map(Tensor.tolist, there), strict=True)) == sorted(
-            zip(*map(Tensor.tolist, here), strict=True)
-        )
-        assert bool((back.position.diff() >= 0).all() and (back.targets.diff() > 0).all())
+        there, here = ends_of(forward), ends_of(back)
+        assert here == [tuple(there[int(e)][::-1]) for e in back.edges]
+        assert sorted(there, key=lambda end: end[::-1]) == there
+        assert sorted(here, key=lambda end: end[::-1]) == here
         assert shards.transposed(owner) is back
+        tile = shards.tile(owner, shards.edges(owner))
+        assert target[tile.columns].tolist() == [end[1] for end in there]
+        assert list(zip(tile.source.tolist(), tile.target_rows.tolist(), strict=True)) == there
+    assert sum(len(ends_of(shards.segments(q))) for q in range(3)) == source.numel()
+
+
+def ends_of(segments: Segments) -> list[tuple[int, int]]:
+    """Source and target of each edge."""
+    counts, targets = segments.offsets.diff(), segments.targets
+    assert bool((counts > 0).all())
+    if targets is None:
+        targets = torch.arange(counts.numel())
+    return list(
+        zip(segments.source.tolist(), targets.repeat_interleave(counts).tolist(), strict=True)
+    )
 
 
 def test_transposed_shards_hold_the_same_edges(partitions: Partitions):

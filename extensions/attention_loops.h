@@ -1,0 +1,311 @@
+// Loops over a block of edges of one segment (a target's in-edges, or a source row's out-edges).
+//
+// Per-edge scalars of a block lie edge by edge, head by head: [edges, heads], padded to whole lanes.
+// What depends on the head alone is repeated over a "tile" of lanes whose length is a multiple of
+// both the number of heads and that of the lanes, so that loops over scalars are flat.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <numeric>
+
+#define PYG_SAR_INLINE inline __attribute__((always_inline))
+
+namespace pyg_sar::attention {
+
+constexpr int64_t kLanes = 16;
+constexpr int64_t kAhead = 8;               // edges; about the latency of memory
+constexpr int64_t kPrefetchedBytes = 1024;  // the processor follows a longer row by itself
+
+PYG_SAR_INLINE int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
+PYG_SAR_INLINE int64_t tile_length(int64_t heads) { return std::lcm(heads, kLanes); }
+
+// exp, within an ulp or two; 0 below the smallest normal number; NaN stays NaN. After Cephes
+// (S. Moshier): 2^n e^r with |r| <= log(2) / 2, n read from the last bits of a large sum.
+PYG_SAR_INLINE float exponential(float x) {
+  constexpr float kLow = -87.0f, kHigh = 88.0f, kShift = 12582912.0f;
+  float y = x < kLow ? kLow : x;
+  y = y > kHigh ? kHigh : y;
+  const float shifted = y * 1.44269504088896341f + kShift;
+  const float n = shifted - kShift;
+  float r = y - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  float p = 1.9875691500e-4f;
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  uint32_t bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  bits = (bits + 127u) << 23;
+  float power;
+  std::memcpy(&power, &bits, sizeof(bits));
+  return x < kLow ? 0.0f : p * power;
+}
+
+PYG_SAR_INLINE double exponential(double x) {
+  constexpr double kLow = -708.0, kHigh = 709.0, kShift = 6755399441055744.0;
+  double y = x < kLow ? kLow : x;
+  y = y > kHigh ? kHigh : y;
+  const double shifted = y * 1.4426950408889634074 + kShift;
+  const double n = shifted - kShift;
+  double r = y - n * 6.93145751953125e-1;
+  r = r - n * 1.42860682030941723212e-6;
+  const double rr = r * r;
+  const double p =
+      r * ((1.26177193074810590878e-4 * rr + 3.02994407707441961300e-2) * rr + 1.0);
+  const double q =
+      ((3.00198505138664455042e-6 * rr + 2.52448340349684104192e-3) * rr +
+       2.27265548208155028766e-1) * rr + 2.0;
+  const double e = 1.0 + 2.0 * p / (q - p);
+  uint64_t bits;
+  std::memcpy(&bits, &shifted, sizeof(bits));
+  bits = (bits + 1023u) << 52;
+  double power;
+  std::memcpy(&power, &bits, sizeof(bits));
+  return x < kLow ? 0.0 : e * power;
+}
+
+// lowbias32, a bijection of 32 bits (C. Wellons, "Prospecting for hash functions", 2018).
+PYG_SAR_INLINE uint32_t mixed(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x7FEB352Du;
+  x = (x ^ (x >> 15)) * 0x846CA68Bu;
+  return x ^ (x >> 16);
+}
+
+template <class T>
+PYG_SAR_INLINE T leaky(T x, T slope) {
+  const T y = slope * x;
+  return x > T(0) ? x : y;
+}
+
+// Loops over scalars #########################################################
+
+// tile[l] = of[l % heads]; zeros without 'of'
+template <class T>
+PYG_SAR_INLINE void fill_tile(T* tile, const T* of, int64_t heads, int64_t length) {
+  for (int64_t l = 0; l < length; l += heads) {
+    for (int64_t h = 0; h < heads; ++h) tile[l + h] = of == nullptr ? T(0) : of[h];
+  }
+}
+
+// sums[h] += lanes of head h
+template <class T>
+PYG_SAR_INLINE void add_lanes(T* sums, const T* lanes, int64_t heads, int64_t length) {
+  for (int64_t l = 0; l < length; l += heads) {
+    for (int64_t h = 0; h < heads; ++h) sums[h] += lanes[l + h];
+  }
+}
+
+// Walks through flat scalars and the tile together: BODY sees 'k' (a scalar) and 'o' (its lane).
+#define PYG_SAR_LANES(count, length, ...)                                    \
+  for (int64_t k0 = 0, o0 = 0; k0 < (count); k0 += kLanes) {                \
+    _Pragma("omp simd") for (int64_t l = 0; l < kLanes; ++l) {              \
+      const int64_t k = k0 + l, o = o0 + l;                                 \
+      __VA_ARGS__                                                            \
+    }                                                                       \
+    o0 = o0 + kLanes == (length) ? 0 : o0 + kLanes;                         \
+  }
+
+template <class T>
+PYG_SAR_INLINE void add_tile(T* s, const T* tile, int64_t count, int64_t length) {
+  PYG_SAR_LANES(count, length, s[k] += tile[o];)
+}
+
+// out = leaky(s)
+template <class T>
+PYG_SAR_INLINE void leak(T* out, const T* s, T slope, int64_t count) {
+  PYG_SAR_LANES(count, kLanes, (void)o; out[k] = leaky(s[k], slope);)
+}
+
+// lanes = max(lanes, s), where NaN is passed over
+template <class T>
+PYG_SAR_INLINE void raise_lanes(T* lanes, const T* s, int64_t count, int64_t length) {
+  PYG_SAR_LANES(count, length, lanes[o] = s[k] > lanes[o] ? s[k] : lanes[o];)
+}
+
+// s = exp(s - top), summed by lane
+template <class T>
+PYG_SAR_INLINE void exp_sum(T* s, const T* top, T* lanes, int64_t count, int64_t length) {
+  PYG_SAR_LANES(count, length, const T x = exponential(s[k] - top[o]); s[k] = x; lanes[o] += x;)
+}
+
+// s = exp(s - top) * inverse, scalar by scalar
+template <class T>
+PYG_SAR_INLINE void exp_share(T* s, const T* top, const T* inverse, int64_t count) {
+  PYG_SAR_LANES(count, kLanes, (void)o; s[k] = exponential(s[k] - top[k]) * inverse[k];)
+}
+
+// The same by lane.
+template <class T>
+PYG_SAR_INLINE void exp_share_lanes(T* s, const T* top, const T* inverse, int64_t count,
+                                    int64_t length) {
+  PYG_SAR_LANES(count, length, s[k] = exponential(s[k] - top[o]) * inverse[o];)
+}
+
+// Loops over rows ############################################################
+
+template <class T>
+PYG_SAR_INLINE void fetch(const T* row, int64_t width) {
+  const char* at = reinterpret_cast<const char*>(row);
+  const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
+  const int64_t end = bytes < kPrefetchedBytes ? bytes : kPrefetchedBytes;
+  for (int64_t b = 0; b < end; b += 64) __builtin_prefetch(at + b);
+}
+
+// Rows that edges name. 'left' is how many edges there are from the first of the block on.
+template <class T>
+struct Rows {
+  const T* base;
+  int64_t stride, width;
+  const int32_t* index;
+  int64_t left;
+
+  PYG_SAR_INLINE const T* at(int64_t e) const {
+    return base + static_cast<int64_t>(index[e]) * stride;
+  }
+  PYG_SAR_INLINE void ahead(int64_t e, int64_t distance) const {
+    if (e + distance < left) fetch(at(e + distance), width);
+  }
+};
+
+template <int64_t kHeads, class T>
+PYG_SAR_INLINE void copy_rows_of(T* out, const Rows<T>& rows, int64_t n, int64_t given) {
+  const int64_t heads = kHeads > 0 ? kHeads : given;
+  for (int64_t e = 0; e < n; ++e) {
+    rows.ahead(e, 2 * kAhead);
+    const T* row = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) out[e * heads + h] = row[h];
+  }
+}
+
+// out[e, :] = rows[e, :], one scalar per head
+template <class T>
+PYG_SAR_INLINE void copy_rows(T* out, const Rows<T>& rows, int64_t n, int64_t heads) {
+  switch (heads) {
+    case 1: return copy_rows_of<1>(out, rows, n, heads);
+    case 2: return copy_rows_of<2>(out, rows, n, heads);
+    case 4: return copy_rows_of<4>(out, rows, n, heads);
+    case 8: return copy_rows_of<8>(out, rows, n, heads);
+    default: return copy_rows_of<0>(out, rows, n, heads);
+  }
+}
+
+// acc[h, c] += sum over edges of w[e, h] * rows[e, h, c]
+template <int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void accumulate(T* acc, const T* w, const Rows<T>& rows, int64_t n, int64_t heads,
+                               int64_t given) {
+  const int64_t channels = kChannels > 0 ? kChannels : given;
+  int64_t e = 0;
+  for (; e + 4 <= n; e += 4) {
+    if constexpr (kFetch) {
+      for (int64_t k = 0; k < 4; ++k) rows.ahead(e + k, kAhead);
+    }
+    const T *a = rows.at(e), *b = rows.at(e + 1), *c = rows.at(e + 2), *d = rows.at(e + 3);
+    for (int64_t h = 0; h < heads; ++h) {
+      const T p = w[e * heads + h], q = w[(e + 1) * heads + h];
+      const T r = w[(e + 2) * heads + h], s = w[(e + 3) * heads + h];
+      const int64_t first = h * channels;
+#pragma omp simd
+      for (int64_t f = first; f < first + channels; ++f) {
+        acc[f] += (p * a[f] + q * b[f]) + (r * c[f] + s * d[f]);
+      }
+    }
+  }
+  for (; e < n; ++e) {
+    if constexpr (kFetch) rows.ahead(e, kAhead);
+    const T* a = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) {
+      const T p = w[e * heads + h];
+      const int64_t first = h * channels;
+#pragma omp simd
+      for (int64_t f = first; f < first + channels; ++f) acc[f] += p * a[f];
+    }
+  }
+}
+
+// out[e, h] = <x[h], rows[e, h]>
+template <int64_t kChannels, class T>
+PYG_SAR_INLINE void inner_products(T* out, const T* x, const Rows<T>& rows, int64_t n,
+                                   int64_t heads, int64_t given) {
+  const int64_t channels = kChannels > 0 ? kChannels : given;
+  for (int64_t e = 0; e < n; ++e) {
+    rows.ahead(e, kAhead);
+    const T* row = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t first = h * channels;
+      T sum = 0;
+#pragma omp simd reduction(+ : sum)
+      for (int64_t f = first; f < first + channels; ++f) sum += x[f] * row[f];
+      out[e * heads + h] = sum;
+    }
+  }
+}
+
+// out[h] = sum over c of att[h, c] * leaky(x + row)[h, c]
+template <int64_t kChannels, class T>
+PYG_SAR_INLINE void gatv2_score(T* out, const T* x, const T* row, const T* att, T slope,
+                                int64_t heads, int64_t given) {
+  const int64_t channels = kChannels > 0 ? kChannels : given;
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t first = h * channels;
+    T sum = 0;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t f = first; f < first + channels; ++f) {
+      sum += att[f] * leaky(x[f] + row[f], slope);
+    }
+    out[h] = sum;
+  }
+}
+
+// d = ds * leaky'(x + row): grad += d; with kAtt: grad_att += d * (x + row)
+template <int64_t kChannels, bool kAtt, class T>
+PYG_SAR_INLINE void gatv2_gradient(T* grad, T* grad_att, const T* ds, const T* x, const T* row,
+                                   T slope, int64_t heads, int64_t given) {
+  const int64_t channels = kChannels > 0 ? kChannels : given;
+  for (int64_t h = 0; h < heads; ++h) {
+    const int64_t first = h * channels;
+    const T up = ds[h], down = ds[h] * slope;
+#pragma omp simd
+    for (int64_t f = first; f < first + channels; ++f) {
+      const T z = x[f] + row[f];
+      const T d = z > T(0) ? up : down;
+      grad[f] += d;
+      if constexpr (kAtt) grad_att[f] += d * z;
+    }
+  }
+}
+
+// out = row + sum over d of attr[d] * weight[d, :]
+template <class T>
+PYG_SAR_INLINE void add_edge_term(T* out, const T* row, const T* attr, const T* weight,
+                                  int64_t features, int64_t width) {
+#pragma omp simd
+  for (int64_t f = 0; f < width; ++f) out[f] = row[f];
+  for (int64_t d = 0; d < features; ++d) {
+    const T a = attr[d];
+#pragma omp simd
+    for (int64_t f = 0; f < width; ++f) out[f] += a * weight[d * width + f];
+  }
+}
+
+template <class T>
+PYG_SAR_INLINE void add_scaled(T* out, T by, const T* x, int64_t width) {
+#pragma omp simd
+  for (int64_t f = 0; f < width; ++f) out[f] += by * x[f];
+}
+
+template <class T>
+PYG_SAR_INLINE T inner_product(const T* x, const T* y, int64_t width) {
+  T sum = 0;
+#pragma omp simd reduction(+ : sum)
+  for (int64_t f = 0; f < width; ++f) sum += x[f] * y[f];
+  return sum;
+}
+
+}  // namespace pyg_sar::attention

@@ -1,0 +1,230 @@
+// Checks of edges grouped by target, and the sort that groups them.
+
+#include "segments.h"
+
+#include <ATen/ops/arange.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+#include <torch/version.h>
+
+#include <string>
+#include <tuple>
+#include <vector>
+
+namespace pyg_sar {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// Without branches, so that they are vectorised.
+#define PYG_SAR_CHECKS(Index)                                                      \
+  PYG_SAR_VERSIONS bool within(const Index* x, int64_t size, int64_t bound) {      \
+    Index low = 0, high = -1;                                                      \
+    for (int64_t k = 0; k < size; ++k) {                                           \
+      low = x[k] < low ? x[k] : low;                                               \
+      high = x[k] > high ? x[k] : high;                                            \
+    }                                                                              \
+    return low >= 0 && high < bound;                                               \
+  }                                                                                \
+  PYG_SAR_VERSIONS bool ascends(const Index* x, int64_t size, bool strictly) {     \
+    bool falls = false, stays = false;                                             \
+    for (int64_t k = 1; k < size; ++k) {                                           \
+      falls |= x[k] < x[k - 1];                                                    \
+      stays |= x[k] == x[k - 1];                                                   \
+    }                                                                              \
+    return !falls && !(strictly && stays);                                         \
+  }
+
+PYG_SAR_CHECKS(int32_t)
+PYG_SAR_CHECKS(int64_t)
+
+namespace {
+
+bool is_index(const Tensor& x) {
+  return x.scalar_type() == at::kInt || x.scalar_type() == at::kLong;
+}
+
+// Runs a check on pieces, in parallel.
+template <class Check>
+bool all_of(int64_t size, const Check& check) {
+  std::atomic<bool> good{true};
+  at::parallel_for(0, size, 1 << 18, [&](int64_t start, int64_t stop) {
+    if (!check(start, stop)) good = false;
+  });
+  return good;
+}
+
+}  // namespace
+
+SegmentTensors checked(const char* op, const Tensor& source, const Tensor& offsets,
+                       const OptionalTensor& targets, const OptionalTensor& edges) {
+  TORCH_CHECK_VALUE(source.dim() == 1 && offsets.dim() == 1 && offsets.size(0) > 0, op,
+                    ": expected 'source' and 'offsets' of shapes [E] and [U + 1] (got ",
+                    source.sizes(), " and ", offsets.sizes(), ")");
+  TORCH_CHECK_TYPE(is_index(source), op, ": expected int32 or int64 'source' (got ",
+                   source.scalar_type(), ")");
+  TORCH_CHECK_TYPE(offsets.scalar_type() == source.scalar_type(), op,
+                   ": expected 'offsets' of the dtype of 'source' (got ", offsets.scalar_type(),
+                   " and ", source.scalar_type(), ")");
+  if (targets.has_value()) {
+    TORCH_CHECK_VALUE(targets->dim() == 1 && targets->size(0) == offsets.size(0) - 1, op,
+                      ": expected 'targets' of shape [", offsets.size(0) - 1, "] (got ",
+                      targets->sizes(), ")");
+    TORCH_CHECK_TYPE(targets->scalar_type() == at::kLong, op, ": expected int64 'targets' (got ",
+                     targets->scalar_type(), ")");
+  }
+  if (edges.has_value()) {
+    TORCH_CHECK_VALUE(edges->sizes() == source.sizes(), op, ": expected 'edges' of shape [",
+                      source.size(0), "] (got ", edges->sizes(), ")");
+    TORCH_CHECK_TYPE(edges->scalar_type() == source.scalar_type(), op,
+                     ": expected 'edges' of the dtype of 'source' (got ", edges->scalar_type(),
+                     " and ", source.scalar_type(), ")");
+  }
+  SegmentTensors out{source.contiguous(), offsets.contiguous(), std::nullopt, std::nullopt};
+  if (targets.has_value()) out.targets = targets->contiguous();
+  if (edges.has_value()) out.edges = edges->contiguous();
+  return out;
+}
+
+template <class Index>
+Segments<Index> checked(const char* op, const SegmentTensors& given, int64_t num_rows,
+                        int64_t num_out) {
+  const Segments<Index> s{given.source.const_data_ptr<Index>(),
+                          given.offsets.const_data_ptr<Index>(),
+                          given.targets ? given.targets->const_data_ptr<int64_t>() : nullptr,
+                          given.edges ? given.edges->const_data_ptr<Index>() : nullptr,
+                          given.source.numel(),
+                          given.offsets.numel() - 1};
+  const int64_t last = s.num_targets;
+  TORCH_CHECK_VALUE(s.offsets[0] == 0 && s.offsets[last] == s.num_edges &&
+                        ascends(s.offsets, last + 1, false),
+                    op, ": expected 'offsets' that ascend from 0 to the number of edges, ",
+                    s.num_edges);
+  TORCH_CHECK_INDEX(s.targets == nullptr
+                        ? last <= num_out
+                        : within(s.targets, last, num_out) && ascends(s.targets, last, true),
+                    op, ": expected ascending 'targets' in [0, ", num_out, ")");
+  const auto all_within = [&](const Index* x, int64_t bound) {
+    return all_of(s.num_edges, [&](int64_t start, int64_t stop) {
+      return within(x + start, stop - start, bound);
+    });
+  };
+  TORCH_CHECK_INDEX(all_within(s.source, num_rows), op, ": 'source' names a row outside [0, ",
+                    num_rows, ")");
+  TORCH_CHECK_INDEX(s.edges == nullptr || all_within(s.edges, s.num_edges), op,
+                    ": 'edges' names an edge outside [0, ", s.num_edges, ")");
+  return s;
+}
+
+template Segments<int32_t> checked(const char*, const SegmentTensors&, int64_t, int64_t);
+template Segments<int64_t> checked(const char*, const SegmentTensors&, int64_t, int64_t);
+
+namespace {
+
+// A stable counting sort. Each thread counts and places a run of the edges.
+template <class Key, class Place>
+void sort_by_counting(const Key* key, const Place* before, int64_t size, int64_t num_keys,
+                      Place* order, Place* offsets) {
+  // A table of counts per thread shall not take more than the result does.
+  const int64_t most = std::max<int64_t>(2 * size / std::max<int64_t>(num_keys, 1), 1);
+  const int64_t parts = std::min<int64_t>({at::get_num_threads(), most, size / 4096 + 1});
+  std::vector<Place> counts(parts * num_keys, 0);
+  const auto begin = [&](int64_t part) { return size / parts * part + std::min(part, size % parts); };
+  std::atomic<int> fault{0};
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      const int64_t start = begin(part), stop = begin(part + 1);
+      if (!within(key + start, stop - start, num_keys)) fault |= 1;
+      if (before != nullptr && !within(before + start, stop - start, size)) fault |= 2;
+    }
+  });
+  TORCH_CHECK_INDEX(!(fault & 1), "sort_edges: expected keys in [0, ", num_keys, ")");
+  TORCH_CHECK_INDEX(!(fault & 2), "sort_edges: expected an 'order' of numbers in [0, ", size, ")");
+  const auto edge = [&](int64_t k) { return before == nullptr ? k : before[k]; };
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      Place* count = counts.data() + part * num_keys;
+      for (int64_t k = begin(part); k < begin(part + 1); ++k) ++count[key[edge(k)]];
+    }
+  });
+  Place total = 0;
+  for (int64_t value = 0; value < num_keys; ++value) {
+    offsets[value] = total;
+    for (int64_t part = 0; part < parts; ++part) {
+      Place& here = counts[part * num_keys + value];
+      const Place count = here;
+      here = total;
+      total += count;
+    }
+  }
+  offsets[num_keys] = total;
+  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
+    for (int64_t part = first; part < last; ++part) {
+      Place* place = counts.data() + part * num_keys;
+      for (int64_t k = begin(part); k < begin(part + 1); ++k) {
+        const int64_t e = edge(k);
+        order[place[key[e]]++] = static_cast<Place>(e);
+      }
+    }
+  });
+}
+
+void check_sort(const Tensor& key, int64_t num_keys, const OptionalTensor& order) {
+  TORCH_CHECK_VALUE(key.dim() == 1 && num_keys >= 0, "sort_edges: expected 'key' of shape [E] and ",
+                    "'num_keys' of at least 0 (got ", key.sizes(), " and ", num_keys, ")");
+  TORCH_CHECK_TYPE(is_index(key), "sort_edges: expected int32 or int64 'key' (got ",
+                   key.scalar_type(), ")");
+  const auto place = key.numel() < (int64_t{1} << 31) ? at::kInt : at::kLong;
+  TORCH_CHECK_VALUE(!order.has_value() || order->sizes() == key.sizes(),
+                    "sort_edges: expected 'order' of the shape of 'key'");
+  TORCH_CHECK_TYPE(!order.has_value() || order->scalar_type() == place,
+                   "sort_edges: expected 'order' of dtype ", place);
+}
+
+std::tuple<Tensor, Tensor> empty_result(const Tensor& key, const c10::SymInt& num_keys) {
+  const auto narrow = key.sym_numel() < (int64_t{1} << 31);
+  const auto options = key.options().dtype(narrow ? at::kInt : at::kLong);
+  return {at::empty_symint({key.sym_numel()}, options),
+          at::empty_symint({num_keys + 1}, options)};
+}
+
+std::tuple<Tensor, Tensor> sort_edges_cpu(const Tensor& key, int64_t num_keys,
+                                          const OptionalTensor& order) {
+  check_sort(key, num_keys, order);
+  auto [out, offsets] = empty_result(key, num_keys);
+  const Tensor keys = key.contiguous();
+  OptionalTensor before;
+  if (order.has_value()) before = order->contiguous();
+  const auto sort = [&](auto key_type, auto place_type) {
+    using Key = decltype(key_type);
+    using Place = decltype(place_type);
+    sort_by_counting(keys.const_data_ptr<Key>(),
+                     before ? before->const_data_ptr<Place>() : nullptr, keys.numel(), num_keys,
+                     out.template mutable_data_ptr<Place>(),
+                     offsets.template mutable_data_ptr<Place>());
+  };
+  const bool narrow_key = keys.scalar_type() == at::kInt, narrow = out.scalar_type() == at::kInt;
+  if (narrow) narrow_key ? sort(int32_t{}, int32_t{}) : sort(int64_t{}, int32_t{});
+  else narrow_key ? sort(int32_t{}, int64_t{}) : sort(int64_t{}, int64_t{});
+  return {out, offsets};
+}
+
+std::tuple<Tensor, Tensor> sort_edges_meta(const Tensor& key, c10::SymInt num_keys,
+                                           const OptionalTensor& order) {
+  return empty_result(key, num_keys);
+}
+
+std::string built_with() { return TORCH_VERSION; }
+
+}  // namespace
+
+TORCH_LIBRARY(pyg_sar, m) {
+  m.def("built_with() -> str", &built_with);
+  m.def("sort_edges(Tensor key, SymInt num_keys, Tensor? order=None) -> (Tensor, Tensor)",
+        {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("sort_edges", &sort_edges_cpu); }
+TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) { m.impl("sort_edges", &sort_edges_meta); }
+
+}  // namespace pyg_sar

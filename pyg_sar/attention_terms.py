@@ -1,0 +1,315 @@
+"""What attention over a shard's edges is made of: scores, state, gradients; checks of shapes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Literal, Protocol, get_args
+
+import torch
+from torch import Tensor
+
+Kind = Literal["additive", "gatv2", "dot"]
+
+
+class Segments(Protocol):
+    """Edges sorted by the row that they add to.
+
+    For the forward pass and target rows' gradients that is a target, and edges read source rows;
+    for source rows' gradients (transposed) it is a source row, and edges read target rows.
+    """
+
+    @property
+    def source(self) -> Tensor:
+        """The row that each edge reads, ``[E]``, int32 or int64."""
+
+    @property
+    def offsets(self) -> Tensor:
+        """The first edge of each segment, then their number, ``[U + 1]``, int32 or int64."""
+
+    @property
+    def targets(self) -> Tensor | None:
+        """The row that each segment adds to, ``[U]``, int64 ascending; ``None``: 0 .. U - 1."""
+
+    @property
+    def edges(self) -> Tensor | None:
+        """Each edge's number, ``[E]``: its row of edge features; ``None``: 0 .. E - 1."""
+
+
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """The dtype of accumulators: float32 for half precision."""
+    return torch.float32 if dtype in (torch.bfloat16, torch.float16) else dtype
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attention:
+    r"""A score function and what it reads, for a shard of M source rows and N target rows.
+
+    .. math::
+        s_e = \begin{cases}
+        \mathrm{leaky}(k_j + q_i + \epsilon_e) & \text{additive} \\
+        \sum_c \mathrm{att}_c \, \mathrm{leaky}(k_j + q_i + \epsilon_e)_c & \text{gatv2} \\
+        \mathrm{scale} \, \langle q_i, k_j + \epsilon_e \rangle & \text{dot}
+        \end{cases}
+        \qquad \epsilon_e = \mathrm{edge\_attr}_e \, \mathrm{edge\_weight}
+
+    for each head: the scores of GATConv, GATv2Conv and TransformerConv. With ``dot``, the edge
+    term is part of the value too: :math:`\mathrm{value}_e = v_j + \epsilon_e`; else it is
+    :math:`v_j`.
+
+    Attributes:
+        kind: ``'additive'``, ``'gatv2'`` or ``'dot'``.
+        value: ``[M, H, C]``, floating point.
+        query: ``[N, H]`` (additive; ``None`` for 0), else ``[N, H, C]``.
+        key: ``[M, H]`` (additive), else ``[M, H, C]``, or ``None`` where the values are the keys:
+            the gradients of both then add up in that of ``value``.
+        att: ``[H, C]`` (gatv2), else ``None``.
+        edge_attr: ``[E, D]``, row e for edge number e; ``None``: no edge term.
+        edge_weight: ``[D, H]`` (additive), else ``[D, H, C]``; goes with ``edge_attr``.
+        slope: Leaky ReLU's negative slope.
+        scale: Of ``dot``.
+        drop_key: ``[E]``, int32 or int64 of which 32 bits count: what an edge is known by to the
+            dropout, the same in every pass and however edges are sharded. Needed where p > 0.
+        seed: Of the dropout, 64 bits.
+        p: Probability to drop a weight after the normalisation.
+    """
+
+    kind: Kind
+    value: Tensor
+    query: Tensor | None
+    key: Tensor | None = None
+    att: Tensor | None = None
+    edge_attr: Tensor | None = None
+    edge_weight: Tensor | None = None
+    slope: float = 0.2
+    scale: float = 1.0
+    drop_key: Tensor | None = None
+    seed: int = 0
+    p: float = 0.0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of floating point that are there, by name."""
+        names = ("value", "query", "key", "att", "edge_attr", "edge_weight")
+        return {n: t for n in names if (t := getattr(self, n)) is not None}
+
+    def check(self, segments: Segments) -> None:
+        """Raises ``ValueError`` or ``TypeError`` where something doesn't fit."""
+        if self.kind not in get_args(Kind):
+            raise ValueError(
+                f"attention: expected 'kind' to be one of {get_args(Kind)} (got {self.kind!r})"
+            )
+        if self.value.dim() != 3 or not self.value.is_floating_point():
+            raise ValueError(
+                "attention: expected 'value' of shape [M, H, C], floating point (got "
+                f"{list(self.value.shape)}, {self.value.dtype})"
+            )
+        for name, tensor in self.tensors().items():
+            if tensor.dtype != self.value.dtype:
+                raise TypeError(
+                    f"attention: expected '{name}' of the dtype of 'value', {self.value.dtype} "
+                    f"(got {tensor.dtype})"
+                )
+        self._check_shapes()
+        self._check_edges(segments)
+
+    def _check_shapes(self) -> None:
+        rows, *row = self.value.shape
+        heads = row[:1]
+        inner = heads if self.kind == "additive" else row
+        expected: dict[str, list[int]] = {"query": [-1, *inner], "key": [rows, *inner]}
+        if self.kind == "gatv2":
+            expected["att"] = row
+        if self.edge_attr is not None:
+            expected["edge_attr"] = [-1, -1]
+            expected["edge_weight"] = [self.edge_attr.size(-1), *inner]
+        for name in ("query", "key", "att", "edge_attr", "edge_weight"):
+            tensor, shape = getattr(self, name), expected.get(name)
+            optional = name == ("query" if self.kind == "additive" else "key")
+            if tensor is None and (shape is None or optional):
+                continue
+            if tensor is None or shape is None or not fits(tensor, shape):
+                raise ValueError(
+                    f"attention: expected '{name}' of shape {described(shape)} with kind "
+                    f"{self.kind!r} and 'value' of shape {list(self.value.shape)} (got "
+                    f"{None if tensor is None else list(tensor.shape)})"
+                )
+
+    def _check_edges(self, segments: Segments) -> None:
+        check_segments(segments)
+        count = segments.source.numel()
+        if not 0 <= self.p <= 1:
+            raise ValueError(f"attention: expected 'p' between 0 and 1 (got {self.p})")
+        if self.p > 0 and self.drop_key is None:
+            raise ValueError("attention: dropout needs a 'drop_key' for each edge (got None)")
+        if self.drop_key is not None and self.drop_key.dtype not in (torch.int32, torch.int64):
+            raise TypeError(
+                f"attention: expected int32 or int64 'drop_key' (got {self.drop_key.dtype})"
+            )
+        for name in ("edge_attr", "drop_key"):
+            tensor = getattr(self, name)
+            # Where edges are numbered, there may be more rows than edges.
+            if tensor is not None and segments.edges is None and tensor.size(0) != count:
+                raise ValueError(
+                    f"attention: expected '{name}' with a row for each of the {count} edges (got "
+                    f"shape {list(tensor.shape)})"
+                )
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionState:
+    """What shards add to, target by target; ``acc`` is not normalised yet.
+
+    Attributes:
+        acc: ``[N, H, C]``, float32 for half precision, else of the inputs' dtype.
+        maximum: Largest score so far, ``[N, H]``; minus infinity without an edge, else at least the
+            lowest finite number.
+        normaliser: Sum of exp(score - maximum), ``[N, H]``.
+    """
+
+    acc: Tensor
+    maximum: Tensor
+    normaliser: Tensor
+
+    @classmethod
+    def start(cls, num_targets: int, value: Tensor) -> AttentionState:
+        """The state before the first shard.
+
+        Args:
+            num_targets: N.
+            value: ``[M, H, C]``, for H, C, dtype and device.
+        """
+        wide = wide_dtype(value.dtype)
+        acc = value.new_zeros(num_targets, *value.shape[1:], dtype=wide)
+        maximum = acc.new_full(acc.shape[:2], -torch.inf)
+        return cls(acc, maximum, torch.zeros_like(maximum))
+
+    def finish(self) -> Tensor:
+        """``acc / normaliser`` ``[N, H, C]``, 0 for targets without in-edges; ``acc`` is reused."""
+        none = self.maximum == -torch.inf
+        self.acc.div_(self.normaliser.masked_fill(none, 1).unsqueeze(-1))
+        return self.acc
+
+    def check(self, attention: Attention) -> None:
+        """Raises ``ValueError`` or ``TypeError`` where it doesn't fit the attention."""
+        rows, shape = self.acc.size(0), list(attention.value.shape)
+        wide = wide_dtype(attention.value.dtype)
+        if attention.query is not None and rows != attention.query.size(0):
+            raise ValueError(
+                f"attention: expected 'acc' with the {attention.query.size(0)} rows of 'query' "
+                f"(got {list(self.acc.shape)})"
+            )
+        for name, expected in (("acc", [-1, *shape[1:]]), ("maximum", [rows, shape[1]])):
+            expect(name, getattr(self, name), expected, wide)
+        expect("normaliser", self.normaliser, [rows, shape[1]], wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Cotangent:
+    """What the backward pass knows about each target.
+
+    Attributes:
+        grad_out: dL/dout, ``[N, H, C]``, of the state's dtype.
+        maximum: Of the state after the last shard, ``[N, H]``.
+        normaliser: The same.
+        delta: <dL/dout, out>, ``[N, H]``.
+    """
+
+    grad_out: Tensor
+    maximum: Tensor
+    normaliser: Tensor
+    delta: Tensor
+
+    @classmethod
+    def of(cls, grad_out: Tensor, out: Tensor, maximum: Tensor, normaliser: Tensor) -> Cotangent:
+        """From dL/dout and ``out``, both ``[N, H, C]`` and of any strides."""
+        grad_out = grad_out.to(maximum.dtype).contiguous()
+        delta = torch.linalg.vecdot(grad_out, out.to(maximum.dtype))
+        return cls(grad_out, maximum, normaliser, delta)
+
+    def check(self, attention: Attention) -> None:
+        """Raises ``ValueError`` or ``TypeError`` where it doesn't fit the attention."""
+        rows, row = self.grad_out.size(0), list(attention.value.shape[1:])
+        wide = wide_dtype(attention.value.dtype)
+        if attention.query is not None:
+            rows = attention.query.size(0)
+        expect("grad_out", self.grad_out, [rows, *row], wide)
+        for name in ("maximum", "normaliser", "delta"):
+            expect(name, getattr(self, name), [rows, row[0]], wide)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionGradients:
+    """Gradients to add to, each of its tensor's shape and the state's dtype; ``None``: not wanted.
+
+    Attributes:
+        value: ``[M, H, C]``.
+        key: The shape of ``key``; ``None`` where the values are the keys.
+        query: The shape of ``query``.
+        att: ``[H, C]``.
+        edge_attr: ``[E, D]``; the rows of the shard's edges are written, not added to.
+        edge_weight: The shape of ``edge_weight``.
+    """
+
+    value: Tensor | None = None
+    key: Tensor | None = None
+    query: Tensor | None = None
+    att: Tensor | None = None
+    edge_attr: Tensor | None = None
+    edge_weight: Tensor | None = None
+
+    def wanted(self) -> dict[str, Tensor]:
+        """Those that are there, by name."""
+        return {f.name: t for f in fields(self) if (t := getattr(self, f.name)) is not None}
+
+    def only(self, names: tuple[str, ...]) -> AttentionGradients:
+        """Those of ``names``."""
+        return AttentionGradients(**{n: t for n, t in self.wanted().items() if n in names})
+
+    def check(self, attention: Attention) -> None:
+        """Raises ``ValueError`` or ``TypeError`` where one doesn't fit the attention."""
+        given, wide = attention.tensors(), wide_dtype(attention.value.dtype)
+        for name, tensor in self.wanted().items():
+            if name not in given:
+                raise ValueError(f"attention: a gradient of '{name}' is wanted, and it is None")
+            expect(f"gradient of {name}", tensor, list(given[name].shape), wide)
+
+
+def fits(tensor: Tensor, shape: list[int]) -> bool:
+    """Whether a tensor has a shape, in which -1 is any length."""
+    return tensor.dim() == len(shape) and all(
+        want in (-1, have) for have, want in zip(tensor.shape, shape, strict=True)
+    )
+
+
+def described(shape: list[int] | None) -> str:
+    """A shape with ``*`` for any length; ``None`` for no tensor."""
+    return "None" if shape is None else str(["*" if n < 0 else n for n in shape]).replace("'", "")
+
+
+def expect(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> None:
+    """Raises where a tensor has another shape or dtype."""
+    if not fits(tensor, shape):
+        raise ValueError(
+            f"attention: expected '{name}' of shape {described(shape)} (got {list(tensor.shape)})"
+        )
+    if tensor.dtype != dtype:
+        raise TypeError(f"attention: expected '{name}' of dtype {dtype} (got {tensor.dtype})")
+
+
+def check_segments(segments: Segments) -> None:
+    """Raises ``ValueError`` or ``TypeError`` where a shard's edges don't fit together."""
+    source, offsets = segments.source, segments.offsets
+    for name, index in (("source", source), ("offsets", offsets), ("edges", segments.edges)):
+        if index is not None and index.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"attention: expected int32 or int64 '{name}' (got {index.dtype})")
+    if source.dim() != 1 or offsets.dim() != 1 or offsets.numel() < 1:
+        raise ValueError(
+            "attention: expected 'source' of shape [E] and 'offsets' of shape [U + 1] (got "
+            f"{list(source.shape)} and {list(offsets.shape)})"
+        )
+    if segments.targets is not None:
+        expect("targets", segments.targets, [offsets.numel() - 1], torch.int64)
+    if segments.edges is not None and segments.edges.shape != source.shape:
+        raise ValueError(
+            f"attention: expected 'edges' for each of the {source.numel()} edges (got shape "
+            f"{list(segments.edges.shape)})"
+        )
