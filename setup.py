@@ -30,7 +30,7 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        [f"extensions/{name}.cpp" for name in ("segments", "gather_sum", "attention")],
+        [f"extensions/{name}.cpp" for name in ("segments", "transpose", "gather_sum", "attention")],
         depends=[
             f"extensions/{name}.h"
             for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")

@@ -223,7 +223,9 @@ class SequentialAggregation:
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         own = [_like(totals[k]) for k in numbers]
-        returns = self.rounds.returns(own, self.name, self.policy.prefetch > 1, self.wire)
+        refetches = self.needs.needs_sources and not (self.no_graph or self.keeps_graphs)
+        prefetch = self.policy.prefetch
+        returns = self.rounds.returns(own, self.name, prefetch, refetches, self.wire)
         sums: dict[int, Tensor] = {}
         for unit, graphs in self._graph_rounds(tensors, last):
             unit_totals = list(totals)

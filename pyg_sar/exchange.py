@@ -1,22 +1,9 @@
-"""Where source rows come from: streamed shard by shard from their owners, or all at once.
-
-[Note: rounds] Every worker walks the same units (:meth:`HaloPlan.units`) in the same order and
-posts its transfers in that order; the communicator's issuing thread carries them out first in,
-first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
-posts first, and nothing can deadlock. A unit in which a worker has no part keeps its place (it
-counts as fetched ahead, too), or its neighbours would change their order; nothing is sent for it.
-
-[Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
-stream drops its own reference before it allocates the next one, and consumers must do so too
-(``del rows``), or two shards are resident where the policy promises one. The ledger follows the
-storage, not a counter that the code would have to keep right.
-"""
+"""How rows travel: side by side in one buffer; and the whole halo at once, differentiable."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -110,15 +97,20 @@ class RowLayout:
         return out
 
     def packer(
-        self, tensors: Sequence[Tensor], rows: Tensor, dtype: torch.dtype
+        self,
+        tensors: Sequence[Tensor],
+        rows: Tensor,
+        dtype: torch.dtype,
+        wire: Wire | None = None,
     ) -> Callable[[], Tensor] | None:
         """Packs when the issuing thread gets there; ``None`` where there are no rows."""
         if rows.numel() == 0:
             return None
+        how = wire or self.wire
 
         def pack() -> Tensor:
             with torch.no_grad():
-                return self.wire.encode(self.pack(tensors, rows, dtype))
+                return how.encode(self.pack(tensors, rows, dtype))
 
         return pack
 
@@ -127,7 +119,7 @@ class RowLayout:
         return lambda: self.wire.encode(rows)
 
     def land(self, buffers: Sequence[Tensor]) -> None:
-        """Puts what arrived in its place."""
+        """Widens messages that arrived in these rows (:meth:`pyg_sar.wire.Wire.landing`)."""
         for buffer in buffers:
             self.wire.land(buffer)
 
@@ -140,163 +132,6 @@ class RowLayout:
                 rows = buffer[:, start:stop]
                 out[k] = rows.unflatten(1, shape) if shape else rows[:, 0]
         return out
-
-
-class ShardStream:
-    r"""Source rows of one layer: the local rows, then unit by unit.
-
-    At most the rows of ``1 + prefetch`` remote shards are resident (DESIGN: 2/N and 3/N of the
-    graph with the worker's own). Traffic in: :math:`H_p F b` bytes.
-
-    Args:
-        plan: The halo plan.
-        tensors: Source tensors ``[num_local, *]``, detached.
-        label: Whom the ledger charges.
-        prefetch: Units fetched ahead.
-        wire: How rows travel; exactly by default.
-    """
-
-    def __init__(
-        self,
-        plan: HaloPlan,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None = None,
-    ) -> None:
-        self.plan = plan
-        self.tensors = list(tensors)
-        self.label = label
-        self.prefetch = prefetch
-        self.layout = RowLayout(tensors, wire)
-        self._units = plan.units()
-        self._posted = 1
-        self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
-
-    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields ``(unit, rows)``: rows of each tensor, by owner, in its halo order."""
-        self._post(self.prefetch)
-        yield 0, self.tensors
-        while self._posted < len(self._units) or self._pending:
-            if not self._pending:
-                self._post(1)
-            unit, buffers, works = self._pending.popleft()
-            for work in works:
-                work.wait()
-            self._post(self.prefetch)
-            self.layout.land(buffers)
-            rows = self.layout.unpack(buffers)
-            del buffers, works
-            handed = [rows]
-            del rows
-            yield unit, handed.pop()
-
-    def _post(self, ahead: int) -> None:
-        """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
-        plan, comm = self.plan, self.plan.comm
-        while len(self._pending) < ahead and self._posted < len(self._units):
-            number, unit = self._posted, self._units[self._posted]
-            self._posted += 1
-            count = unit.num_rows
-            buffers, works = [], []
-            for k, (dtype, width) in enumerate(self.layout.widths()):
-                buffer = tracked_buffer(
-                    comm,
-                    self.label[0],
-                    count if k == 0 else 0,
-                    (count, width),
-                    dtype,
-                    self.tensors[0].device,
-                )
-                sends = [
-                    (peer, self.layout.packer(self.tensors, plan.send_rows(peer), dtype))
-                    for peer in unit.peers
-                ]
-                landing = self.layout.wire.landing(buffer)
-                receives = list(zip(unit.owners, landing.split(unit.counts), strict=True))
-                works += post_pairs(plan, sends, receives, self.label)
-                buffers.append(buffer)
-            self._pending.append((number, buffers, works))
-
-
-class GradientReturn:
-    r"""Sends each unit's gradient rows to their owners and adds up what the peers send here.
-
-    Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
-
-    Args:
-        plan: The halo plan.
-        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        layer: Whom the ledger charges.
-        overlap: Leave a unit in flight while the next one is worked on.
-        wire: How rows travel; exactly by default.
-    """
-
-    def __init__(
-        self,
-        plan: HaloPlan,
-        totals: Sequence[Tensor],
-        layer: str,
-        overlap: bool,
-        wire: Wire | None = None,
-    ) -> None:
-        self.plan = plan
-        self.totals = list(totals)
-        self.label: Label = (layer, "backward", "gradient")
-        self.overlap = overlap
-        self.layout = RowLayout(totals, wire)
-        self._units = plan.units()
-        self._packed: list[Tensor] = []
-        self._pending: tuple[Tensor, list[Tensor], list[Work]] | None = None
-
-    def start(self, unit: int) -> list[Tensor]:
-        """Zeroed gradient rows for the sources of a unit: views of what will be sent.
-
-        The worker's own rows are added to directly.
-        """
-        if unit == 0:
-            return self.totals
-        rows = self._units[unit].num_rows
-        self._packed = [
-            torch.zeros((rows, width), dtype=dtype, device=self.totals[0].device)
-            for dtype, width in self.layout.widths()
-        ]
-        return self.layout.unpack(self._packed)
-
-    def send(self, unit: int) -> None:
-        """Sends what was started; call once per unit, in the order of the units."""
-        if unit == 0:
-            return
-        self.drain()
-        plan, now = self.plan, self._units[unit]
-        counts = [plan.send_counts[peer] for peer in now.peers]
-        rows = plan.rows_of(now.peers)
-        buffers: list[Tensor] = []
-        works: list[Work] = []
-        for packed in self._packed:
-            buffer = packed.new_empty(sum(counts), packed.size(1))
-            parts = [self.layout.encoded(rows) for rows in packed.split(now.counts)]
-            sends = list(zip(now.owners, parts, strict=True)) if now.owners else []
-            landing = self.layout.wire.landing(buffer)
-            receives = list(zip(now.peers, landing.split(counts), strict=True)) if counts else []
-            works += post_pairs(plan, sends, receives, self.label)
-            buffers.append(buffer)
-        self._packed = []
-        self._pending = (rows, buffers, works)
-        if not self.overlap:
-            self.drain()
-
-    def drain(self) -> None:
-        """Waits for the unit in flight and adds the peers' gradients to the totals."""
-        if self._pending is None:
-            return
-        rows, buffers, works = self._pending
-        self._pending = None
-        for work in works:
-            work.wait()
-        self.layout.land(buffers)
-        for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
-            add_rows(total, rows, part)
 
 
 # The whole halo at once ######################################################
@@ -312,14 +147,14 @@ def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
     out[: plan.num_local] = flat
     halo = out[plan.num_local :]
 
-    def packer(rows: Tensor) -> Callable[[], Tensor]:
-        return lambda: wire.encode(flat.index_select(0, rows))
+    def packer(q: int) -> Callable[[], Tensor]:
+        rows = plan.send_rows(q)
+        return lambda: wires[q].encode(flat.index_select(0, rows))
 
-    sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
-    landing = wire.landing(halo)
-    receives = [landing[plan.halo_slice(q)] for q in range(plan.world_size)]
-    post_all(plan, sends, receives, label).wait()
-    wire.land(halo)
+    wires = wires_to_all(plan, wire)
+    sends = [packer(q) for q in range(plan.world_size)]
+    parts = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
+    swap_all(plan, sends, parts, wires, label)
     return out.view(plan.num_ids, *x.shape[1:])
 
 
@@ -334,11 +169,11 @@ def _return_halo(
     flat = flat_rows(ext.detach())
     out = flat[: plan.num_local].clone()
     halo = flat[plan.num_local :]
-    sends = [wire.encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
+    wires = wires_to_all(plan, wire)
+    sends = [wires[q].encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
     rows = [flat.new_empty(count, flat.size(1)) for count in plan.send_counts]
-    post_all(plan, sends, [wire.landing(part) for part in rows], label).wait()
+    swap_all(plan, sends, rows, wires, label)
     for q, part in enumerate(rows):
-        wire.land(part)
         if part.numel():
             reduce(out, plan.send_rows(q), part)
     return out.view(plan.num_local, *ext.shape[1:])
@@ -378,6 +213,27 @@ def post_all(
         [None if q == own else receive for q, receive in enumerate(receives)],
         label=label,
     )
+
+
+def wires_to_all(plan: HaloPlan, wire: Wire) -> list[Wire]:
+    """How rows travel to and from each worker: exactly where memory is shared."""
+    sharing = plan.comm.sharing
+    near = frozenset[int]() if sharing is None else sharing.ranks
+    return [Wire() if q in near else wire for q in range(plan.world_size)]
+
+
+def swap_all(
+    plan: HaloPlan,
+    sends: Sequence[Tensor | Callable[[], Tensor] | None],
+    rows: Sequence[Tensor],
+    wires: Sequence[Wire],
+    label: Label,
+) -> None:
+    """As :func:`post_all`, with encoded ``sends``; waits until ``rows`` are there."""
+    landings = [wire.landing(part) for wire, part in zip(wires, rows, strict=True)]
+    post_all(plan, sends, landings, label).wait()
+    for wire, part in zip(wires, rows, strict=True):
+        wire.land(part)
 
 
 class _HaloGather(torch.autograd.Function):

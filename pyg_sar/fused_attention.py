@@ -91,8 +91,9 @@ class FusedAttention:
             totals[name] if tensors[name].dtype == wide else torch.zeros_like(tensors[name])
             for name in wanted_sources
         ]
-        overlap = self.policy.prefetch > 1
-        returns = self.rounds.returns(returned, self.name, overlap, self._wire)
+        returns = self.rounds.returns(
+            returned, self.name, self.policy.prefetch, self.policy.mode == 1, self._wire
+        )
         for unit, rows in self._again(given, last):
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []
@@ -125,7 +126,8 @@ class FusedAttention:
             gradients = AttentionGradients(**sums | {"edge_attr": sums["edge_attr"][columns]})
         else:
             gradients = AttentionGradients(**sums)
-        transposed = self.rounds.segments(unit, transposed=True)
+        numbered = shard.edge_attr is not None or shard.drop_key is not None
+        transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
         attention_backward_sources_(gradients, shard, cotangent, transposed)
         attention_backward_targets_(gradients, shard, cotangent, self.rounds.segments(unit))
         if "edge_attr" in sums and not isinstance(columns, slice):

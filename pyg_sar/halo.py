@@ -90,6 +90,7 @@ class HaloPlan:
         self.wire = Wire()  # how rows that this layer gathers plainly travel
         self.gathered: dict[Any, Any] = {}  # halo gathers of that layer's present call
         self.tokens = 0  # things made together by all workers, see distributed_index.py
+        self.shared: Any = None  # what neighbours read in place, see shared_rows.py
         self.open_ended = False  # more own rows may follow the last that a relation has
         self.send_counts = [int(n) for n in send_counts]
         self.timetable = timetable

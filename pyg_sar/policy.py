@@ -34,8 +34,9 @@ class SARPolicy:
         mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes".
         prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
             shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
-            cost of a second resident shard. From 2 on, outgoing gradients stay in flight behind
-            the next shard as well.
+            cost of a second resident shard. Outgoing gradients then stay in flight behind the
+            next shard where no shard is fetched meanwhile or workers share memory; from 2 on
+            everywhere.
         message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
             quarter of what the worker's own rows of the layer take, so that it shrinks with the
             partition, but at least 1 MiB and at most 8 MiB.
@@ -50,7 +51,8 @@ class SARPolicy:
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
             ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
             its own). Integers, truth values and 16-bit floats always travel as they are, as does
-            what a model reads outside :meth:`propagate`. Must be the same on all workers.
+            what a model reads outside :meth:`propagate`, and what workers of one host read in
+            shared memory. Must be the same on all workers.
         measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
             measured in the first and then in every so many epochs, at the price of two more steps,
             and recorded by open ledgers. ``None``: never.

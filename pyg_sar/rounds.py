@@ -9,10 +9,10 @@ from typing import Protocol
 from torch import Tensor
 
 from pyg_sar.chunk import ChunkReturn, Chunks, ChunkStream
-from pyg_sar.exchange import GradientReturn, ShardStream
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Segments, Shards, Tile
+from pyg_sar.streams import GradientReturn, ShardStream
 from pyg_sar.wire import Wire
 
 
@@ -56,9 +56,14 @@ class Rounds(ABC):
 
     @abstractmethod
     def returns(
-        self, totals: Sequence[Tensor], layer: str, overlap: bool, wire: Wire | None = None
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
     ) -> Returns:
-        """Returns gradients of source rows."""
+        """Returns gradients of source rows, while ``prefetch`` shards are fetched or none are."""
 
 
 class ShardRounds(Rounds):
@@ -89,9 +94,16 @@ class ShardRounds(Rounds):
         """Column of ``edge_index`` of each of a unit's edges, in shard order."""
         return self._shards.columns(unit)
 
-    def segments(self, unit: int, transposed: bool = False) -> Segments:
-        """All of a unit's edges for a sum of gathered rows, or for its backward pass."""
-        return self._shards.transposed(unit) if transposed else self._shards.segments(unit)
+    def segments(self, unit: int, transposed: bool = False, numbered: bool = False) -> Segments:
+        """All of a unit's edges for a kernel, or for its backward pass.
+
+        Args:
+            unit: The unit.
+            transposed: By source.
+            numbered: Whether edge-level data will be found by the edges' numbers.
+        """
+        shards = self._shards
+        return shards.transposed(unit, numbered) if transposed else shards.segments(unit)
 
     def stream(
         self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
@@ -99,9 +111,14 @@ class ShardRounds(Rounds):
         return ShardStream(self.plan, tensors, label, prefetch, wire)
 
     def returns(
-        self, totals: Sequence[Tensor], layer: str, overlap: bool, wire: Wire | None = None
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
     ) -> Returns:
-        return GradientReturn(self.plan, totals, layer, overlap, wire)
+        return GradientReturn(self.plan, totals, layer, prefetch, refetches, wire)
 
 
 class ChunkRounds(Rounds):
@@ -129,6 +146,11 @@ class ChunkRounds(Rounds):
         return ChunkStream(self._chunks, tensors, label, prefetch, wire)
 
     def returns(
-        self, totals: Sequence[Tensor], layer: str, overlap: bool, wire: Wire | None = None
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
     ) -> Returns:
         return ChunkReturn(self._chunks, totals, layer, wire)

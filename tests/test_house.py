@@ -17,10 +17,11 @@ PACKAGE = REPOSITORY / "pyg_sar"
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
     "errors policy ledger ops attention_terms attention_fallback attention_ops",
-    "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
+    "rendezvous issuer signals watch backends payload segments neighbours same_host meeting",
+    "sharing communicator inprocess comm launch",
     "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
     "storage synthetic graph_files graphs",
-    "wire halo exchange distributed_index joint_index selections index_space",
+    "wire halo exchange shared_rows streams distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program reverse message_checks node_reads",
     "dependence strategy fused fused_attention aggregate autograd_gap owned_rows gradients",
