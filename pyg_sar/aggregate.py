@@ -224,8 +224,7 @@ class SequentialAggregation:
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         own = [_like(totals[k]) for k in numbers]
         refetches = self.needs.needs_sources and not (self.no_graph or self.keeps_graphs)
-        prefetch = self.policy.prefetch
-        returns = self.rounds.returns(own, self.name, prefetch, refetches, self.wire)
+        returns = self.rounds.returns(own, self.name, self.policy.prefetch, refetches, self.wire)
         sums: dict[int, Tensor] = {}
         for unit, graphs in self._graph_rounds(tensors, last):
             unit_totals = list(totals)

@@ -16,14 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.exchange import (
-    RowLayout,
-    add_rows,
-    post_all,
-    swap_all,
-    tracked_buffer,
-    wires_to_all,
-)
+from pyg_sar.exchange import RowLayout, add_rows, post_all, tracked_buffer
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
@@ -195,7 +188,6 @@ class ChunkStream:
         self.chunks, self.tensors, self.label = chunks, list(tensors), label
         self.prefetch = prefetch
         self.layout = RowLayout(tensors, wire)
-        self._wires = wires_to_all(chunks.plan, self.layout.wire)
         self._posted = 0
         self._pending: deque[tuple[list[Tensor], list[Work]]] = deque()
 
@@ -208,17 +200,11 @@ class ChunkStream:
             for work in works:
                 work.wait()
             self._post(self.prefetch)
-            self._land(self.chunks.chunks[number], buffers)
+            local = self.chunks.chunks[number].local_rows.numel()
+            self.layout.land([buffer[local:] for buffer in buffers])
             handed = [self.layout.unpack(buffers)]
             del buffers, works
             yield number, handed.pop()
-
-    def _land(self, chunk: Chunk, buffers: Sequence[Tensor]) -> None:
-        """Widens what came over the network."""
-        for buffer in buffers:
-            halo = buffer[chunk.local_rows.numel() :]
-            for wire, part in zip(self._wires, halo.split(chunk.counts), strict=True):
-                wire.land(part)
 
     def _post(self, ahead: int) -> None:
         while len(self._pending) < ahead and self._posted < len(self.chunks.chunks):
@@ -236,12 +222,8 @@ class ChunkStream:
                     self.tensors[0].device,
                 )
                 buffer[:local] = self.layout.pack(self.tensors, chunk.local_rows, dtype)
-                parts = zip(self._wires, buffer[local:].split(chunk.counts), strict=True)
-                receives = [wire.landing(part) for wire, part in parts]
-                sends = [
-                    self.layout.packer(self.tensors, rows, dtype, wire)
-                    for wire, rows in zip(self._wires, chunk.sends, strict=True)
-                ]
+                receives = list(self.layout.wire.landing(buffer[local:]).split(chunk.counts))
+                sends = [self.layout.packer(self.tensors, rows, dtype) for rows in chunk.sends]
                 works.append(post_all(self.chunks.plan, sends, receives, self.label))
                 buffers.append(buffer)
             self._pending.append((buffers, works))
@@ -282,10 +264,10 @@ class ChunkReturn:
         received: list[list[Tensor]] = []
         for packed in self._packed:
             buffers = [packed.new_empty(rows.numel(), packed.size(1)) for rows in chunk.sends]
-            wires = wires_to_all(plan, self.layout.wire)
-            halo = packed[local:].split(chunk.counts)
-            sends = [wire.encode(part) for wire, part in zip(wires, halo, strict=True)]
-            swap_all(plan, sends, buffers, wires, self.label)
+            wire = self.layout.wire
+            sends = [wire.encode(part) for part in packed[local:].split(chunk.counts)]
+            post_all(plan, sends, [wire.landing(part) for part in buffers], self.label).wait()
+            self.layout.land(buffers)
             received.append(buffers)
         own = self.layout.unpack([packed[:local] for packed in self._packed])
         for total, part in zip(self.totals, own, strict=True):

@@ -97,20 +97,15 @@ class RowLayout:
         return out
 
     def packer(
-        self,
-        tensors: Sequence[Tensor],
-        rows: Tensor,
-        dtype: torch.dtype,
-        wire: Wire | None = None,
+        self, tensors: Sequence[Tensor], rows: Tensor, dtype: torch.dtype
     ) -> Callable[[], Tensor] | None:
         """Packs when the issuing thread gets there; ``None`` where there are no rows."""
         if rows.numel() == 0:
             return None
-        how = wire or self.wire
 
         def pack() -> Tensor:
             with torch.no_grad():
-                return how.encode(self.pack(tensors, rows, dtype))
+                return self.wire.encode(self.pack(tensors, rows, dtype))
 
         return pack
 
@@ -119,7 +114,7 @@ class RowLayout:
         return lambda: self.wire.encode(rows)
 
     def land(self, buffers: Sequence[Tensor]) -> None:
-        """Widens messages that arrived in these rows (:meth:`pyg_sar.wire.Wire.landing`)."""
+        """Puts what arrived in its place."""
         for buffer in buffers:
             self.wire.land(buffer)
 
@@ -147,14 +142,14 @@ def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
     out[: plan.num_local] = flat
     halo = out[plan.num_local :]
 
-    def packer(q: int) -> Callable[[], Tensor]:
-        rows = plan.send_rows(q)
-        return lambda: wires[q].encode(flat.index_select(0, rows))
+    def packer(rows: Tensor) -> Callable[[], Tensor]:
+        return lambda: wire.encode(flat.index_select(0, rows))
 
-    wires = wires_to_all(plan, wire)
-    sends = [packer(q) for q in range(plan.world_size)]
-    parts = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
-    swap_all(plan, sends, parts, wires, label)
+    sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
+    landing = wire.landing(halo)
+    receives = [landing[plan.halo_slice(q)] for q in range(plan.world_size)]
+    post_all(plan, sends, receives, label).wait()
+    wire.land(halo)
     return out.view(plan.num_ids, *x.shape[1:])
 
 
@@ -169,11 +164,11 @@ def _return_halo(
     flat = flat_rows(ext.detach())
     out = flat[: plan.num_local].clone()
     halo = flat[plan.num_local :]
-    wires = wires_to_all(plan, wire)
-    sends = [wires[q].encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
+    sends = [wire.encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
     rows = [flat.new_empty(count, flat.size(1)) for count in plan.send_counts]
-    swap_all(plan, sends, rows, wires, label)
+    post_all(plan, sends, [wire.landing(part) for part in rows], label).wait()
     for q, part in enumerate(rows):
+        wire.land(part)
         if part.numel():
             reduce(out, plan.send_rows(q), part)
     return out.view(plan.num_local, *ext.shape[1:])
@@ -213,27 +208,6 @@ def post_all(
         [None if q == own else receive for q, receive in enumerate(receives)],
         label=label,
     )
-
-
-def wires_to_all(plan: HaloPlan, wire: Wire) -> list[Wire]:
-    """How rows travel to and from each worker: exactly where memory is shared."""
-    sharing = plan.comm.sharing
-    near = frozenset[int]() if sharing is None else sharing.ranks
-    return [Wire() if q in near else wire for q in range(plan.world_size)]
-
-
-def swap_all(
-    plan: HaloPlan,
-    sends: Sequence[Tensor | Callable[[], Tensor] | None],
-    rows: Sequence[Tensor],
-    wires: Sequence[Wire],
-    label: Label,
-) -> None:
-    """As :func:`post_all`, with encoded ``sends``; waits until ``rows`` are there."""
-    landings = [wire.landing(part) for wire, part in zip(wires, rows, strict=True)]
-    post_all(plan, sends, landings, label).wait()
-    for wire, part in zip(wires, rows, strict=True):
-        wire.land(part)
 
 
 class _HaloGather(torch.autograd.Function):

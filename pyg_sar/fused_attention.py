@@ -48,9 +48,9 @@ class FusedAttention:
         seed = (attention.seed + _SALT * rounds.plan.rank) % 2**64
         self.attention = replace(attention, seed=seed)
         self.rounds, self.policy, self.name, self.title = rounds, policy, name, title
-        self._wire = Wire(policy.wire)
         self.names = list(attention.tensors())
         self._sources = [name for name in self.names if name in _SOURCES]
+        self._wire = Wire(policy.wire)
         self._kept: list[tuple[int, list[Tensor]]] = []
 
     def forward(self, given: Attention, record: bool) -> tuple[Tensor, AttentionState]:
@@ -155,8 +155,9 @@ class FusedAttention:
         self, given: Attention, phase: str, kind: str
     ) -> Iterable[tuple[int, list[Tensor]]]:
         sources = [given.tensors()[name] for name in self._sources]
-        label, prefetch = (self.name, phase, kind), self.policy.prefetch
-        return self.rounds.stream(sources, label, prefetch, self._wire)
+        return self.rounds.stream(
+            sources, (self.name, phase, kind), self.policy.prefetch, self._wire
+        )
 
     def _again(self, given: Attention, last: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Each unit's source rows once more."""

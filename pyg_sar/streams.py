@@ -14,8 +14,7 @@ storage, not a counter that the code would have to keep right.
 [Note: neighbours in a stream] Rows of a worker of the same host are read from what it published
 (see sharing): the stream publishes its own tensors once, when it starts, and a unit's fetch
 gathers from its owners' publications. Between other workers rows are packed for each peer. A unit
-may have some of its peers here and others there. A narrow wire is for the others: what is read in
-place is not rounded.
+may have some of its peers here and others there.
 """
 
 from __future__ import annotations
@@ -69,7 +68,8 @@ class ShardStream:
         self._units = plan.units()
         self._posted = 1
         self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
-        self._sharing = plan.comm.sharing
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
     def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
@@ -84,7 +84,7 @@ class ShardStream:
             for work in works:
                 work.wait()
             self._post(self.prefetch)
-            self._land(unit, buffers)
+            self.layout.land(buffers)
             rows = self.layout.unpack(buffers)
             del buffers, works
             handed = [rows]
@@ -128,13 +128,6 @@ class ShardStream:
                 buffers.append(buffer)
             self._pending.append((number, buffers, works))
 
-    def _land(self, number: int, buffers: Sequence[Tensor]) -> None:
-        """Widens what came over the network."""
-        unit = self._units[number]
-        for buffer in buffers:
-            parts = zip(unit.owners, buffer.split(unit.counts), strict=True)
-            self.layout.land([rows for owner, rows in parts if owner not in self._near])
-
     def _fetch(self, unit: Unit, buffer: Tensor) -> list[Work]:
         """Fetches a unit's rows of one dtype, and sends what others fetch of it."""
         plan = self.plan
@@ -143,9 +136,9 @@ class ShardStream:
             for peer in unit.peers
             if peer not in self._near
         ]
-        receives = list(zip(unit.owners, buffer.split(unit.counts), strict=True))
-        landing = self.layout.wire.landing
-        far = [(owner, landing(rows)) for owner, rows in receives if owner not in self._near]
+        landing = self.layout.wire.landing(buffer)
+        receives = list(zip(unit.owners, landing.split(unit.counts), strict=True))
+        far = [(owner, rows) for owner, rows in receives if owner not in self._near]
         works = post_pairs(plan, sends, far, self.label)
         for owner, rows in receives:
             if self._sharing is not None and owner in self._near:
@@ -192,7 +185,8 @@ class GradientReturn:
         self._units = plan.units()
         self._packed: list[Tensor | Loan] = []
         self._pending: tuple[Unit, list[Tensor], list[Incoming], list[Work]] | None = None
-        self._sharing = plan.comm.sharing
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
     def start(self, unit: int) -> list[Tensor]:
@@ -240,10 +234,10 @@ class GradientReturn:
         counts = [self.plan.send_counts[peer] for peer in peers]
         buffer = torch.empty((sum(counts), width), dtype=dtype, device=self.totals[0].device)
         going = zip(unit.owners, whole.split(unit.counts), strict=True)
-        encoded, landing = self.layout.encoded, self.layout.wire.landing
+        encoded = self.layout.encoded
         sends = [(owner, encoded(rows)) for owner, rows in going if owner not in self._near]
-        coming = zip(peers, buffer.split(counts), strict=True)
-        receives = [(peer, landing(rows)) for peer, rows in coming]
+        landing = self.layout.wire.landing(buffer)
+        receives = list(zip(peers, landing.split(counts), strict=True)) if counts else []
         works += post_pairs(self.plan, sends, receives, self.label)
         if self._sharing is not None and isinstance(packed, Loan):
             # After the network has read its part: the memory is given away.
@@ -269,9 +263,7 @@ class GradientReturn:
             work.wait()
         peers = [peer for peer in unit.peers if peer not in self._near]
         if peers:
-            counts = [self.plan.send_counts[peer] for peer in peers]
-            for buffer in far:
-                self.layout.land(buffer.split(counts))
+            self.layout.land(far)
             self._add(self.plan.rows_of(peers), far)
         for k, peer in enumerate(peer for peer in unit.peers if peer in self._near):
             arrived = near[k :: len(unit.peers) - len(peers)]

@@ -39,6 +39,11 @@ class Wire:
     def __repr__(self) -> str:
         return f"Wire({self.name!r})"
 
+    @property
+    def is_exact(self) -> bool:
+        """Whether nothing is rounded."""
+        return self.name == "exact"
+
     def narrows(self, rows: Tensor) -> bool:
         """Whether these rows are rounded."""
         return self.name != "exact" and rows.dtype in _NARROWED and rows.numel() > 0
