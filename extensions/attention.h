@@ -47,11 +47,16 @@ struct Terms {
     return edges_int != nullptr ? edges_int[e] : edges_long != nullptr ? edges_long[e] : e;
   }
   PYG_SAR_INLINE const T* attr(int64_t e) const { return edge_attr.row(number(e)); }
-  // The first segment of a chunk: chunks have about as many edges each.
+  // The first segment of a chunk. A segment counts like an edge: there may be many without one.
   int64_t first_segment(int64_t chunk) const {
-    if (chunk == chunks) return num_segments;
-    const int64_t edge = num_edges / chunks * chunk;
-    return std::lower_bound(offsets, offsets + num_segments, edge) - offsets;
+    const int64_t total = num_edges + num_segments;
+    const int64_t place = static_cast<int64_t>(static_cast<double>(total) * chunk / chunks);
+    int64_t low = 0, high = num_segments;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      (offsets[middle] + middle < place) ? low = middle + 1 : high = middle;
+    }
+    return chunk == chunks ? num_segments : low;
   }
   int64_t block() const {
     const int64_t fit = kBlockBytes / (width() * static_cast<int64_t>(sizeof(T)) + 1);

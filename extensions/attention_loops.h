@@ -17,13 +17,9 @@
 namespace pyg_sar::attention {
 
 constexpr int64_t kLanes = 16;
-#ifndef AHEAD_BYTES
-#define AHEAD_BYTES 8192
-#define AHEAD_MAX 64
-#endif
-constexpr int64_t kAheadBytes = AHEAD_BYTES;      // of rows that are on their way; about the latency of memory
-constexpr int64_t kAheadMost = AHEAD_MAX;         // edges
-constexpr int64_t kPrefetchedBytes = 4096;  // the processor follows a longer row by itself
+constexpr int64_t kAheadBytes = 8192;  // of rows that are on their way: the latency of memory
+constexpr int64_t kAheadMost = 64;     // edges
+constexpr int64_t kFetchedBytes = 4096;  // of a row; the processor follows a longer one by itself
 
 PYG_SAR_INLINE int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 PYG_SAR_INLINE int64_t tile_length(int64_t heads) { return std::lcm(heads, kLanes); }
@@ -159,7 +155,7 @@ template <class T>
 PYG_SAR_INLINE void fetch(const T* row, int64_t width) {
   const char* at = reinterpret_cast<const char*>(row);
   const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
-  const int64_t end = bytes < kPrefetchedBytes ? bytes : kPrefetchedBytes;
+  const int64_t end = bytes < kFetchedBytes ? bytes : kFetchedBytes;
   for (int64_t b = 0; b < end; b += 64) __builtin_prefetch(at + b);
 }
 
