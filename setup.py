@@ -30,16 +30,10 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        [
-            "extensions/segments.cpp",
-            "extensions/gather_sum.cpp",
-            "extensions/attention.cpp",
-        ],
+        [f"extensions/{name}.cpp" for name in ("segments", "transpose", "gather_sum", "attention")],
         depends=[
-            "extensions/segments.h",
-            "extensions/gather_sum.h",
-            "extensions/attention.h",
-            "extensions/attention_loops.h",
+            f"extensions/{name}.h"
+            for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")
         ],
         # No -march=native: the loops have a version for each kind of processor.
         extra_compile_args=[
@@ -47,6 +41,7 @@ def kernels() -> dict[str, Any]:
             "-g0",
             "-fno-math-errno",
             "-fno-trapping-math",
+            "-Wno-psabi",  # vectors are handed over in registers only where they are inlined
             "-fopenmp",
             "-fvisibility=hidden",
             "-DAT_PARALLEL_OPENMP=1",

@@ -7,13 +7,14 @@
 #include "gather_sum.h"
 
 #include <ATen/MemoryOverlap.h>
+#include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <optional>
 #include <type_traits>
-#include <vector>
 
 #include "segments.h"
 
@@ -24,7 +25,7 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr char kName[] = "gather_sum";
-constexpr int64_t kValuesPerRun = 1 << 20;
+constexpr int64_t kEdgesPerRun = 1 << 14;
 
 SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& source,
                        const Tensor& offsets, const OptionalTensor& targets,
@@ -50,34 +51,55 @@ SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& sour
   return pyg_sar::checked(kName, source, offsets, targets, edges);
 }
 
+// Weights in the order in which the edges are read.
+template <class Acc, class Index>
+Tensor ordered(const Tensor& weight, const Segments<Index>& segments) {
+  const Tensor dense = weight.contiguous();
+  if (segments.edges == nullptr) return dense;
+  Tensor out = at::empty_like(dense);
+  Acc* to = out.mutable_data_ptr<Acc>();
+  const Acc* from = dense.const_data_ptr<Acc>();
+  at::parallel_for(0, segments.num_edges, kEdgesPerRun, [&](int64_t start, int64_t stop) {
+    for (int64_t e = start; e < stop; ++e) to[e] = from[segments.edges[e]];
+  });
+  return out;
+}
+
 template <class Row, class Index>
 void run(const Tensor& out, const Tensor& rows, const SegmentTensors& given,
          const OptionalTensor& weight) {
-  using Acc = std::conditional_t<std::is_same_v<Row, c10::BFloat16>, float, Row>;
   const auto segments = pyg_sar::checked<Index>(kName, given, rows.size(0), out.size(0));
-  OptionalTensor ordered;  // weights in the order in which they are read
-  if (weight.has_value()) {
-    ordered = given.edges ? weight->index_select(0, *given.edges) : weight->contiguous();
+  TORCH_CHECK_VALUE(rows.size(0) < int64_t{1} << 31, "gather_sum: more than 2^31 'rows'");
+  Tensor source = given.source, by;
+  SumTile<Row> tile{};
+  tile.segments.targets = segments.targets;
+  tile.segments.num_edges = segments.num_edges;
+  tile.segments.num_targets = segments.num_targets;
+  if constexpr (std::is_same_v<Index, int64_t>) {
+    source = source.to(at::kInt);
+    tile.wide_offsets = segments.offsets;
+  } else {
+    tile.segments.offsets = segments.offsets;
   }
-  Row* const to = out.mutable_data_ptr<Row>();
-  const Row* const from = rows.const_data_ptr<Row>();
-  const Acc* const by = ordered ? ordered->const_data_ptr<Acc>() : nullptr;
-  const int64_t width = out.size(1), out_stride = out.stride(0), row_stride = rows.stride(0);
-  for_targets(segments, kValuesPerRun / width, [&](int64_t first, int64_t last) {
-    std::vector<Acc> wide(std::is_same_v<Row, Acc> ? 0 : width);
-    for (int64_t t = first; t < last; ++t) {
-      Row* target = to + segments.target(t) * out_stride;
-      const int64_t start = segments.offsets[t], stop = segments.offsets[t + 1];
-      const int64_t ahead = segments.offsets[last];
-      if constexpr (std::is_same_v<Row, Acc>) {
-        sum_edges(target, from, row_stride, width, segments.source, by, start, stop, ahead);
-      } else {
-        std::fill(wide.begin(), wide.end(), Acc(0));
-        sum_edges(wide.data(), from, row_stride, width, segments.source, by, start, stop, ahead);
-        for (int64_t f = 0; f < width; ++f) target[f] = static_cast<Acc>(target[f]) + wide[f];
-      }
-    }
-  });
+  tile.segments.source = source.const_data_ptr<int32_t>();
+  if (weight.has_value()) {
+    by = ordered<Wide<Row>>(*weight, segments);
+    tile.weight = by.const_data_ptr<Wide<Row>>();
+  }
+  tile.out_stride = out.stride(0);
+  tile.row_stride = rows.stride(0);
+  const int64_t width = out.size(1), lanes = kFullLanes<Wide<Row>>;
+  const int64_t vectors = (width + lanes - 1) / lanes;
+  const int64_t tiles = (vectors + kMostVectors<Row> - 1) / kMostVectors<Row>;
+  for (int64_t n = 0; n < tiles; ++n) {  // of about the same width
+    const int64_t start = vectors * n / tiles * lanes;
+    const int64_t stop = std::min(vectors * (n + 1) / tiles * lanes, width);
+    tile.out = out.mutable_data_ptr<Row>() + start;
+    tile.rows = rows.const_data_ptr<Row>() + start;
+    tile.width = static_cast<int>(stop - start);
+    for_targets(segments, kEdgesPerRun,
+                [&](int64_t first, int64_t last) { sum_tile(tile, first, last); });
+  }
 }
 
 // Rows whose values lie side by side; a copy where they don't.

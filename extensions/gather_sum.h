@@ -1,76 +1,121 @@
-// Loops over the edges of one target. See gather_sum.cpp for what they compute.
+// Sums of rows for a run of targets. See gather_sum.cpp for what they compute.
+//
+// [Note: tiles] Columns are taken in tiles of at most kMostVectors registers. A target's sums of a
+// tile stay in registers over all its edges, and a row's lines are asked for some edges ahead: about
+// twenty lines are in flight, which hides most of the latency of memory. The last vector of a
+// tile begins where a whole one fits, so that it overlaps the one before it: no lane is masked, and
+// lanes that another vector has added are left out at the end.
 #pragma once
 
-#include <c10/util/BFloat16.h>
-
 #include <cstdint>
+#include <type_traits>
 
 #include "segments.h"
+#include "vectors.h"
 
 namespace pyg_sar {
 
-constexpr int64_t kAhead = 8;  // edges; about the latency of memory at one row each
-constexpr int64_t kPrefetchedBytes = 512;  // the processor follows a longer row by itself
+// Fewer where speed matters less: each width is compiled for each kind of processor.
+template <class Row>
+constexpr int kMostVectors = std::is_same_v<Row, float> ? 8 : 4;
 
-template <class Row, class Index>
-PYG_SAR_INLINE void prefetch(const Row* rows, int64_t stride, int64_t width, const Index* source,
-                             int64_t edge, int64_t stop) {
-  if (edge + kAhead >= stop) return;
-  const char* row = reinterpret_cast<const char*>(rows + source[edge + kAhead] * stride);
-  const int64_t bytes = width * static_cast<int64_t>(sizeof(Row));
-  const int64_t end = bytes < kPrefetchedBytes ? bytes : kPrefetchedBytes;
-  for (int64_t at = 0; at < end; at += 64) __builtin_prefetch(row + at);
-}
+template <class Row>
+struct SumTile {
+  Segments<int32_t> segments;
+  const int64_t* wide_offsets;  // in place of the segments', where there are so many edges
+  Row* out;         // the tile's first column
+  const Row* rows;  // the same
+  int64_t out_stride, row_stride;
+  const Wide<Row>* weight;  // in the order of the edges; null: 1
+  int width;
 
-// acc[c] += sum over edges in [start, stop) of w[e] * rows[source[e], c]
-template <class Acc, class Row, class Index>
-PYG_SAR_INLINE void sum_edges_of(Acc* __restrict__ acc, const Row* rows, int64_t stride,
-                                 int64_t width, const Index* source, const Acc* weight,
-                                 int64_t start, int64_t stop, int64_t end) {
-  int64_t e = start;
-  for (; e + 4 <= stop; e += 4) {
-    for (int64_t k = 0; k < 4; ++k) prefetch(rows, stride, width, source, e + k, end);
-    const Row* a = rows + source[e] * stride;
-    const Row* b = rows + source[e + 1] * stride;
-    const Row* c = rows + source[e + 2] * stride;
-    const Row* d = rows + source[e + 3] * stride;
-    if (weight == nullptr) {
-      for (int64_t f = 0; f < width; ++f) {
-        acc[f] += (static_cast<Acc>(a[f]) + static_cast<Acc>(b[f])) +
-                  (static_cast<Acc>(c[f]) + static_cast<Acc>(d[f]));
+  PYG_SAR_INLINE int64_t offset(int64_t t) const {
+    return wide_offsets == nullptr ? segments.offsets[t] : wide_offsets[t];
+  }
+
+  template <int kLanes, int kVectors, bool kWeighted>
+  PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
+    using Acc = Wide<Row>;
+    // Sums that don't wait for each other; distances that keep about as many lines in flight.
+    constexpr int kApart = kVectors == 1 ? 4 : kVectors <= 4 ? 2 : 1;
+    constexpr int64_t kAhead = kVectors <= 2 ? 64 : kVectors <= 4 ? 32 : 16;
+    const int64_t tail = width - kLanes, final = segments.num_edges - 1;
+    const int32_t* const source = segments.source;
+    for (int64_t t = first; t < last; ++t) {
+      Vector<Acc, kLanes> sum[kVectors][kApart] = {};
+      const auto add = [&](int64_t e, int part) __attribute__((always_inline)) {
+        const int64_t later = e + kAhead < final ? e + kAhead : final;
+        const char* next = reinterpret_cast<const char*>(rows + source[later] * row_stride);
+        const Row* row = rows + source[e] * row_stride;
+        constexpr int64_t kBytes = kLanes * sizeof(Row);
+        for (int64_t at = 0; at < kVectors * kBytes; at += kLine) __builtin_prefetch(next + at);
+        for (int v = 0; v < kVectors; ++v) {
+          Vector<Acc, kLanes> x;
+          load<kLanes>(x, row + (v + 1 < kVectors ? v * kLanes : tail));
+          if constexpr (kWeighted) {
+            sum[v][part] += x * weight[e];
+          } else {
+            sum[v][part] += x;
+          }
+        }
+      };
+      int64_t e = offset(t);
+      const int64_t stop = offset(t + 1);
+      for (; e + kApart <= stop; e += kApart) {
+        for (int part = 0; part < kApart; ++part) add(e + part, part);
       }
-    } else {
-      const Acc p = weight[e], q = weight[e + 1], r = weight[e + 2], s = weight[e + 3];
-      for (int64_t f = 0; f < width; ++f) {
-        acc[f] += (p * static_cast<Acc>(a[f]) + q * static_cast<Acc>(b[f])) +
-                  (r * static_cast<Acc>(c[f]) + s * static_cast<Acc>(d[f]));
+      for (; e < stop; ++e) add(e, 0);
+      Row* target = out + segments.target(t) * out_stride;
+      for (int v = 0; v < kVectors; ++v) {
+        for (int part = 1; part < kApart; ++part) sum[v][0] += sum[v][part];
+        const bool tails = v + 1 == kVectors;
+        add_to<kLanes>(target + (tails ? tail : v * kLanes), sum[v][0],
+                       tails ? kVectors * kLanes - width : 0);
       }
     }
   }
-  for (; e < stop; ++e) {
-    prefetch(rows, stride, width, source, e, end);
-    const Row* a = rows + source[e] * stride;
-    if (weight == nullptr) {
-      for (int64_t f = 0; f < width; ++f) acc[f] += static_cast<Acc>(a[f]);
-    } else {
-      const Acc p = weight[e];
-      for (int64_t f = 0; f < width; ++f) acc[f] += p * static_cast<Acc>(a[f]);
+
+  template <int kLanes, int kVectors>
+  PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
+    weight == nullptr ? run<kLanes, kVectors, false>(first, last)
+                      : run<kLanes, kVectors, true>(first, last);
+  }
+
+  // Narrow rows: one or two vectors of fewer lanes.
+  template <int kLanes>
+  PYG_SAR_INLINE void run_narrow(int64_t first, int64_t last) const {
+    if constexpr (kLanes > 0) {
+      if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
+      if (width == kLanes) return run<kLanes, 1>(first, last);
+      if constexpr (kLanes > 1) run<kLanes, 2>(first, last);
     }
   }
-}
 
-#define PYG_SAR_SUM_EDGES(Acc, Row, Index)                                                      \
-  PYG_SAR_VERSIONS void sum_edges(Acc* acc, const Row* rows, int64_t stride, int64_t width,     \
-                                  const Index* source, const Acc* weight, int64_t start,        \
-                                  int64_t stop, int64_t end) {                                  \
-    sum_edges_of(acc, rows, stride, width, source, weight, start, stop, end);                   \
+  PYG_SAR_INLINE void operator()(int64_t first, int64_t last) const {
+    constexpr int kLanes = kFullLanes<Wide<Row>>;
+    const int vectors = (width + kLanes - 1) / kLanes;
+    if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
+    if (vectors == 1) return run<kLanes, 1>(first, last);
+    if (vectors == 2) return run<kLanes, 2>(first, last);
+    if (vectors == 3) return run<kLanes, 3>(first, last);
+    if constexpr (kMostVectors<Row> > 4) {
+      if (vectors == 5) return run<kLanes, 5>(first, last);
+      if (vectors == 6) return run<kLanes, 6>(first, last);
+      if (vectors == 7) return run<kLanes, 7>(first, last);
+      if (vectors == 8) return run<kLanes, 8>(first, last);
+    }
+    run<kLanes, 4>(first, last);
+  }
+};
+
+// One function for each kind of processor, of each type of rows.
+#define PYG_SAR_SUM_TILE(Row)                                                          \
+  PYG_SAR_VERSIONS void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) { \
+    tile(first, last);                                                                 \
   }
 
-PYG_SAR_SUM_EDGES(float, float, int32_t)
-PYG_SAR_SUM_EDGES(float, float, int64_t)
-PYG_SAR_SUM_EDGES(double, double, int32_t)
-PYG_SAR_SUM_EDGES(double, double, int64_t)
-PYG_SAR_SUM_EDGES(float, c10::BFloat16, int32_t)
-PYG_SAR_SUM_EDGES(float, c10::BFloat16, int64_t)
+PYG_SAR_SUM_TILE(float)
+PYG_SAR_SUM_TILE(double)
+PYG_SAR_SUM_TILE(c10::BFloat16)
 
 }  // namespace pyg_sar

@@ -28,6 +28,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.typing import SparseTensor
 
+from pyg_sar.sparse_matrix import compressed_rows, matrix_of
+
 RESERVED = ("n_id", "e_id")
 NODE_NAMES = ("x", "pos", "train_mask", "val_mask", "test_mask")
 EDGE_NAMES = ("edge_weight", "edge_attr", "edge_type")
@@ -268,28 +270,13 @@ def _encode_sparse(value: Any, level: str) -> Column:
         form, shape = str(value.layout).removeprefix("torch."), list(value.shape)
         if value.dim() != 2 or value.layout in (torch.sparse_bsr, torch.sparse_bsc):
             raise ValueError(f"expected a matrix in COO, CSR or CSC layout (got {value.layout})")
-        crow, column, entries = _csr(value)
+        crow, column, entries = compressed_rows(value)
     tensors = {"crow": _store(crow).long(), "col": _store(column).long()}
     dtype = "none"
     if entries is not None:
         tensors["values"], dtype = _store(entries), _dtype_name(entries.dtype)
     attribute = Attribute(level=level, layout="csr", dtype=dtype, shape=list(shape), form=form)
     return Column(attribute, tensors)
-
-
-def _csr(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Row offsets, columns and values, ascending within each row and without duplicates."""
-    coo = matrix.detach().to_sparse_coo()
-    row, column = coo._indices()
-    entries = coo._values()
-    key = row * matrix.size(1) + column
-    if bool((key[1:] <= key[:-1]).any()):  # to_sparse_coo() and is_coalesced() don't look.
-        coo = torch.sparse_coo_tensor(
-            coo._indices(), entries, coo.shape, check_invariants=True, is_coalesced=False
-        ).coalesce()
-        (row, column), entries = coo.indices(), coo.values()
-    counts = torch.bincount(row, minlength=matrix.size(0))
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), column, entries
 
 
 def _encode_json(value: Any) -> Column:
@@ -399,11 +386,4 @@ def _decode_sparse(attribute: Attribute, tensors: dict[str, Tensor]) -> Any:
     entries = _unstore(tensors["values"], attribute.dtype)
     if attribute.form == "SparseTensor":
         return SparseTensor(rowptr=crow, col=column, value=entries, sparse_sizes=size)
-    if attribute.form == "sparse_coo":
-        row = torch.repeat_interleave(torch.arange(size[0]), crow.diff())
-        index = torch.stack([row, column])
-        return torch.sparse_coo_tensor(
-            index, entries, size, check_invariants=True, is_coalesced=True
-        )
-    matrix = torch.sparse_csr_tensor(crow, column, entries, size, check_invariants=True)
-    return matrix.to_sparse_csc() if attribute.form == "sparse_csc" else matrix
+    return matrix_of(crow, column, entries, size, attribute.form)

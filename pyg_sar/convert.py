@@ -20,6 +20,7 @@ from pyg_sar.nn import registry
 from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
+from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.owned_rows import owned_parameters, shared_parameters
 from pyg_sar.policy import SARPolicy
 
@@ -83,6 +84,7 @@ def distribute(
     _check(model, policies, comm, seeing)
     policy = policy or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
+    graphs = OwnGraphs()
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
@@ -92,6 +94,8 @@ def distribute(
                 module.__class__ = _dist_class(kind)
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
+            if comm.world_size == 1:
+                module.own_graphs = graphs
         elif name in seeing.rows and type(module) in NORMS:
             module.__class__ = NORMS[type(module)]
         elif name in seeing.nodes:

@@ -26,6 +26,8 @@ from torch_geometric.data.storage import (
     NodeStorage,
 )
 
+from pyg_sar.sparse_matrix import coo_matrix
+
 FILE_SUFFIXES = (".npz", ".pt", ".pth")
 CSR_KEYS = ("x_indptr", "x_indices", "x_values", "x_shape")
 
@@ -113,7 +115,7 @@ def _csr_matrix(path: Any, starts: Any, columns: Any, values: Any, shape: Any) -
         index = torch.stack([rows, torch.from_numpy(columns.astype(np.int64))])
         size = tuple(int(n) for n in shape)
         entries = torch.from_numpy(values)
-        matrix = torch.sparse_coo_tensor(index, entries, size, check_invariants=True)
+        matrix = coo_matrix(index, entries, size, coalesced=False)
         return matrix.coalesce().to_sparse_csr()  # Columns come in any order.
     except (RuntimeError, ValueError, TypeError) as error:
         raise ValueError(f"'x' of '{path}' is not a CSR matrix: {error}") from error

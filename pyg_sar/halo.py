@@ -3,14 +3,38 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
+from pyg_sar.timetable import Timetable
+from pyg_sar.wire import Wire
+
 if TYPE_CHECKING:
     from pyg_sar.comm import Communicator
+
+
+@dataclass(frozen=True, slots=True)
+class Unit:
+    """Pairs of workers whose halo rows travel together, as one worker sees them.
+
+    Attributes:
+        owners: Workers that rows come from, ascending. Their rows lie in this order.
+        counts: Rows of each.
+        peers: Workers that rows go to, ascending.
+    """
+
+    owners: tuple[int, ...]
+    counts: tuple[int, ...]
+    peers: tuple[int, ...]
+
+    @property
+    def num_rows(self) -> int:
+        """Rows that come."""
+        return sum(self.counts)
 
 
 class HaloPlan:
@@ -24,8 +48,10 @@ class HaloPlan:
         num_local: Own nodes :math:`n_p`.
         halo_counts: Halo rows per owner, ``world_size`` numbers, 0 for the worker itself.
         send_index: Own row numbers that peers need, grouped by peer, in the order of that peer's
-            halo numbering. Shape ``[sum(send_counts)]``.
+            halo numbering. Shape ``[sum(send_counts)]``, int32 or int64.
         send_counts: Rows that each peer needs from here, ``world_size`` numbers.
+        timetable: When each pair of workers exchanges rows, the same on all workers. ``None``:
+            one owner at a time, in the order of :meth:`rounds`.
 
     Raises:
         ValueError: When the counts don't fit the communicator or each other.
@@ -38,6 +64,7 @@ class HaloPlan:
         halo_counts: Sequence[int],
         send_index: Tensor,
         send_counts: Sequence[int],
+        timetable: Timetable | None = None,
     ) -> None:
         world = comm.world_size
         for name, counts in (("halo_counts", halo_counts), ("send_counts", send_counts)):
@@ -60,10 +87,15 @@ class HaloPlan:
         self.num_halo = self.halo_offsets[-1]
         self.n_id: Tensor | None = None  # global ids of the own nodes, where they are known
         self.scope = ""  # the layer that runs now: whom the ledger charges for plain gathers
+        self.wire = Wire()  # how rows that this layer gathers plainly travel
         self.gathered: dict[Any, Any] = {}  # halo gathers of that layer's present call
         self.tokens = 0  # things made together by all workers, see distributed_index.py
+        self.shared: Any = None  # what neighbours read in place, see shared_rows.py
         self.open_ended = False  # more own rows may follow the last that a relation has
-        self._sends = list(send_index.split([int(n) for n in send_counts]))
+        self.send_counts = [int(n) for n in send_counts]
+        self.timetable = timetable
+        self._sends = list(send_index.split(self.send_counts))
+        self._units: list[Unit] = []
 
     @property
     def rank(self) -> int:
@@ -82,7 +114,12 @@ class HaloPlan:
 
     def send_rows(self, peer: int) -> Tensor:
         """Own row numbers that ``peer`` needs, in the order of its halo numbering."""
-        return self._sends[peer]
+        return self._sends[peer].long()
+
+    def rows_of(self, peers: Sequence[int]) -> Tensor:
+        """Own row numbers that these peers need, one after the other."""
+        found = [self.send_rows(peer) for peer in peers]
+        return torch.cat(found) if found else self.send_rows(self.rank)
 
     def halo_slice(self, owner: int) -> slice:
         """The halo rows of ``owner``, counted from the first halo row."""
@@ -97,21 +134,57 @@ class HaloPlan:
         p, world = self.rank, self.world_size
         return [((p + r) % world, (p - r) % world) for r in range(1, world)]
 
+    def units(self) -> list[Unit]:
+        """The worker itself as unit 0, then what is exchanged, unit by unit.
+
+        All workers have the same number of units, and walk them in the same order; a worker
+        has no part in some of them.
+        """
+        if not self._units:
+            number, come, go = self._unit_table()
+            self._units = [Unit((self.rank,), (self.num_local,), ())]
+            for unit in range(1, number + 1):
+                owners = [q for q, n in enumerate(self.halo_counts) if n and come[q] == unit]
+                peers = [q for q, n in enumerate(self.send_counts) if n and go[q] == unit]
+                counts = tuple(self.halo_counts[q] for q in owners)
+                self._units.append(Unit(tuple(owners), counts, tuple(peers)))
+        return self._units
+
+    def _unit_table(self) -> tuple[int, list[int], list[int]]:
+        """How many units there are, and in which rows come from and go to each worker."""
+        p, world = self.rank, self.world_size
+        if self.timetable is not None:
+            units = self.timetable.units
+            return self.timetable.num_units, units[p].tolist(), units[:, p].tolist()
+        peers = range(world)
+        return world - 1, [(q - p) % world for q in peers], [(p - q) % world for q in peers]
+
+    def places(self) -> tuple[list[int], list[int]]:
+        """Per owner: its unit, and its first row's place among the unit's rows."""
+        units, places = [0] * self.world_size, [0] * self.world_size
+        for number, unit in enumerate(self.units()):
+            for owner, start in zip(unit.owners, accumulate(unit.counts, initial=0), strict=False):
+                units[owner], places[owner] = number, start
+        return units, places
+
+    def _like(self, num_local: int, send: Tensor) -> HaloPlan:
+        return HaloPlan(
+            self.comm, num_local, self.halo_counts, send, self.send_counts, self.timetable
+        )
+
     def to(self, device: torch.device) -> HaloPlan:
         """The same plan with its indices on ``device``."""
         send = torch.cat(self._sends) if self._sends else torch.empty(0, dtype=torch.long)
         if send.device == device:
             return self
-        counts = [rows.numel() for rows in self._sends]
-        plan = HaloPlan(self.comm, self.num_local, self.halo_counts, send.to(device), counts)
+        plan = self._like(self.num_local, send.to(device))
         plan.open_ended = self.open_ended
         plan.n_id = None if self.n_id is None else self.n_id.to(device)
         return plan
 
     def widened(self, num_local: int) -> HaloPlan:
         """The same exchange among more own rows, the new ones behind those known so far."""
-        counts = [rows.numel() for rows in self._sends]
-        return HaloPlan(self.comm, num_local, self.halo_counts, torch.cat(self._sends), counts)
+        return self._like(num_local, torch.cat(self._sends))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HaloPlan:
         return self  # Immutable, and bound to a communicator that can't be copied.

@@ -6,8 +6,9 @@ A part's file holds, by the numbers of node types and relations in the metadata:
 ``type.T/n_id``            global ids of its nodes of type T, ascending
 ``type.T/node.NAME``       their attributes; ``type.T/graph.NAME`` those that have no row per node
 ``relation.R/...``         ``edge_index``, ``e_id``, ``halo_n_id``, ``halo_counts``,
-                           ``send_index``, ``send_counts``, ``edge.NAME`` as in ``parts.py``, in
-                           the numbering of the relation's source and target types
+                           ``send_index``, ``send_counts``, ``pair_rows``, ``pair_units``,
+                           ``edge.NAME`` as in ``parts.py``, in the numbering of the relation's
+                           source and target types
 ``graph.NAME``             attributes of the graph
 =========================  =======================================================
 """

@@ -205,25 +205,26 @@ class Issuer:
 
     def _loop(self) -> None:
         while (entry := self._queue.get()) is not None:
-            work, run = entry
+            work, handed = entry[0], [entry[1]]
             del entry
             if self.broken is None:
-                self._run(work, run)
+                self._run(work, handed)
             # Hold no buffer while waiting for the next task.
-            del work, run
+            del work, handed
 
-    def _run(self, work: Work, run: Task) -> None:
+    def _run(self, work: Work, handed: list[Task]) -> None:
         self._doing = work.doing
         self._started += 1
         error: BaseException | None = None
         self._idle.clear()
         try:
             with torch.profiler.record_function(f"pyg_sar::{work.doing}"):
-                run()
+                handed[0]()
         except BaseException as caught:  # Whatever it is, somebody waits for it.
             error = caught
         finally:
             self._idle.set()
+        handed.clear()  # Whoever waited may free the buffers: be no longer among their owners.
         if error is not None:
             if self.broken is None:  # Else it's known, and this is only what followed.
                 self.fail(self._diagnose(error, work.doing))

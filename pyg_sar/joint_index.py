@@ -33,6 +33,7 @@ from pyg_sar.distributed_index import (
 )
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.halo import HaloPlan
+from pyg_sar.timetable import make_timetable
 
 
 class ShiftedRow(InSpace):
@@ -176,7 +177,13 @@ def _joint_plan(parts: Sequence[ShiftedEdges]) -> HaloPlan:
         torch.cat([part.plan.send_rows(q) + part.shift for part in parts]) for q in range(world)
     ]
     nodes = max(part.shift + part.plan.num_local for part in parts)
-    plan = HaloPlan(comm, nodes, counts, torch.cat(sends), [rows.numel() for rows in sends])
+    sent = [rows.numel() for rows in sends]
+    tables = [part.plan.timetable for part in parts]
+    timetable = None
+    if all(table is not None for table in tables):
+        rows = sum(table.rows.long() for table in tables if table is not None)
+        timetable = make_timetable(torch.as_tensor(rows), matchings=False)
+    plan = HaloPlan(comm, nodes, counts, torch.cat(sends), sent, timetable)
     plan.open_ended = True
     return plan
 

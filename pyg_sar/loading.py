@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from pyg_sar.comm import Communicator, current
+from pyg_sar.comm import Communicator, Label, current
 from pyg_sar.errors import PartitionError
-from pyg_sar.graph_index import dist_batch
+from pyg_sar.graph_index import dist_batch, whole_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.hetero_parts import HeteroSchema, set_attributes, store_tensors
 from pyg_sar.index_space import dist_edge_index
 from pyg_sar.parts import decode_attributes, restore_adjacency
 from pyg_sar.storage import PartitionMetadata, part_attributes, read_metadata, read_part
+from pyg_sar.timetable import Timetable
+
+_AGREE: Label = ("", "", "agreement")
 
 
 def load_partition(
@@ -34,6 +39,9 @@ def load_partition(
     relation, also for those of which this worker holds nothing. Only this worker's file is read.
     Where the graph had its edges as ``adj_t`` (``ToSparseTensor``), ``data.adj_t`` is the same
     distributed ``edge_index``, which layers take like the one.
+
+    The halo plan is part of the file: the workers exchange a digest, to see that their parts belong
+    together, and nothing else.
 
     Args:
         root: The folder that :func:`write_partitions` wrote.
@@ -55,24 +63,99 @@ def load_partition(
         metadata = read_metadata(root)
         metadata.check_world_size(comm.world_size)
         tensors = read_part(root, comm.rank, verify=verify, metadata=metadata)
+        for where, plan in _plans(metadata, tensors):
+            _check_plan(comm.rank, where, *plan)
     except (PartitionError, OSError) as error:
         problem = str(error)
-    _agree(comm, problem)
+    _check_together(comm, root, metadata, tensors, problem)
     if metadata is None:
         raise PartitionError(f"'{root}' could not be read")
-    mine = [os.fspath(root), [part.sha256 for part in metadata.parts]]
-    copies = comm.all_gather_object(mine)
-    other = [rank for rank, copy in enumerate(copies) if copy[1] != copies[0][1]]
-    if other:
-        raise PartitionError(
-            f"'{copies[other[0]][0]}' at rank {other[0]} is another partition than "
-            f"'{copies[0][0]}' at rank 0; copy the folder of one pyg_sar.write_partitions() to "
-            "all hosts"
-        )
     place = torch.device(device or comm.device)
     if metadata.hetero is not None:
         return _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
     return _as_data(comm, metadata, tensors, place)
+
+
+_Plan = tuple[int, dict[str, Tensor]]
+"""The number of own source rows, and the tensors of a halo plan."""
+
+
+def _plans(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> Iterator[tuple[str, _Plan]]:
+    """The halo plans of a part, and where each stands in its file."""
+    if metadata.hetero is None:
+        yield "", (tensors["n_id"].numel(), tensors)
+        return
+    sizes = {
+        info.name[0]: store_tensors(tensors, "type", k)["n_id"].numel()
+        for k, info in enumerate(metadata.hetero.types)
+    }
+    for k, info in enumerate(metadata.hetero.relations):
+        yield f" of {info.name}", (sizes[info.name[0]], store_tensors(tensors, "relation", k))
+
+
+def _check_plan(rank: int, where: str, num_local: int, tensors: dict[str, Tensor]) -> None:
+    """Raises :class:`PartitionError` unless the parts of a halo plan fit together."""
+    needed, sent, index = (tensors[k] for k in ("halo_counts", "send_counts", "send_index"))
+    problem = ""
+    if int(sent.sum()) != index.numel() or int(needed.sum()) != tensors["halo_n_id"].numel():
+        problem = "its counts don't sum up to its rows"
+    elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= num_local):
+        problem = f"it names rows beyond the {num_local} of the part"
+    table = _timetable(tensors)
+    if table is not None and not problem:
+        problem = table.problem(rank, needed, sent)
+    if problem:
+        raise PartitionError(
+            f"The halo plan{where} of part {rank} was altered: {problem}; copy the part again or "
+            "partition the graph anew"
+        )
+
+
+def _timetable(tensors: dict[str, Tensor]) -> Timetable | None:
+    if "pair_rows" not in tensors:
+        return None
+    return Timetable(tensors["pair_rows"], tensors["pair_units"])
+
+
+def _digest(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> bytes:
+    """Tells this partition, and its timetables, from others."""
+    found = hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode())
+    for _, (_, plan) in _plans(metadata, tensors):
+        for name in ("pair_rows", "pair_units"):
+            if name in plan:
+                found.update(plan[name].numpy().tobytes())
+    return found.digest()
+
+
+def _check_together(
+    comm: Communicator,
+    root: str | os.PathLike[str],
+    metadata: PartitionMetadata | None,
+    tensors: dict[str, Tensor],
+    problem: str,
+) -> None:
+    """Raises on all workers where one met a problem, or where their parts don't belong together."""
+    fine = metadata is not None and not problem
+    digest = _digest(metadata, tensors) if metadata is not None and fine else bytes(32)
+    mine = torch.tensor([int(fine), *digest], dtype=torch.uint8, device=comm.device)
+    everyone = torch.stack(comm.all_gather(mine, label=_AGREE))
+    if bool((everyone[:, 0] == 1).all()) and bool((everyone == everyone[0]).all()):
+        return
+    _agree(comm, problem)
+    files = [] if metadata is None else [part.sha256 for part in metadata.parts]
+    copies = comm.all_gather_object([os.fspath(root), files])
+    rank = next(k for k, row in enumerate(everyone) if not torch.equal(row, everyone[0]))
+    if copies[rank][1] == copies[0][1]:
+        raise PartitionError(
+            f"The halo plan of '{copies[rank][0]}' at rank {rank} is not that of "
+            f"'{copies[0][0]}' at rank 0: one was altered; copy the parts again or partition the "
+            "graph anew"
+        )
+    raise PartitionError(
+        f"'{copies[rank][0]}' at rank {rank} is another partition than "
+        f"'{copies[0][0]}' at rank 0; copy the folder of one pyg_sar.write_partitions() to "
+        "all hosts"
+    )
 
 
 def _agree(comm: Communicator, problem: str) -> None:
@@ -105,7 +188,8 @@ def _as_data(
     restore_adjacency(data, whole=False)
     kind = metadata.attributes.get("batch")
     if kind is not None and (kind.level, kind.dtype, len(kind.shape)) == ("node", "int64", 1):
-        data.batch = dist_batch(data.batch)
+        graphs, ids = metadata.num_graphs, data.batch
+        data.batch = dist_batch(ids) if graphs is None else whole_batch(ids, graphs, comm)
     return data
 
 
@@ -118,6 +202,7 @@ def _plan(
         tensors["halo_counts"].tolist(),
         tensors["send_index"].to(device),
         tensors["send_counts"].tolist(),
+        _timetable(tensors),
     )
 
 

@@ -9,6 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_sar.timetable import Timetable, make_timetable
+
 Method = Literal["metis", "random", "contiguous"]
 METHODS: tuple[str, ...] = ("metis", "random", "contiguous")
 
@@ -173,6 +175,7 @@ class Layout:
         edge_cut: Edges between two parts.
         target_offsets: ``node_offsets`` of the targets' type, the same for nodes of one type.
         target_rank: ``node_rank`` of the targets' type.
+        timetable: When each pair of parts exchanges halo rows.
     """
 
     part: Tensor
@@ -186,6 +189,7 @@ class Layout:
     edge_cut: int
     target_offsets: Tensor
     target_rank: Tensor
+    timetable: Timetable
 
     @property
     def num_parts(self) -> int:
@@ -256,6 +260,7 @@ def make_layout(
         needed[ranks] = True
         halos.append(needed.nonzero().view(-1))
         needed[ranks] = False
+    halo_offsets = torch.stack([torch.searchsorted(halo, node_offsets) for halo in halos])
     return Layout(
         part=part,
         node_order=node_order,
@@ -264,10 +269,11 @@ def make_layout(
         edge_order=edge_order,
         edge_offsets=edge_offsets,
         halos=halos,
-        halo_offsets=torch.stack([torch.searchsorted(halo, node_offsets) for halo in halos]),
+        halo_offsets=halo_offsets,
         edge_cut=edge_cut,
         target_offsets=target_offsets,
         target_rank=target_rank,
+        timetable=make_timetable(halo_offsets.diff(dim=1)),
     )
 
 

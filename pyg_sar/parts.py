@@ -1,7 +1,7 @@
 """The tensors of one part of a graph, and the whole graph back from all parts.
 
 Tensors of part :math:`p`, with :math:`n_p` nodes, :math:`H_p` halo rows, :math:`E_p` edges and
-:math:`P` parts (all int64 but the attributes):
+:math:`P` parts (all int64 but the attributes and what is marked):
 
 ===============  =============  ==========================================================
 name             shape          content
@@ -9,8 +9,10 @@ name             shape          content
 n_id             [n_p]          global ids of its nodes, ascending
 halo_n_id        [H_p]          global ids of the remote sources of its edges, by (owner, id)
 halo_counts      [P]            halo rows per owner
-send_index       [sum]          its rows that peers need, by peer, in that peer's halo order
+send_index       [sum]          its rows that peers need, by peer, in that peer's halo order (int32)
 send_counts      [P]            how many rows each peer needs
+pair_rows        [P, P]         rows that part p needs of part q, the same in all parts (int32)
+pair_units       [P, P]         the unit in which they travel (``timetable.py``), 0: none (int32)
 edge_index       [2, E_p]       edges whose target it owns: sources are local (< n_p) or
                                 n_p + position in halo_n_id, targets local
 e_id             [E_p]          global edge ids (columns of the whole graph's edge_index)
@@ -19,8 +21,9 @@ edge.NAME        [E_p, ...]     edge-level attributes
 graph.NAME       [...]          graph-level tensors, whole in every part
 ===============  =============  ==========================================================
 
-Edges are sorted by (owner of the source, target, source, e_id), the part itself being an owner
-like the others.
+Edges are sorted by (unit of the source's owner, target, source, e_id); the part's own rows are
+unit 0. In versions 1 and 2 there were no units, edges were sorted by (owner, target, source, e_id),
+and ``send_index`` was int64.
 """
 
 from __future__ import annotations
@@ -180,8 +183,10 @@ def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
     return {
         "halo_n_id": layout.node_order[halo],
         "halo_counts": layout.halo_counts(p),
-        "send_index": torch.cat(sends),
+        "send_index": torch.cat(sends).int(),
         "send_counts": torch.tensor([rows.numel() for rows in sends]),
+        "pair_rows": layout.timetable.rows.clone(),
+        "pair_units": layout.timetable.units.clone(),
         "edge_index": local_edges,
         "e_id": e_id,
     }
@@ -220,8 +225,9 @@ def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Ten
     targets = layout.target_offsets[p : p + 2].tolist()
     target = layout.target_rank[edge_index[1, e_id]] - targets[0]
     # Stable sorts, the last key first; ids ascend already. By rank is by (owner, source).
+    unit = layout.timetable.units[p].long()[owner]
     order = rank.sort(stable=True).indices
-    order = order[(owner * max(targets[1] - targets[0], 1) + target)[order].sort(stable=True)[1]]
+    order = order[(unit * max(targets[1] - targets[0], 1) + target)[order].sort(stable=True)[1]]
     rank, target = rank[order], target[order]
     local = (rank >= low) & (rank < high)
     source = torch.where(local, rank - low, torch.searchsorted(halo, rank) + (high - low))

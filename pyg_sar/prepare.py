@@ -20,7 +20,7 @@ from pyg_sar.partition import (
 from pyg_sar.parts import PartTensors, check_graph, part_tensors, with_edges
 
 FORMAT = "pyg_sar.partition"
-VERSION = 2  # of heterogeneous graphs; homogeneous ones are written as version 1
+VERSION = 3  # before: 1 homogeneous, 2 heterogeneous graphs, without a stored timetable
 
 Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensors]]
 """The metadata without the parts' files, the statistics, and the tensors of each part."""
@@ -38,7 +38,8 @@ def prepare_homogeneous(
     layout = make_layout(edge_index, part, num_parts)
     statistics = partition_statistics(layout, _train_mask(columns))
     directed = not is_undirected(edge_index, num_nodes=num_nodes)
-    header = _header(1, directed, statistics, columns, method, seed)
+    header = _header(directed, statistics, columns, method, seed)
+    header["num_graphs"] = _num_graphs(columns)
     return header, statistics, partial(part_tensors, edge_index, layout, columns)
 
 
@@ -51,13 +52,12 @@ def prepare_hetero(
     report(f"assigning {total:,} nodes of {len(graph.num_nodes)} type(s) to {num_parts} part(s)")
     partition = graph.partition(num_parts, method, seed)
     statistics = partition.statistics()
-    header = _header(VERSION, True, statistics, graph.columns, method, seed)
+    header = _header(True, statistics, graph.columns, method, seed)
     header["hetero"] = graph.schema().as_dict()
     return header, statistics, partition.tensors
 
 
 def _header(
-    version: int,
     directed: bool,
     statistics: PartitionStatistics,
     columns: dict[str, Column],
@@ -67,7 +67,7 @@ def _header(
     attributes, values = attribute_header(columns)
     return {
         "format": FORMAT,
-        "version": version,
+        "version": VERSION,
         "num_parts": statistics.num_parts,
         "num_nodes": statistics.num_nodes,
         "num_edges": statistics.num_edges,
@@ -78,6 +78,17 @@ def _header(
         "attributes": {name: attribute.as_dict() for name, attribute in attributes.items()},
         "values": values,
     }
+
+
+def _num_graphs(columns: dict[str, Column]) -> int | None:
+    """One more than the largest graph id of ``batch``, if that is a vector of such ids."""
+    column = columns.get("batch")
+    if column is None or column.attribute.level != "node" or column.attribute.dtype != "int64":
+        return None
+    batch = column.tensors[""]
+    if batch.dim() != 1 or (batch < 0).any():
+        return None
+    return int(batch.max()) + 1 if batch.numel() else 0
 
 
 def _train_mask(columns: dict[str, Column]) -> Tensor | None:

@@ -19,7 +19,7 @@ worker's keys and values are resident besides the own ones (two with prefetch), 
 a tile's; one number per query and head is kept.
 
 [Note: dropout of attention weights] A tile's mask comes from a generator of its own, seeded by the
-call's seed (drawn once from torch's), the owner of the keys and the tile's place. So the backward
+call's seed (drawn once from torch's), the unit of the keys and the tile's place. So the backward
 pass draws the very same mask. Masks of different workers' queries are independent; they can't be
 those of one process.
 """
@@ -36,10 +36,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_sar.comm import Communicator
-from pyg_sar.exchange import GradientReturn, ShardStream
 from pyg_sar.graph_index import DistBatch, plain_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
+from pyg_sar.shared_rows import SharedRows
+from pyg_sar.streams import GradientReturn, ShardStream
 
 QUERIES, KEYS = 256, 1024
 """Rows of a tile: ``heads * QUERIES * KEYS`` scores are resident."""
@@ -59,6 +60,16 @@ class AllRows(HaloPlan):
         none = torch.empty(0, dtype=torch.long, device=device)
         super().__init__(comm, counts[comm.rank], halo, none, [0] * comm.world_size)
         self._every = torch.arange(counts[comm.rank], device=device)
+        self.send_counts = [0 if r == comm.rank else counts[comm.rank] for r in range(len(counts))]
+        if comm.sharing is not None:
+            own = counts[comm.rank]
+            self.shared = SharedRows(
+                rows=None,
+                count=own,
+                readers=dict.fromkeys(comm.sharing.ranks, own),
+                counts=dict(enumerate(counts)),
+                index={},
+            )
 
     def send_rows(self, peer: int) -> Tensor:
         return self._every[:0] if peer == self.rank else self._every
@@ -102,12 +113,12 @@ def _scores(q: Tensor, k: Tensor, scale: float, foreign: Tensor | None) -> Tenso
     return scores if foreign is None else scores.masked_fill_(foreign, float("-inf"))
 
 
-def _kept(call: _Call, owner: int, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
+def _kept(call: _Call, unit: int, rows: slice, columns: slice, like: Tensor) -> Tensor | None:
     """What dropout multiplies a tile's weights by. See [Note: dropout of attention weights]."""
     if call.dropout == 0:
         return None
     draw = torch.Generator(device=like.device)
-    mark = (call.seed, owner, rows.start, columns.start)
+    mark = (call.seed, unit, rows.start, columns.start)
     draw.manual_seed(hash(mark) % 2**63)
     kept = torch.rand(like.shape, generator=draw, dtype=torch.float32, device=like.device)
     return (kept >= call.dropout).to(like.dtype) / max(1 - call.dropout, 1e-12)
@@ -116,12 +127,12 @@ def _kept(call: _Call, owner: int, rows: slice, columns: slice, like: Tensor) ->
 def _shards(
     call: _Call, k: Tensor, v: Tensor, label: Label
 ) -> Iterator[tuple[int, tuple[Tensor, Tensor, Tensor]]]:
-    """Keys, values and graphs by owner; graphs travel where there are several."""
+    """Keys, values and graphs by unit; graphs travel where there are several."""
     tensors = [k.detach(), v.detach()] + [call.graph] * call.several
-    for owner, rows in ShardStream(call.plan, tensors, label, call.prefetch):
+    for unit, rows in ShardStream(call.plan, tensors, label, call.prefetch):
         handed = [(rows[0], rows[1], rows[2] if call.several else call.graph[:0])]
         del rows
-        yield owner, handed.pop()
+        yield unit, handed.pop()
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -139,7 +150,7 @@ class _GlobalAttention(torch.autograd.Function):
         total = torch.zeros_like(most)
         out = wide.new_zeros(heads, count, v.size(2))
         label = (call.layer, "forward", "fetch")
-        for owner, shard in _shards(call, k, v, label):
+        for unit, shard in _shards(call, k, v, label):
             keys, values, graph = shard
             for rows, columns, foreign in _tiles(call, graph, keys.size(0)):
                 score = _scores(wide[rows], keys[columns].to(wide.dtype), call.scale, foreign)
@@ -147,7 +158,7 @@ class _GlobalAttention(torch.autograd.Function):
                 weight = (score - now.unsqueeze(-1)).exp_()
                 shrink = (most[:, rows] - now).exp_()
                 total[:, rows] = total[:, rows] * shrink + weight.sum(-1)
-                kept = _kept(call, owner, rows, columns, weight)
+                kept = _kept(call, unit, rows, columns, weight)
                 weight = weight if kept is None else weight * kept
                 part = torch.einsum("hnm,mhd->hnd", weight, values[columns].to(wide.dtype))
                 out[:, rows] = out[:, rows] * shrink.unsqueeze(-1) + part
@@ -168,16 +179,16 @@ class _GlobalAttention(torch.autograd.Function):
         inner = (given * result.to(dtype)).sum(-1).t()  # D [heads, n]
         q_grad = torch.zeros_like(wide)
         totals = [torch.zeros_like(t, dtype=dtype) for t in (k, v)]
-        back = GradientReturn(call.plan, totals, call.layer, call.prefetch > 0)
+        back = GradientReturn(call.plan, totals, call.layer, 2 * min(call.prefetch, 1))
         label = (call.layer, "backward", "refetch")
-        for owner, shard in _shards(call, k, v, label):
+        for unit, shard in _shards(call, k, v, label):
             keys, values, graph = shard
-            k_grad, v_grad = back.start(owner)
+            k_grad, v_grad = back.start(unit)
             for rows, columns, foreign in _tiles(call, graph, keys.size(0)):
                 key, value = keys[columns].to(dtype), values[columns].to(dtype)
                 score = _scores(wide[rows], key, call.scale, foreign)
                 weight = (score - norm[:, rows].unsqueeze(-1)).exp_()
-                kept = _kept(call, owner, rows, columns, weight)
+                kept = _kept(call, unit, rows, columns, weight)
                 inward = torch.einsum("nhd,mhd->hnm", given[rows], value)
                 used = weight if kept is None else weight * kept
                 inward = inward if kept is None else inward * kept
@@ -187,7 +198,7 @@ class _GlobalAttention(torch.autograd.Function):
                 k_grad[columns] += torch.einsum("hnm,nhd->mhd", change, wide[rows])
                 del key, value
             del shard, keys, values, graph, k_grad, v_grad
-            back.send(owner)
+            back.send(unit)
         back.drain()
         return q_grad.to(q.dtype), totals[0].to(k.dtype), totals[1].to(v.dtype), None
 

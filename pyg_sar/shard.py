@@ -1,8 +1,9 @@
-"""Edges bucketed by the owner of their source and sorted by target: made once per structure."""
+"""Edges bucketed by the unit that their source comes in, sorted by target: once per structure."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,12 @@ from torch import Tensor
 
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
-from pyg_sar.ops import sort_edges
+from pyg_sar.ops import sort_edges, transpose
+
+
+def _narrow(index: Tensor, bound: int) -> Tensor:
+    """32-bit indices where they fit: structures are kept, features come and go."""
+    return index.int() if bound < 2**31 else index
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,12 +24,12 @@ class Tile:
     """A run of a shard's edges whose messages are materialized together.
 
     Attributes:
-        unit: What it is a piece of: the shard of that owner, or a chunk's number.
+        unit: What it is a piece of: the shard of that unit, or a chunk's number.
         edges: The run in shard order.
         targets: Local ids of the targets that occur, ascending, ``[U]``.
         index: Position of each edge's target in ``targets``, ``[E_tile]``, ascending.
-        source: Row of each edge's source in the owner's buffer, ``[E_tile]``.
-        columns: Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already.
+        source: Row of each edge's source in the unit's buffer, ``[E_tile]``.
+        where: :attr:`columns`, or what gives them when they are asked for.
     """
 
     unit: int
@@ -31,7 +37,12 @@ class Tile:
     targets: Tensor
     index: Tensor
     source: Tensor
-    columns: Tensor | slice
+    where: Tensor | slice | Callable[[], Tensor | slice]
+
+    @property
+    def columns(self) -> Tensor | slice:
+        """Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already."""
+        return self.where() if callable(self.where) else self.where
 
     @property
     def num_edges(self) -> int:
@@ -99,7 +110,10 @@ def empty_tile(device: torch.device) -> Tile:
 
 
 class Shards:
-    r"""The edges of one worker as shards: shard q holds the edges from worker q's nodes to here.
+    r"""The edges of one worker as shards.
+
+    Shard 0 holds those from its own nodes, shard u those from the owners of unit u
+    (:meth:`HaloPlan.units`).
 
     Within a shard edges are sorted by target, so that tiles of it touch few targets.
 
@@ -115,79 +129,116 @@ class Shards:
         for ledger in plan.comm.ledgers:
             ledger.count("bucketing")
         self.plan: HaloPlan = plan
-        source, target = edge_index.ends()
-        self.num_edges = source.numel()
-        num_targets = edge_index.num_targets
-        self.in_degree = torch.bincount(target, minlength=num_targets)
-        offsets = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
-        owner = torch.bucketize(source, offsets[1:], right=True, out_int32=True)
-        owner[source < plan.num_local] = plan.rank
-        counts = torch.bincount(owner, minlength=plan.world_size)
-        self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
-        # By target, and a target's edges by source: rows that are near are read one after another.
-        order = sort_edges(source, plan.num_ids)[0]
-        wide = num_targets * plan.world_size >= 2**31
-        key = (owner.long() if wide else owner).mul_(num_targets).add_(target)
-        del owner, target
-        order, starts = sort_edges(key, num_targets * plan.world_size, order)
-        del key
-        in_order = bool((order[1:] > order[:-1]).all())
-        self._columns = None if in_order else order
-        first = offsets[:-1].clone()
-        first[plan.rank] = 0
+        self._ends = edge_index.ends()
+        source, target = self._ends
+        self.num_edges, self.num_targets = source.numel(), edge_index.num_targets
+        self.in_degree = torch.bincount(target, minlength=self.num_targets)
+        rows, order, starts = self._sort()
+        # Columns of edges are asked for by edge-level data alone; see columns().
+        self._in_order = bool((order[1:] > order[:-1]).all())
+        self._columns: Tensor | None = None
         narrow = max(plan.num_ids, self.num_edges) < 2**31
         index = torch.int32 if narrow else torch.int64
-        if not in_order:
-            source = source[order]
+        if not self._in_order:
+            rows = rows[order]
         del order
-        source = (source - first.repeat_interleave(counts)).to(index)
-        starts = starts.to(index)
+        rows, starts = rows.to(index), starts.to(index)
+        count = self.num_targets
+        self._offsets: list[int] = starts[:: max(count, 1)].tolist() if count else [0, 0]
+        self._offsets += [self._offsets[-1]] * (len(plan.units()) + 1 - len(self._offsets))
         self._segments = [
-            _grouped(source[self.edges(q)], starts[q * num_targets : (q + 1) * num_targets + 1])
-            for q in range(plan.world_size)
+            _grouped(rows[self.edges(u)], starts[u * count : (u + 1) * count + 1])
+            for u in range(len(plan.units()))
         ]
         self._transposed: dict[int, Segments] = {}
 
-    def edges(self, owner: int) -> slice:
-        """The shard's edges in shard order."""
-        return slice(self._offsets[owner], self._offsets[owner + 1])
+    def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each edge's row in its unit's buffer; edges by unit, target and row; each one's start."""
+        source, target = self._ends
+        units = self.plan.units()
+        rows, unit = self._place(source)
+        order = sort_edges(rows, max(u.num_rows for u in units))[0]
+        keys = self.num_targets * len(units)
+        # By target, and a target's edges by row: rows that are near are read one after another.
+        if len(units) == 1:
+            return rows, *sort_edges(target, keys, order)
+        key = (unit.long() if keys >= 2**31 else unit).mul_(self.num_targets).add_(target)
+        del unit
+        return rows, *sort_edges(key, keys, order)
 
-    def tiles(self, owner: int, max_edges: int) -> list[slice]:
+    def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Each source's row in the buffer of its unit, and the unit (32 bits)."""
+        plan = self.plan
+        if plan.world_size == 1:
+            return _narrow(source, plan.num_ids), source[:0]
+        ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
+        owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
+        owner[source < plan.num_local] = plan.rank
+        units, places = (torch.tensor(t, device=source.device) for t in plan.places())
+        moves = ends[:-1] - places
+        moves[plan.rank] = 0
+        rows = _narrow(source, plan.num_ids) - _narrow(moves, plan.num_ids)[owner]
+        return rows, units.int()[owner]
+
+    def edges(self, unit: int) -> slice:
+        """The shard's edges in shard order."""
+        return slice(self._offsets[unit], self._offsets[unit + 1])
+
+    def tiles(self, unit: int, max_edges: int) -> list[slice]:
         """Cuts a shard into runs of at most ``max_edges`` edges."""
-        shard = self.edges(owner)
+        shard = self.edges(unit)
         return [
             slice(start, min(start + max_edges, shard.stop))
             for start in range(shard.start, shard.stop, max(max_edges, 1))
         ]
 
-    def tile(self, owner: int, edges: slice) -> Tile:
+    def _columns_of(self, edges: slice) -> Tensor | slice:
+        if self._in_order:
+            return edges
+        if self._columns is None:
+            self._columns = self._sort()[1]
+        return self._columns[edges].long()
+
+    def columns(self, unit: int) -> Tensor | slice:
+        """Column in ``edge_index`` of each of the shard's edges, in shard order."""
+        return self._columns_of(self.edges(unit))
+
+    def tile(self, unit: int, edges: slice) -> Tile:
         """The index tensors of a run of edges (64-bit, made for its turn)."""
-        columns = edges if self._columns is None else self._columns[edges].long()
-        shard, begin = self._segments[owner], self._offsets[owner]
+        shard, begin = self._segments[unit], self._offsets[unit]
         start, stop = edges.start - begin, edges.stop - begin
         first, last = _holding(shard.offsets, start, stop)
         counts = shard.offsets[first : last + 1].clamp(start, stop).diff()
         place = torch.arange(last - first, device=counts.device)
         targets = place + first if shard.targets is None else shard.targets[first:last]
         index = place.repeat_interleave(counts)
-        return Tile(owner, edges, targets, index, shard.source[start:stop].long(), columns)
+        source = shard.source[start:stop].long()
+        return Tile(unit, edges, targets, index, source, lambda: self._columns_of(edges))
 
-    def segments(self, owner: int) -> Segments:
-        """The shard by target: local ids add up rows of the owner's buffer."""
-        return self._segments[owner]
+    def segments(self, unit: int) -> Segments:
+        """The shard by target: local ids add up rows of the unit's buffer."""
+        return self._segments[unit]
 
-    def transposed(self, owner: int) -> Segments:
-        """The shard by source: rows of the owner's buffer add up local ids. Made on first use."""
-        if owner not in self._transposed:
-            shard, plan = self._segments[owner], self.plan
-            count = plan.num_local if owner == plan.rank else plan.halo_counts[owner]
-            order, offsets = sort_edges(shard.source, count)
-            place = torch.arange(shard.offsets.numel() - 1, device=order.device)
-            target = place if shard.targets is None else shard.targets
-            index = shard.source.dtype
-            target = target.to(index).repeat_interleave(shard.offsets.diff())[order]
-            self._transposed[owner] = _grouped(target, offsets.to(index), order.to(index))
-        return self._transposed[owner]
+    def transposed(self, unit: int, numbered: bool = False) -> Segments:
+        """The shard by source: rows of the unit's buffer add up local ids. Made on first use.
+
+        Args:
+            unit: The shard.
+            numbered: Whether ``edges`` is needed, for edge-level data; else it may be ``None``.
+        """
+        found = self._transposed.get(unit)
+        if found is None or (numbered and found.edges is None):
+            shard, rows = self._segments[unit], self.plan.units()[unit].num_rows
+            source, offsets, edges = transpose(
+                shard.source,
+                shard.offsets,
+                shard.targets,
+                rows,
+                self.num_targets,
+                numbered=numbered,
+            )
+            found = self._transposed[unit] = _grouped(source, offsets, edges)
+        return found
 
 
 def shards_of(edge_index: DistEdgeIndex) -> Shards:

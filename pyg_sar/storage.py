@@ -5,8 +5,8 @@
     root/metadata.json                       format, version, sizes, statistics, attributes, parts
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
-The tensors of a part are those of ``parts.py`` (version 1), or of ``hetero_parts.py`` for a
-heterogeneous graph (version 2).
+The tensors of a part are those of ``parts.py``, or of ``hetero_parts.py`` for a heterogeneous
+graph. Versions 1 and 2, which had no timetable, are still read.
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder
@@ -78,6 +78,7 @@ class PartitionMetadata:
     values: dict[str, Any]
     parts: list[PartInfo]
     hetero: HeteroSchema | None = None
+    num_graphs: int | None = None
 
     def check_world_size(self, world_size: int) -> None:
         """Raises :class:`PartitionError` unless there is one part per worker."""
@@ -307,6 +308,7 @@ def _parse_metadata(root: Path, content: dict[str, Any]) -> PartitionMetadata:
         values=content["values"],
         parts=[PartInfo(**row) for row in content["parts"]],
         hetero=hetero,
+        num_graphs=content.get("num_graphs"),
     )
 
 

@@ -17,17 +17,19 @@ PACKAGE = REPOSITORY / "pyg_sar"
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
     "errors policy ledger ops attention_terms attention_fallback attention_ops",
-    "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
-    "partition attributes parts hetero_partition hetero_parts prepare storage",
-    "synthetic graph_files graphs",
-    "halo exchange distributed_index joint_index selections index_space",
+    "rendezvous issuer signals watch backends payload segments neighbours same_host meeting",
+    "sharing communicator inprocess comm launch",
+    "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
+    "storage synthetic graph_files graphs",
+    "wire halo exchange shared_rows streams distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program reverse message_checks node_reads",
-    "dependence strategy fused aggregate autograd_gap owned_rows gradients",
-    "metrics nn.embedding nn.propagation nn.message_passing nn.graph_norm nn.norm",
+    "dependence strategy fused fused_attention aggregate autograd_gap owned_rows gradients",
+    "metrics nn.embedding nn.propagation nn.one_process nn.fused_layers nn.message_passing",
+    "nn.graph_norm nn.norm",
     "nn.pool nn.attention nn.set_attention nn.sequences nn.models nn.colours nn.refused_convs",
     "nn.registry nn",
-    "lazy convert loading",
+    "lazy convert loading wire_error",
     "models schedule splits checkpoint_rows checkpoint train_config training callbacks report",
     "recording verify_report comparison verify",
     "pyg_sar",
@@ -347,3 +349,10 @@ def test_make_knows_its_targets_and_ci_runs_the_tests():
     assert script.stat().st_mode & 0o111
     lines = script.read_text().splitlines()
     assert "set -e" in lines and [line for line in lines if "make" in line] == ["make test"]
+
+
+def test_nothing_switches_pytorch_for_all_threads():
+    """``check_invariants=True`` does, while it runs, and overlapping calls may leave it on."""
+    for name, tree in TREES.items():
+        for node in ast.walk(tree):
+            assert not (isinstance(node, ast.keyword) and node.arg == "check_invariants"), name

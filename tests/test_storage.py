@@ -160,8 +160,9 @@ def check_format(data: Data, parts: list[dict[str, torch.Tensor]]) -> None:
         edges = torch.stack([ids[source], ids[target]])
         assert torch.equal(edges, data.edge_index[:, part["e_id"]])
         assert bool((target < part["n_id"].numel()).all())
+        came_from = owner[edges[0]]
         rows = zip(
-            *(owner[edges[0]].tolist(), edges[1].tolist()),
+            *(part["pair_units"][p][came_from].tolist(), edges[1].tolist(), came_from.tolist()),
             *(edges[0].tolist(), part["e_id"].tolist()),
             strict=True,
         )
@@ -531,8 +532,8 @@ def test_missing_or_foreign_metadata(tmp_path):
 def test_a_newer_version_says_so(root):
     path = root / METADATA
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "version": 3, "parts": "of another kind"}))
-    with pytest.raises(PartitionError, match=r"format version 3, newer than 2.*update pyg_sar"):
+    path.write_text(json.dumps({**content, "version": 4, "parts": "of another kind"}))
+    with pytest.raises(PartitionError, match=r"format version 4, newer than 3.*update pyg_sar"):
         read_metadata(root)
 
 

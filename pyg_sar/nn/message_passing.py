@@ -9,30 +9,37 @@ from functools import partial
 from inspect import Parameter
 from typing import Any
 
-import torch
 from torch import Tensor
-from torch_geometric.nn import MessagePassing, RGCNConv
+from torch_geometric.nn import AGNNConv, MessagePassing, RGCNConv
 
 from pyg_sar.aggregate import SequentialAggregation
 from pyg_sar.autograd_gap import aggregate
-from pyg_sar.decompose import decompose
+from pyg_sar.decompose import Decomposition, decompose
 from pyg_sar.errors import DistributedIndexError, named
+from pyg_sar.fused_attention import FusedAttention, attend
 from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import DistEdgeIndex, version_of
+from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
+from pyg_sar.nn.fused_layers import attention_of
+from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.nn.propagation import (
     charged,
     first_target_filled,
+    kept_normalisation,
     kind_of_argument,
     known_size,
     message_without_edges,
     methods_of,
     rounds_of,
+    travelling,
 )
+from pyg_sar.ops import warn_if_missing
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.reverse import reversed_edges
+from pyg_sar.rounds import ShardRounds
+from pyg_sar.shard import shards_of
 from pyg_sar.strategy import (
     Chooser,
     Verdict,
@@ -84,6 +91,9 @@ class DistMessagePassing(MessagePassing):
         relations = [r for a in given if isinstance(a, dict) for r in a.values()]
         edges = [a for a in (*given, *relations) if isinstance(a, DistEdgeIndex)]
         if not edges:
+            fused = self._own_graph(args, kwargs)
+            if fused is not None:
+                return self._call_on_own_graph(fused, args, kwargs)
             return super().__call__(*args, **kwargs)
         with self._call_scope(edges, args, kwargs):
             return super().__call__(*args, **kwargs)
@@ -143,7 +153,8 @@ class DistMessagePassing(MessagePassing):
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
         if (strategy == "one_shot" and not leaving) or hooks:
-            return super().edge_updater(edge_index, size=size, **kwargs)
+            with travelling(edge_index.plan, self.policy.wire):
+                return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
 
@@ -216,7 +227,8 @@ class DistMessagePassing(MessagePassing):
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        with first_target_filled(self.aggr_module):
+        plan = edge_index.plan
+        with first_target_filled(self.aggr_module), travelling(plan, self.policy.wire):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
@@ -228,7 +240,7 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        complete, needs = verdict.strategy == "chunked", verdict.needs
+        complete = verdict.strategy == "chunked"
         reductions = decomposition_of(self, complete)
         program = TileProgram(
             self,
@@ -239,9 +251,46 @@ class DistMessagePassing(MessagePassing):
             complete,
             most_edges(self, edge_index, complete),
         )
+        self._check_edges(program, edge_index)
+        out = self._attended(edge_index, kwargs, verdict)
+        if out is None:
+            out = self._aggregated(program, edge_index, verdict, reductions)
+        for name in verdict.sets:
+            self.__dict__[name] = tile_value(name)
+        data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
+        out = self.update(out, **self.inspector.collect_param_data("update", data))
+        for hook in self._propagate_forward_hooks.values():
+            result = hook(self, (edge_index, size, kwargs), out)
+            out = out if result is None else result
+        return out
+
+    def _attended(
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], verdict: Verdict
+    ) -> Tensor | None:
+        """Softmax attention by kernel, where the layer is one that the kernels know."""
+        if self.policy.kernels == "off" or verdict.strategy != "sequential":
+            return None
+        attention = attention_of(self, kwargs)
+        if attention is None:
+            return None
+        if edge_index.plan.rank == 0:
+            warn_if_missing()
+        rounds, title = ShardRounds(shards_of(edge_index), verdict.max_edges), title_of(self)
+        title = f"{title} at rank {edge_index.plan.rank}"
+        out = attend(FusedAttention(attention, rounds, self.policy, self.ledger_name, title))
+        return out.squeeze(1) if isinstance(self, AGNNConv) else out
+
+    def _aggregated(
+        self,
+        program: TileProgram,
+        edge_index: DistEdgeIndex,
+        verdict: Verdict,
+        reductions: Decomposition,
+    ) -> Tensor:
+        """The aggregation shard by shard, tile by tile."""
+        needs = verdict.needs
         if needs is None:
             raise RuntimeError("Expected a verdict for running in parts")
-        self._check_edges(program, edge_index)
         run = SequentialAggregation(
             program,
             rounds_of(edge_index, verdict),
@@ -258,13 +307,8 @@ class DistMessagePassing(MessagePassing):
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
-        for name in verdict.sets:
-            self.__dict__[name] = tile_value(name)
-        data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
-        out = self.update(out, **self.inspector.collect_param_data("update", data))
-        for hook in self._propagate_forward_hooks.values():
-            result = hook(self, (edge_index, size, kwargs), out)
-            out = out if result is None else result
+        if run.fused is None:
+            self.__dict__["_all_fused"] = False
         return out
 
     def _check_edges(self, program: TileProgram, edge_index: DistEdgeIndex) -> None:
@@ -276,6 +320,34 @@ class DistMessagePassing(MessagePassing):
                     f"{edge_index.size(1)} edges at rank {edge_index.plan.rank}; pass this "
                     "worker's edge attributes, as pyg_sar.load_partition returns them"
                 )
+
+    # One process #############################################################
+
+    def _own_graph(
+        self, args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> tuple[Tensor, DistEdgeIndex] | None:
+        """The plain edges of this call and what stands for them, where the kernels are faster."""
+        graphs: OwnGraphs | None = self.__dict__.get("own_graphs")
+        eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
+        if graphs is None or not eligible or self._strategy()[0] != "sequential":
+            return None
+        found = graphs.stand_in(self._bound(args, kwargs), int(self.node_dim))
+        slower = self.__dict__.setdefault("_slower_fused", set())
+        return None if self.training in slower else found
+
+    def _call_on_own_graph(
+        self, fused: tuple[Tensor, DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
+    ) -> Any:
+        """Runs on the graph that stands for plain edges; notes where nothing was fused."""
+        edges, graph = fused
+        args = tuple(graph if a is edges else a for a in args)
+        kwargs = {name: graph if a is edges else a for name, a in kwargs.items()}
+        self.__dict__["_all_fused"] = True
+        with self._call_scope([graph], args, kwargs):
+            out = super().__call__(*args, **kwargs)
+        if not self.__dict__.pop("_all_fused"):
+            self._slower_fused.add(self.training)
+        return out
 
     # One call ################################################################
 
@@ -290,7 +362,7 @@ class DistMessagePassing(MessagePassing):
             with (
                 charged(edges, self.ledger_name),
                 named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
-                self._kept_normalisation(edges[0], args, kwargs),
+                kept_normalisation(self, edges[0], self._bound(args, kwargs)),
             ):
                 hook = self.__dict__.get("gradient_sum")
                 if hook is not None:
@@ -324,39 +396,6 @@ class DistMessagePassing(MessagePassing):
             return inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         except TypeError:  # forward() itself says better what is wrong.
             return {}
-
-    @contextmanager
-    def _kept_normalisation(
-        self, edge_index: DistEdgeIndex, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
-        """Keeps what ``cached=True`` would keep, for as long as edges and weights are the same.
-
-        PyG normalises edges in every forward pass unless told to cache. The result hangs on the
-        edge index here, so that another graph or other weights get their own.
-        """
-        cacheable = self.__dict__.get("cached") is False and "_cached_edge_index" in self.__dict__
-        bound = self._bound(args, kwargs) if cacheable else {}
-        x, weight = bound.get("x"), bound.get("edge_weight")
-        constant = weight is None or (isinstance(weight, Tensor) and not weight.requires_grad)
-        if not isinstance(x, Tensor) or not constant:
-            yield
-            return
-        version = None if weight is None else version_of(weight)
-        # Not id(self), which a later layer may get: on some workers only, and with other options.
-        itself = self.__dict__.setdefault("_identity", object())
-        key = ("normalised", itself, x.dtype, id(weight), version)
-        found = edge_index.recall_together(key)
-        self._cached_edge_index = None if found is None else found[0]
-        self.cached = True
-        try:
-            yield
-            lasting = not torch.is_inference_mode_enabled()
-            if found is None and lasting and self._cached_edge_index is not None:
-                made = (self._cached_edge_index, weight)  # keeps the weight, and so its id
-                edge_index.keep_together(key, made)
-        finally:
-            self.cached = False
-            self._cached_edge_index = None
 
 
 DistMessagePassing._orig_propagate = DistMessagePassing.propagate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -13,11 +13,13 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import PygSarError
-from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.halo import HaloPlan
+from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.program import DeferredEdge
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
 from pyg_sar.strategy import Verdict, title_of
+from pyg_sar.wire import Wire
 
 
 def kind_of_argument(value: Any) -> Any:
@@ -39,6 +41,16 @@ def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
         for plan, scope in reversed(outer):
             plan.scope = scope
             plan.gathered.clear()
+
+
+@contextmanager
+def travelling(plan: HaloPlan, wire: str) -> Iterator[None]:
+    """Rows that are gathered plainly meanwhile travel so (:class:`pyg_sar.wire.Wire`)."""
+    outer, plan.wire = plan.wire, Wire(wire)
+    try:
+        yield
+    finally:
+        plan.wire = outer
 
 
 def methods_of(layer: MessagePassing) -> tuple[str, ...]:
@@ -159,3 +171,42 @@ def rounds_of(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
         return ShardRounds(shards_of(edge_index), most)
     key = ("chunks", most)
     return ChunkRounds(edge_index.remember_together(key, lambda: Chunks(edge_index, most)))
+
+
+@contextmanager
+def kept_normalisation(
+    layer: Any, edge_index: DistEdgeIndex, arguments: Mapping[str, Any]
+) -> Iterator[None]:
+    """Keeps what ``cached=True`` would keep, for as long as edges and weights are the same.
+
+    PyG normalises edges in every forward pass unless told to cache. The result hangs on the
+    edge index here, so that another graph or other weights get their own.
+
+    Args:
+        layer: The layer.
+        edge_index: Distributed edges.
+        arguments: Arguments of ``forward``, by name.
+    """
+    cacheable = layer.__dict__.get("cached") is False and "_cached_edge_index" in layer.__dict__
+    bound = arguments if cacheable else {}
+    x, weight = bound.get("x"), bound.get("edge_weight")
+    constant = weight is None or (isinstance(weight, Tensor) and not weight.requires_grad)
+    if not isinstance(x, Tensor) or not constant:
+        yield
+        return
+    version = None if weight is None else version_of(weight)
+    # Not id(layer), which a later layer may get: on some workers only, and with other options.
+    itself = layer.__dict__.setdefault("_identity", object())
+    key = ("normalised", itself, x.dtype, id(weight), version)
+    found = edge_index.recall_together(key)
+    layer._cached_edge_index = None if found is None else found[0]
+    layer.cached = True
+    try:
+        yield
+        lasting = not torch.is_inference_mode_enabled()
+        if found is None and lasting and layer._cached_edge_index is not None:
+            made = (layer._cached_edge_index, weight)  # keeps the weight, and so its id
+            edge_index.keep_together(key, made)
+    finally:
+        layer.cached = False
+        layer._cached_edge_index = None

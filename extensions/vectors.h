@@ -1,0 +1,52 @@
+// Pieces of a row in registers: vectors of the compiler, which makes them of what the processor has.
+#pragma once
+
+#include <c10/util/BFloat16.h>
+
+#include <cstdint>
+#include <cstring>
+#include <type_traits>
+
+#include "segments.h"
+
+namespace pyg_sar {
+
+// What values of a row are added up in.
+template <class Row>
+using Wide = std::conditional_t<std::is_same_v<Row, c10::BFloat16>, float, Row>;
+
+template <class T, int kLanes>
+struct VectorOf {
+  typedef T type __attribute__((vector_size(kLanes * sizeof(T))));
+};
+template <class T, int kLanes>
+using Vector = typename VectorOf<T, kLanes>::type;
+
+// Numbers in a register of one cache line.
+template <class Acc>
+constexpr int kFullLanes = static_cast<int>(kLine / sizeof(Acc));
+
+template <int kLanes, class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
+PYG_SAR_INLINE void load(Vector<Acc, kLanes>& to, const Acc* from) {
+  std::memcpy(&to, from, sizeof(to));
+}
+
+template <int kLanes>
+PYG_SAR_INLINE void load(Vector<float, kLanes>& to, const c10::BFloat16* from) {
+  Vector<uint16_t, kLanes> half;
+  std::memcpy(&half, from, sizeof(half));
+  // bfloat16 is the upper half of a float32.
+  const auto bits = __builtin_convertvector(half, Vector<uint32_t, kLanes>) << 16;
+  std::memcpy(&to, &bits, sizeof(to));
+}
+
+// to[k] += from[k] for the lanes from `first` on.
+template <int kLanes, class Row>
+PYG_SAR_INLINE void add_to(Row* to, const Vector<Wide<Row>, kLanes>& from, int first) {
+  using Acc = Wide<Row>;
+  Acc lanes[kLanes];
+  std::memcpy(lanes, &from, sizeof(from));
+  for (int k = first; k < kLanes; ++k) to[k] = static_cast<Row>(static_cast<Acc>(to[k]) + lanes[k]);
+}
+
+}  // namespace pyg_sar

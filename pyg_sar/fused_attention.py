@@ -1,0 +1,240 @@
+"""Softmax attention over shards by kernel: scores on the fly, nothing per edge is kept.
+
+The forward pass goes through the shards once, with a state of a row per target. The backward pass
+has the shards' source rows fetched again (mode 1) or kept (mode 2), and computes each weight again
+from the state's maximum and normaliser. See :mod:`pyg_sar.attention_ops` for the equations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from pyg_sar.attention_ops import (
+    attention_,
+    attention_backward_sources_,
+    attention_backward_targets_,
+)
+from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
+from pyg_sar.errors import named
+from pyg_sar.policy import SARPolicy
+from pyg_sar.rounds import Returns, ShardRounds
+from pyg_sar.wire import Wire
+
+_SOURCES = ("value", "key")
+_SALT = 0x9E3779B97F4A7C15  # workers number their edges alike, and must not drop alike
+
+
+class FusedAttention:
+    """One call of a layer: its attention, edges and policy.
+
+    Args:
+        attention: Scores and values; ``key`` and ``value`` of this worker's nodes, ``edge_attr`` by
+            column of ``edge_index``, without ``drop_key``.
+        rounds: The way through the edges.
+        policy: Its mode and prefetch depth.
+        name: The layer's name, for the ledger.
+        title: The layer and the rank, for messages.
+    """
+
+    def __init__(
+        self, attention: Attention, rounds: ShardRounds, policy: SARPolicy, name: str, title: str
+    ) -> None:
+        seed = (attention.seed + _SALT * rounds.plan.rank) % 2**64
+        self.attention = replace(attention, seed=seed)
+        self.rounds, self.policy, self.name, self.title = rounds, policy, name, title
+        self.names = list(attention.tensors())
+        self._sources = [name for name in self.names if name in _SOURCES]
+        self._wire = Wire(policy.wire)
+        self._kept: list[tuple[int, list[Tensor]]] = []
+
+    def forward(self, given: Attention, record: bool) -> tuple[Tensor, AttentionState]:
+        """The output ``[N, H, C]`` and the state after the last shard.
+
+        Args:
+            given: The attention, detached.
+            record: Whether a backward pass may follow.
+        """
+        rounds = self.rounds
+        for ledger in rounds.plan.comm.ledgers:
+            ledger.count("fused attention")
+        state = AttentionState.start(rounds.in_degree.numel(), given.value)
+        for unit, rows in self._stream(given, "forward", "fetch"):
+            if record and self.policy.mode > 1:
+                self._kept.append((unit, rows))
+            attention_(state, self._shard(given, unit, rows), rounds.segments(unit))
+            del rows
+        return state.finish().to(given.value.dtype), state
+
+    def backward(
+        self, given: Attention, cotangent: Cotangent, wanted: Iterable[str], last: bool
+    ) -> dict[str, Tensor]:
+        """Gradients by name, of the inputs' dtypes.
+
+        Args:
+            given: The attention, detached.
+            cotangent: Of the targets.
+            wanted: Whose gradients.
+            last: Kept rows may be freed.
+        """
+        wide = cotangent.grad_out.dtype
+        tensors = given.tensors()
+        totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
+        wanted_sources = [name for name in self._sources if name in totals]
+        # Half precision is summed in float32 here, and travels as it is.
+        returned = [
+            totals[name] if tensors[name].dtype == wide else torch.zeros_like(tensors[name])
+            for name in wanted_sources
+        ]
+        returns = self.rounds.returns(
+            returned, self.name, self.policy.prefetch, self.policy.mode == 1, self._wire
+        )
+        for unit, rows in self._again(given, last):
+            sums = dict(totals)
+            sent = returns.start(unit) if wanted_sources else []
+            if unit != 0:
+                sums |= {
+                    name: rows_ if rows_.dtype == wide else torch.zeros_like(rows_, dtype=wide)
+                    for name, rows_ in zip(wanted_sources, sent, strict=True)
+                }
+            self._add_gradients(self._shard(given, unit, rows), cotangent, unit, sums)
+            del rows
+            self._send(unit, sums, wanted_sources, sent, returns)
+            del sums, sent
+        returns.drain()
+        for name, total in zip(wanted_sources, returned, strict=True):
+            if total is not totals[name]:
+                totals[name] += total
+        return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
+
+    def _add_gradients(
+        self, shard: Attention, cotangent: Cotangent, unit: int, sums: dict[str, Tensor]
+    ) -> None:
+        if not sums:
+            return
+        columns = self.rounds.columns(unit)
+        if "edge_attr" in sums and not isinstance(columns, slice):
+            own = shard.edge_attr
+            part = torch.zeros_like(_present(own), dtype=cotangent.grad_out.dtype)
+            gradients = AttentionGradients(**sums | {"edge_attr": part})
+        elif "edge_attr" in sums:
+            gradients = AttentionGradients(**sums | {"edge_attr": sums["edge_attr"][columns]})
+        else:
+            gradients = AttentionGradients(**sums)
+        numbered = shard.edge_attr is not None or shard.drop_key is not None
+        transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
+        attention_backward_sources_(gradients, shard, cotangent, transposed)
+        attention_backward_targets_(gradients, shard, cotangent, self.rounds.segments(unit))
+        if "edge_attr" in sums and not isinstance(columns, slice):
+            sums["edge_attr"][columns] = _present(gradients.edge_attr)
+
+    def _send(
+        self,
+        unit: int,
+        sums: dict[str, Tensor],
+        names: list[str],
+        sent: list[Tensor],
+        returns: Returns,
+    ) -> None:
+        if not names:
+            return
+        if unit != 0:
+            for name, rows in zip(names, sent, strict=True):
+                if rows is not sums[name]:
+                    rows.copy_(sums[name])
+        returns.send(unit)
+
+    # Shards ##################################################################
+
+    def _stream(
+        self, given: Attention, phase: str, kind: str
+    ) -> Iterable[tuple[int, list[Tensor]]]:
+        sources = [given.tensors()[name] for name in self._sources]
+        return self.rounds.stream(
+            sources, (self.name, phase, kind), self.policy.prefetch, self._wire
+        )
+
+    def _again(self, given: Attention, last: bool) -> Iterator[tuple[int, list[Tensor]]]:
+        """Each unit's source rows once more."""
+        if self.policy.mode == 1:
+            for ledger in self.rounds.plan.comm.ledgers:
+                ledger.count("recompute")
+            yield from self._stream(given, "backward", "refetch")
+            return
+        kept = list(reversed(self._kept))
+        if last:
+            self._kept = []
+        while kept:
+            yield kept.pop()
+
+    def _shard(self, given: Attention, unit: int, rows: list[Tensor]) -> Attention:
+        """The attention of one shard."""
+        columns = self.rounds.columns(unit)
+        edge_attr = given.edge_attr
+        if edge_attr is not None:
+            edge_attr = edge_attr[columns]
+        key: Tensor | None = None
+        if given.p > 0 and isinstance(columns, slice):
+            key = torch.arange(columns.start, columns.stop, device=given.value.device)
+        elif isinstance(columns, Tensor) and given.p > 0:
+            key = columns
+        own = dict(zip(self._sources, rows, strict=True))
+        return _with(given, {**own, "edge_attr": edge_attr, "drop_key": key})
+
+
+class _Attend(torch.autograd.Function):
+    """Keeps a row per node: inputs, output, maximum and normaliser."""
+
+    @staticmethod
+    def forward(ctx: Any, run: FusedAttention, *tensors: Tensor) -> Tensor:
+        given = _with(run.attention, dict(zip(run.names, tensors, strict=True)))
+        out, state = run.forward(given, record=True)
+        ctx.save_for_backward(*tensors, out, state.maximum, state.normaliser)
+        ctx.run = run
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        run: FusedAttention = ctx.run
+        *tensors, out, maximum, normaliser = ctx.saved_tensors
+        given = dict(zip(run.names, (t.detach() for t in tensors), strict=True))
+        wanted = [n for n, need in zip(run.names, ctx.needs_input_grad[1:], strict=True) if need]
+        keep = torch._C._autograd._get_current_graph_task_keep_graph()
+        with named(f"the backward pass of {run.title}"):
+            cotangent = Cotangent.of(gradient, out.detach(), maximum, normaliser)
+            attention = _with(run.attention, given)
+            found = run.backward(attention, cotangent, wanted, last=not keep)
+        return (None, *[found.get(name) for name in run.names])
+
+
+def attend(run: FusedAttention) -> Tensor:
+    """Runs the attention, recorded for autograd where a gradient is wanted: ``[N, H, C]``."""
+    tensors = list(run.attention.tensors().values())
+    detached = {n: t.detach() for n, t in run.attention.tensors().items()}
+    attention, run.attention = run.attention, _with(run.attention, detached)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors):
+        out: Tensor = _Attend.apply(run, *tensors)
+        # Nothing but shapes of these is asked for later; autograd has what it needs.
+        run.attention = _with(
+            attention, {n: t.new_zeros(()).expand(t.shape) for n, t in detached.items()}
+        )
+        return out
+    with torch.no_grad():
+        return run.forward(run.attention, record=False)[0]
+
+
+def _with(attention: Attention, tensors: Mapping[str, Any]) -> Attention:
+    """The attention with other tensors."""
+    return replace(attention, **tensors)
+
+
+def _present(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise RuntimeError("A tensor that the attention needs is not there")
+    return value

@@ -1,0 +1,108 @@
+"""One process, a plain ``edge_index``: layers that have a fused way take it there, too.
+
+[Note: for as long as the user's tensor lives] A graph's structure (edges sorted by target, and by
+source) is made once per ``edge_index`` and kept for as long as that tensor lives unchanged; all
+layers of a model share it. It is never found by content, which would cost a comparison per call.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm import current
+from pyg_sar.halo import HaloPlan
+from pyg_sar.index_space import DistEdgeIndex, dist_edge_index, version_of
+from pyg_sar.ops import takes, why_missing
+
+_MEMORY = 8  # edge lists of a model
+
+
+class OwnGraphs:
+    """The distributed edge indices, of a single worker, that stand for plain ones.
+
+    A copy starts empty.
+    """
+
+    def __init__(self) -> None:
+        self._found: list[tuple[weakref.ref[Tensor], int, int, int | None, DistEdgeIndex]] = []
+
+    def stand_in(
+        self, arguments: Mapping[str, Any], axis: int
+    ) -> tuple[Tensor, DistEdgeIndex] | None:
+        """The plain edges among a layer's arguments, and the graph that stands for them.
+
+        Args:
+            arguments: Arguments of ``forward``, by name.
+            axis: The axis of nodes.
+
+        Returns:
+            ``None`` where the kernels are missing, or not made for the arguments.
+        """
+        if why_missing() is not None or torch.compiler.is_compiling():
+            return None
+        edges = arguments.get("edge_index")
+        counts = node_counts(arguments.get("x"), axis)
+        asked = [arguments.get(name) for name in ("size", "return_attention_weights")]
+        if not isinstance(edges, Tensor) or not plain_edges(edges) or counts is None:
+            return None
+        return None if asked != [None, None] else (edges, self.find(edges, *counts))
+
+    def find(self, edge_index: Tensor, sources: int, targets: int | None) -> DistEdgeIndex:
+        """The graph of ``edge_index``, with all its nodes on this worker.
+
+        Args:
+            edge_index: ``[2, E]``, int64.
+            sources: Source nodes.
+            targets: Target nodes of another type; ``None``: the same nodes.
+        """
+        self._found = [entry for entry in self._found if entry[0]() is not None]
+        version = version_of(edge_index)
+        for ref, *known, graph in self._found:
+            if ref() is edge_index and known == [version, sources, targets]:
+                return graph
+        with torch.inference_mode(False):
+            nothing = torch.empty(0, dtype=torch.long, device=edge_index.device)
+            plan = HaloPlan(current(), sources, [0], nothing, [0])
+            graph = dist_edge_index(edge_index.detach(), plan, targets=targets)
+        self._found.append((weakref.ref(edge_index), version, sources, targets, graph))
+        del self._found[:-_MEMORY]
+        return graph
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> OwnGraphs:
+        return OwnGraphs()
+
+    def __reduce__(self) -> Any:
+        return OwnGraphs, ()
+
+
+def node_counts(x: Any, axis: int) -> tuple[int, int | None] | None:
+    """Source nodes, and target nodes where they are others, of a layer's features.
+
+    ``None`` where the kernels are not made for them.
+    """
+    parts: Sequence[Any] = x if isinstance(x, tuple | list) else (x,)
+    if not 1 <= len(parts) <= 2 or not all(isinstance(part, Tensor) for part in parts):
+        return None
+    if not all(type(p) is not Tensor or takes(p) for p in parts) or axis not in (0, -2):
+        return None
+    if any(part.dim() != 2 for part in parts):
+        return None
+    counts = [int(part.size(0)) for part in parts]
+    return counts[0], (counts[1] if len(counts) == 2 and parts[1] is not parts[0] else None)
+
+
+def plain_edges(value: Any) -> bool:
+    """Whether it is an ordinary edge list ``[2, E]`` in memory."""
+    return (
+        type(value) is Tensor
+        and value.dtype == torch.long
+        and value.layout == torch.strided
+        and value.device.type == "cpu"
+        and value.dim() == 2
+        and value.size(0) == 2
+    )

@@ -1,0 +1,290 @@
+"""Layers whose softmax attention runs by kernel: exact, lean on the wire and in memory."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import (
+    CHANNELS,
+    EDGE_DIM,
+    OUT,
+    Job,
+    Partitions,
+    Sweep,
+    make_graph,
+    set_policy,
+    single_process,
+    threads,
+)
+from torch import Tensor
+from torch_geometric import nn as gnn
+
+import pyg_sar
+from pyg_sar import SARPolicy
+
+Make = Callable[[], torch.nn.Module]
+POLICIES = (
+    SARPolicy(mode=1, prefetch=0),
+    SARPolicy(mode=1, prefetch=2),
+    SARPolicy(mode=2, prefetch=1),
+    SARPolicy(mode=1, prefetch=1, kernels="off"),
+)
+ATTR = ("edge_attr",)
+
+LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
+    "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2), ()),
+    "gat, mean of heads": (lambda: gnn.GATConv(CHANNELS, OUT, heads=3, concat=False), ()),
+    "gat, edges": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM), ATTR),
+    "gat, no loops": (
+        lambda: gnn.GATConv(
+            CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, add_self_loops=False, residual=True
+        ),
+        ATTR,
+    ),
+    "gat, edges unused": (lambda: gnn.GATConv(CHANNELS, OUT), ()),
+    "gatv2": (lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2), ()),
+    "gatv2, shared": (lambda: gnn.GATv2Conv(CHANNELS, OUT, share_weights=True), ()),
+    "gatv2, edges": (lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM), ATTR),
+    "transformer": (lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, beta=True), ()),
+    "transformer, edges": (
+        lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, concat=False),
+        ATTR,
+    ),
+    "agnn": (gnn.AGNNConv, ()),
+    "gat stack": (lambda: gnn.GAT(CHANNELS, 8, 3, OUT, heads=2, v2=False), ()),
+}
+
+
+def fused_passes(layer: torch.nn.Module, data: object) -> int:
+    """How often the kernels' way was taken in a forward pass."""
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        layer(data.x, data.edge_index)
+    return ledger.events("fused attention")
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    partitions = Partitions(tmp_path_factory.mktemp("parts"))
+    data, sweep = make_graph(), Sweep(world)
+    torch.manual_seed(0)
+    for name, (make, edge) in LAYERS.items():
+        root = partitions(data, world, "random" if world != 3 else torch.arange(40) % 2 * 2)
+        sweep.add(name, Job(make().double(), root, edge, POLICIES), data)
+    sweep.check()
+
+
+def _fused_counts(root: object) -> list[int]:
+    data = pyg_sar.load_partition(root)
+    counts = []
+    for name, (make, edge) in LAYERS.items():
+        layer = pyg_sar.distribute(make().double())
+        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+            layer(data.x, data.edge_index, **{key: data[key] for key in edge})
+        counts.append((name, ledger.events("fused attention")))
+        set_policy(layer, SARPolicy(kernels="off"))
+        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+            layer(data.x, data.edge_index, **{key: data[key] for key in edge})
+        assert ledger.events("fused attention") == 0
+    return counts
+
+
+def test_these_layers_take_the_kernels_way(tmp_path) -> None:
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+    for counts in threads(_fused_counts, 2, tmp_path / "parts"):
+        assert counts == [(name, 3 if name == "gat stack" else 1) for name in LAYERS]
+
+
+class Watched(gnn.GATConv):
+    def message(self, x_j: Tensor, alpha: Tensor) -> Tensor:
+        return 2 * super().message(x_j, alpha)
+
+
+@pytest.mark.parametrize("kind", ["own message", "hook", "mean", "autocast"])
+def test_others_do_not(kind: str) -> None:
+    data = make_graph()
+    plain = (Watched if kind == "own message" else gnn.GATConv)(CHANNELS, OUT).double()
+    if kind == "mean":
+        plain = gnn.GATConv(CHANNELS, OUT, aggr="mean").double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    if kind == "hook":
+        for layer in (plain, model):
+            layer.register_message_forward_hook(lambda module, inputs, out: out * 3)
+    with torch.autocast("cpu", enabled=kind == "autocast"):
+        assert fused_passes(model, data) == 0
+        if kind != "autocast":
+            assert torch.allclose(model(data.x, data.edge_index), plain(data.x, data.edge_index))
+
+
+# Dropout #####################################################################
+
+
+def _dropped(layer: torch.nn.Module, data: object, x: Tensor) -> Tensor:
+    torch.manual_seed(7)
+    out = layer(x, data.edge_index)
+    return (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
+    torch.manual_seed(0)
+    data = make_graph(20, 80)
+    layer = LAYERS[name][0]().double()
+    layer.dropout = 0.5
+    model = pyg_sar.distribute(layer)
+    assert _dropped(model, data, data.x) == _dropped(model, data, data.x)
+    model.dropout = 0.0
+    without = _dropped(model, data, data.x)
+    model.dropout = 0.5
+    assert _dropped(model, data, data.x) != without
+    x = data.x.clone().requires_grad_()
+    assert torch.autograd.gradcheck(lambda x: _dropped(model, data, x), x)
+
+
+def test_dropout_keeps_the_mean() -> None:
+    data = make_graph(20, 80)
+    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, dropout=0.4).double())
+    drawn = torch.stack([layer(data.x, data.edge_index).detach() for _ in range(600)])
+    expected = layer.eval()(data.x, data.edge_index)
+    spread = drawn.std(0) / 600**0.5
+    assert ((drawn.mean(0) - expected).abs() <= 5 * spread + 1e-12).all()
+    assert (spread > 0).any()
+
+
+def _masks(root: object, policies: tuple[SARPolicy, ...]) -> list[tuple[Tensor, Tensor]]:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5).double())
+    found = []
+    for policy in policies:
+        set_policy(layer, policy)
+        x = data.x.clone().requires_grad_()
+        torch.manual_seed(3)
+        out = layer(x, data.edge_index)
+        pyg_sar.mean(out.square().sum(-1)).backward()
+        found.append((out.detach(), x.grad))
+    return found
+
+
+def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+    results = pyg_sar.launch(_masks, 2, tmp_path / "parts", POLICIES[:3], timeout=60.0)
+    for (first, gradient), *others in results:
+        for out, other in others:
+            assert torch.equal(out, first)
+            assert torch.allclose(other, gradient, rtol=1e-12, atol=1e-14)
+
+
+# The laws ####################################################################
+
+
+def _traffic(root: object, make: Make) -> dict[str, int]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0))
+    layer(data.x, data.edge_index).sum().backward()
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        layer(data.x.requires_grad_(), data.edge_index).sum().backward()
+    plan = data.edge_index.plan
+    kinds = ("fetch", "refetch", "gradient")
+    found = {kind: ledger.received_bytes(kind=kind) for kind in kinds}
+    sent = sum(plan.send_rows(q).numel() for q in range(plan.world_size))
+    return {
+        **found,
+        "halo": plan.num_halo,
+        "sent": sent,
+        "resident": ledger.peak_resident_rows(),
+        "largest": max(plan.halo_counts),
+    }
+
+
+@pytest.mark.parametrize(
+    "name, width", [("gat", 2 * OUT + 2), ("gatv2", 2 * OUT), ("transformer", 4 * OUT)]
+)
+def test_bytes_and_resident_rows(name: str, width: int, tmp_path) -> None:
+    pyg_sar.write_partitions(make_graph(60, 300), 3, tmp_path / "parts", "random")
+    for found in threads(_traffic, 3, tmp_path / "parts", LAYERS[name][0]):
+        assert found["fetch"] == found["refetch"] == found["halo"] * width * 8
+        assert found["gradient"] == found["sent"] * width * 8
+        assert found["resident"] == found["largest"]
+
+
+class Saved:
+    """Counts what autograd keeps between the passes."""
+
+    def __init__(self) -> None:
+        self.sizes: dict[int, int] = {}
+
+    def pack(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        self.sizes[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+def test_nothing_per_edge_is_kept(name: str) -> None:
+    nodes, edges, saved = 50, 20_000, Saved()
+    data = make_graph(nodes, edges)
+    model = pyg_sar.distribute(LAYERS[name][0]().double())
+    model(data.x, data.edge_index)
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
+        out = model(data.x.requires_grad_(), data.edge_index)
+    assert sum(saved.sizes.values()) < edges * 8 / 2
+    out.sum().backward()
+
+
+# Extremes ####################################################################
+
+
+def test_scores_of_ten_thousand_stay_finite() -> None:
+    data = make_graph()
+    plain = gnn.GATConv(CHANNELS, OUT, heads=2).double()
+    with torch.no_grad():
+        plain.att_src *= 1e4
+        plain.att_dst *= 1e4
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    expected = plain(data.x, data.edge_index)
+    found = model(data.x, data.edge_index)
+    assert found.isfinite().all()
+    assert torch.allclose(found, expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+def test_nan_and_inf_spread_as_in_pyg(bad: float, name: str) -> None:
+    data = make_graph()
+    data.x[3, 1] = bad
+    plain = LAYERS[name][0]().double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    expected = plain(data.x, data.edge_index)
+    assert torch.equal(model(data.x, data.edge_index).isfinite(), expected.isfinite())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "agnn"])
+def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
+    torch.manual_seed(0)
+    data = make_graph(200, 3000)
+    exact = LAYERS[name][0]().double()
+    truth = single_process(exact, data)
+    plain = copy.deepcopy(exact).to(dtype)
+    worst = {}
+    for who, layer in (("pyg", plain), ("here", pyg_sar.distribute(copy.deepcopy(plain)))):
+        x = data.x.to(dtype).requires_grad_()
+        out = layer(x, data.edge_index)
+        worst[who] = float((out.detach().double() - truth.out).norm() / truth.out.norm())
+        out.float().square().sum().backward()
+        assert x.grad.dtype == dtype
+        assert x.grad.isfinite().all()
+    assert worst["here"] <= 2 * worst["pyg"]
+
+
+def test_no_edges_at_all() -> None:
+    data = make_graph()
+    plain = gnn.GATConv(CHANNELS, OUT, add_self_loops=False).double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    out = model(data.x, data.edge_index[:, :0])
+    assert torch.equal(out, plain(data.x, data.edge_index[:, :0]))
+    F.mse_loss(out, torch.ones_like(out)).backward()

@@ -1,0 +1,164 @@
+"""One process and a plain ``edge_index``: ``distribute(model)`` takes the fused ways there."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch_geometric.nn import (
+    APPNP,
+    ClusterGCNConv,
+    EdgeConv,
+    GATConv,
+    GatedGraphConv,
+    GATv2Conv,
+    GCNConv,
+    GINConv,
+    GraphConv,
+    GraphSAGE,
+    HeteroConv,
+    MessagePassing,
+    SAGEConv,
+    TransformerConv,
+)
+
+import pyg_sar
+from pyg_sar import SARPolicy, ops
+
+NODES, EDGES, WIDTH = 60, 400, 6
+
+MAKERS = {
+    "SAGEConv": lambda: SAGEConv(WIDTH, 5),
+    "SAGEConv max": lambda: SAGEConv(WIDTH, 5, aggr="max"),
+    "SAGEConv project": lambda: SAGEConv(WIDTH, 5, project=True, normalize=True),
+    "GINConv": lambda: GINConv(torch.nn.Linear(WIDTH, 5)),
+    "GCNConv": lambda: GCNConv(WIDTH, 5),
+    "GATConv": lambda: GATConv(WIDTH, 5, heads=2),
+    "GATv2Conv": lambda: GATv2Conv(WIDTH, 5, heads=2),
+    "TransformerConv": lambda: TransformerConv(WIDTH, 5, heads=2),
+    "GraphConv": lambda: GraphConv(WIDTH, 5),
+    "GatedGraphConv": lambda: GatedGraphConv(WIDTH, 2),
+    "APPNP": lambda: APPNP(3, 0.1),
+    "ClusterGCNConv": lambda: ClusterGCNConv(WIDTH, 5),
+    "EdgeConv": lambda: EdgeConv(torch.nn.Linear(2 * WIDTH, 5)),
+    "GraphSAGE": lambda: GraphSAGE(WIDTH, 8, 3, jk="cat"),
+}
+
+needs_kernels = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
+
+
+def graph(seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    edge_index = torch.randint(NODES - 5, (2, EDGES), generator=generator)  # isolated nodes too
+    x = torch.randn(NODES, WIDTH, generator=generator, dtype=torch.float64)
+    return x, torch.cat([edge_index, edge_index[:, :9], torch.zeros(2, 2).long()], 1)
+
+
+def run(model, x, edge_index):
+    """Output, and gradients of the input and of all parameters, under a weighted loss."""
+    x = x.clone().requires_grad_()
+    out = model(x, edge_index)
+    weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype).view_as(out)
+    grads = torch.autograd.grad((out * weights).sum(), [x, *model.parameters()])
+    return [out, *grads]
+
+
+def largest_error(found, expected):
+    return max(
+        float((a - b).detach().abs().max() / b.detach().abs().max().clamp(min=1e-2))
+        for a, b in zip(found, expected, strict=True)
+    )
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_it_equals_pyg(name):
+    torch.manual_seed(0)
+    plain = MAKERS[name]().double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    x, edge_index = graph()
+    expected = run(plain, x, edge_index)
+    for _ in range(2):  # the second call knows whether the first was fused
+        assert largest_error(run(model, x, edge_index), expected) < 1e-10
+    model.eval()
+    plain.eval()
+    with torch.no_grad():
+        assert largest_error([model(x, edge_index)], [plain(x, edge_index)]) < 1e-10
+
+
+@needs_kernels
+def test_layers_share_one_structure_which_goes_with_the_edges():
+    model = pyg_sar.distribute(GraphSAGE(WIDTH, 8, 3).double())
+    x, edge_index = graph()
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        run(model, x, edge_index)
+        run(model, x, edge_index)
+    assert ledger.events("bucketing") == 1
+    layers = [m for m in model.modules() if isinstance(m, MessagePassing)]
+    ((_, _, _, _, kept),) = layers[0].own_graphs._found
+    kept = weakref.ref(kept)
+    del edge_index
+    run(model, x, graph(1)[1])
+    gc.collect()
+    assert kept() is None
+
+
+def test_edges_changed_in_place_are_looked_at_again():
+    plain = SAGEConv(WIDTH, 5).double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    x, edge_index = graph()
+    run(model, x, edge_index)
+    edge_index[0].copy_(edge_index[0].flip(0))
+    assert largest_error(run(model, x, edge_index), run(plain, x, edge_index)) < 1e-10
+
+
+def test_two_kinds_of_nodes():
+    torch.manual_seed(0)
+    plain = HeteroConv(
+        {
+            ("a", "to", "b"): SAGEConv((WIDTH, WIDTH), 5),
+            ("b", "to", "a"): GATConv((WIDTH, WIDTH), 5, add_self_loops=False),
+        }
+    ).double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    x, edge_index = graph()
+    edges = {("a", "to", "b"): edge_index % 40, ("b", "to", "a"): (edge_index % 40).flip(0)}
+    nodes = {"a": x, "b": x[:40] * 2}
+    for _ in range(2):
+        expected, found = plain(nodes, edges), model(nodes, edges)
+        assert all(largest_error([found[k]], [expected[k]]) < 1e-10 for k in expected)
+
+
+@needs_kernels
+@pytest.mark.parametrize("bad", [NODES, -1])
+def test_an_id_outside_of_the_graph_is_an_error(bad):
+    model = pyg_sar.distribute(SAGEConv(WIDTH, 5).double())
+    x, edge_index = graph()
+    for row in (0, 1):
+        wrong = edge_index.clone()
+        wrong[row, 3] = bad
+        with pytest.raises((IndexError, RuntimeError, ValueError)):
+            model(x, wrong)
+
+
+@needs_kernels
+def test_switched_off_nothing_is_bucketed():
+    model = pyg_sar.distribute(SAGEConv(WIDTH, 5).double(), SARPolicy(kernels="off"))
+    x, edge_index = graph()
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        model(x, edge_index)
+    assert ledger.events("bucketing") == 0
+
+
+def test_copies_and_pickles_start_anew():
+    model = pyg_sar.distribute(SAGEConv(WIDTH, 5).double())
+    x, edge_index = graph()
+    expected = run(model, x, edge_index)
+    assert largest_error(run(copy.deepcopy(model), x, edge_index), expected) == 0.0
+    assert pickle.loads(pickle.dumps(model.own_graphs))._found == []
+    plain = SAGEConv(WIDTH, 5).double()
+    plain.load_state_dict(model.state_dict())
+    assert largest_error(run(plain, x, edge_index), expected) < 1e-10
