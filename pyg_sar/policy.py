@@ -46,6 +46,10 @@ class SARPolicy:
         kernels: ``'auto'`` sums by the C++ kernels, in modes 1 and 2, where a message is the source
             rows themselves, and no message is materialized; with a warning where they were not
             built. ``'off'``: by PyTorch's operators alone.
+        push: ``'auto'`` lets sums of source rows, weighted by constants or not, take the fewest
+            rows over the wire: for each pair of workers a minimum vertex cover says which source
+            rows are pulled and for which targets partial sums are pushed (modes 1 and 2, with the
+            kernels). ``'off'`` pulls all. Must be the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
@@ -67,6 +71,7 @@ class SARPolicy:
     message_budget: int | None = None
     strategy: Literal["auto", "chunked"] = "auto"
     kernels: Literal["auto", "off"] = "auto"
+    push: Literal["auto", "off"] = "auto"
     wire: Literal["exact", "bfloat16", "float16"] = "exact"
     measure_every: int | None = None
 
@@ -79,6 +84,8 @@ class SARPolicy:
             raise ValueError(
                 f"Expected 'strategy' to be 'auto' or 'chunked' (got {self.strategy!r})"
             )
+        if self.push not in ("auto", "off"):
+            raise ValueError(f"Expected 'push' to be 'auto' or 'off' (got {self.push!r})")
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
         if self.wire not in WIRES:
