@@ -10,16 +10,13 @@ pushed one (it is fetched twice, say), the cheapest cover is a minimum cut (Pica
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.sparse import csr_array  # type: ignore[import-untyped]
-from scipy.sparse.csgraph import (  # type: ignore[import-untyped]
-    maximum_bipartite_matching,
-    maximum_flow,
-)
 from torch import Tensor
 
 _Ints = NDArray[np.int64]
@@ -62,6 +59,8 @@ def minimum_cover(
     """
     if pull < 1 or push < 1:
         raise ValueError(f"Expected positive costs (got pull={pull}, push={push})")
+    from scipy.sparse import csr_array  # type: ignore[import-untyped]  # seconds to import
+
     j, i = source.cpu().numpy().astype(np.int64), target.cpu().numpy().astype(np.int64)
     graph = csr_array((np.ones(j.size, np.int8), (j, i)), shape=(num_sources, num_targets))
     graph.sum_duplicates()
@@ -74,9 +73,11 @@ def minimum_cover(
 
 
 def _by_matching(
-    graph: csr_array, pull: int, push: int
+    graph: Any, pull: int, push: int
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
     """Sources and targets that alternating paths from unmatched sources reach, and the bound."""
+    from scipy.sparse.csgraph import maximum_bipartite_matching  # type: ignore[import-untyped]
+
     mate = maximum_bipartite_matching(graph, perm_type="column").astype(np.int64)
     matched = mate >= 0
     back = np.full(graph.shape[1], -1, np.int64)
@@ -85,10 +86,11 @@ def _by_matching(
     return near, far, int(matched.sum()) * pull
 
 
-def _by_flow(
-    graph: csr_array, pull: int, push: int
-) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
+def _by_flow(graph: Any, pull: int, push: int) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
     """The source side of a minimum cut, and the flow."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_flow
+
     sources, targets = graph.shape
     first, last = sources + targets, sources + targets + 1
     coo = graph.tocoo()
@@ -116,7 +118,7 @@ def _by_flow(
 
 
 def _reach(
-    graph: csr_array, near: NDArray[np.bool_], back: object
+    graph: Any, near: NDArray[np.bool_], back: Callable[[_Ints], _Ints]
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
     """From some sources along edges to targets, and from these ``back`` to sources, repeatedly."""
     far = np.zeros(graph.shape[1], np.bool_)
@@ -125,7 +127,7 @@ def _reach(
         found = np.unique(graph[fresh].indices)
         found = found[~far[found]]
         far[found] = True
-        fresh = np.unique(back(found))  # type: ignore[operator]
+        fresh = np.unique(back(found))
         fresh = fresh[fresh >= 0]
         fresh = fresh[~near[fresh]]
         near[fresh] = True
