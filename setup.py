@@ -30,7 +30,10 @@ def kernels() -> dict[str, Any]:
 
     extension = CppExtension(
         "pyg_sar._kernels",
-        [f"extensions/{name}.cpp" for name in ("segments", "gather_sum", "edge_dot", "attention")],
+        [
+            f"extensions/{name}.cpp"
+            for name in ("segments", "gather_sum", "edge_dot", "extremum", "attention")
+        ],
         depends=[
             f"extensions/{name}.h"
             for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")
