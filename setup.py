@@ -32,7 +32,7 @@ def kernels() -> dict[str, Any]:
         "pyg_sar._kernels",
         [
             f"extensions/{name}.cpp"
-            for name in ("segments", "gather_sum", "edge_dot", "extremum", "attention")
+            for name in ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention")
         ],
         depends=[
             f"extensions/{name}.h"

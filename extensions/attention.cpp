@@ -8,6 +8,7 @@
 // All indices are checked before anything is read or written.
 
 #include "attention.h"
+#include "segments.h"
 
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
@@ -20,6 +21,8 @@ namespace {
 
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
+
+constexpr const char* kName = "attention";
 
 // What the operators take after their own tensors.
 struct Given {
@@ -56,8 +59,6 @@ void expect(const char* name, const OptionalTensor& tensor, at::IntArrayRef shap
                    dtype, " (got ", tensor->scalar_type(), ")");
 }
 
-bool is_index(const Tensor& x) { return x.scalar_type() == at::kInt || x.scalar_type() == at::kLong; }
-
 int64_t features(const Given& g) { return g.edge_attr.has_value() ? g.edge_attr->size(1) : 0; }
 
 std::vector<int64_t> row_shape(const Given& g) {
@@ -71,19 +72,10 @@ std::vector<int64_t> with_rows(int64_t rows, std::vector<int64_t> row) {
 }
 
 void check_edges(const Given& g) {
-  TORCH_CHECK_VALUE(g.source.dim() == 1 && g.offsets.dim() == 1 && g.offsets.size(0) >= 1,
-                    "attention: expected 'source' of shape [E] and 'offsets' of shape [U + 1] (got ",
-                    g.source.sizes(), " and ", g.offsets.sizes(), ")");
-  TORCH_CHECK_TYPE(is_index(g.source) && is_index(g.offsets),
-                   "attention: expected int32 or int64 'source' and 'offsets' (got ",
-                   g.source.scalar_type(), " and ", g.offsets.scalar_type(), ")");
-  expect("targets", g.targets, {g.offsets.size(0) - 1}, at::kLong);
-  if (g.edges.has_value()) {
-    TORCH_CHECK_TYPE(is_index(*g.edges), "attention: expected int32 or int64 'edges' (got ",
-                     g.edges->scalar_type(), ")");
-    expect("edges", g.edges, g.source.sizes(), g.edges->scalar_type());
-  }
+  checked(kName, g.source, g.offsets, g.targets, std::nullopt);
+  if (g.edges.has_value()) expect("edges", g.edges, g.source.sizes(), g.source.scalar_type());
   TORCH_CHECK_VALUE(g.p >= 0 && g.p <= 1, "attention: expected 'p' between 0 and 1 (got ", g.p, ")");
+  TORCH_CHECK_VALUE(g.p == 0 || g.drop_key.has_value(), "attention: dropout needs a 'drop_key'");
   if (!g.drop_key.has_value()) return;
   TORCH_CHECK_VALUE(g.drop_key->dim() == 1, "attention: expected 'drop_key' of shape [E] (got ",
                     g.drop_key->sizes(), ")");
@@ -117,54 +109,31 @@ void check(const Given& g, int64_t num_targets) {
 
 // Checks of indices ###########################################################
 
+// Edges' numbers name rows of what edges have.
 template <class Index>
-bool outside(const Tensor& index, int64_t limit) {
-  const Index* at = index.const_data_ptr<Index>();
-  std::atomic<bool> bad{false};
-  at::parallel_for(0, index.numel(), 1 << 18, [&](int64_t start, int64_t stop) {
-    bool found = false;
-    for (int64_t e = start; e < stop; ++e) found |= (at[e] < 0) | (at[e] >= limit);
-    if (found) bad.store(true);
-  });
-  return bad.load();
-}
-
-void check_range(const char* name, const Tensor& index, int64_t limit) {
-  const bool bad = index.scalar_type() == at::kInt ? outside<int32_t>(index, limit)
-                                                   : outside<int64_t>(index, limit);
-  TORCH_CHECK_INDEX(!bad, "attention: '", name, "' names a row outside [0, ", limit, ")");
-}
-
-// 'read' and 'added' are how many rows edges read and add to.
-void check_indices(const Given& g, const Tensor& source, const Tensor& offsets,
-                   const OptionalTensor& targets, const OptionalTensor& edges, int64_t read,
-                   int64_t added) {
-  const int64_t num_edges = source.numel(), segments = offsets.numel() - 1;
-  const int64_t* first = offsets.const_data_ptr<int64_t>();
-  bool bad = first[0] != 0 || first[segments] != num_edges;
-  for (int64_t u = 0; u < segments; ++u) bad |= first[u + 1] < first[u];
-  TORCH_CHECK_VALUE(!bad, "attention: expected 'offsets' that ascend from 0 to the number of edges, ",
-                    num_edges);
-  if (targets.has_value()) {
-    // Two segments of one row would be added by two threads at a time.
-    const int64_t* row = targets->const_data_ptr<int64_t>();
-    bool wrong = segments > 0 && (row[0] < 0 || row[segments - 1] >= added);
-    for (int64_t u = 1; u < segments; ++u) wrong |= row[u] <= row[u - 1];
-    TORCH_CHECK_INDEX(!wrong, "attention: expected ascending 'targets' in [0, ", added, ")");
-  } else {
-    TORCH_CHECK_INDEX(segments <= added, "attention: ", segments, " segments without 'targets' for ",
-                      added, " rows");
-  }
-  check_range("source", source, read);
+void check_numbers(const Given& g, int64_t num_edges, const OptionalTensor& edges) {
   int64_t rows = std::numeric_limits<int64_t>::max();
   if (g.edge_attr.has_value()) rows = std::min(rows, g.edge_attr->size(0));
   if (g.drop_key.has_value()) rows = std::min(rows, g.drop_key->size(0));
-  if (edges.has_value()) {
-    check_range("edges", *edges, rows);
-  } else {
-    TORCH_CHECK_INDEX(num_edges <= rows, "attention: ", num_edges, " edges and ", rows,
+  if (!edges.has_value()) {
+    TORCH_CHECK_INDEX(num_edges <= rows, "attention: ", num_edges, " edges, and ", rows,
                       " rows of 'edge_attr' or 'drop_key'");
+    return;
   }
+  const Index* number = edges->const_data_ptr<Index>();
+  std::atomic<bool> good{true};
+  at::parallel_for(0, num_edges, 1 << 18, [&](int64_t start, int64_t stop) {
+    if (!within(number + start, stop - start, rows)) good = false;
+  });
+  TORCH_CHECK_INDEX(good, "attention: 'edges' names a row outside [0, ", rows, ")");
+}
+
+// 'read' and 'added' are how many rows edges read and add to.
+template <class Index>
+void check_indices(const Given& g, const SegmentTensors& segments, const OptionalTensor& edges,
+                   int64_t read, int64_t added) {
+  checked<Index>(kName, segments, read, added);
+  check_numbers<Index>(g, segments.source.numel(), edges);
 }
 
 // Memory as the loops want it ##################################################
@@ -224,18 +193,20 @@ struct Dense {
     edge_attr = g.edge_attr.has_value() ? with_dense_rows(*g.edge_attr) : Tensor();
     att = dense(g.att);
     edge_weight = dense(g.edge_weight);
-    targets = dense(g.targets);
-    edges = dense(g.edges);
     drop_key = g.p > 0 ? dense(g.drop_key) : Tensor();
-    source = g.source.contiguous();
-    offsets = g.offsets.to(at::kLong).contiguous();
     const int64_t read = transposed ? num_targets : value.size(0);
     const int64_t added = transposed ? value.size(0) : num_targets;
-    const auto some = [](const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; };
     TORCH_CHECK_VALUE(std::max(read, added) <= std::numeric_limits<int32_t>::max(),
                       "attention: more rows than int32 can name");
-    check_indices(g, source, offsets, some(targets), some(edges), read, added);
-    source = source.to(at::kInt);
+    const SegmentTensors segments =
+        checked(kName, g.source, g.offsets, g.targets, std::nullopt);
+    edges = dense(g.edges);
+    const OptionalTensor numbers = edges.defined() ? OptionalTensor(edges) : std::nullopt;
+    segments.is_narrow() ? check_indices<int32_t>(g, segments, numbers, read, added)
+                         : check_indices<int64_t>(g, segments, numbers, read, added);
+    targets = segments.targets.value_or(Tensor());
+    offsets = segments.offsets.to(at::kLong);
+    source = segments.source.to(at::kInt);
     if (g.kind == kDot && edge_attr.defined()) query_edges = edge_products(query);
   }
 
@@ -275,6 +246,7 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
   t.num_segments = d.offsets.numel() - 1;
   t.num_edges = d.source.numel();
   t.chunks = chunks;
+  t.distance = distance_of<T>(t.width());
   return t;
 }
 

@@ -39,6 +39,7 @@ struct Terms {
   uint32_t seed_low, seed_high, threshold;
   T kept;                            // the factor of what isn't dropped
   int64_t num_segments, num_edges, chunks;
+  int64_t distance;                  // how many edges ahead rows are fetched
 
   PYG_SAR_INLINE int64_t width() const { return heads * channels; }
   PYG_SAR_INLINE int64_t target(int64_t u) const { return targets == nullptr ? u : targets[u]; }
@@ -57,7 +58,7 @@ struct Terms {
     return std::clamp<int64_t>(fit / 4 * 4, 8, kBlock);
   }
   PYG_SAR_INLINE Rows<T> rows(const Matrix<const T>& of, int64_t e) const {
-    return {of.data, of.stride, width(), source + e, num_edges - e};
+    return {of.data, of.stride, width(), source + e, num_edges - e, distance};
   }
 };
 
@@ -67,7 +68,7 @@ struct Buffers {
   std::vector<T> room;
   std::vector<uint32_t> hashes;
   int64_t size, used = 0;
-  T *score, *weight, *inner, *top, *inverse, *delta, *keep;
+  T *score, *leaked, *weight, *inner, *top, *inverse, *delta, *keep;
   T *fixed, *lanes, *tile_top, *tile_inverse, *tile_delta, *row, *row2, *row3;
   T *edges_of_weight, *edges_of_score;
   uint32_t *hash, *head;
@@ -75,10 +76,12 @@ struct Buffers {
   explicit Buffers(const Terms<T>& t) {
     const int64_t scalars = padded(kBlock * t.heads), tile = tile_length(t.heads);
     const int64_t width = padded(t.width()), edge = padded(t.heads * t.features);
-    room.resize(7 * scalars + 5 * tile + 3 * width + 2 * edge + kLanes);
+    room.resize(8 * scalars + 5 * tile + 3 * width + 2 * edge + kLanes);
     hashes.resize(scalars + tile + kLanes);
     size = tile;
-    for (T** at : {&score, &weight, &inner, &top, &inverse, &delta, &keep}) *at = take(scalars);
+    for (T** at : {&score, &leaked, &weight, &inner, &top, &inverse, &delta, &keep}) {
+      *at = take(scalars);
+    }
     for (T** at : {&fixed, &lanes, &tile_top, &tile_inverse, &tile_delta}) *at = take(tile);
     for (T** at : {&row, &row2, &row3}) *at = take(width);
     for (T** at : {&edges_of_weight, &edges_of_score}) *at = take(edge);
@@ -122,11 +125,7 @@ PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, c
                            int64_t first, int64_t n) {
   const int64_t count = n * t.heads;
   if constexpr (kKind == kAdditive) {
-    if (rows.base == nullptr) {
-      std::fill_n(b.score, count, T(0));
-    } else {
-      copy_rows(b.score, rows, n, t.heads);
-    }
+    // b.score holds the rows.
     if (t.features > 0) {
       for (int64_t e = 0; e < n; ++e) {
         T* score = b.score + e * t.heads;
@@ -139,7 +138,7 @@ PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, c
     add_tile(b.score, b.fixed, count, b.size);
   } else if constexpr (kKind == kGatv2) {
     for (int64_t e = 0; e < n; ++e) {
-      rows.ahead(e, kAhead);
+      rows.ahead(e);
       const T* row = rows.at(e);
       if (t.features > 0) {
         add_edge_term(b.row, row, t.attr(first + e), t.edge_weight, t.features, t.width());
@@ -148,7 +147,7 @@ PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, c
       gatv2_score<kChannels>(b.score + e * t.heads, x, row, t.att, t.slope, t.heads, t.channels);
     }
   } else {
-    inner_products<kChannels>(b.score, x, rows, n, t.heads, t.channels);
+    inner_products<kChannels, true>(b.score, x, rows, n, t.heads, t.channels);
     const T scale = t.scale;
     T* score = b.score;
     PYG_SAR_LANES(count, kLanes, (void)o; score[k] *= scale;)
@@ -218,7 +217,11 @@ struct Forward {
     const int64_t count = n * t.heads, end = padded(count);
     T* out = acc + i * t.width();
     Rows<T> keys = t.rows(t.key, first);
-    if constexpr (kKind == kAdditive) keys.width = t.heads;
+    if constexpr (kKind == kAdditive) {
+      keys.width = t.heads;
+      keys.distance = 2 * kAheadMost;
+    }
+    if constexpr (kKind == kAdditive) copy_rows(b.score, keys, n, t.heads);
     scores<kKind, kChannels>(t, b, t.query.row(i), keys, first, n);
     if constexpr (kKind == kAdditive) leak(b.score, b.score, t.slope, count);
     if constexpr (kKind == kDot) {
@@ -332,17 +335,17 @@ struct Sources {
                           int64_t n) const {
     const int64_t count = n * t.heads;
     const Rows<T> grads = t.rows(known.grad_out, first), queries = t.rows(t.query, first);
-    gather(b, first, n);
+    Rows<T> packed = t.rows({known.packed, 4 * t.heads}, first);
+    packed.distance = 2 * kAheadMost;
+    T* last = kKind == kAdditive ? b.score : b.keep;
+    split_rows(b.top, b.inverse, b.delta, last, packed, n, t.heads);
     if constexpr (kKind == kAdditive) {
-      Rows<T> packed = t.rows({known.packed + 3 * t.heads, 4 * t.heads}, first);
-      packed.left = 0;  // fetched by gather()
       scores<kKind, kChannels>(t, b, static_cast<const T*>(nullptr), packed, first, n);
-      leak(b.weight, b.score, t.slope, count);
-      std::swap_ranges(b.weight, b.weight + count, b.score);  // weight: before the leaky ReLU
+      leak(b.leaked, b.score, t.slope, count);
     } else {
       scores<kKind, kChannels>(t, b, t.key.row(j), queries, first, n);
     }
-    inner_products<kChannels>(b.inner, t.value.row(j), grads, n, t.heads, t.channels);
+    inner_products<kChannels, true>(b.inner, t.value.row(j), grads, n, t.heads, t.channels);
     if constexpr (kKind == kDot) {
       if (t.features > 0) {
         for (int64_t e = 0; e < n; ++e) {
@@ -352,10 +355,10 @@ struct Sources {
         }
       }
     }
-    exp_share(b.score, b.top, b.inverse, count);
+    T* alpha = kKind == kAdditive ? b.leaked : b.score;
+    exp_share(alpha, b.top, b.inverse, count);
     if (t.drop_key != nullptr) draw(t, b, first, n);
-    if constexpr (kKind == kAdditive) std::copy_n(b.weight, count, b.top);
-    score_gradients(b, b.score, b.delta, false, t.drop_key != nullptr, count);
+    score_gradients(b, alpha, b.delta, false, t.drop_key != nullptr, count);
     if (grad_value != nullptr) {
       accumulate<kChannels, false>(grad_value + j * t.width(), b.weight, grads, n, t.heads,
                                    t.channels);
@@ -367,24 +370,12 @@ struct Sources {
     }
   }
 
-  // The packed scalars of a block's targets.
-  PYG_SAR_INLINE void gather(const Buffers<T>& b, int64_t first, int64_t n) const {
-    Rows<T> packed = t.rows({known.packed, 4 * t.heads}, first);
-    packed.width = 4 * t.heads;
-    copy_rows(b.top, packed, n, t.heads);
-    packed.left = 0;
-    packed.base += t.heads;
-    copy_rows(b.inverse, packed, n, t.heads);
-    packed.base += t.heads;
-    copy_rows(b.delta, packed, n, t.heads);
-  }
-
-  // b.inner: dL/dscore; b.top: scores before the leaky ReLU
+  // b.inner: dL/dscore; b.score: before the leaky ReLU
   PYG_SAR_INLINE void add_additive(const Buffers<T>& b, int64_t chunk, int64_t j, int64_t first,
                                    int64_t n) const {
     const int64_t count = n * t.heads;
     T *inner = b.inner, *lanes = b.lanes;
-    const T* before = b.top;
+    const T* before = b.score;
     const T slope = t.slope;
     PYG_SAR_LANES(count, kLanes, (void)o; const T down = slope * inner[k];
                   inner[k] = before[k] > T(0) ? inner[k] : down;)
@@ -395,11 +386,7 @@ struct Sources {
       add_lanes(grad_key + j * t.heads, lanes, t.heads, b.size);
     }
     if (!grad_query.empty()) {
-      T* out = grad_query[chunk];
-      for (int64_t e = 0; e < n; ++e) {
-        T* row = out + t.source[first + e] * t.heads;
-        for (int64_t h = 0; h < t.heads; ++h) row[h] += inner[e * t.heads + h];
-      }
+      scatter(grad_query[chunk], inner, t.source + first, n, t.heads);
     }
     for (int64_t e = 0; e < n && grad_edge_attr != nullptr; ++e) {
       T* row = grad_edge_attr + t.number(first + e) * t.features;
@@ -473,7 +460,7 @@ struct Targets {
     const int64_t count = n * t.heads, edges = i * t.heads * t.features;
     const Rows<T> keys = t.rows(t.key, first), values = t.rows(t.value, first);
     scores<kKind, kChannels>(t, b, t.query.row(i), keys, first, n);
-    inner_products<kChannels>(b.inner, known.grad_out.row(i), values, n, t.heads, t.channels);
+    inner_products<kChannels, true>(b.inner, known.grad_out.row(i), values, n, t.heads, t.channels);
     if constexpr (kKind == kDot) {
       for (int64_t e = 0; e < n && t.features > 0; ++e) {
         add_edge_products(t, b.score, t.scale, known.query_edges + edges, e, first);

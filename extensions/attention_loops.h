@@ -5,6 +5,8 @@
 // both the number of heads and that of the lanes, so that loops over scalars are flat.
 #pragma once
 
+#include "segments.h"
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -12,13 +14,16 @@
 #include <limits>
 #include <numeric>
 
-#define PYG_SAR_INLINE inline __attribute__((always_inline))
-
 namespace pyg_sar::attention {
 
 constexpr int64_t kLanes = 16;
-constexpr int64_t kAhead = 8;               // edges; about the latency of memory
-constexpr int64_t kPrefetchedBytes = 1024;  // the processor follows a longer row by itself
+#ifndef AHEAD_BYTES
+#define AHEAD_BYTES 8192
+#define AHEAD_MAX 64
+#endif
+constexpr int64_t kAheadBytes = AHEAD_BYTES;      // of rows that are on their way; about the latency of memory
+constexpr int64_t kAheadMost = AHEAD_MAX;         // edges
+constexpr int64_t kPrefetchedBytes = 4096;  // the processor follows a longer row by itself
 
 PYG_SAR_INLINE int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 PYG_SAR_INLINE int64_t tile_length(int64_t heads) { return std::lcm(heads, kLanes); }
@@ -164,21 +169,48 @@ struct Rows {
   const T* base;
   int64_t stride, width;
   const int32_t* index;
-  int64_t left;
+  int64_t left, distance;
 
   PYG_SAR_INLINE const T* at(int64_t e) const {
     return base + static_cast<int64_t>(index[e]) * stride;
   }
-  PYG_SAR_INLINE void ahead(int64_t e, int64_t distance) const {
-    if (e + distance < left) fetch(at(e + distance), width);
+  PYG_SAR_INLINE void ahead(int64_t e) const { ahead(e, width); }
+  PYG_SAR_INLINE void ahead(int64_t e, int64_t values) const {
+    if (e + distance < left) fetch(at(e + distance), values);
   }
 };
+
+template <class T>
+PYG_SAR_INLINE int64_t distance_of(int64_t width) {
+  const int64_t fit = kAheadBytes / (width * static_cast<int64_t>(sizeof(T)) + 1);
+  return fit < 4 ? 4 : fit < kAheadMost ? fit : kAheadMost;
+}
+
+// Calls a loop with a constant number of heads where rows are narrow: LOOP<heads, channels, ...>.
+#define PYG_SAR_HEADS(LOOP, ARGUMENTS, kChannels, ...)                 \
+  if constexpr (kChannels > 0 && kChannels <= 16) {                    \
+    if (heads == 1) return LOOP<1, kChannels, __VA_ARGS__> ARGUMENTS;  \
+    if (heads == 2) return LOOP<2, kChannels, __VA_ARGS__> ARGUMENTS;  \
+    if (heads == 4) return LOOP<4, kChannels, __VA_ARGS__> ARGUMENTS;  \
+    if (heads == 8) return LOOP<8, kChannels, __VA_ARGS__> ARGUMENTS;  \
+  }                                                                    \
+  return LOOP<0, kChannels, __VA_ARGS__> ARGUMENTS;
+
+// Calls a loop over scalars with a constant number of heads: LOOP<heads>.
+#define PYG_SAR_SCALAR_HEADS(LOOP, ARGUMENTS)  \
+  switch (heads) {                             \
+    case 1: return LOOP<1> ARGUMENTS;          \
+    case 2: return LOOP<2> ARGUMENTS;          \
+    case 4: return LOOP<4> ARGUMENTS;          \
+    case 8: return LOOP<8> ARGUMENTS;          \
+    default: return LOOP<0> ARGUMENTS;         \
+  }
 
 template <int64_t kHeads, class T>
 PYG_SAR_INLINE void copy_rows_of(T* out, const Rows<T>& rows, int64_t n, int64_t given) {
   const int64_t heads = kHeads > 0 ? kHeads : given;
   for (int64_t e = 0; e < n; ++e) {
-    rows.ahead(e, 2 * kAhead);
+    rows.ahead(e);
     const T* row = rows.at(e);
     for (int64_t h = 0; h < heads; ++h) out[e * heads + h] = row[h];
   }
@@ -187,24 +219,56 @@ PYG_SAR_INLINE void copy_rows_of(T* out, const Rows<T>& rows, int64_t n, int64_t
 // out[e, :] = rows[e, :], one scalar per head
 template <class T>
 PYG_SAR_INLINE void copy_rows(T* out, const Rows<T>& rows, int64_t n, int64_t heads) {
-  switch (heads) {
-    case 1: return copy_rows_of<1>(out, rows, n, heads);
-    case 2: return copy_rows_of<2>(out, rows, n, heads);
-    case 4: return copy_rows_of<4>(out, rows, n, heads);
-    case 8: return copy_rows_of<8>(out, rows, n, heads);
-    default: return copy_rows_of<0>(out, rows, n, heads);
+  PYG_SAR_SCALAR_HEADS(copy_rows_of, (out, rows, n, heads))
+}
+
+template <int64_t kHeads, class T>
+PYG_SAR_INLINE void split_rows_of(T* a, T* b, T* c, T* d, const Rows<T>& rows, int64_t n,
+                                  int64_t given) {
+  const int64_t heads = kHeads > 0 ? kHeads : given;
+  for (int64_t e = 0; e < n; ++e) {
+    rows.ahead(e, 4 * heads);
+    const T* row = rows.at(e);
+    const int64_t at = e * heads;
+    for (int64_t h = 0; h < heads; ++h) a[at + h] = row[h];
+    for (int64_t h = 0; h < heads; ++h) b[at + h] = row[heads + h];
+    for (int64_t h = 0; h < heads; ++h) c[at + h] = row[2 * heads + h];
+    for (int64_t h = 0; h < heads; ++h) d[at + h] = row[3 * heads + h];
   }
 }
 
+// a, b, c, d [e, :] = the four parts of rows[e, :], each of one scalar per head
+template <class T>
+PYG_SAR_INLINE void split_rows(T* a, T* b, T* c, T* d, const Rows<T>& rows, int64_t n,
+                               int64_t heads) {
+  PYG_SAR_SCALAR_HEADS(split_rows_of, (a, b, c, d, rows, n, heads))
+}
+
+template <int64_t kHeads, class T>
+PYG_SAR_INLINE void scatter_of(T* out, const T* s, const int32_t* index, int64_t n, int64_t given) {
+  const int64_t heads = kHeads > 0 ? kHeads : given;
+  for (int64_t e = 0; e < n; ++e) {
+    T* row = out + static_cast<int64_t>(index[e]) * heads;
+    for (int64_t h = 0; h < heads; ++h) row[h] += s[e * heads + h];
+  }
+}
+
+// out[index[e], :] += s[e, :], one scalar per head
+template <class T>
+PYG_SAR_INLINE void scatter(T* out, const T* s, const int32_t* index, int64_t n, int64_t heads) {
+  PYG_SAR_SCALAR_HEADS(scatter_of, (out, s, index, n, heads))
+}
+
 // acc[h, c] += sum over edges of w[e, h] * rows[e, h, c]
-template <int64_t kChannels, bool kFetch, class T>
-PYG_SAR_INLINE void accumulate(T* acc, const T* w, const Rows<T>& rows, int64_t n, int64_t heads,
-                               int64_t given) {
-  const int64_t channels = kChannels > 0 ? kChannels : given;
+template <int64_t kHeads, int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void accumulate_of(T* acc, const T* w, const Rows<T>& rows, int64_t n,
+                                  int64_t some_heads, int64_t some_channels) {
+  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
+  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
   int64_t e = 0;
   for (; e + 4 <= n; e += 4) {
     if constexpr (kFetch) {
-      for (int64_t k = 0; k < 4; ++k) rows.ahead(e + k, kAhead);
+      for (int64_t k = 0; k < 4; ++k) rows.ahead(e + k, heads * channels);
     }
     const T *a = rows.at(e), *b = rows.at(e + 1), *c = rows.at(e + 2), *d = rows.at(e + 3);
     for (int64_t h = 0; h < heads; ++h) {
@@ -218,7 +282,7 @@ PYG_SAR_INLINE void accumulate(T* acc, const T* w, const Rows<T>& rows, int64_t 
     }
   }
   for (; e < n; ++e) {
-    if constexpr (kFetch) rows.ahead(e, kAhead);
+    if constexpr (kFetch) rows.ahead(e, heads * channels);
     const T* a = rows.at(e);
     for (int64_t h = 0; h < heads; ++h) {
       const T p = w[e * heads + h];
@@ -229,13 +293,20 @@ PYG_SAR_INLINE void accumulate(T* acc, const T* w, const Rows<T>& rows, int64_t 
   }
 }
 
+template <int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void accumulate(T* acc, const T* w, const Rows<T>& rows, int64_t n, int64_t heads,
+                               int64_t channels) {
+  PYG_SAR_HEADS(accumulate_of, (acc, w, rows, n, heads, channels), kChannels, kFetch)
+}
+
 // out[e, h] = <x[h], rows[e, h]>
-template <int64_t kChannels, class T>
-PYG_SAR_INLINE void inner_products(T* out, const T* x, const Rows<T>& rows, int64_t n,
-                                   int64_t heads, int64_t given) {
-  const int64_t channels = kChannels > 0 ? kChannels : given;
+template <int64_t kHeads, int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void inner_products_of(T* out, const T* x, const Rows<T>& rows, int64_t n,
+                                      int64_t some_heads, int64_t some_channels) {
+  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
+  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
   for (int64_t e = 0; e < n; ++e) {
-    rows.ahead(e, kAhead);
+    if constexpr (kFetch) rows.ahead(e, heads * channels);
     const T* row = rows.at(e);
     for (int64_t h = 0; h < heads; ++h) {
       const int64_t first = h * channels;
@@ -245,6 +316,12 @@ PYG_SAR_INLINE void inner_products(T* out, const T* x, const Rows<T>& rows, int6
       out[e * heads + h] = sum;
     }
   }
+}
+
+template <int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void inner_products(T* out, const T* x, const Rows<T>& rows, int64_t n,
+                                   int64_t heads, int64_t channels) {
+  PYG_SAR_HEADS(inner_products_of, (out, x, rows, n, heads, channels), kChannels, kFetch)
 }
 
 // out[h] = sum over c of att[h, c] * leaky(x + row)[h, c]

@@ -39,6 +39,7 @@ from pyg_sar.train_config import TrainConfig
 from pyg_sar.training import Trainer
 from pyg_sar.verify import call_with, verify
 from pyg_sar.verify_report import VerifyReport
+from pyg_sar.wire_error import gradient_error
 
 __version__ = "0.1.0"
 
@@ -67,6 +68,7 @@ __all__ = [
     "dist_batch",
     "distribute",
     "finalize",
+    "gradient_error",
     "init",
     "initialize",
     "launch",

@@ -38,6 +38,7 @@ from pyg_sar.rounds import Rounds
 from pyg_sar.shard import Tile, empty_tile
 from pyg_sar.softmax_reduce import make_reducer
 from pyg_sar.target_index import Reductions
+from pyg_sar.wire import Wire
 
 _LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
 
@@ -87,6 +88,7 @@ class SequentialAggregation:
         self.program, self.rounds, self.decomposition = program, rounds, decomposition
         self.needs, self.policy, self.name = needs, policy, name
         self.plan, self.out_rows = rounds.plan, list(out_rows)
+        self.wire = Wire(policy.wire)
         self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
         self.keeps_graphs = needs.needs_gradient and (
             policy.mode > 1
@@ -128,7 +130,7 @@ class SequentialAggregation:
         reducers = self.reducers()
         sources = [tensors[k] for k in program.numbers("source")]
         label = (self.name, "forward", "fetch")
-        stream = self.rounds.stream(sources, label, self.policy.prefetch)
+        stream = self.rounds.stream(sources, label, self.policy.prefetch, self.wire)
         keep = record and self.keeps_graphs and not self.no_graph
         seen = False
         with self._message_scope(keep) as parameters:
@@ -222,7 +224,8 @@ class SequentialAggregation:
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         own = [_like(totals[k]) for k in numbers]
-        returns = self.rounds.returns(own, self.name, self.policy.prefetch > 1)
+        refetches = self.needs.needs_sources and not (self.no_graph or self.keeps_graphs)
+        returns = self.rounds.returns(own, self.name, self.policy.prefetch, refetches, self.wire)
         sums: dict[int, Tensor] = {}
         for unit, handed, graphs in self._graph_rounds(tensors, last):
             unit_totals = list(totals)
@@ -282,7 +285,8 @@ class SequentialAggregation:
             if self.needs.needs_sources:
                 sources = [_like(tensors[k]) for k in self.program.numbers("source")]
                 label = (self.name, "backward", "refetch")
-                for unit, rows in self.rounds.stream(sources, label, self.policy.prefetch):
+                prefetch = self.policy.prefetch
+                for unit, rows in self.rounds.stream(sources, label, prefetch, self.wire):
                     handed = [rows]
                     del rows
                     yield unit, handed, self._remade(unit, tensors, handed, parameters)

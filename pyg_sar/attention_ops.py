@@ -132,7 +132,7 @@ def attention_backward_sources_(
     names: tuple[str, ...] = ("value", "key")
     if attention.kind == "additive":
         names = (*names, "query", "edge_attr", "edge_weight")
-    _backward(gradients.only(names), attention, cotangent, transposed, True, native)
+    _backward(gradients, names, attention, cotangent, transposed, True, native)
 
 
 def attention_backward_targets_(
@@ -166,7 +166,7 @@ def attention_backward_targets_(
     names: tuple[str, ...] = (
         () if attention.kind == "additive" else ("query", "att", "edge_attr", "edge_weight")
     )
-    _backward(gradients.only(names), attention, cotangent, segments, False, native)
+    _backward(gradients, names, attention, cotangent, segments, False, native)
 
 
 def keep_factors(drop_key: Tensor, heads: int, seed: int, p: float) -> Tensor:
@@ -188,6 +188,7 @@ def keep_factors(drop_key: Tensor, heads: int, seed: int, p: float) -> Tensor:
 
 def _backward(
     gradients: AttentionGradients,
+    names: tuple[str, ...],
     attention: Attention,
     cotangent: Cotangent,
     segments: Segments,
@@ -198,6 +199,7 @@ def _backward(
     cotangent.check(attention)
     gradients.check(attention)
     _check_grad(attention)
+    gradients = gradients.only(names)
     if not gradients.wanted():
         return
     if not _use_kernel(attention, segments, cotangent.grad_out, native):

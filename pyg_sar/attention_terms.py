@@ -24,7 +24,7 @@ class Segments(Protocol):
 
     @property
     def offsets(self) -> Tensor:
-        """The first edge of each segment, then their number, ``[U + 1]``, int32 or int64."""
+        """The first edge of each segment, then their number, ``[U + 1]``, as ``source``."""
 
     @property
     def targets(self) -> Tensor | None:
@@ -32,7 +32,8 @@ class Segments(Protocol):
 
     @property
     def edges(self) -> Tensor | None:
-        """Each edge's number, ``[E]``: its row of edge features; ``None``: 0 .. E - 1."""
+        """Each edge's number, ``[E]``, as ``source``: its row of edge features and drop keys;
+        ``None``: 0 .. E - 1."""
 
 
 def wide_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -298,9 +299,14 @@ def expect(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> N
 def check_segments(segments: Segments) -> None:
     """Raises ``ValueError`` or ``TypeError`` where a shard's edges don't fit together."""
     source, offsets = segments.source, segments.offsets
-    for name, index in (("source", source), ("offsets", offsets), ("edges", segments.edges)):
-        if index is not None and index.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"attention: expected int32 or int64 '{name}' (got {index.dtype})")
+    if source.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"attention: expected int32 or int64 'source' (got {source.dtype})")
+    for name, index in (("offsets", offsets), ("edges", segments.edges)):
+        if index is not None and index.dtype != source.dtype:
+            raise TypeError(
+                f"attention: expected '{name}' of the dtype of 'source', {source.dtype} (got "
+                f"{index.dtype})"
+            )
     if source.dim() != 1 or offsets.dim() != 1 or offsets.numel() < 1:
         raise ValueError(
             "attention: expected 'source' of shape [E] and 'offsets' of shape [U + 1] (got "

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import os
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_sar.errors import PygSarError
-from pyg_sar.rendezvous import Place
+from pyg_sar.rendezvous import Place, interface_to
 
 Parcel = tuple[int, Tensor]
 """(peer, contiguous tensor)"""
@@ -27,6 +28,8 @@ ABORT_TAG = 1 << 20
 """Nobody ever sends with this tag."""
 
 OPS = ("sum", "max", "min")
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
 
 
 class TransportError(PygSarError):
@@ -207,6 +210,10 @@ class GlooTransport(GroupTransport):
         torch.bfloat16: torch.float32,
     }
 
+    def __init__(self, setting: Setting) -> None:
+        with _interface(os.environ.get("MASTER_ADDR", "")):
+            super().__init__(setting)
+
     def abort(self) -> None:
         # gloo has no call for it, but a receive that times out closes all connections of the
         # group, which ends whatever waits for them.
@@ -310,6 +317,24 @@ def unavailable(name: str, needs: str) -> ValueError:
         f"backend={name!r} needs {needs}, which is not here (torch {torch.__version__}). "
         f"Use backend='gloo', which every PyTorch has"
     )
+
+
+@contextlib.contextmanager
+def _interface(master: str) -> Iterator[None]:
+    """Has gloo connect from the interface by which the first worker is reached.
+
+    Left alone it takes whatever the host's own name resolves to, which may be the loopback, or
+    nothing. ``GLOO_SOCKET_IFNAME``, if set, is the user's choice.
+    """
+    name = interface_to(master) if master else None
+    if name is None or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = name
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
 
 
 @contextlib.contextmanager

@@ -21,6 +21,7 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Tile
+from pyg_sar.wire import Wire
 
 if TYPE_CHECKING:
     from pyg_sar.comm import Work
@@ -173,14 +174,20 @@ class ChunkStream:
         tensors: Source tensors ``[num_local, *]``, detached.
         label: Whom the ledger charges.
         prefetch: Chunks fetched ahead.
+        wire: How rows travel; exactly by default.
     """
 
     def __init__(
-        self, chunks: Chunks, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self,
+        chunks: Chunks,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
     ) -> None:
         self.chunks, self.tensors, self.label = chunks, list(tensors), label
         self.prefetch = prefetch
-        self.layout = RowLayout(tensors)
+        self.layout = RowLayout(tensors, wire)
         self._posted = 0
         self._pending: deque[tuple[list[Tensor], list[Work]]] = deque()
 
@@ -193,6 +200,8 @@ class ChunkStream:
             for work in works:
                 work.wait()
             self._post(self.prefetch)
+            local = self.chunks.chunks[number].local_rows.numel()
+            self.layout.land([buffer[local:] for buffer in buffers])
             handed = [self.layout.unpack(buffers)]
             del buffers, works
             yield number, handed.pop()
@@ -213,7 +222,7 @@ class ChunkStream:
                     self.tensors[0].device,
                 )
                 buffer[:local] = self.layout.pack(self.tensors, chunk.local_rows, dtype)
-                receives = list(buffer[local:].split(chunk.counts))
+                receives = list(self.layout.wire.landing(buffer[local:]).split(chunk.counts))
                 sends = [self.layout.packer(self.tensors, rows, dtype) for rows in chunk.sends]
                 works.append(post_all(self.chunks.plan, sends, receives, self.label))
                 buffers.append(buffer)
@@ -227,12 +236,15 @@ class ChunkReturn:
         chunks: The chunks.
         totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
         layer: Whom the ledger charges.
+        wire: How rows travel; exactly by default.
     """
 
-    def __init__(self, chunks: Chunks, totals: Sequence[Tensor], layer: str) -> None:
+    def __init__(
+        self, chunks: Chunks, totals: Sequence[Tensor], layer: str, wire: Wire | None = None
+    ) -> None:
         self.chunks, self.totals = chunks, list(totals)
         self.label: Label = (layer, "backward", "gradient")
-        self.layout = RowLayout(totals)
+        self.layout = RowLayout(totals, wire)
         self._packed: list[Tensor] = []
 
     def start(self, number: int) -> list[Tensor]:
@@ -251,10 +263,12 @@ class ChunkReturn:
         local = chunk.local_rows.numel()
         received: list[list[Tensor]] = []
         for packed in self._packed:
-            receives = [packed.new_empty(rows.numel(), packed.size(1)) for rows in chunk.sends]
-            sends = list(packed[local:].split(chunk.counts))
-            post_all(plan, sends, receives, self.label).wait()
-            received.append(receives)
+            buffers = [packed.new_empty(rows.numel(), packed.size(1)) for rows in chunk.sends]
+            wire = self.layout.wire
+            sends = [wire.encode(part) for part in packed[local:].split(chunk.counts)]
+            post_all(plan, sends, [wire.landing(part) for part in buffers], self.label).wait()
+            self.layout.land(buffers)
+            received.append(buffers)
         own = self.layout.unpack([packed[:local] for packed in self._packed])
         for total, part in zip(self.totals, own, strict=True):
             add_rows(total, chunk.local_rows, part)

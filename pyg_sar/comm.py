@@ -16,6 +16,7 @@ from pyg_sar.communicator import (
 )
 from pyg_sar.issuer import Work
 from pyg_sar.ledger import Label
+from pyg_sar.meeting import meet_neighbours, read_switch
 from pyg_sar.payload import COLLECTIVE, Outgoing
 from pyg_sar.rendezvous import (
     Place,
@@ -75,6 +76,11 @@ def init(
 
     Reads torchrun's environment. Without it, this process is the only worker.
 
+    Workers of one host read each other's rows through shared memory, and use the backend for
+    sums and for other hosts. The environment variable ``PYG_SAR_SHARED_MEMORY`` says when: ``auto``
+    (the default) where two workers have found that they can, ``0`` never, ``1`` always, with
+    an error where workers of one host can't.
+
     Args:
         backend: ``'gloo'``, ``'nccl'``, ``'mpi'`` or ``'ccl'``. By default ``'nccl'`` where every
             worker of the host has a GPU of its own, else ``'gloo'``.
@@ -86,6 +92,7 @@ def init(
 
     Raises:
         ValueError: An unknown or missing backend, an incomplete environment (names the variable).
+        PygSarError: Workers of one host that can't share memory, though they must.
         CommTimeoutError: Workers that did not come.
     """
     check_init(backend, timeout)
@@ -123,6 +130,7 @@ def _open(
         setting = Setting(place=place, store=None, timeout=timeout, device=device)
         return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
     found = read_environment()
+    switch = read_switch()
     if found is None or found.world_size == 1:
         if found is not None and device is None:
             device = TRANSPORTS[backend or default_backend(found)].choose_device(found)
@@ -138,7 +146,11 @@ def _open(
     setting = Setting(
         place=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
     )
-    return GroupCommunicator(kind(setting), watch, timeout)
+    if device.type != "cpu":
+        switch = "0"  # Rows on a GPU are not for processes to read.
+    meeting = dist.PrefixStore("neighbours", store)
+    neighbours = meet_neighbours(meeting, found, everyone, switch, timeout)
+    return GroupCommunicator(kind(setting), watch, timeout, neighbours)
 
 
 def finalize() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from types import TracebackType
 from typing import Any
 
@@ -14,6 +14,7 @@ from pyg_sar.backends import OPS, Lane, Parcel, Transport, TransportError
 from pyg_sar.errors import PygSarError
 from pyg_sar.issuer import Issuer, Work
 from pyg_sar.ledger import Label
+from pyg_sar.neighbours import Neighbours
 from pyg_sar.payload import (
     BARRIER,
     BROADCAST,
@@ -28,6 +29,7 @@ from pyg_sar.payload import (
     num_bytes,
     pack,
 )
+from pyg_sar.sharing import Sharing
 from pyg_sar.signals import TerminationNotice
 from pyg_sar.watch import Watch, is_consequence
 
@@ -55,6 +57,8 @@ class Communicator(ABC):
         self.device = device
         self.timeout = timeout
         self.ledgers: list[Any] = []
+        self.sharing: Sharing | None = None
+        """What there is between workers that read each other's memory, if any."""
         self.closed = False
 
     def __repr__(self) -> str:
@@ -259,16 +263,26 @@ class GroupCommunicator(Communicator):
         transport: What carries the tensors.
         watch: What finds out who failed.
         timeout: Seconds that an operation may take.
+        neighbours: Workers whose memory this one reads.
     """
 
-    def __init__(self, transport: Transport, watch: Watch, timeout: float) -> None:
+    def __init__(
+        self,
+        transport: Transport,
+        watch: Watch,
+        timeout: float,
+        neighbours: Neighbours | None = None,
+    ) -> None:
         super().__init__(transport.rank, transport.world_size, transport.device, timeout)
         self.backend = transport.name
         self._transport = transport
         self._watch = watch
         self._lane = Lane()
         name = f"pyg_sar issuer {self.rank}"
-        self._issuer = Issuer(name, timeout, self._diagnose, transport.abort)
+        self._issuer = Issuer(name, timeout, self._diagnose, self._abort)
+        self._neighbours = neighbours
+        if neighbours is not None:
+            self.sharing = Sharing(neighbours, self.rank, self._submit, self.ledgers)
         watch.start(self._issuer.fail, self._issuer.progress)
         self._notice = TerminationNotice(self._explain_termination)
         self._notice.install()
@@ -291,15 +305,31 @@ class GroupCommunicator(Communicator):
         doing: str,
     ) -> Work:
         ledgers = list(self.ledgers)
+        everything = self._neighbours is not None and self._neighbours.carries_all
+        shared = self.sharing if everything else None
 
         def task() -> None:
             packed = [(peer, pack(send)) for peer, send in sends]
             full = [(peer, tensor) for peer, tensor in packed if tensor.numel()]
             wanted = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
-            self._transport.exchange(full, wanted)
-            count(ledgers, label, full, wanted)
+            if shared is not None:
+                shared.exchange(self._transport, full, wanted)
+            else:
+                self._transport.exchange(full, wanted)
+            for name, peers in self._transports():
+                out = {peer: num_bytes(tensor) for peer, tensor in full if peer in peers}
+                back = {peer: num_bytes(tensor) for peer, tensor in wanted if peer in peers}
+                count(ledgers, label, out, back, name)
 
         return self._submit(task, label, doing)
+
+    def _transports(self) -> list[tuple[str, Container[int]]]:
+        """What carries plain exchanges, and with whom."""
+        everyone = range(self.world_size)
+        if self._neighbours is None or not self._neighbours.carries_all:
+            return [(self.backend, everyone)]
+        near = self._neighbours.ranks
+        return [(self._neighbours.name, near), (self.backend, frozenset(everyone) - near)]
 
     def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
         ledgers = list(self.ledgers)
@@ -312,7 +342,7 @@ class GroupCommunicator(Communicator):
             if whole is not target:
                 target.copy_(whole)
             size = num_bytes(whole)
-            count_all(ledgers, label, size, size)
+            count_all(ledgers, label, size, size, self.backend)
 
         return self._submit(task, label, f"all_reduce ({op})")
 
@@ -327,7 +357,7 @@ class GroupCommunicator(Communicator):
             else:
                 result.extend(whole.clone() for _ in range(self.world_size))
             size = num_bytes(whole)
-            count_all(ledgers, label, size, size * (self.world_size - 1))
+            count_all(ledgers, label, size, size * (self.world_size - 1), self.backend)
 
         self._submit(task, label, "all_gather").wait()
         return result
@@ -345,12 +375,17 @@ class GroupCommunicator(Communicator):
                 target.copy_(whole)
             size = num_bytes(whole)
             mine = self.rank == src
-            count_all(ledgers, label, size if mine else 0, 0 if mine else size)
+            count_all(ledgers, label, size if mine else 0, 0 if mine else size, self.backend)
 
         self._submit(task, label, f"broadcast from rank {src}").wait()
         return tensor
 
     # Failure -----------------------------------------------------------------
+
+    def _abort(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.abort()
+        self._transport.abort()
 
     def _diagnose(self, error: BaseException, doing: str) -> BaseException:
         if isinstance(error, TransportError | TimeoutError):
@@ -381,6 +416,8 @@ class GroupCommunicator(Communicator):
         self._notice.remove()
         # What is under way in a broken backend may never end: leave it to the process's end.
         if self._issuer.broken is None:
+            if self._neighbours is not None:
+                self._neighbours.close()
             self._transport.close()
 
 

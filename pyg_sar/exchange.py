@@ -1,22 +1,9 @@
-"""Where source rows come from: streamed shard by shard from their owners, or all at once.
-
-[Note: rounds] Every worker walks the same units (:meth:`HaloPlan.units`) in the same order and
-posts its transfers in that order; the communicator's issuing thread carries them out first in,
-first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
-posts first, and nothing can deadlock. A unit in which a worker has no part keeps its place (it
-counts as fetched ahead, too), or its neighbours would change their order; nothing is sent for it.
-
-[Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
-stream drops its own reference before it allocates the next one, and consumers must do so too
-(``del rows``), or two shards are resident where the policy promises one. The ledger follows the
-storage, not a counter that the code would have to keep right.
-"""
+"""How rows travel: side by side in one buffer; and the whole halo at once, differentiable."""
 
 from __future__ import annotations
 
 import weakref
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,6 +13,7 @@ from torch.autograd.function import once_differentiable
 
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
+from pyg_sar.wire import Wire
 
 if TYPE_CHECKING:
     from pyg_sar.comm import Communicator, Work
@@ -78,9 +66,11 @@ class RowLayout:
 
     Args:
         tensors: Node tensors, all of shape ``[num_local, *]``.
+        wire: How they travel.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
+    def __init__(self, tensors: Sequence[Tensor], wire: Wire | None = None) -> None:
+        self.wire = wire or Wire()
         self.shapes = [tuple(t.shape[1:]) for t in tensors]
         self.groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
         for k, tensor in enumerate(tensors):
@@ -115,9 +105,18 @@ class RowLayout:
 
         def pack() -> Tensor:
             with torch.no_grad():
-                return self.pack(tensors, rows, dtype)
+                return self.wire.encode(self.pack(tensors, rows, dtype))
 
         return pack
+
+    def encoded(self, rows: Tensor) -> Callable[[], Tensor]:
+        """Rounds rows that are packed already when the issuing thread gets there."""
+        return lambda: self.wire.encode(rows)
+
+    def land(self, buffers: Sequence[Tensor]) -> None:
+        """Puts what arrived in its place."""
+        for buffer in buffers:
+            self.wire.land(buffer)
 
     def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Views of the messages as rows of the node tensors, in their order."""
@@ -130,148 +129,10 @@ class RowLayout:
         return out
 
 
-class ShardStream:
-    r"""Source rows of one layer: the local rows, then unit by unit.
-
-    At most the rows of ``1 + prefetch`` remote shards are resident (DESIGN: 2/N and 3/N of the
-    graph with the worker's own). Traffic in: :math:`H_p F b` bytes.
-
-    Args:
-        plan: The halo plan.
-        tensors: Source tensors ``[num_local, *]``, detached.
-        label: Whom the ledger charges.
-        prefetch: Units fetched ahead.
-    """
-
-    def __init__(
-        self, plan: HaloPlan, tensors: Sequence[Tensor], label: Label, prefetch: int
-    ) -> None:
-        self.plan = plan
-        self.tensors = list(tensors)
-        self.label = label
-        self.prefetch = prefetch
-        self.layout = RowLayout(tensors)
-        self._units = plan.units()
-        self._posted = 1
-        self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
-
-    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
-        """Yields ``(unit, rows)``: rows of each tensor, by owner, in its halo order."""
-        self._post(self.prefetch)
-        yield 0, self.tensors
-        while self._posted < len(self._units) or self._pending:
-            if not self._pending:
-                self._post(1)
-            unit, buffers, works = self._pending.popleft()
-            for work in works:
-                work.wait()
-            self._post(self.prefetch)
-            rows = self.layout.unpack(buffers)
-            del buffers, works
-            handed = [rows]
-            del rows
-            yield unit, handed.pop()
-
-    def _post(self, ahead: int) -> None:
-        """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
-        plan, comm = self.plan, self.plan.comm
-        while len(self._pending) < ahead and self._posted < len(self._units):
-            number, unit = self._posted, self._units[self._posted]
-            self._posted += 1
-            count = unit.num_rows
-            buffers, works = [], []
-            for k, (dtype, width) in enumerate(self.layout.widths()):
-                buffer = tracked_buffer(
-                    comm,
-                    self.label[0],
-                    count if k == 0 else 0,
-                    (count, width),
-                    dtype,
-                    self.tensors[0].device,
-                )
-                sends = [
-                    (peer, self.layout.packer(self.tensors, plan.send_rows(peer), dtype))
-                    for peer in unit.peers
-                ]
-                receives = list(zip(unit.owners, buffer.split(unit.counts), strict=True))
-                works += post_pairs(plan, sends, receives, self.label)
-                buffers.append(buffer)
-            self._pending.append((number, buffers, works))
-
-
-class GradientReturn:
-    r"""Sends each unit's gradient rows to their owners and adds up what the peers send here.
-
-    Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
-
-    Args:
-        plan: The halo plan.
-        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        layer: Whom the ledger charges.
-        overlap: Leave a unit in flight while the next one is worked on.
-    """
-
-    def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], layer: str, overlap: bool) -> None:
-        self.plan = plan
-        self.totals = list(totals)
-        self.label: Label = (layer, "backward", "gradient")
-        self.overlap = overlap
-        self.layout = RowLayout(totals)
-        self._units = plan.units()
-        self._packed: list[Tensor] = []
-        self._pending: tuple[Tensor, list[Tensor], list[Work]] | None = None
-
-    def start(self, unit: int) -> list[Tensor]:
-        """Zeroed gradient rows for the sources of a unit: views of what will be sent.
-
-        The worker's own rows are added to directly.
-        """
-        if unit == 0:
-            return self.totals
-        rows = self._units[unit].num_rows
-        self._packed = [
-            torch.zeros((rows, width), dtype=dtype, device=self.totals[0].device)
-            for dtype, width in self.layout.widths()
-        ]
-        return self.layout.unpack(self._packed)
-
-    def send(self, unit: int) -> None:
-        """Sends what was started; call once per unit, in the order of the units."""
-        if unit == 0:
-            return
-        self.drain()
-        plan, now = self.plan, self._units[unit]
-        counts = [plan.send_counts[peer] for peer in now.peers]
-        rows = plan.rows_of(now.peers)
-        buffers: list[Tensor] = []
-        works: list[Work] = []
-        for packed in self._packed:
-            buffer = packed.new_empty(sum(counts), packed.size(1))
-            sends = list(zip(now.owners, packed.split(now.counts), strict=True))
-            receives = list(zip(now.peers, buffer.split(counts), strict=True))
-            works += post_pairs(plan, sends, receives, self.label)
-            buffers.append(buffer)
-        self._packed = []
-        self._pending = (rows, buffers, works)
-        if not self.overlap:
-            self.drain()
-
-    def drain(self) -> None:
-        """Waits for the unit in flight and adds the peers' gradients to the totals."""
-        if self._pending is None:
-            return
-        rows, buffers, works = self._pending
-        self._pending = None
-        for work in works:
-            work.wait()
-        for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
-            add_rows(total, rows, part)
-
-
 # The whole halo at once ######################################################
 
 
-def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
+def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
     """Own rows followed by the halo's: ``[num_local, *]`` to ``[num_ids, *]``."""
     x = x.detach()
     flat = flat_rows(x)
@@ -282,27 +143,32 @@ def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label) -> Tensor:
     halo = out[plan.num_local :]
 
     def packer(rows: Tensor) -> Callable[[], Tensor]:
-        return lambda: flat.index_select(0, rows)
+        return lambda: wire.encode(flat.index_select(0, rows))
 
     sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
-    receives = [halo[plan.halo_slice(q)] for q in range(plan.world_size)]
+    landing = wire.landing(halo)
+    receives = [landing[plan.halo_slice(q)] for q in range(plan.world_size)]
     post_all(plan, sends, receives, label).wait()
+    wire.land(halo)
     return out.view(plan.num_ids, *x.shape[1:])
 
 
 def _return_halo(
-    ext: Tensor, plan: HaloPlan, label: Label, reduce: Callable[[Tensor, Tensor, Tensor], None]
+    ext: Tensor,
+    plan: HaloPlan,
+    label: Label,
+    reduce: Callable[[Tensor, Tensor, Tensor], None],
+    wire: Wire,
 ) -> Tensor:
     """Halo rows go to their owners, which ``reduce(out, rows, values)`` them into their own."""
     flat = flat_rows(ext.detach())
     out = flat[: plan.num_local].clone()
     halo = flat[plan.num_local :]
-    sends = [halo[plan.halo_slice(q)].contiguous() for q in range(plan.world_size)]
-    receives = [
-        flat.new_empty(plan.send_rows(q).numel(), flat.size(1)) for q in range(plan.world_size)
-    ]
-    post_all(plan, sends, receives, label).wait()
-    for q, part in enumerate(receives):
+    sends = [wire.encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
+    rows = [flat.new_empty(count, flat.size(1)) for count in plan.send_counts]
+    post_all(plan, sends, [wire.landing(part) for part in rows], label).wait()
+    for q, part in enumerate(rows):
+        wire.land(part)
         if part.numel():
             reduce(out, plan.send_rows(q), part)
     return out.view(plan.num_local, *ext.shape[1:])
@@ -348,15 +214,16 @@ class _HaloGather(torch.autograd.Function):
     """``[num_local, *]`` to ``[num_ids, *]``; backward: :class:`_HaloReduce`'s forward."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str) -> Tensor:
-        ctx.plan, ctx.layer = plan, layer
-        return _fetch_halo(x, plan, (layer, "forward", "fetch"))
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str, wire: Wire) -> Tensor:
+        ctx.plan, ctx.layer, ctx.wire = plan, layer, wire
+        return _fetch_halo(x, plan, (layer, "forward", "fetch"), wire)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         label = (ctx.layer, "backward", "gradient")
-        return _return_halo(grad.contiguous(), ctx.plan, label, add_rows), None, None
+        rows = _return_halo(grad.contiguous(), ctx.plan, label, add_rows, ctx.wire)
+        return rows, None, None, None
 
 
 class _HaloReduce(torch.autograd.Function):
@@ -365,28 +232,30 @@ class _HaloReduce(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ext: Tensor, plan: HaloPlan, layer: str) -> Tensor:
         ctx.plan, ctx.layer = plan, layer
-        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows)
+        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows, Wire())
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        return _fetch_halo(grad, ctx.plan, (ctx.layer, "backward", "fetch")), None, None
+        label = (ctx.layer, "backward", "fetch")
+        return _fetch_halo(grad, ctx.plan, label, Wire()), None, None
 
 
-def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "") -> Tensor:
+def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = None) -> Tensor:
     """Own rows followed by all halo rows, differentiable.
 
     Args:
         x: Node tensor ``[num_local, *]``.
         plan: The halo plan.
         layer: Whom the ledger charges.
+        wire: How rows travel; exactly by default.
 
     Returns:
         ``[num_ids, *]``.
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_gather")
-    return _HaloGather.apply(x, plan, layer)
+    return _HaloGather.apply(x, plan, layer, wire or Wire())
 
 
 def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
@@ -413,4 +282,4 @@ def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "
     def merge(out: Tensor, rows: Tensor, values: Tensor) -> None:
         out.scatter_reduce_(0, rows.view(-1, 1).expand_as(values), values, reduce=reduce)
 
-    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge)
+    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge, Wire())

@@ -24,6 +24,7 @@ from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionStat
 from pyg_sar.errors import named
 from pyg_sar.policy import SARPolicy
 from pyg_sar.rounds import Returns, ShardRounds
+from pyg_sar.wire import Wire
 
 _SOURCES = ("value", "key")
 _SALT = 0x9E3779B97F4A7C15  # workers number their edges alike, and must not drop alike
@@ -49,6 +50,7 @@ class FusedAttention:
         self.rounds, self.policy, self.name, self.title = rounds, policy, name, title
         self.names = list(attention.tensors())
         self._sources = [name for name in self.names if name in _SOURCES]
+        self._wire = Wire(policy.wire)
         self._kept: list[tuple[int, list[Tensor]]] = []
 
     def forward(self, given: Attention, record: bool) -> tuple[Tensor, AttentionState]:
@@ -89,7 +91,9 @@ class FusedAttention:
             totals[name] if tensors[name].dtype == wide else torch.zeros_like(tensors[name])
             for name in wanted_sources
         ]
-        returns = self.rounds.returns(returned, self.name, self.policy.prefetch > 1)
+        returns = self.rounds.returns(
+            returned, self.name, self.policy.prefetch, self.policy.mode == 1, self._wire
+        )
         for unit, rows in self._again(given, last):
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []
@@ -122,7 +126,8 @@ class FusedAttention:
             gradients = AttentionGradients(**sums | {"edge_attr": sums["edge_attr"][columns]})
         else:
             gradients = AttentionGradients(**sums)
-        transposed = self.rounds.segments(unit, transposed=True)
+        numbered = shard.edge_attr is not None or shard.drop_key is not None
+        transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
         attention_backward_sources_(gradients, shard, cotangent, transposed)
         attention_backward_targets_(gradients, shard, cotangent, self.rounds.segments(unit))
         if "edge_attr" in sums and not isinstance(columns, slice):
@@ -150,7 +155,9 @@ class FusedAttention:
         self, given: Attention, phase: str, kind: str
     ) -> Iterable[tuple[int, list[Tensor]]]:
         sources = [given.tensors()[name] for name in self._sources]
-        return self.rounds.stream(sources, (self.name, phase, kind), self.policy.prefetch)
+        return self.rounds.stream(
+            sources, (self.name, phase, kind), self.policy.prefetch, self._wire
+        )
 
     def _again(self, given: Attention, last: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Each unit's source rows once more."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.timetable import Timetable
+from pyg_sar.wire import Wire
 
 if TYPE_CHECKING:
     from pyg_sar.comm import Communicator
@@ -86,8 +87,10 @@ class HaloPlan:
         self.num_halo = self.halo_offsets[-1]
         self.n_id: Tensor | None = None  # global ids of the own nodes, where they are known
         self.scope = ""  # the layer that runs now: whom the ledger charges for plain gathers
+        self.wire = Wire()  # how rows that this layer gathers plainly travel
         self.gathered: dict[Any, Any] = {}  # halo gathers of that layer's present call
         self.tokens = 0  # things made together by all workers, see distributed_index.py
+        self.shared: Any = None  # what neighbours read in place, see shared_rows.py
         self.open_ended = False  # more own rows may follow the last that a relation has
         self.send_counts = [int(n) for n in send_counts]
         self.timetable = timetable

@@ -310,10 +310,10 @@ def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
     index = widened_row(index, x.size(dim)) if x.dim() else index
     plan = index.plan
     require_rows(x, dim, plan, "Reading")
-    key = (id(x), dim, version_of(x), torch.is_grad_enabled())
+    key = (id(x), dim, version_of(x), torch.is_grad_enabled(), plan.wire.name)
     if key not in plan.gathered:
         moved = x.movedim(dim, 0).contiguous() if dim else x
-        plan.gathered[key] = (x, halo_gather(moved, plan, plan.scope))
+        plan.gathered[key] = (x, halo_gather(moved, plan, plan.scope, plan.wire))
     ext = plan.gathered[key][1]
     if not plan.scope:
         plan.gathered.clear()

@@ -10,16 +10,18 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from pyg_sar.backends import Parcel, Transport, TransportError
 from pyg_sar.errors import CommTimeoutError, PygSarError
+from pyg_sar.neighbours import Letter, Neighbours, Page, Subject
 from pyg_sar.watch import GetProgress, OnFailure, Watch, failed, is_consequence, lost, to_error
 
-Letter = tuple[Tensor, threading.Event]
+T = TypeVar("T")
+Parcels = tuple[Tensor, threading.Event]
 """What lies in a mailbox: the sender's tensor, and the event that says it was read."""
 
 
@@ -34,10 +36,13 @@ class Hub:
     def __init__(self, world_size: int, timeout: float) -> None:
         self.world_size = world_size
         self.timeout = timeout
-        self.boxes: dict[tuple[int, int], queue.SimpleQueue[Letter]] = {
+        self.boxes: dict[tuple[int, int], queue.SimpleQueue[Parcels]] = {
             (src, dst): queue.SimpleQueue()
             for src in range(world_size)
             for dst in range(world_size)
+        }
+        self.letters: dict[tuple[int, int, Subject], queue.SimpleQueue[Tensor]] = {
+            (*pair, subject): queue.SimpleQueue() for pair in self.boxes for subject in Subject
         }
         self.slots: list[Tensor | None] = [None] * world_size
         self.changed = threading.Condition()
@@ -72,6 +77,16 @@ class Hub:
             while self.meetings == meeting:
                 self.check(end, "all ranks", sorted(self.left))
                 self.changed.wait(0.5)
+
+    def take(self, box: queue.SimpleQueue[T], peer: int, end: float | None = None) -> T:
+        """Waits for what ``peer`` puts into a box."""
+        end = time.monotonic() + self.timeout if end is None else end
+        while True:
+            try:
+                return box.get(timeout=0.05)
+            except queue.Empty:
+                # It may have put something and left since.
+                self.check(end, f"rank {peer} to send", [peer] if box.empty() else [])
 
     def check(self, end: float, what: str, needed: Sequence[int]) -> None:
         """Raises when the group has failed, is late, or lacks a thread that is needed."""
@@ -115,12 +130,7 @@ class ThreadTransport(Transport):
                 self.hub.check(end, f"rank {peer} to receive", [peer])
 
     def _receive(self, peer: int, target: Tensor, end: float) -> None:
-        while True:
-            try:
-                tensor, event = self.hub.boxes[peer, self.rank].get(timeout=0.05)
-                break
-            except queue.Empty:
-                self.hub.check(end, f"rank {peer} to send", [peer])
+        tensor, event = self.hub.take(self.hub.boxes[peer, self.rank], peer, end)
         if tensor.shape.numel() * tensor.itemsize != target.shape.numel() * target.itemsize:
             raise ValueError(
                 f"rank {self.rank} expects {tuple(target.shape)} ({target.dtype}) from rank "
@@ -165,6 +175,46 @@ class ThreadTransport(Transport):
         value = self._all(tensor)[src].to(tensor.device, copy=True)
         self._leave()
         tensor.copy_(value)
+
+
+class ThreadPage(Page):
+    """Memory that other threads will read: it is used once."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+
+class ThreadLetter(Letter):
+    """Memory of another thread."""
+
+    def __init__(self, data: Tensor) -> None:
+        self.data = data
+
+    def release(self) -> None:
+        del self.data
+
+
+class ThreadNeighbours(Neighbours):
+    """Threads read each other's memory as processes of one host do."""
+
+    name = "shared memory"
+    carries_all = False  # A plain exchange between threads is a single copy already.
+
+    def __init__(self, hub: Hub, rank: int) -> None:
+        self.hub, self.rank = hub, rank
+        self.ranks = frozenset(range(hub.world_size)) - {rank}
+
+    def take(self, size: int) -> ThreadPage:
+        return ThreadPage(torch.empty(size, dtype=torch.uint8))
+
+    def send_parts(
+        self, page: Page, subject: Subject, parts: Sequence[tuple[int, int, int]]
+    ) -> None:
+        for peer, start, size in parts:
+            self.hub.letters[self.rank, peer, subject].put(page.data[start : start + size])
+
+    def receive(self, src: int, subject: Subject) -> ThreadLetter:
+        return ThreadLetter(self.hub.take(self.hub.letters[src, self.rank, subject], src))
 
 
 class HubWatch(Watch):

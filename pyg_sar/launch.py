@@ -31,7 +31,8 @@ import torch.distributed as dist
 from pyg_sar.comm import adopt, check_init, current, finalize, init
 from pyg_sar.communicator import GroupCommunicator
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.inprocess import Hub, HubWatch, ThreadTransport
+from pyg_sar.inprocess import Hub, HubWatch, ThreadNeighbours, ThreadTransport
+from pyg_sar.meeting import read_switch
 from pyg_sar.watch import LAUNCHER, RESUME, failed, is_consequence
 
 T = TypeVar("T")
@@ -340,12 +341,14 @@ def _flush() -> None:
 def _run_threads(fn: Callable[..., T], num: int, args: tuple[Any, ...], timeout: float) -> list[T]:
     """Runs the workers as threads of this process."""
     hub = Hub(num, timeout)
+    near = num > 1 and read_switch() != "0"
+    neighbours = [ThreadNeighbours(hub, rank) if near else None for rank in range(num)]
     results: list[Any] = [None] * num
     failures: list[tuple[bool, WorkerError, BaseException]] = []
 
     def run(rank: int) -> None:
         transport = ThreadTransport(hub, rank, torch.device("cpu"))
-        comm = GroupCommunicator(transport, HubWatch(hub, rank), timeout)
+        comm = GroupCommunicator(transport, HubWatch(hub, rank), timeout, neighbours[rank])
         adopt(comm)
         try:
             results[rank] = fn(*args)

@@ -15,6 +15,9 @@ Label = tuple[str, str, str]
 """(layer, phase, kind): phase is ``'forward'``, ``'backward'`` or ``''``; kind is ``'fetch'``,
 ``'refetch'``, ``'gradient'`` (halo rows), ``'sum'`` (collectives), ..."""
 
+Entry = tuple[Label, int, str]
+"""(label, peer, transport) of counted bytes."""
+
 HALO_KINDS = ("fetch", "refetch", "gradient")
 
 
@@ -42,20 +45,24 @@ class Ledger:
 
     Args:
         comm: The communicator to watch (``pyg_sar.current()``).
+
+    Attributes:
+        gradient_errors: What :func:`pyg_sar.gradient_error` found while this was open.
     """
 
     def __init__(self, comm: Recorder) -> None:
         self.comm = comm
         self.baseline_memory = 0
         self.peak_memory = 0
-        self._sent: Counter[tuple[Label, int]] = Counter()
-        self._messages: Counter[tuple[Label, int]] = Counter()
-        self._received: Counter[tuple[Label, int]] = Counter()
+        self._sent: Counter[Entry] = Counter()
+        self._messages: Counter[Entry] = Counter()
+        self._received: Counter[Entry] = Counter()
         self._resident: Counter[str] = Counter()
         self._peak_resident: defaultdict[str, int] = defaultdict(int)
         self._resident_all = 0
         self._peak_resident_all = 0
         self._events: Counter[str] = Counter()
+        self.gradient_errors: list[dict[str, float]] = []
 
     def __enter__(self) -> Ledger:
         self.baseline_memory = reset_peak_memory(self.comm.device)
@@ -73,13 +80,15 @@ class Ledger:
 
     # What the package reports ################################################
 
-    def transfer(self, label: Label, peer: int, *, sent: int = 0, received: int = 0) -> None:
+    def transfer(
+        self, label: Label, peer: int, *, sent: int = 0, received: int = 0, transport: str = ""
+    ) -> None:
         """Records bytes that went to or came from ``peer`` (-1: a collective)."""
         if sent:
-            self._sent[label, peer] += sent
-            self._messages[label, peer] += 1
+            self._sent[label, peer, transport] += sent
+            self._messages[label, peer, transport] += 1
         if received:
-            self._received[label, peer] += received
+            self._received[label, peer, transport] += received
 
     def hold(self, layer: str, rows: int) -> None:
         """Records remote rows that became resident (negative: were freed)."""
@@ -95,11 +104,11 @@ class Ledger:
     # What a user asks ########################################################
 
     def sent_bytes(self, **where: Any) -> int:
-        """Bytes sent. Keywords select: ``layer``, ``phase``, ``kind``, ``peer``."""
+        """Bytes sent. Keywords select: ``layer``, ``phase``, ``kind``, ``peer``, ``transport``."""
         return sum(n for _, n in self._select(self._sent, where))
 
     def received_bytes(self, **where: Any) -> int:
-        """Bytes received. Keywords select: ``layer``, ``phase``, ``kind``, ``peer``."""
+        """Bytes received. Keywords select as those of :meth:`sent_bytes`."""
         return sum(n for _, n in self._select(self._received, where))
 
     def sent_messages(self, **where: Any) -> int:
@@ -132,7 +141,7 @@ class Ledger:
         """Bytes per layer, phase, kind and way: ``{layer: {'forward fetch in': n}}``."""
         table: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
-            for ((layer, phase, kind), _), number in counts.items():
+            for ((layer, phase, kind), _, _), number in counts.items():
                 table[layer][f"{phase} {kind} {way}".strip()] += number
         return {layer: dict(row) for layer, row in table.items()}
 
@@ -140,9 +149,17 @@ class Ledger:
         """Bytes per peer (-1: collectives): ``{peer: {'in': n, 'out': m}}``."""
         table: defaultdict[int, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
-            for (_, peer), number in counts.items():
+            for (_, peer, _), number in counts.items():
                 table[peer][way] += number
         return {peer: dict(row) for peer, row in table.items()}
+
+    def by_transport(self) -> dict[str, dict[str, int]]:
+        """Bytes per transport (a backend's name, or ``'shared memory'``): as :meth:`by_peer`."""
+        table: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        for counts, way in ((self._received, "in"), (self._sent, "out")):
+            for (_, _, transport), number in counts.items():
+                table[transport][way] += number
+        return {transport: dict(row) for transport, row in table.items()}
 
     def summary(self) -> dict[str, Any]:
         """Everything, as plain values that JSON can hold."""
@@ -153,26 +170,27 @@ class Ledger:
             "sent_messages": sum(self._messages.values()),
             "layers": self.by_layer(),
             "peers": {str(peer): row for peer, row in self.by_peer().items()},
+            "transports": self.by_transport(),
             "peak_resident_rows": self._peak_resident_all,
             "peak_resident_rows_by_layer": dict(self._peak_resident),
             "baseline_memory_bytes": self.baseline_memory,
             "peak_memory_bytes": self.peak_memory or peak_memory(self.comm.device),
             "events": dict(self._events),
+            "gradient_errors": list(self.gradient_errors),
         }
 
     @staticmethod
-    def _select(
-        counts: Counter[tuple[Label, int]], where: dict[str, Any]
-    ) -> Iterator[tuple[tuple[Label, int], int]]:
-        unknown = set(where) - {"layer", "phase", "kind", "peer"}
+    def _select(counts: Counter[Entry], where: dict[str, Any]) -> Iterator[tuple[Entry, int]]:
+        names = ("layer", "phase", "kind", "peer", "transport")
+        unknown = set(where) - set(names)
         if unknown:
             raise ValueError(
-                f"Unknown selection {sorted(unknown)}; choose from 'layer', 'phase', 'kind', 'peer'"
+                f"Unknown selection {sorted(unknown)}; choose from {', '.join(map(repr, names))}"
             )
-        for ((layer, phase, kind), peer), number in counts.items():
-            row = {"layer": layer, "phase": phase, "kind": kind, "peer": peer}
+        for entry, number in counts.items():
+            row = dict(zip(names, (*entry[0], *entry[1:]), strict=True))
             if all(row[name] == value for name, value in where.items()):
-                yield ((layer, phase, kind), peer), number
+                yield entry, number
 
 
 def _status_bytes(field: str) -> int:

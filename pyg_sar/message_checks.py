@@ -77,16 +77,20 @@ def _middle(tile: Tile) -> Tile | None:
         return None
     first, stop = int(tile.index[edges // 4]), int(tile.index[(3 * edges) // 4])
     start, end = (int((tile.index < bound).sum()) for bound in (first, stop))
-    columns = tile.columns
+
+    def columns() -> Tensor | slice:
+        whole = tile.columns
+        if isinstance(whole, slice):
+            return slice(whole.start + start, whole.start + end)
+        return whole[start:end]
+
     return Tile(
         tile.unit,
         slice(tile.edges.start + start, tile.edges.start + end),
         tile.targets[first:stop],
         tile.index[start:end] - first,
         tile.source[start:end],
-        slice(columns.start + start, columns.start + end)
-        if isinstance(columns, slice)
-        else columns[start:end],
+        columns,
     )
 
 

@@ -102,6 +102,49 @@ def sort_edges(
     return place.to(narrow) if order is None else order[place], offsets
 
 
+def transpose(
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    num_rows: int,
+    num_targets: int,
+    *,
+    numbered: bool = False,
+    native: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    r"""Edges in the order of their targets, put into the order of the rows that they read.
+
+    Args:
+        source: The row that each edge reads, ``[E]``, int32 or int64.
+        offsets: The first edge of each target, and at last E: ``[U + 1]``, of the same dtype.
+        targets: The targets' rows, ``[U]``, int64, ascending; ``None``: rows 0 to U - 1.
+        num_rows: Rows that are read, M.
+        num_targets: Rows that are added to.
+        numbered: Whether the edges' numbers are wanted.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Returns:
+        Each edge's target row, ``[E]``; the first edge of each row that is read, and at last E,
+        ``[M + 1]``; each edge's number in the given order, ``[E]``, or ``None``. Edges of a row
+        stay in order.
+
+    Raises:
+        ValueError: Shapes don't fit, or edges are not sorted.
+        TypeError: Dtypes don't fit.
+        IndexError: An index is out of range.
+        RuntimeError: The kernel was asked for and is missing.
+    """
+    if _use_kernel(native, source.device.type == "cpu"):
+        rows, first, numbers = torch.ops.pyg_sar.transpose(
+            source, offsets, targets, None, num_rows, num_targets, numbered
+        )
+        return rows, first, numbers if numbered else None
+    order, first = sort_edges(source, num_rows, native=native)
+    place = torch.arange(offsets.numel() - 1, device=order.device) if targets is None else targets
+    rows = place.to(source.dtype).repeat_interleave(offsets.diff())[order]
+    return rows, first.to(source.dtype), order.to(source.dtype) if numbered else None
+
+
 def gather_sum_(
     out: Tensor,
     rows: Tensor,

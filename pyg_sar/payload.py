@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
-from pyg_sar.backends import Parcel
 from pyg_sar.ledger import Label
 
 Outgoing = Tensor | Callable[[], Tensor | None] | None
@@ -28,7 +27,9 @@ BARRIER: Label = ("", "", "barrier")
 class Counting(Protocol):
     """What a communicator reports its transfers to: a ledger."""
 
-    def transfer(self, label: Label, peer: int, *, sent: int, received: int) -> None:
+    def transfer(
+        self, label: Label, peer: int, *, sent: int, received: int, transport: str
+    ) -> None:
         """Records bytes that went to or came from ``peer``."""
 
 
@@ -41,20 +42,26 @@ def pack(send: Outgoing) -> Tensor:
 
 
 def count(
-    ledgers: Sequence[Counting], label: Label, sends: Sequence[Parcel], recvs: Sequence[Parcel]
+    ledgers: Sequence[Counting],
+    label: Label,
+    sends: Mapping[int, int],
+    recvs: Mapping[int, int],
+    transport: str,
 ) -> None:
-    """Tells ledgers of what went to and came from single ranks."""
+    """Tells ledgers of the bytes that went to and came from single ranks."""
     for ledger in ledgers:
-        for peer, tensor in sends:
-            ledger.transfer(label, peer, sent=num_bytes(tensor), received=0)
-        for peer, tensor in recvs:
-            ledger.transfer(label, peer, sent=0, received=num_bytes(tensor))
+        for peer, size in sends.items():
+            ledger.transfer(label, peer, sent=size, received=0, transport=transport)
+        for peer, size in recvs.items():
+            ledger.transfer(label, peer, sent=0, received=size, transport=transport)
 
 
-def count_all(ledgers: Sequence[Counting], label: Label, sent: int, received: int) -> None:
+def count_all(
+    ledgers: Sequence[Counting], label: Label, sent: int, received: int, transport: str
+) -> None:
     """Tells ledgers of a collective."""
     for ledger in ledgers:
-        ledger.transfer(label, COLLECTIVE, sent=sent, received=received)
+        ledger.transfer(label, COLLECTIVE, sent=sent, received=received, transport=transport)
 
 
 def num_bytes(tensor: Tensor) -> int:

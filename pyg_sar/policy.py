@@ -31,8 +31,9 @@ class SARPolicy:
         mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes".
         prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
             shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
-            cost of a second resident shard. From 2 on, outgoing gradients stay in flight behind
-            the next shard as well.
+            cost of a second resident shard. Outgoing gradients then stay in flight behind the
+            next shard where no shard is fetched meanwhile or workers share memory; from 2 on
+            everywhere.
         message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
             quarter of what the worker's own rows of the layer take, so that it shrinks with the
             partition, but at least 1 MiB and at most 8 MiB.
@@ -42,6 +43,15 @@ class SARPolicy:
         kernels: ``'auto'`` sums by the C++ kernels, in modes 1 and 2, where a message is the source
             rows themselves, and no message is materialized; with a warning where they were not
             built. ``'off'``: by PyTorch's operators alone.
+        wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
+            ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
+            differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
+            ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
+            its own). Integers, truth values and 16-bit floats always travel as they are, as does
+            what a model reads outside :meth:`propagate`. Must be the same on all workers.
+        measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
+            measured in the first and then in every so many epochs, at the price of two more steps,
+            and recorded by open ledgers. ``None``: never.
 
     Raises:
         ValueError: When an argument is out of range.
@@ -52,6 +62,8 @@ class SARPolicy:
     message_budget: int | None = None
     strategy: Literal["auto", "chunked"] = "auto"
     kernels: Literal["auto", "off"] = "auto"
+    wire: Literal["exact", "bfloat16", "float16"] = "exact"
+    measure_every: int | None = None
 
     def __post_init__(self) -> None:
         if self.mode not in (1, 2, 3):
@@ -64,6 +76,15 @@ class SARPolicy:
             )
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
+        if self.wire not in ("exact", "bfloat16", "float16"):
+            raise ValueError(
+                f"Expected 'wire' to be 'exact', 'bfloat16' or 'float16' (got {self.wire!r})"
+            )
+        every = self.measure_every
+        if every is not None and (not isinstance(every, int) or every < 1):
+            raise ValueError(
+                f"Expected 'measure_every' to be an integer >= 1 or None (got {every!r})"
+            )
         if self.message_budget is not None and self.message_budget <= 0:
             raise ValueError(
                 "Expected 'message_budget' to be a positive number of bytes or None "

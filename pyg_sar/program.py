@@ -344,7 +344,7 @@ class TileProgram:
             torch.cat([tile.targets[:1], tile.targets]),
             torch.cat([zero, tile.index + 1]),
             torch.cat([zero, tile.source]),
-            tile.columns,
+            tile.where,
         )
 
         def padded_rows(value: Tensor) -> Tensor:

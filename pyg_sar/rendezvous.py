@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import ipaddress
 import json
 import os
 import socket
@@ -13,6 +14,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
@@ -164,6 +166,30 @@ def call_the_roll(
                 f"pass the same backend= to init() on every rank"
             )
     return everyone
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface by which this host reaches another, e.g. ``'eth0'``.
+
+    Args:
+        host: Its name or address; that of this host itself will do.
+
+    Returns:
+        ``None`` where it is reached within the machine only, or can't be found out.
+    """
+    try:
+        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, socket.SOCK_DGRAM) as probe:
+            probe.connect(where)  # Sends nothing: only the route is chosen.
+            mine = str(probe.getsockname()[0])
+        if ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
+            return None
+        for name, addresses in psutil.net_if_addrs().items():
+            if any(entry.address == mine for entry in addresses):
+                return str(name)
+    except OSError:
+        pass
+    return None
 
 
 # Processes ###################################################################

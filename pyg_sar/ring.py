@@ -36,10 +36,11 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_sar.comm import Communicator
-from pyg_sar.exchange import GradientReturn, ShardStream
 from pyg_sar.graph_index import DistBatch, plain_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
+from pyg_sar.shared_rows import SharedRows
+from pyg_sar.streams import GradientReturn, ShardStream
 
 QUERIES, KEYS = 256, 1024
 """Rows of a tile: ``heads * QUERIES * KEYS`` scores are resident."""
@@ -60,6 +61,15 @@ class AllRows(HaloPlan):
         super().__init__(comm, counts[comm.rank], halo, none, [0] * comm.world_size)
         self._every = torch.arange(counts[comm.rank], device=device)
         self.send_counts = [0 if r == comm.rank else counts[comm.rank] for r in range(len(counts))]
+        if comm.sharing is not None:
+            own = counts[comm.rank]
+            self.shared = SharedRows(
+                rows=None,
+                count=own,
+                readers=dict.fromkeys(comm.sharing.ranks, own),
+                counts=dict(enumerate(counts)),
+                index={},
+            )
 
     def send_rows(self, peer: int) -> Tensor:
         return self._every[:0] if peer == self.rank else self._every
@@ -169,7 +179,7 @@ class _GlobalAttention(torch.autograd.Function):
         inner = (given * result.to(dtype)).sum(-1).t()  # D [heads, n]
         q_grad = torch.zeros_like(wide)
         totals = [torch.zeros_like(t, dtype=dtype) for t in (k, v)]
-        back = GradientReturn(call.plan, totals, call.layer, call.prefetch > 0)
+        back = GradientReturn(call.plan, totals, call.layer, 2 * min(call.prefetch, 1))
         label = (call.layer, "backward", "refetch")
         for unit, shard in _shards(call, k, v, label):
             keys, values, graph = shard

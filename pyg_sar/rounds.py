@@ -9,10 +9,11 @@ from typing import Protocol
 from torch import Tensor
 
 from pyg_sar.chunk import ChunkReturn, Chunks, ChunkStream
-from pyg_sar.exchange import GradientReturn, ShardStream
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Segments, Shards, Tile
+from pyg_sar.streams import GradientReturn, ShardStream
+from pyg_sar.wire import Wire
 
 
 class Returns(Protocol):
@@ -49,13 +50,20 @@ class Rounds(ABC):
 
     @abstractmethod
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
         """Fetches the units' source rows."""
 
     @abstractmethod
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
-        """Returns gradients of source rows."""
+    def returns(
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
+    ) -> Returns:
+        """Returns gradients of source rows, while ``prefetch`` shards are fetched or none are."""
 
 
 class ShardRounds(Rounds):
@@ -86,17 +94,31 @@ class ShardRounds(Rounds):
         """Column of ``edge_index`` of each of a unit's edges, in shard order."""
         return self._shards.columns(unit)
 
-    def segments(self, unit: int, transposed: bool = False) -> Segments:
-        """All of a unit's edges for a sum of gathered rows, or for its backward pass."""
-        return self._shards.transposed(unit) if transposed else self._shards.segments(unit)
+    def segments(self, unit: int, transposed: bool = False, numbered: bool = False) -> Segments:
+        """All of a unit's edges for a kernel, or for its backward pass.
+
+        Args:
+            unit: The unit.
+            transposed: By source.
+            numbered: Whether edge-level data will be found by the edges' numbers.
+        """
+        shards = self._shards
+        return shards.transposed(unit, numbered) if transposed else shards.segments(unit)
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ShardStream(self.plan, tensors, label, prefetch)
+        return ShardStream(self.plan, tensors, label, prefetch, wire)
 
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
-        return GradientReturn(self.plan, totals, layer, overlap)
+    def returns(
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
+    ) -> Returns:
+        return GradientReturn(self.plan, totals, layer, prefetch, refetches, wire)
 
 
 class ChunkRounds(Rounds):
@@ -119,9 +141,16 @@ class ChunkRounds(Rounds):
             yield tile
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int
+        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ChunkStream(self._chunks, tensors, label, prefetch)
+        return ChunkStream(self._chunks, tensors, label, prefetch, wire)
 
-    def returns(self, totals: Sequence[Tensor], layer: str, overlap: bool) -> Returns:
-        return ChunkReturn(self._chunks, totals, layer)
+    def returns(
+        self,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None = None,
+    ) -> Returns:
+        return ChunkReturn(self._chunks, totals, layer, wire)

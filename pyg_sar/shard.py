@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
-from pyg_sar.ops import sort_edges
+from pyg_sar.ops import sort_edges, transpose
 
 
 def _narrow(index: Tensor, bound: int) -> Tensor:
@@ -28,7 +29,7 @@ class Tile:
         targets: Local ids of the targets that occur, ascending, ``[U]``.
         index: Position of each edge's target in ``targets``, ``[E_tile]``, ascending.
         source: Row of each edge's source in the unit's buffer, ``[E_tile]``.
-        columns: Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already.
+        where: :attr:`columns`, or what gives them when they are asked for.
     """
 
     unit: int
@@ -36,7 +37,12 @@ class Tile:
     targets: Tensor
     index: Tensor
     source: Tensor
-    columns: Tensor | slice
+    where: Tensor | slice | Callable[[], Tensor | slice]
+
+    @property
+    def columns(self) -> Tensor | slice:
+        """Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already."""
+        return self.where() if callable(self.where) else self.where
 
     @property
     def num_edges(self) -> int:
@@ -123,41 +129,48 @@ class Shards:
         for ledger in plan.comm.ledgers:
             ledger.count("bucketing")
         self.plan: HaloPlan = plan
-        source, target = edge_index.ends()
-        self.num_edges = source.numel()
-        num_targets = edge_index.num_targets
-        self.in_degree = torch.bincount(target, minlength=num_targets)
-        number = len(plan.units())
-        source, unit = self._place(source)
-        counts = torch.bincount(unit, minlength=number)
-        self._offsets: list[int] = [0, *counts.cumsum(0).tolist()]
-        # By target, and a target's edges by source: rows that are near are read one after another.
-        order = sort_edges(source, max(u.num_rows for u in plan.units()))[0]
-        wide = num_targets * number >= 2**31
-        key = (unit.long() if wide else unit).mul_(num_targets).add_(target)
-        del unit, target
-        order, starts = sort_edges(key, num_targets * number, order)
-        del key
-        in_order = bool((order[1:] > order[:-1]).all())
-        self._columns = None if in_order else order
+        self._ends = edge_index.ends()
+        source, target = self._ends
+        self.num_edges, self.num_targets = source.numel(), edge_index.num_targets
+        self.in_degree = torch.bincount(target, minlength=self.num_targets)
+        rows, order, starts = self._sort()
+        # Columns of edges are asked for by edge-level data alone; see columns().
+        self._in_order = bool((order[1:] > order[:-1]).all())
+        self._columns: Tensor | None = None
         narrow = max(plan.num_ids, self.num_edges) < 2**31
         index = torch.int32 if narrow else torch.int64
-        if not in_order:
-            source = source[order]
+        if not self._in_order:
+            rows = rows[order]
         del order
-        source = source.to(index)
-        starts = starts.to(index)
+        rows, starts = rows.to(index), starts.to(index)
+        count = self.num_targets
+        self._offsets: list[int] = starts[:: max(count, 1)].tolist() if count else [0, 0]
+        self._offsets += [self._offsets[-1]] * (len(plan.units()) + 1 - len(self._offsets))
         self._segments = [
-            _grouped(source[self.edges(q)], starts[q * num_targets : (q + 1) * num_targets + 1])
-            for q in range(number)
+            _grouped(rows[self.edges(u)], starts[u * count : (u + 1) * count + 1])
+            for u in range(len(plan.units()))
         ]
         self._transposed: dict[int, Segments] = {}
+
+    def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each edge's row in its unit's buffer; edges by unit, target and row; each one's start."""
+        source, target = self._ends
+        units = self.plan.units()
+        rows, unit = self._place(source)
+        order = sort_edges(rows, max(u.num_rows for u in units))[0]
+        keys = self.num_targets * len(units)
+        # By target, and a target's edges by row: rows that are near are read one after another.
+        if len(units) == 1:
+            return rows, *sort_edges(target, keys, order)
+        key = (unit.long() if keys >= 2**31 else unit).mul_(self.num_targets).add_(target)
+        del unit
+        return rows, *sort_edges(key, keys, order)
 
     def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
         """Each source's row in the buffer of its unit, and the unit (32 bits)."""
         plan = self.plan
         if plan.world_size == 1:
-            return _narrow(source, plan.num_ids), torch.zeros_like(source, dtype=torch.int32)
+            return _narrow(source, plan.num_ids), source[:0]
         ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
         owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
@@ -179,14 +192,19 @@ class Shards:
             for start in range(shard.start, shard.stop, max(max_edges, 1))
         ]
 
+    def _columns_of(self, edges: slice) -> Tensor | slice:
+        if self._in_order:
+            return edges
+        if self._columns is None:
+            self._columns = self._sort()[1]
+        return self._columns[edges].long()
+
     def columns(self, unit: int) -> Tensor | slice:
         """Column in ``edge_index`` of each of the shard's edges, in shard order."""
-        edges = self.edges(unit)
-        return edges if self._columns is None else self._columns[edges]
+        return self._columns_of(self.edges(unit))
 
     def tile(self, unit: int, edges: slice) -> Tile:
         """The index tensors of a run of edges (64-bit, made for its turn)."""
-        columns = edges if self._columns is None else self._columns[edges].long()
         shard, begin = self._segments[unit], self._offsets[unit]
         start, stop = edges.start - begin, edges.stop - begin
         first, last = _holding(shard.offsets, start, stop)
@@ -194,23 +212,33 @@ class Shards:
         place = torch.arange(last - first, device=counts.device)
         targets = place + first if shard.targets is None else shard.targets[first:last]
         index = place.repeat_interleave(counts)
-        return Tile(unit, edges, targets, index, shard.source[start:stop].long(), columns)
+        source = shard.source[start:stop].long()
+        return Tile(unit, edges, targets, index, source, lambda: self._columns_of(edges))
 
     def segments(self, unit: int) -> Segments:
         """The shard by target: local ids add up rows of the unit's buffer."""
         return self._segments[unit]
 
-    def transposed(self, unit: int) -> Segments:
-        """The shard by source: rows of the unit's buffer add up local ids. Made on first use."""
-        if unit not in self._transposed:
-            shard = self._segments[unit]
-            order, offsets = sort_edges(shard.source, self.plan.units()[unit].num_rows)
-            place = torch.arange(shard.offsets.numel() - 1, device=order.device)
-            target = place if shard.targets is None else shard.targets
-            index = shard.source.dtype
-            target = target.to(index).repeat_interleave(shard.offsets.diff())[order]
-            self._transposed[unit] = _grouped(target, offsets.to(index), order.to(index))
-        return self._transposed[unit]
+    def transposed(self, unit: int, numbered: bool = False) -> Segments:
+        """The shard by source: rows of the unit's buffer add up local ids. Made on first use.
+
+        Args:
+            unit: The shard.
+            numbered: Whether ``edges`` is needed, for edge-level data; else it may be ``None``.
+        """
+        found = self._transposed.get(unit)
+        if found is None or (numbered and found.edges is None):
+            shard, rows = self._segments[unit], self.plan.units()[unit].num_rows
+            source, offsets, edges = transpose(
+                shard.source,
+                shard.offsets,
+                shard.targets,
+                rows,
+                self.num_targets,
+                numbered=numbered,
+            )
+            found = self._transposed[unit] = _grouped(source, offsets, edges)
+        return found
 
 
 def shards_of(edge_index: DistEdgeIndex) -> Shards:

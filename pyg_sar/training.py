@@ -37,6 +37,7 @@ from pyg_sar.metrics import mean
 from pyg_sar.owned_rows import clip_grad_norm
 from pyg_sar.splits import SPLITS, node_labels, split_nodes
 from pyg_sar.train_config import EpochRecord, Scores, TrainConfig, TrainResult
+from pyg_sar.wire_error import gradient_error, measure_every
 
 __all__ = [
     "Callback",
@@ -207,6 +208,10 @@ class Trainer:
         factor = self.schedule.factor(self.epoch)
         for group, lr in zip(self.optimizer.param_groups, self._initial_lrs, strict=True):
             group["lr"] = lr * factor
+        every = measure_every(self.model)
+        if every is not None and self.epoch % every == 0:
+            self.model.train()
+            gradient_error(self.model, self._backward, comm=self.comm)
         loss, norm = self.train_step()
         self.epoch += 1
         self.losses.append(loss)
@@ -231,6 +236,15 @@ class Trainer:
         """
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
+        value = self._backward()
+        norm = None
+        if self.config.clip_norm is not None:
+            norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
+        self.optimizer.step()
+        return value, norm
+
+    def _backward(self) -> float:
+        """The global training loss, whose gradients are added to the parameters'."""
         index = self._index["train"]
         values = F.cross_entropy(
             self._scores()[index],
@@ -246,11 +260,7 @@ class Trainer:
                 "'clip_norm', or look for infinite features"
             )
         loss.backward()
-        norm = None
-        if self.config.clip_norm is not None:
-            norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
-        self.optimizer.step()
-        return value, norm
+        return value
 
     def _scores(self) -> Tensor:
         out = self.forward(self.model, self.data)

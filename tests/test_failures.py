@@ -124,8 +124,9 @@ RANKS = textwrap.dedent(
         comm.barrier()
         if comm.rank == 1:
             time.sleep(5)  # Longer than the timeout, but it lives.
-        comm.exchange(torch.ones(3), (comm.rank + 1) % 3, torch.empty(3),
-                      (comm.rank - 1) % 3, label=LABEL).wait()
+        for step in (1, 2):  # Both ways around: every rank needs rank 1.
+            dst, src = (comm.rank + step) % 3, (comm.rank - step) % 3
+            comm.exchange(torch.ones(3), dst, torch.empty(3), src, label=LABEL).wait()
 
     def leaves_early(comm, kill):
         comm.barrier()

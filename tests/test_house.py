@@ -17,10 +17,11 @@ PACKAGE = REPOSITORY / "pyg_sar"
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
     "errors policy ledger ops attention_terms attention_fallback attention_ops",
-    "rendezvous issuer signals watch backends payload communicator inprocess comm launch",
+    "rendezvous issuer signals watch backends payload segments neighbours same_host meeting",
+    "sharing communicator inprocess comm launch",
     "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
     "storage synthetic graph_files graphs",
-    "halo exchange distributed_index joint_index selections index_space",
+    "wire halo exchange shared_rows streams distributed_index joint_index selections index_space",
     "shard chunk rounds target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program products reverse message_checks",
     "node_reads",
@@ -29,7 +30,7 @@ LAYERS = (
     "nn.graph_norm nn.norm",
     "nn.pool nn.attention nn.set_attention nn.sequences nn.models nn.colours nn.refused_convs",
     "nn.registry nn",
-    "lazy convert loading",
+    "lazy convert loading wire_error",
     "models schedule splits checkpoint_rows checkpoint train_config training callbacks report",
     "recording verify_report comparison verify",
     "pyg_sar",

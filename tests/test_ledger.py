@@ -222,8 +222,9 @@ def test_a_tensor_in_two_roles_travels_once(root: Path):
         assert fetched == sum(halo) * CHANNELS * 8
 
 
-def test_exchanges_are_pairwise(root: Path):
+def test_exchanges_are_pairwise(root: Path, monkeypatch: pytest.MonkeyPatch):
     """W - 1 exchanges per layer and direction: no padded all-to-all, no barrier, per round."""
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
 
     def worker(kind: str) -> Counter[Any]:
         comm = pyg_sar.current()

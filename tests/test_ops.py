@@ -555,12 +555,12 @@ def transposed(root: Path) -> None:
     shards = shards_of(data.edge_index)
     source, target = data.edge_index.ends()
     for owner in range(data.edge_index.plan.world_size):
-        forward, back = shards.segments(owner), shards.transposed(owner)
+        forward, back = shards.segments(owner), shards.transposed(owner, numbered=True)
         there, here = ends_of(forward), ends_of(back)
         assert here == [tuple(there[int(e)][::-1]) for e in back.edges]
         assert sorted(there, key=lambda end: end[::-1]) == there
         assert sorted(here, key=lambda end: end[::-1]) == here
-        assert shards.transposed(owner) is back
+        assert shards.transposed(owner, numbered=True) is back
         tile = shards.tile(owner, shards.edges(owner))
         assert target[tile.columns].tolist() == [end[1] for end in there]
         assert list(zip(tile.source.tolist(), tile.target_rows.tolist(), strict=True)) == there

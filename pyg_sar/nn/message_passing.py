@@ -32,6 +32,7 @@ from pyg_sar.nn.propagation import (
     message_without_edges,
     methods_of,
     rounds_of,
+    travelling,
 )
 from pyg_sar.ops import warn_if_missing
 from pyg_sar.policy import SARPolicy
@@ -152,7 +153,8 @@ class DistMessagePassing(MessagePassing):
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
         if (strategy == "one_shot" and not leaving) or hooks:
-            return super().edge_updater(edge_index, size=size, **kwargs)
+            with travelling(edge_index.plan, self.policy.wire):
+                return super().edge_updater(edge_index, size=size, **kwargs)
         compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
         return deferred_edge(compute, kwargs, edge_index.device)
 
@@ -225,7 +227,8 @@ class DistMessagePassing(MessagePassing):
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        with first_target_filled(self.aggr_module):
+        plan = edge_index.plan
+        with first_target_filled(self.aggr_module), travelling(plan, self.policy.wire):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)

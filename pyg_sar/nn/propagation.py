@@ -13,11 +13,13 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.chunk import Chunks
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import PygSarError
+from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.program import DeferredEdge
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
 from pyg_sar.strategy import Verdict, title_of
+from pyg_sar.wire import Wire
 
 
 def kind_of_argument(value: Any) -> Any:
@@ -39,6 +41,16 @@ def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
         for plan, scope in reversed(outer):
             plan.scope = scope
             plan.gathered.clear()
+
+
+@contextmanager
+def travelling(plan: HaloPlan, wire: str) -> Iterator[None]:
+    """Rows that are gathered plainly meanwhile travel so (:class:`pyg_sar.wire.Wire`)."""
+    outer, plan.wire = plan.wire, Wire(wire)
+    try:
+        yield
+    finally:
+        plan.wire = outer
 
 
 def methods_of(layer: MessagePassing) -> tuple[str, ...]:

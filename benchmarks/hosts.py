@@ -1,0 +1,348 @@
+"""Training over several hosts: network namespaces joined by a bridge, links limited by tc.
+
+    sudo python benchmarks/hosts.py --out docs/benchmarks/hosts.md
+
+Each namespace is a host with an address and a host name of its own and runs one worker, started by
+``torchrun``; the bridge is in a namespace too, so that the machine's own network stays as it is.
+Both ends of each link pass ``tc tbf``. Per number of hosts and prefetch depth: the time of an
+epoch; of its compute alone (the same epoch with nothing sent: rows that would come are zeros); of
+its transfer alone (bytes of the busiest direction of any worker over the bandwidth measured between
+workers); and the losses, which must be those of one process. Needs root, ``ip``, ``tc`` and
+``unshare``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from datetime import date
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GraphSAGE
+
+import pyg_sar
+from pyg_sar.graphs import load_graph
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+PORT = 29511
+MEGABYTE = 1 << 20
+
+# The network #################################################################
+
+
+class Network:
+    """Hosts as network namespaces; torn down on leaving, also after an error or Ctrl-C.
+
+    Args:
+        hosts: How many.
+    """
+
+    def __init__(self, hosts: int) -> None:
+        self.hosts, self.mark = hosts, f"sar{os.getpid()}"
+        self.running: list[subprocess.Popen[bytes]] = []
+
+    def name(self, host: int) -> str:
+        return f"{self.mark}h{host}"
+
+    def address(self, host: int) -> str:
+        return f"10.213.77.{host + 1}"
+
+    def __enter__(self) -> Network:
+        missing = [tool for tool in ("ip", "tc", "unshare") if shutil.which(tool) is None]
+        if os.geteuid() != 0 or missing:
+            what = f"{', '.join(missing)} (packages iproute2, util-linux)" if missing else "root"
+            raise SystemExit(f"benchmarks/hosts.py sets up network namespaces, which needs {what}")
+        try:
+            self._build()
+        except BaseException:
+            self._tear_down()
+            raise
+        return self
+
+    def _build(self) -> None:
+        switch = f"{self.mark}s"
+        run("ip", "netns", "add", switch)
+        run("ip", "-n", switch, "link", "add", "bridge", "type", "bridge")
+        run("ip", "-n", switch, "link", "set", "bridge", "up")
+        for host in range(self.hosts):
+            name = self.name(host)
+            run("ip", "netns", "add", name)
+            ends = ("link", "add", "eth0", "netns", name, "type", "veth", "peer", "name")
+            run("ip", *ends, f"port{host}", "netns", switch)
+            run("ip", "-n", switch, "link", "set", f"port{host}", "master", "bridge", "up")
+            run("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", "eth0")
+            for device in ("lo", "eth0"):
+                run("ip", "-n", name, "link", "set", device, "up")
+
+    def limit(self, rate: str) -> None:
+        """Bandwidth of each link, each way, as ``tc`` writes it."""
+        shape = ("root", "tbf", "rate", rate, "burst", "256kb", "latency", "50ms")
+        for host in range(self.hosts):
+            run("tc", "-n", self.name(host), "qdisc", "replace", "dev", "eth0", *shape)
+            run("tc", "-n", f"{self.mark}s", "qdisc", "replace", "dev", f"port{host}", *shape)
+
+    def torchrun(self, arguments: Sequence[str], timeout: float) -> None:
+        """Runs a script on all hosts, one worker each.
+
+        Raises:
+            RuntimeError: When it fails anywhere.
+        """
+        nodes = ("--nnodes", str(self.hosts), "--nproc-per-node", "1")
+        place = ("--master-addr", self.address(0), "--master-port", str(PORT))
+        for host in range(self.hosts):
+            torchrun = (sys.executable, "-m", "torch.distributed.run", *nodes, *place)
+            script = 'hostname "$0" && exec "$@"'
+            inside = ("ip", "netns", "exec", self.name(host), "unshare", "--uts", "sh", "-c")
+            command = (*inside, script, self.name(host), *torchrun, "--node-rank", str(host))
+            paths = [str(REPOSITORY), os.environ.get("PYTHONPATH", "")]
+            setting = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
+            self.running.append(
+                subprocess.Popen(
+                    [*command, *arguments], start_new_session=True, env={**os.environ, **setting}
+                )
+            )
+        codes = [process.wait(timeout) for process in self.running]
+        self.running.clear()
+        if any(codes):
+            raise RuntimeError(f"torchrun ended with {codes} on the {self.hosts} hosts")
+
+    def _tear_down(self) -> None:
+        for name in (f"{self.mark}s", *(self.name(host) for host in range(self.hosts))):
+            # torchrun's workers are in sessions of their own: found by where they run.
+            inside = subprocess.run(
+                ["ip", "netns", "pids", name], capture_output=True, text=True, check=False
+            )
+            for pid in inside.stdout.split():
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(pid), signal.SIGKILL)
+            subprocess.run(["ip", "netns", "delete", name], stderr=subprocess.DEVNULL, check=False)
+
+        for process in self.running:
+            process.wait()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._tear_down()
+
+
+def run(*command: str) -> None:
+    """Runs a command; its own message says what failed."""
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise RuntimeError(f"'{' '.join(command)}' failed: {done.stderr.strip()}")
+
+
+# On a host ###################################################################
+
+
+def make_model(spec: dict[str, Any], inputs: int, outputs: int) -> torch.nn.Module:
+    torch.manual_seed(0)
+    if spec["model"] == "gat":
+        return GAT(inputs, spec["hidden"], 3, outputs, heads=4, jk=None)
+    return GraphSAGE(inputs, spec["hidden"], 3, outputs)
+
+
+def train_epoch(model: torch.nn.Module, optimizer: Any, data: Data, mean: Any) -> float:
+    optimizer.zero_grad()
+    out = model(data.x, data.edge_index)
+    kept = data.train_mask
+    loss = mean(F.cross_entropy(out[kept], data.y[kept], reduction="none"))
+    loss.backward()
+    optimizer.step()
+    return float(loss.detach())
+
+
+def bandwidth(comm: Any, megabytes: int = 32) -> float:
+    """Bytes per second from every worker to the next, all at once."""
+    data = torch.zeros(megabytes * MEGABYTE, dtype=torch.uint8)
+    to, come = (comm.rank + 1) % comm.world_size, (comm.rank - 1) % comm.world_size
+    times = []
+    for _ in range(4):
+        comm.barrier()
+        start = time.perf_counter()
+        comm.exchange(data, to, torch.empty_like(data), come, label=("", "", "probe")).wait()
+        times.append(time.perf_counter() - start)
+    return data.numel() / min(times[1:])
+
+
+class Silent:
+    """Sends nothing while it is entered; what would have come is zeros, and sums are local."""
+
+    def __init__(self, comm: Any) -> None:
+        self.carrier = comm._transport
+
+    def __enter__(self) -> None:
+        self.carrier.exchange = lambda sends, recvs: [t.zero_() for _, t in recvs]
+        self.carrier.all_reduce = lambda tensor, op: None
+
+    def __exit__(self, *error: Any) -> None:
+        del self.carrier.exchange, self.carrier.all_reduce
+
+
+def measure(comm: Any, spec: dict[str, Any], data: Data, case: dict[str, Any]) -> dict[str, Any]:
+    """One policy: losses, seconds per epoch, seconds without transfers, bytes per worker."""
+    model = make_model(spec, data.num_features, spec["classes"])
+    model = pyg_sar.distribute(model, pyg_sar.SARPolicy(**case))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    losses, times, silent = [], [], []
+    for epoch in range(spec["epochs"] + 1):
+        comm.barrier()
+        with pyg_sar.Ledger(comm) as ledger:
+            start = time.perf_counter()
+            losses.append(train_epoch(model, optimizer, data, pyg_sar.mean))
+            times.append(time.perf_counter() - start)
+        del epoch
+    with Silent(comm):
+        for _ in range(spec["epochs"]):
+            start = time.perf_counter()
+            train_epoch(model, optimizer, data, pyg_sar.mean)
+            silent.append(time.perf_counter() - start)
+    mine = [statistics.median(times[1:]), statistics.median(silent), ledger.sent, ledger.received]
+    everyone = comm.all_gather_object(mine)
+    return {
+        **case,
+        "losses": losses,
+        "epoch": max(row[0] for row in everyone),
+        "compute": max(row[1] for row in everyone),
+        "bytes": max(max(row[2:]) for row in everyone),
+        "total": sum(row[2] for row in everyone),
+    }
+
+
+def worker(spec_file: str) -> None:
+    """What torchrun starts on each host."""
+    torch.set_num_threads(1)
+    spec = json.loads(Path(spec_file).read_text())
+    comm = pyg_sar.init(timeout=300)
+    try:
+        data = pyg_sar.load_partition(spec["parts"])
+        speed = min(comm.all_gather_object(bandwidth(comm)))
+        rows = [measure(comm, spec, data, case) for case in spec["cases"]]
+        if comm.rank == 0:
+            Path(spec["result"]).write_text(json.dumps({"bandwidth": speed, "cases": rows}))
+    finally:
+        pyg_sar.finalize()
+
+
+# The table ###################################################################
+
+
+def one_process(spec: dict[str, Any], data: Data) -> list[float]:
+    """The losses of plain PyG."""
+    model = make_model(spec, data.num_features, spec["classes"])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
+    return [train_epoch(model, optimizer, data, torch.mean) for _ in range(spec["epochs"] + 1)]
+
+
+def over_hosts(arguments: argparse.Namespace, data: Data, hosts: int) -> list[str]:
+    """Rows of the table for one number of hosts."""
+    cases: list[dict[str, Any]] = [
+        {"prefetch": depth, "wire": wire} for wire in arguments.wires for depth in (0, 1)
+    ]
+    spec = {
+        "model": arguments.model,
+        "hidden": arguments.hidden,
+        "epochs": arguments.epochs,
+        "classes": int(data.y.max()) + 1,
+        "cases": cases,
+    }
+    expected = one_process(spec, data)
+    with tempfile.TemporaryDirectory() as folder, Network(hosts) as network:
+        spec |= {"parts": f"{folder}/parts", "result": f"{folder}/result.json"}
+        pyg_sar.write_partitions(data, hosts, spec["parts"], arguments.method)
+        Path(folder, "spec.json").write_text(json.dumps(spec))
+        network.limit(arguments.rate)
+        network.torchrun([__file__, "--worker", f"{folder}/spec.json"], arguments.timeout)
+        found = json.loads(Path(folder, "result.json").read_text())
+    return [row_of(hosts, found["bandwidth"], case, expected) for case in found["cases"]]
+
+
+def row_of(hosts: int, speed: float, case: dict[str, Any], expected: list[float]) -> str:
+    pairs = zip(case["losses"], expected, strict=True)
+    error = max(abs(a - b) / abs(b) for a, b in pairs)
+    transfer = case["bytes"] / speed
+    ratio = case["epoch"] / max(case["compute"], transfer)
+    return (
+        f"| {hosts} | {case['wire']} | {case['prefetch']} | {case['total'] / 1e6:.1f} "
+        f"| {speed * 8 / 1e9:.2f} | {case['compute']:.2f} | {transfer:.2f} | {case['epoch']:.2f} "
+        f"| {ratio:.2f} | {error:.1e} |"
+    )
+
+
+COLUMNS = (
+    *("hosts", "wire", "prefetch", "MB sent, all workers", "Gb/s measured", "compute alone, s"),
+    *("transfer alone, s", "epoch, s", "epoch / max(compute, transfer)"),
+    "loss: largest relative error to one process",
+)
+HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
+
+
+def report(arguments: argparse.Namespace, data: Data) -> str:
+    rows = [row for hosts in arguments.hosts for row in over_hosts(arguments, data, hosts)]
+    shown = " ".join(["python benchmarks/hosts.py", *sys.argv[1:]])
+    text = f"""\
+# Several hosts
+
+Network namespaces as hosts, one worker with one thread each, links of {arguments.rate} each way
+(`tc tbf`), on one machine of {os.cpu_count()} cores, which all workers share.
+{arguments.model}, 3 layers of {arguments.hidden}, {arguments.source}: {data.num_nodes:,} nodes,
+{data.num_edges:,} edges, {data.num_features} features, parts by {arguments.method}. Median of
+{arguments.epochs} epochs after one more; the slowest worker's time, the busiest worker's bytes.
+
+{date.today()}, `{shown}`, {platform.machine()}, Python {platform.python_version()}, torch
+{torch.__version__}, torch-geometric {torch_geometric.__version__}.
+
+{HEAD}
+"""
+    return text + "\n".join(rows) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Training over several hosts.")
+    add = parser.add_argument
+    add("--worker", metavar="SPEC", help=argparse.SUPPRESS)
+    add("--hosts", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of hosts")
+    add("--rate", default="1gbit", help="of each link, as tc writes it")
+    add("--source", default="synthetic:nodes=40000,degree=25", help="the graph")
+    add("--method", default="metis", help="of partitioning")
+    add("--model", choices=("sage", "gat"), default="sage", help="three layers of it")
+    add("--hidden", type=int, default=128, metavar="N", help="width")
+    add("--epochs", type=int, default=3, metavar="N", help="measured")
+    add("--wires", nargs="+", default=["exact"], metavar="WIRE", help="exact, bfloat16, float16")
+    add("--timeout", type=float, default=900, metavar="S", help="of each run")
+    add("--out", metavar="FILE", help="write the table here")
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments.worker)
+        return
+    signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    torch.set_num_threads(1)
+    text = report(arguments, load_graph(arguments.source))
+    print(text)
+    if arguments.out:
+        Path(arguments.out).write_text(text)
+
+
+if __name__ == "__main__":
+    main()

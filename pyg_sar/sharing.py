@@ -1,0 +1,207 @@
+"""Operations between workers that read each other's memory: publish, read in place, lend, take in.
+
+[Note: publication] Where rows of one node tensor are wanted by several neighbours, the owner
+publishes them once, and each neighbour gathers the rows that it needs from there: nothing is packed
+per reader, nothing goes through a socket. Gradients go back the other way round: a reader computes
+them in memory that it lends, and the owner adds them up from there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.backends import Parcel, Transport, to_bytes
+from pyg_sar.issuer import Work
+from pyg_sar.ledger import Label
+from pyg_sar.neighbours import Letter, Neighbours, Page, Subject, as_rows
+from pyg_sar.payload import count, num_bytes
+
+Submit = Callable[[Callable[[], None], Label, str], Work]
+
+
+class Loan:
+    """Memory for rows that a neighbour will read: fill :attr:`rows`, then :meth:`Sharing.give`."""
+
+    def __init__(self, page: Page, rows: Tensor) -> None:
+        self.page, self.rows = page, rows
+
+
+class Incoming:
+    """Rows in a neighbour's memory that are on their way.
+
+    Attributes:
+        work: To wait for before :attr:`rows` is read.
+        rows: ``[rows, width]``, read only, until :meth:`release`.
+    """
+
+    work: Work
+
+    def __init__(self, rows: Tensor) -> None:
+        self.rows = rows
+        self.letter: Letter | None = None
+
+    def release(self) -> None:
+        """Gives the memory back to the neighbour."""
+        self.rows = self.rows.new_empty(0)
+        if self.letter is not None:
+            self.letter.release()
+        self.letter = None
+
+
+class Sharing:
+    """What a worker does with its neighbours' memory, in the order of its communicator's issuer.
+
+    All workers call these in the same order. Rows of no bytes are neither sent nor expected.
+
+    Args:
+        neighbours: What passes the letters.
+        rank: This worker.
+        submit: Queues a task of the communicator.
+        ledgers: The communicator's ledgers.
+    """
+
+    def __init__(
+        self, neighbours: Neighbours, rank: int, submit: Submit, ledgers: list[Any]
+    ) -> None:
+        self.neighbours, self.rank = neighbours, rank
+        self.ranks = neighbours.ranks
+        self._submit, self._ledgers = submit, ledgers
+
+    def publish(
+        self,
+        fill: Callable[[Tensor], None],
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        readers: Mapping[int, int],
+        label: Label,
+    ) -> Work:
+        """Lets neighbours read a copy of rows.
+
+        Args:
+            fill: Writes the rows into a tensor; called on the issuing thread.
+            shape: Of that tensor, ``(rows, width)``.
+            dtype: Of that tensor.
+            readers: How many of the rows each reader will take, for the ledgers.
+            label: Whom the ledgers charge.
+
+        Returns:
+            The handle to wait for before what ``fill`` reads is changed.
+        """
+        row = shape[1] * dtype.itemsize
+        wanted = {peer: number * row for peer, number in readers.items() if number * row}
+        if not wanted:
+            return Work.completed()
+        ledgers = list(self._ledgers)
+
+        def task() -> None:
+            page = self.neighbours.take(shape[0] * row)
+            fill(page.data.view(dtype).view(shape))
+            self.neighbours.send(page, Subject.PUBLICATION, list(wanted))
+            count(ledgers, label, wanted, {}, self.neighbours.name)
+
+        return self._submit(task, label, f"publication for ranks {', '.join(map(str, wanted))}")
+
+    def read(
+        self,
+        src: int,
+        shape: tuple[int, int],
+        use: Callable[[Tensor], None],
+        out: Tensor,
+        label: Label,
+    ) -> Work:
+        """Reads what ``src`` published.
+
+        Args:
+            src: The owner.
+            shape: Of the whole publication, ``(rows, width)``.
+            use: Called with it on the issuing thread; must keep nothing of it.
+            out: What ``use`` fills, by whose size the ledgers count; nothing is read if it's empty.
+            label: Whom the ledgers charge.
+        """
+        if out.numel() == 0:
+            return Work.completed()
+        ledgers, dtype = list(self._ledgers), out.dtype
+
+        def task() -> None:
+            letter = self.neighbours.receive(src, Subject.PUBLICATION)
+            use(as_rows(letter.data, *shape, dtype, src, self.rank))
+            letter.release()
+            count(ledgers, label, {}, {src: num_bytes(out)}, self.neighbours.name)
+
+        return self._submit(task, label, f"reading rows of rank {src}")
+
+    def lend(self, shape: tuple[int, int], dtype: torch.dtype) -> Loan:
+        """Uninitialized memory for rows that a neighbour will read."""
+        page = self.neighbours.take(shape[0] * shape[1] * dtype.itemsize)
+        return Loan(page, page.data.view(dtype).view(shape))
+
+    def give(self, loan: Loan, parts: Mapping[int, int], label: Label) -> Work:
+        """Lets each neighbour read its part of a loan, which must not be touched any more.
+
+        Args:
+            loan: The loan.
+            parts: How many of its rows are for each worker, in their order; those of workers that
+                are no neighbours are left out.
+            label: Whom the ledgers charge.
+        """
+        row, page = loan.rows.size(1) * loan.rows.element_size(), loan.page
+        pieces, first = [], 0
+        for peer, number in parts.items():
+            if peer in self.ranks and number * row:
+                pieces.append((peer, first * row, number * row))
+            first += number
+        sizes = {peer: size for peer, _, size in pieces}
+        loan.rows = loan.rows.new_empty(0)
+        ledgers = list(self._ledgers)
+
+        def task() -> None:
+            self.neighbours.send_parts(page, Subject.LOAN, pieces)
+            count(ledgers, label, sizes, {}, self.neighbours.name)
+
+        return self._submit(task, label, f"rows for ranks {', '.join(map(str, sizes))}")
+
+    def expect(
+        self, src: int, shape: tuple[int, int], dtype: torch.dtype, label: Label
+    ) -> Incoming:
+        """Expects a loan from ``src``."""
+        found = Incoming(torch.empty(shape[0], 0, dtype=dtype))
+        found.work = Work.completed()
+        if shape[0] * shape[1] == 0:
+            found.rows = found.rows.new_empty(shape)
+            return found
+        ledgers = list(self._ledgers)
+
+        def task() -> None:
+            found.letter = self.neighbours.receive(src, Subject.LOAN)
+            found.rows = as_rows(found.letter.data, *shape, dtype, src, self.rank)
+            count(ledgers, label, {}, {src: num_bytes(found.rows)}, self.neighbours.name)
+
+        found.work = self._submit(task, label, f"rows of rank {src}")
+        return found
+
+    # Plain exchanges ---------------------------------------------------------
+
+    def exchange(
+        self, transport: Transport, sends: Sequence[Parcel], recvs: Sequence[Parcel]
+    ) -> None:
+        """Exchanges parcels, through shared memory with neighbours, else by ``transport``."""
+        for peer, tensor in sends:
+            if peer in self.ranks:
+                page = self.neighbours.take(num_bytes(tensor))
+                page.data.copy_(to_bytes(tensor))
+                self.neighbours.send(page, Subject.PARCEL, [peer])
+        far_sends = [(peer, tensor) for peer, tensor in sends if peer not in self.ranks]
+        far_recvs = [(peer, tensor) for peer, tensor in recvs if peer not in self.ranks]
+        if far_sends or far_recvs:
+            transport.exchange(far_sends, far_recvs)
+        for peer, target in recvs:
+            if peer in self.ranks:
+                letter = self.neighbours.receive(peer, Subject.PARCEL)
+                whole = to_bytes(target)
+                shape = whole.numel(), 1
+                whole.copy_(as_rows(letter.data, *shape, torch.uint8, peer, self.rank).view(-1))
+                letter.release()

@@ -1,0 +1,276 @@
+"""Source rows streamed shard by shard from their owners, and their gradients on the way back.
+
+[Note: rounds] Every worker walks the same units (:meth:`HaloPlan.units`) in the same order and
+posts its transfers in that order; the communicator's issuing thread carries them out first in,
+first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
+posts first, and nothing can deadlock. A unit in which a worker has no part keeps its place (it
+counts as fetched ahead, too), or its neighbours would change their order; nothing is sent for it.
+
+[Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
+stream drops its own reference before it allocates the next one, and consumers must do so too
+(``del rows``), or two shards are resident where the policy promises one. The ledger follows the
+storage, not a counter that the code would have to keep right.
+
+[Note: neighbours in a stream] Rows of a worker of the same host are read from what it published
+(see sharing): the stream publishes its own tensors once, when it starts, and a unit's fetch
+gathers from its owners' publications. Between other workers rows are packed for each peer. A unit
+may have some of its peers here and others there.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pyg_sar.exchange import RowLayout, add_rows, post_pairs, tracked_buffer
+from pyg_sar.halo import HaloPlan, Unit
+from pyg_sar.ledger import Label
+from pyg_sar.shared_rows import shared_rows
+from pyg_sar.sharing import Incoming, Loan, Sharing
+from pyg_sar.wire import Wire
+
+if TYPE_CHECKING:
+    from pyg_sar.comm import Work
+
+
+class ShardStream:
+    r"""Source rows of one layer: the local rows, then unit by unit.
+
+    At most the rows of ``1 + prefetch`` remote shards are resident (DESIGN: 2/N and 3/N of the
+    graph with the worker's own). Traffic in: :math:`H_p F b` bytes.
+
+    Args:
+        plan: The halo plan.
+        tensors: Source tensors ``[num_local, *]``, detached.
+        label: Whom the ledger charges.
+        prefetch: Units fetched ahead.
+        wire: How rows travel; exactly by default.
+    """
+
+    def __init__(
+        self,
+        plan: HaloPlan,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
+    ) -> None:
+        self.plan = plan
+        self.tensors = list(tensors)
+        self.label = label
+        self.prefetch = prefetch
+        self.layout = RowLayout(tensors, wire)
+        self._units = plan.units()
+        self._posted = 1
+        self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
+        self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
+
+    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
+        """Yields ``(unit, rows)``: rows of each tensor, by owner, in its halo order."""
+        published = [] if self._sharing is None else self._publish(self._sharing)
+        self._post(self.prefetch)
+        yield 0, self.tensors
+        while self._posted < len(self._units) or self._pending:
+            if not self._pending:
+                self._post(1)
+            unit, buffers, works = self._pending.popleft()
+            for work in works:
+                work.wait()
+            self._post(self.prefetch)
+            self.layout.land(buffers)
+            rows = self.layout.unpack(buffers)
+            del buffers, works
+            handed = [rows]
+            del rows
+            yield unit, handed.pop()
+        for work in published:
+            work.wait()
+
+    def _publish(self, sharing: Sharing) -> list[Work]:
+        """Lets the neighbours read the own rows. See [Note: neighbours in a stream]."""
+        shared = shared_rows(self.plan, sharing)
+        return [
+            sharing.publish(
+                partial(shared.fill, tensors=self.tensors, layout=self.layout, dtype=dtype),
+                (shared.count, width),
+                dtype,
+                shared.readers,
+                self.label,
+            )
+            for dtype, width in self.layout.widths()
+        ]
+
+    def _post(self, ahead: int) -> None:
+        """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
+        while len(self._pending) < ahead and self._posted < len(self._units):
+            number, unit = self._posted, self._units[self._posted]
+            self._posted += 1
+            count = unit.num_rows
+            buffers: list[Tensor] = []
+            works: list[Work] = []
+            for k, (dtype, width) in enumerate(self.layout.widths()):
+                buffer = tracked_buffer(
+                    self.plan.comm,
+                    self.label[0],
+                    count if k == 0 else 0,
+                    (count, width),
+                    dtype,
+                    self.tensors[0].device,
+                )
+                works += self._fetch(unit, buffer)
+                buffers.append(buffer)
+            self._pending.append((number, buffers, works))
+
+    def _fetch(self, unit: Unit, buffer: Tensor) -> list[Work]:
+        """Fetches a unit's rows of one dtype, and sends what others fetch of it."""
+        plan = self.plan
+        sends = [
+            (peer, self.layout.packer(self.tensors, plan.send_rows(peer), buffer.dtype))
+            for peer in unit.peers
+            if peer not in self._near
+        ]
+        landing = self.layout.wire.landing(buffer)
+        receives = list(zip(unit.owners, landing.split(unit.counts), strict=True))
+        far = [(owner, rows) for owner, rows in receives if owner not in self._near]
+        works = post_pairs(plan, sends, far, self.label)
+        for owner, rows in receives:
+            if self._sharing is not None and owner in self._near:
+                shared = shared_rows(plan, self._sharing)
+                shape = shared.counts[owner], rows.size(1)
+                use = partial(shared.gather, owner=owner, out=rows)
+                works.append(self._sharing.read(owner, shape, use, rows, self.label))
+        return works
+
+
+class GradientReturn:
+    r"""Sends each unit's gradient rows to their owners and adds up what the peers send here.
+
+    Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
+
+    [Note: gradients in flight] What is computed for one unit travels while the next one is worked
+    on. Between neighbours that takes no memory: the rows stay where they were computed, and the
+    owner adds them from there. Over a network they take a buffer at either end, which a policy
+    with one prefetched unit affords where the backward pass fetches none.
+
+    Args:
+        plan: The halo plan.
+        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
+        layer: Whom the ledger charges.
+        prefetch: Units fetched ahead; 0 leaves nothing in flight.
+        refetches: Whether rows are fetched meanwhile.
+        wire: How rows travel; exactly by default.
+    """
+
+    def __init__(
+        self,
+        plan: HaloPlan,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        self.plan = plan
+        self.totals = list(totals)
+        self.label: Label = (layer, "backward", "gradient")
+        self.prefetch, self.refetches = prefetch, refetches
+        self.layout = RowLayout(totals, wire)
+        self._units = plan.units()
+        self._packed: list[Tensor | Loan] = []
+        self._pending: tuple[Unit, list[Tensor], list[Incoming], list[Work]] | None = None
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
+        self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
+
+    def start(self, unit: int) -> list[Tensor]:
+        """Zeroed gradient rows for the sources of a unit: views of what will be sent.
+
+        The worker's own rows are added to directly.
+        """
+        if unit == 0:
+            return self.totals
+        rows, near = self._units[unit].num_rows, self._near.intersection(self._units[unit].owners)
+        found = []
+        for dtype, width in self.layout.widths():
+            if self._sharing is not None and near:
+                loan = self._sharing.lend((rows, width), dtype)
+                self._packed.append(loan)
+                found.append(loan.rows.zero_())
+            else:
+                device = self.totals[0].device
+                found.append(torch.zeros((rows, width), dtype=dtype, device=device))
+                self._packed.append(found[-1])
+        return self.layout.unpack(found)
+
+    def send(self, unit: int) -> None:
+        """Sends what was started; call once per unit, in the order of the units."""
+        if unit == 0:
+            return
+        self.drain()
+        now, far, near = self._units[unit], [], []
+        works: list[Work] = []
+        for (dtype, width), packed in zip(self.layout.widths(), self._packed, strict=True):
+            far.append(self._swap(packed, now, dtype, width, works))
+            near += self._expect(now, dtype, width)
+        self._packed = []
+        self._pending = (now, far, near, works + [arrival.work for arrival in near])
+        network = not self._near.issuperset((*now.owners, *now.peers))
+        if self.prefetch == 0 or (network and self.refetches and self.prefetch == 1):
+            self.drain()
+
+    def _swap(
+        self, packed: Tensor | Loan, unit: Unit, dtype: torch.dtype, width: int, works: list[Work]
+    ) -> Tensor:
+        """Sends rows to a unit's owners; returns where those of its far peers will be."""
+        whole = packed.rows if isinstance(packed, Loan) else packed
+        peers = [peer for peer in unit.peers if peer not in self._near]
+        counts = [self.plan.send_counts[peer] for peer in peers]
+        buffer = torch.empty((sum(counts), width), dtype=dtype, device=self.totals[0].device)
+        going = zip(unit.owners, whole.split(unit.counts), strict=True)
+        encoded = self.layout.encoded
+        sends = [(owner, encoded(rows)) for owner, rows in going if owner not in self._near]
+        landing = self.layout.wire.landing(buffer)
+        receives = list(zip(peers, landing.split(counts), strict=True)) if counts else []
+        works += post_pairs(self.plan, sends, receives, self.label)
+        if self._sharing is not None and isinstance(packed, Loan):
+            # After the network has read its part: the memory is given away.
+            parts = dict(zip(unit.owners, unit.counts, strict=True))
+            works.append(self._sharing.give(packed, parts, self.label))
+        return buffer
+
+    def _expect(self, unit: Unit, dtype: torch.dtype, width: int) -> list[Incoming]:
+        """Rows of a unit's peers that share memory."""
+        if self._sharing is None:
+            return []
+        counts = {peer: self.plan.send_counts[peer] for peer in unit.peers if peer in self._near}
+        expect = self._sharing.expect
+        return [expect(peer, (n, width), dtype, self.label) for peer, n in counts.items()]
+
+    def drain(self) -> None:
+        """Waits for the unit in flight and adds the peers' gradients to the totals."""
+        if self._pending is None:
+            return
+        unit, far, near, works = self._pending
+        self._pending = None
+        for work in works:
+            work.wait()
+        peers = [peer for peer in unit.peers if peer not in self._near]
+        if peers:
+            self.layout.land(far)
+            self._add(self.plan.rows_of(peers), far)
+        for k, peer in enumerate(peer for peer in unit.peers if peer in self._near):
+            arrived = near[k :: len(unit.peers) - len(peers)]
+            self._add(self.plan.send_rows(peer), [arrival.rows for arrival in arrived])
+            for arrival in arrived:
+                arrival.release()
+
+    def _add(self, rows: Tensor, buffers: list[Tensor]) -> None:
+        for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
+            add_rows(total, rows, part)

@@ -1,0 +1,281 @@
+"""Workers of one host that share memory: exact, counted, mixed with the network, and cleaned up."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from oracle import (
+    CHANNELS,
+    OUT,
+    TOLERANCE,
+    Job,
+    Partitions,
+    Sweep,
+    assert_small,
+    errors,
+    make_graph,
+    run_jobs,
+    threads,
+)
+from torch_geometric import nn as gnn
+
+import pyg_sar.rendezvous as rendezvous
+from pyg_sar import Ledger, SARPolicy
+from pyg_sar.comm import Communicator, current, finalize, init
+from pyg_sar.halo import HaloPlan
+from pyg_sar.launch import launch
+from pyg_sar.shared_rows import shared_rows
+from pyg_sar.streams import GradientReturn, ShardStream
+
+SWITCH = "PYG_SAR_SHARED_MEMORY"
+SHARED = "shared memory"
+LABEL = ("conv", "forward", "fetch")
+
+POLICIES = (
+    SARPolicy(mode=1, prefetch=0),
+    SARPolicy(mode=1, prefetch=1, message_budget=600),
+    SARPolicy(mode=1, prefetch=2),
+    SARPolicy(mode=2, prefetch=1),
+    SARPolicy(mode=3),
+    SARPolicy(mode=1, prefetch=1, strategy="chunked"),
+)
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "sage": lambda: gnn.SAGEConv(CHANNELS, OUT),
+    "gat": lambda: gnn.GATConv(CHANNELS, OUT, heads=2),
+    "max": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"),
+    "gcn": lambda: gnn.GCNConv(CHANNELS, OUT),
+}
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
+    return Partitions(tmp_path_factory.mktemp("shared"))
+
+
+def make_sweep(world: int, partitions: Partitions, names: tuple[str, ...], **kw: Any) -> Sweep:
+    """Layers on a random partition, and one whose second part is empty."""
+    data = make_graph(41, 220)
+    sparse = torch.arange(41) % world
+    sparse[sparse == 1] = world - 1 if world > 2 else 0
+    sweep = Sweep(world)
+    for name in names:
+        for part in ("random", sparse):
+            job = Job(LAYERS[name]().double(), partitions(data, world, part), **kw)
+            sweep.add(name, job, data)
+    return sweep
+
+
+# Exactness ###################################################################
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_threads(world, switch, partitions, monkeypatch):
+    monkeypatch.setenv(SWITCH, switch)
+    make_sweep(world, partitions, tuple(LAYERS), policies=POLICIES[:4]).check()
+
+
+WORLD = 5
+HOSTS = (0, 0, 1, 1, 0)
+
+
+def join(switch: str, hosts: tuple[int, ...] | None = None) -> Communicator:
+    """Leaves the group and joins it anew, on a host of that number."""
+    rank = current().rank
+    finalize()
+    os.environ[SWITCH] = switch
+    if hosts is not None:
+        rendezvous._host = lambda: f"host {hosts[rank]}"  # type: ignore[assignment]
+    return init(timeout=60)
+
+
+def counted(jobs: list[Job]) -> tuple[Any, Any, Any]:
+    """Results, bytes by (layer, phase, kind, peer, way), bytes by (peer, transport)."""
+    comm = current()
+    with Ledger(comm) as ledger:
+        found = run_jobs(jobs)
+    by_label = {
+        (*label, peer, transport, way): number
+        for counts, way in ((ledger._sent, "out"), (ledger._received, "in"))
+        for (label, peer, transport), number in counts.items()
+    }
+    return found, by_label, ledger.peak_resident_rows()
+
+
+def in_three_ways(jobs: list[Job]) -> list[Any]:
+    """All workers on one host; on two; sharing nothing."""
+    found = []
+    for switch, hosts in (("1", None), ("auto", HOSTS), ("0", None)):
+        comm = join(switch, hosts)
+        near = sorted(comm.sharing.ranks) if comm.sharing else []
+        found.append((near, *counted(jobs)))
+    return found
+
+
+def test_processes_on_one_host_on_two_and_apart(partitions):
+    """One host, two hosts of three and two workers, and the network alone: the same numbers."""
+    sweep = make_sweep(WORLD, partitions, ("sage", "gat"), policies=POLICIES)
+    workers = launch(in_three_ways, WORLD, sweep.jobs, timeout=120)
+    same = [[q for q in range(WORLD) if HOSTS[q] == HOSTS[p] and q != p] for p in range(WORLD)]
+    others = [[q for q in range(WORLD) if q != p] for p in range(WORLD)]
+    for way, near in enumerate((others, same, [[]] * WORLD)):
+        assert [worker[way][0] for worker in workers] == near
+        for k, job in enumerate(sweep.jobs):
+            for step, policy in enumerate(job.policies):
+                results = [worker[way][1][k][step] for worker in workers]
+                title = f"{sweep.titles[k]}, way {way}, {policy}"
+                assert_small(errors(results, sweep.expected[k]), TOLERANCE, title)
+    for rank, worker in enumerate(workers):
+        halo = [
+            {
+                (layer, phase, kind, peer, end): number
+                for (layer, phase, kind, peer, _, end), number in ways[2].items()
+                if kind != "plan" and peer >= 0
+            }
+            for ways in worker
+        ]
+        assert halo[0] == halo[1] == halo[2] and halo[0]
+        assert worker[0][3] == worker[1][3] == worker[2][3] > 0
+        for way, near in enumerate((others, same, [[]] * WORLD)):
+            carriers = {(key[3], key[4]) for key in worker[way][2] if key[3] >= 0}
+            assert {peer for peer, how in carriers if how == SHARED} == set(near[rank])
+            far = {peer for peer, how in carriers if how == "gloo"}
+            assert far == set(others[rank]) - set(near[rank])
+
+
+# What is published ###########################################################
+
+
+def ring_plan(comm: Communicator, rows: int) -> HaloPlan:
+    """Each worker needs the first rows of every other, the more the farther, some not at all."""
+    wanted = lambda p, q: 0 if p == q else (q - p) % comm.world_size + 1  # noqa: E731
+    halo = [wanted(comm.rank, q) for q in range(comm.world_size)]
+    sends = [wanted(q, comm.rank) for q in range(comm.world_size)]
+    index = torch.cat([torch.arange(n).flip(0) * 2 for n in sends])
+    return HaloPlan(comm, rows, halo, index, sends)
+
+
+def test_rows_are_published_once_for_all_neighbours():
+    """One page per dtype and stream, with just the rows that anybody needs, and one per loan."""
+
+    def work() -> Any:
+        comm = current()
+        assert comm.sharing is not None
+        plan = ring_plan(comm, 40)
+        neighbours = comm.sharing.neighbours
+        sizes: list[int] = []
+        take = neighbours.take
+
+        def taking(size: int) -> Any:
+            sizes.append(size)
+            return take(size)
+
+        neighbours.take = taking  # type: ignore[method-assign]
+        own = torch.arange(40.0).view(40, 1) + 100 * comm.rank
+        tensors = [own.expand(40, 3), own.double().view(40, 1, 1).expand(40, 2, 2), own[:, 0]]
+        for unit, rows in ShardStream(plan, tensors, LABEL, 1):
+            (owner,) = plan.units()[unit].owners
+            count = plan.halo_counts[owner] or 40
+            there = torch.arange(40.0) if owner == comm.rank else torch.arange(count).flip(0) * 2.0
+            for k, part in enumerate(rows):
+                expected = (there + 100 * owner).to(part.dtype)
+                for column in part.reshape(count, -1).unbind(1):
+                    assert torch.equal(column, expected), (k, owner)
+            del part, rows
+        published, sizes[:] = sizes[:], []
+        totals = [torch.zeros(40, 3), torch.zeros(40, 2, dtype=torch.float64)]
+        back = GradientReturn(plan, totals, "conv", 1)
+        for unit in range(len(plan.units())):
+            for part in back.start(unit):
+                part += 1.0
+            back.send(unit)
+        back.drain()
+        shared = shared_rows(plan, comm.sharing)
+        return shared.count, shared.rows, published, sizes, plan.halo_counts, totals
+
+    world = 4
+    for count, rows, published, lent, halo, totals in threads(work, world):
+        assert rows.tolist() == [0, 2, 4, 6] and count == world
+        assert published == [count * 4 * 4, count * 4 * 8]  # float32: 3 + 1 columns; float64: 4
+        assert sorted(lent) == sorted(n * b for n in halo if n for b in (12, 16))
+        needed = [sum(2 * k < 2 * n and j == 2 * k for n in (2, 3, 4) for k in range(n))
+                  for j in range(40)]  # fmt: skip
+        for total in totals:
+            assert total[:, 0].tolist() == [1.0 + n for n in needed]
+
+
+def test_most_rows_are_published_as_they_are():
+    """Where neighbours need most rows, gathering these costs more than copying all."""
+
+    def work(number: int) -> Any:
+        comm = current()
+        assert comm.sharing is not None
+        counts = [0 if q == comm.rank else number for q in range(2)]
+        plan = HaloPlan(comm, 5, counts, torch.tensor([4, 2, 0, 1])[:number], counts)
+        own = torch.arange(5.0).view(5, 1) + 10 * comm.rank
+        fetched = [rows[0].clone() for _, rows in ShardStream(plan, [own], LABEL, 0)][1]
+        shared = shared_rows(plan, comm.sharing)
+        return None if shared.rows is None else shared.rows.tolist(), shared.count, fetched
+
+    for number, expected in ((4, (None, 5)), (2, ([2, 4], 2))):
+        for rank, (rows, count, fetched) in enumerate(threads(work, 2, number)):
+            assert (rows, count) == expected
+            assert fetched[:, 0].tolist() == [n + 10 * (1 - rank) for n in [4, 2, 0, 1][:number]]
+
+
+# Overlap #####################################################################
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_gradients_stay_in_flight(switch, monkeypatch):
+    """With ``prefetch=1`` a worker goes on while its peers still compute theirs.
+
+    Where workers share memory, always; else unless shards are fetched meanwhile, whose buffers
+    are all that the policy affords.
+    """
+    monkeypatch.setenv(SWITCH, switch)
+    gone_on = threading.Event()
+
+    def work(prefetch: int, refetches: bool) -> Any:
+        comm = current()
+        plan = ring_plan(comm, 10)
+        total = torch.zeros(10, 2)
+        back = GradientReturn(plan, [total], "conv", prefetch, refetches)
+        for unit in range(1, len(plan.units())):
+            if comm.rank > 0 and unit == 1:
+                assert gone_on.wait(60)
+            back.start(unit)[0].fill_(comm.rank + 1.0)
+            back.send(unit)
+            if comm.rank == 0:
+                gone_on.set()
+        back.drain()
+        return total[:, 0].tolist()
+
+    for prefetch, refetches in ((2, True), (2, False), (1, False), (1, True)):
+        if (prefetch, refetches, switch) != (1, True, "0"):
+            gone_on.clear()
+            found = threads(work, 3, prefetch, refetches)
+            # Worker p needs 2 rows of p + 1 and 3 of p + 2.
+            for rank, total in enumerate(found):
+                before, behind = (rank - 1) % 3 + 1.0, (rank + 1) % 3 + 1.0
+                both = before + behind
+                assert total == [both, 0, both, 0, behind, 0, 0, 0, 0, 0]
+
+    def drains(prefetch: int, refetches: bool) -> bool:
+        plan = ring_plan(current(), 10)
+        back = GradientReturn(plan, [torch.zeros(10, 2)], "conv", prefetch, refetches)
+        left = []
+        for unit in range(1, len(plan.units())):
+            back.start(unit)
+            back.send(unit)
+            left.append(back._pending is not None)
+        back.drain()
+        return any(left)
+
+    assert threads(drains, 3, 0, False) == [False] * 3
+    assert threads(drains, 3, 1, True) == [switch == "1"] * 3

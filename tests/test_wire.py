@@ -1,0 +1,343 @@
+"""A narrow wire: what is rounded, what it saves, how far gradients are off, and who says so."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import CHANNELS, OUT, Partitions, assemble, make_graph, node_losses, threads
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+import pyg_sar
+from pyg_sar import SARPolicy
+from pyg_sar.wire import Wire
+from pyg_sar.wire_error import ALL
+
+WORLD = 3
+PRECISION = {"bfloat16": 2**-8, "float16": 2**-11}
+NARROW = tuple(PRECISION)
+
+# Rows ########################################################################
+
+
+def travelled(wire: Wire, rows: Tensor) -> Tensor:
+    """What arrives of ``rows``."""
+    buffer = torch.empty_like(rows)
+    landing, message = wire.landing(buffer), wire.encode(rows)
+    assert landing.shape == message.shape and landing.dtype == message.dtype
+    landing.copy_(message)
+    wire.land(buffer)
+    return buffer
+
+
+@pytest.mark.parametrize("name", NARROW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("width", [0, 1, 2, 5, 64])
+def test_rows_arrive_rounded_once(name: str, dtype: torch.dtype, width: int):
+    wire = Wire(name)
+    for count in (0, 1, 3, 257, 1500):
+        rows = torch.randn(count, width, dtype=dtype)
+        found = travelled(wire, rows)
+        assert found.shape == rows.shape and found.dtype == dtype
+        most = rows.abs().amax(1, keepdim=True) if width else rows
+        scale = rows.abs() if name == "bfloat16" else most
+        assert bool(((found - rows).abs() <= PRECISION[name] * scale).all())
+        assert rows.numel() < 10 or not torch.equal(found, rows)
+        assert torch.equal(travelled(wire, found), found)
+
+
+def test_float16_rows_have_exponents_of_their_own():
+    """From subnormal to huge rows; a row's infinity stays one, a row of zeros stays zeros."""
+    base = torch.randn(400, 7, dtype=torch.float64)
+    sizes = 10.0 ** torch.linspace(-300, 300, 400, dtype=torch.float64)
+    rows = base * sizes.view(-1, 1)
+    rows[17] = 0
+    found = travelled(Wire("float16"), rows)
+    most = rows.abs().amax(1, keepdim=True)
+    assert bool(((found - rows).abs() <= PRECISION["float16"] * most).all())
+    small = torch.tensor([[1e-40, -3e-41], [1e38, -3e38], [65519.0, 1.0]])
+    found = travelled(Wire("float16"), small)
+    assert bool(((found - small).abs() <= PRECISION["float16"] * small.abs().amax(1, True)).all())
+    strange = torch.tensor([[float("inf"), 1.0], [float("nan"), 2.0], [0.0, 0.0]])
+    assert torch.equal(travelled(Wire("float16"), strange).isfinite(), strange.isfinite())
+
+
+@pytest.mark.parametrize("name", ["exact", *NARROW])
+@pytest.mark.parametrize(
+    "dtype", [torch.int64, torch.int32, torch.bool, torch.bfloat16, torch.float16]
+)
+def test_other_dtypes_travel_as_they_are(name: str, dtype: torch.dtype):
+    rows = torch.randint(0, 2, (5, 3)).to(dtype)
+    wire = Wire(name)
+    assert wire.encode(rows) is rows and wire.landing(rows) is rows
+    assert not wire.narrows(rows)
+
+
+# Layers ######################################################################
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(50, 300, dtype=torch.float32)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory: pytest.TempPathFactory, graph: Data) -> Path:
+    return Partitions(tmp_path_factory.mktemp("wire"))(graph, WORLD, "random")
+
+
+# name: (layer, values of a halo row)
+LAYERS: dict[str, tuple[Any, int]] = {
+    "sage": (lambda: gnn.SAGEConv(CHANNELS, OUT), CHANNELS),
+    "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2), 2 * OUT + 2),
+    "max": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"), CHANNELS),
+}
+POLICIES = {
+    "mode 1": {"mode": 1},
+    "no prefetch": {"mode": 1, "prefetch": 0},
+    "mode 2": {"mode": 2, "prefetch": 2},
+    "mode 3": {"mode": 3},
+    "chunked": {"mode": 1, "strategy": "chunked", "message_budget": 10**7},
+}
+
+
+def bytes_and_results(root: Path, layers: Any, wires: Any, policies: Any) -> Any:
+    comm = pyg_sar.current()
+    data = pyg_sar.load_partition(root)
+    found = {}
+    for name, layer in layers.items():
+        layer = pyg_sar.distribute(copy.deepcopy(layer))
+        for way, options in policies.items():
+            for wire in wires:
+                layer.policy = SARPolicy(wire=wire, **options)
+                x = data.x.clone().requires_grad_()
+                layer(x, data.edge_index)  # analyses the message
+                with pyg_sar.Ledger(comm) as ledger:
+                    out = layer(x, data.edge_index)
+                    pyg_sar.mean(node_losses(out, data.n_id)).backward()
+                kinds = ("fetch", "refetch", "gradient")
+                sent = {kind: ledger.sent_bytes(kind=kind) for kind in kinds}
+                got = {kind: ledger.received_bytes(kind=kind) for kind in kinds}
+                peak = ledger.peak_resident_rows()
+                results = data.n_id, out.detach(), x.grad
+                found[name, way, wire] = sent, got, peak, *results
+    return found, data.edge_index.plan
+
+
+@pytest.fixture(scope="module")
+def workers(root: Path) -> Any:
+    layers = {}
+    for name, (make, _) in LAYERS.items():
+        torch.manual_seed(1)
+        layers[name] = make()
+    return threads(bytes_and_results, WORLD, root, layers, ("exact", *NARROW), POLICIES)
+
+
+@pytest.mark.parametrize("way", POLICIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_bytes(name: str, way: str, workers: Any):
+    """Two bytes a value instead of four, and two for a row's exponent in float16."""
+    width = LAYERS[name][1]
+    for found, plan in workers:
+        exact = found[name, way, "exact"]
+        for way_of in (0, 1):
+            bf16, f16 = (found[name, way, wire][way_of] for wire in NARROW)
+            assert sum(exact[way_of].values()) > 0
+            for kind, count in exact[way_of].items():
+                assert 2 * bf16[kind] == count
+                # GAT's source tensors are two in mode 3, and one message per unit elsewhere.
+                messages = 2 if (name, way) == ("gat", "mode 3") else 1
+                assert f16[kind] * width == bf16[kind] * (width + messages)
+        if way != "mode 3":
+            assert exact[1]["fetch"] == plan.num_halo * width * 4
+
+
+@pytest.mark.parametrize("wire", NARROW)
+@pytest.mark.parametrize("way", POLICIES)
+@pytest.mark.parametrize("name", LAYERS)
+def test_errors_are_those_of_rounding(name: str, way: str, wire: str, workers: Any, graph: Data):
+    def whole(place: int, key: str) -> Tensor:
+        rows = assemble(((f[name, way, key][3], f[name, way, key][place]) for f, _ in workers), 50)
+        assert rows is not None
+        return rows
+
+    for place in (4, 5):
+        exact, narrow = whole(place, "exact"), whole(place, wire)
+        error = float((narrow - exact).norm() / exact.norm())
+        assert 0 < error < 2 * PRECISION[wire], (place, error)
+    if way == "mode 2":  # Fetched again or kept, a row is the same row.
+        first = assemble(
+            ((f[name, "mode 1", wire][3], f[name, "mode 1", wire][4]) for f, _ in workers), 50
+        )
+        assert torch.allclose(whole(4, wire), first, rtol=1e-5, atol=1e-6)
+
+
+def test_a_narrow_wire_needs_no_more_rows(workers: Any):
+    for found, plan in workers:
+        for prefetch, way in ((1, "mode 1"), (0, "no prefetch")):
+            for name in LAYERS:
+                for wire in NARROW:
+                    assert found[name, way, wire][2] <= (1 + prefetch) * max(plan.halo_counts)
+
+
+class Numbered(MessagePassing):
+    """Sends node numbers beside features, far beyond what 16 bits hold."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+
+    def forward(self, x: Tensor, number: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, number=number)
+
+    def message(self, x_j: Tensor, number_j: Tensor) -> Tensor:
+        return x_j * 0 + number_j.to(x_j.dtype)
+
+
+def test_integers_are_exact_in_a_layer(root: Path, graph: Data):
+    numbers = torch.arange(50).view(-1, 1) * 1001
+    expected = Numbered()(graph.x, numbers, graph.edge_index)
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for wire in NARROW:
+            for mode in (1, 2, 3):
+                policy = SARPolicy(wire=wire, mode=mode)
+                layer = pyg_sar.distribute(Numbered(), policy)
+                found = layer(data.x, numbers[data.n_id], data.edge_index)
+                assert torch.equal(found, expected[data.n_id])
+
+    threads(worker, WORLD)
+
+
+def test_under_checkpoint(root: Path):
+    """What is computed again in the backward pass sees the very same rows."""
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        torch.manual_seed(3)
+        model = gnn.GraphSAGE(CHANNELS, 8, 2, OUT)
+        model = pyg_sar.distribute(model, SARPolicy(wire="bfloat16"))
+        found = []
+        for again in (False, True):
+            model.zero_grad()
+            if again:
+                out = torch.utils.checkpoint.checkpoint(
+                    model, data.x, data.edge_index, use_reentrant=False
+                )
+            else:
+                out = model(data.x, data.edge_index)
+            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+            found.append([p.grad.clone() for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+    threads(worker, WORLD)
+
+
+def test_verify_says_how_far_it_is(graph: Data):
+    torch.manual_seed(0)
+    model, policy = gnn.SAGEConv(CHANNELS, OUT), SARPolicy(wire="bfloat16")
+    assert pyg_sar.verify(model, graph, 2, policy=SARPolicy(wire="exact")).ok
+    assert not pyg_sar.verify(model, graph, 2, policy=policy).ok
+    assert pyg_sar.verify(model, graph, 2, policy=policy, tolerance=0.02).ok
+
+
+# The gradient's error ########################################################
+
+
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(
+            [gnn.SAGEConv(CHANNELS, 8), gnn.GATConv(8, 4, heads=2), gnn.SAGEConv(8, OUT)]
+        )
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.unused = torch.nn.Linear(2, 2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.norm(self.convs[0](x, edge_index)).relu()
+        return self.convs[2](self.convs[1](x, edge_index).relu(), edge_index)
+
+
+def gradients_with(model: Any, data: Data, wire: str) -> dict[str, Tensor | None]:
+    model = copy.deepcopy(model)
+    for layer in model.convs:
+        layer.policy = SARPolicy(wire=wire)
+    model.zero_grad()
+    pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
+    return {name: p.grad for name, p in model.named_parameters()}
+
+
+@pytest.mark.parametrize("wire", ["exact", *NARROW])
+def test_gradient_error(wire: str, root: Path):
+    def worker() -> Any:
+        comm = pyg_sar.current()
+        data = pyg_sar.load_partition(root)
+        torch.manual_seed(5)
+        model = pyg_sar.distribute(Net(), SARPolicy(wire=wire))
+        exact, narrow = (gradients_with(model, data, w) for w in ("exact", wire))
+        before = {k: v.clone() for k, v in model.state_dict().items()}
+        marks = [torch.full_like(p, 7.0) for p in model.parameters()]
+        for parameter, mark in zip(model.parameters(), marks, strict=True):
+            parameter.grad = mark
+
+        def closure() -> None:
+            torch.rand(3)
+            out = model(data.x, data.edge_index)
+            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+
+        with pyg_sar.Ledger(comm) as ledger:
+            errors = pyg_sar.gradient_error(model, closure)
+        assert ledger.gradient_errors == [errors]
+        assert ledger.summary()["gradient_errors"] == [errors]
+        assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
+        assert all(p.grad is mark for p, mark in zip(model.parameters(), marks, strict=True))
+        assert all(layer.policy == SARPolicy(wire=wire) for layer in model.convs)
+        assert set(errors) == {ALL, *(name for name, _ in model.named_parameters())}
+        for name, gradient in exact.items():
+            if gradient is None:
+                assert errors[name] == 0
+                continue
+            difference = (narrow[name].double() - gradient.double()).norm()
+            expected = float(difference / gradient.double().norm())
+            assert errors[name] == pytest.approx(expected, rel=1e-3, abs=1e-6)
+        return errors
+
+    first, *others = threads(worker, WORLD)
+    assert all(other == first for other in others)
+    if wire == "exact":
+        assert first[ALL] == 0
+    else:
+        assert 0 < first[ALL] < 4 * PRECISION[wire]
+
+
+def test_it_is_measured_every_few_epochs(root: Path):
+    config = pyg_sar.TrainConfig(epochs=5, lr=0.01)
+    plain_model = gnn.GraphSAGE(CHANNELS, 8, 2, 3)
+
+    def worker(every: int | None) -> Any:
+        data = pyg_sar.load_partition(root)
+        policy = SARPolicy(wire="bfloat16", measure_every=every)
+        model = pyg_sar.distribute(copy.deepcopy(plain_model), policy)
+        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+            result = pyg_sar.Trainer(model, data, config).fit()
+        return len(ledger.gradient_errors), result.losses
+
+    measured, plain = threads(worker, WORLD, 2), threads(worker, WORLD, None)
+    assert [count for count, _ in measured] == [3] * WORLD  # before epochs 1, 3 and 5
+    assert [count for count, _ in plain] == [0] * WORLD
+    assert measured[0][1] == plain[0][1]
+
+
+@pytest.mark.parametrize(
+    "options", [{"wire": "int8"}, {"wire": None}, {"measure_every": 0}, {"measure_every": 1.5}]
+)
+def test_wrong_policies_are_named(options: dict[str, Any]):
+    (name, value) = next(iter(options.items()))
+    with pytest.raises(ValueError, match=f"Expected '{name}'.*got {value!r}"):
+        SARPolicy(**options)
