@@ -116,7 +116,8 @@ class FusedSum:
         rows = handed.pop() if handed else None
         total = totals[self._source]
         if total is not None:
-            transposed = self._rounds.segments(unit, transposed=True)
+            weighted = self.weight is not None
+            transposed = self._rounds.segments(unit, transposed=True, numbered=weighted)
             weight = self._weights(unit, tensors)
             values = None if rows is None else rows[self._place]
             for reducer in _of_rows(reducers):

@@ -61,16 +61,15 @@ def looped(given: dict[str, Tensor], largest: bool) -> tuple[Tensor, Tensor]:
     return best, ties
 
 
-def kernel(given: dict[str, Tensor], largest: bool, cut: int | None = None) -> tuple[Tensor, Tensor]:
-    """All edges at once, or those before the target number ``cut`` of the list first."""
+def kernel(given: dict[str, Tensor], largest: bool, halves: bool = False) -> tuple[Tensor, Tensor]:
+    """All edges at once, or half of every target's first, as they come from two workers."""
     rows, targets = given["rows"], given["targets"]
     best = rows.new_full((45, rows.size(1)), -float("inf") if largest else float("inf"))
     ties = torch.zeros_like(best)
     source, offsets = given["source"], given["offsets"]
-    if cut is None:
+    if not halves:
         ops.extremum_(best, ties, rows, source, offsets, targets, largest)
         return best, ties
-    # Every target's edges in two parts, as they come from two workers.
     half = (offsets[:-1] + offsets[1:]) // 2
     for low, high in ((offsets[:-1], half), (half, offsets[1:])):
         parts = [source[a:b] for a, b in zip(low.tolist(), high.tolist(), strict=True)]
@@ -87,10 +86,10 @@ def test_extrema_and_ties_equal_pytorchs(dtype: torch.dtype, largest: bool, kern
         given = with_ties(width, dtype)
         expected = looped(given, largest)
         assert bool((expected[1] > 1).any())
-        for cut in (None, 1):
-            found = kernel(given, largest, cut)
+        for halves in (False, True):
+            found = kernel(given, largest, halves)
             for mine, theirs in zip(found, expected, strict=True):
-                assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0)), (width, cut)
+                assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0)), (width, halves)
                 assert torch.equal(mine.isnan(), theirs.isnan())
 
 
