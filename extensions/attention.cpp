@@ -23,6 +23,10 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "attention";
+constexpr int64_t kGrain = 1 << 16;          // values that a chunk's edges read, about
+constexpr int64_t kPerHead = 8;              // what an edge's scalars cost, in values
+constexpr int64_t kMostChunks = 1 << 16;
+constexpr int64_t kChunksOfParameters = 64;  // each has a buffer
 
 // What the operators take after their own tensors.
 struct Given {
@@ -284,34 +288,33 @@ void on_any(const Pass& pass, int64_t chunk) {
   pass(chunk);
 }
 
+// Calls work(chunk) for all chunks: one thread takes one after the other, since hubs and other
+// processes make some slower.
+template <class Work>
+void for_chunks(int64_t chunks, const Work& work) {
+  const int64_t threads =
+      std::min<int64_t>(at::in_parallel_region() ? 1 : at::get_num_threads(), chunks);
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t chunk = next++; chunk < chunks; chunk = next++) work(chunk);
+  });
+}
+
 template <class Pass>
 void run(const Pass& pass) {
-  const int best = level();
-  at::parallel_for(0, pass.t.chunks, 1, [&](int64_t start, int64_t stop) {
-    for (int64_t chunk = start; chunk < stop; ++chunk) {
 #ifdef PYG_SAR_LEVELS
-      if (best == 2) {
-        on_avx512(pass, chunk);
-        continue;
-      }
-      if (best == 1) {
-        on_avx2(pass, chunk);
-        continue;
-      }
+  const int best = level();
+  if (best == 2) return for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
+  if (best == 1) return for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx2(pass, chunk); });
 #endif
-      on_any(pass, chunk);
-    }
-  });
-  (void)best;
+  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_any(pass, chunk); });
 }
 
 #ifdef PYG_SAR_LEVELS
 // With a constant number of channels: for the processors with the widest registers only.
 template <class Pass>
 void run_wide(const Pass& pass) {
-  at::parallel_for(0, pass.t.chunks, 1, [&](int64_t start, int64_t stop) {
-    for (int64_t chunk = start; chunk < stop; ++chunk) on_avx512(pass, chunk);
-  });
+  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
 }
 #endif
 
@@ -343,10 +346,11 @@ void dispatch(int64_t kind, int64_t channels, const Make& make) {
   }
 }
 
-int64_t num_chunks(const Given& g) {
-  const int64_t width = g.value.size(1) * (g.value.size(2) + 8);
-  const int64_t most = g.source.numel() / std::max<int64_t>(32768 / width, 1);
-  return std::clamp<int64_t>(most, 1, at::in_parallel_region() ? 1 : at::get_num_threads());
+// At most as many chunks as there is work for.
+int64_t num_chunks(const Given& g, int64_t most) {
+  const int64_t width = g.value.size(1) * (g.value.size(2) + kPerHead);
+  const int64_t values = (g.source.numel() + g.offsets.numel()) * width;
+  return std::clamp<int64_t>(values / kGrain, 1, most);
 }
 
 // Buffers that each chunk adds to: the first is the result itself.
@@ -396,7 +400,7 @@ void attention_cpu(Tensor& acc, Tensor& maximum, Tensor& normaliser, PYG_SAR_GIV
   const Written sums(acc), top(maximum), total(normaliser);
   const auto make = [&]<class Pass>() {
     using T = typename Pass::T;
-    return Pass{terms<T>(g, dense, num_chunks(g)), sums.data<T>(), top.data<T>(), total.data<T>(),
+    return Pass{terms<T>(g, dense, num_chunks(g, kMostChunks)), sums.data<T>(), top.data<T>(), total.data<T>(),
                 data<T>(dense.query_edges)};
   };
   value.scalar_type() == at::kFloat ? dispatch<Forward, float>(kind, value.size(2), make)
@@ -475,7 +479,9 @@ void backward_sources_cpu(const OptionalTensor& grad_value, const OptionalTensor
   if (nothing(g)) return;
   const Written values(grad_value), keys(grad_key), queries(grad_query), attrs(grad_edge_attr);
   const Written weights(grad_edge_weight);
-  const int64_t chunks = num_chunks(g);
+  int64_t most = grad_edge_weight.has_value() ? kChunksOfParameters : kMostChunks;
+  if (grad_query.has_value()) most = at::get_num_threads();
+  const int64_t chunks = num_chunks(g, most);
   const PerChunk query_sums(queries.dense, chunks), weight_sums(weights.dense, chunks);
   const auto make = [&]<class Pass>() {
     using T = typename Pass::T;
@@ -515,7 +521,8 @@ void backward_targets_cpu(const OptionalTensor& grad_query, const OptionalTensor
   if (nothing(g)) return;
   const Written queries(grad_query), atts(grad_att), attrs(grad_edge_attr);
   const Written weights(grad_edge_weight);
-  const int64_t chunks = num_chunks(g);
+  const bool shared = grad_att.has_value() || grad_edge_weight.has_value();
+  const int64_t chunks = num_chunks(g, shared ? kChunksOfParameters : kMostChunks);
   const PerChunk att_sums(atts.dense, chunks), weight_sums(weights.dense, chunks);
   const auto make = [&]<class Pass>() {
     using T = typename Pass::T;

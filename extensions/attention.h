@@ -47,11 +47,16 @@ struct Terms {
     return edges_int != nullptr ? edges_int[e] : edges_long != nullptr ? edges_long[e] : e;
   }
   PYG_SAR_INLINE const T* attr(int64_t e) const { return edge_attr.row(number(e)); }
-  // The first segment of a chunk: chunks have about as many edges each.
+  // The first segment of a chunk. A segment counts like an edge: there may be many without one.
   int64_t first_segment(int64_t chunk) const {
-    if (chunk == chunks) return num_segments;
-    const int64_t edge = num_edges / chunks * chunk;
-    return std::lower_bound(offsets, offsets + num_segments, edge) - offsets;
+    const int64_t total = num_edges + num_segments;
+    const int64_t place = static_cast<int64_t>(static_cast<double>(total) * chunk / chunks);
+    int64_t low = 0, high = num_segments;
+    while (low < high) {
+      const int64_t middle = (low + high) / 2;
+      (offsets[middle] + middle < place) ? low = middle + 1 : high = middle;
+    }
+    return chunk == chunks ? num_segments : low;
   }
   int64_t block() const {
     const int64_t fit = kBlockBytes / (width() * static_cast<int64_t>(sizeof(T)) + 1);
@@ -118,6 +123,14 @@ PYG_SAR_INLINE void draw(const Terms<T>& t, const Buffers<T>& b, int64_t first, 
                 keep[k] = mixed(mixed(hash[k]) ^ head[o]) >= limit ? kept : T(0);)
 }
 
+// The row of an edge plus its edge term, in b.row.
+template <class T>
+PYG_SAR_INLINE Rows<T> with_edge(const Terms<T>& t, const Buffers<T>& b, const Rows<T>& rows,
+                                 int64_t e, int64_t first) {
+  add_edge_term(b.row, rows.at(e), t.attr(first + e), t.edge_weight, t.features, t.width());
+  return {b.row, 0, t.width(), rows.index, 0, 0};
+}
+
 // score = what the kind's score function makes of a fixed row x and the rows of a block's edges;
 // additive: of x's tile, which is in b.fixed, and before the leaky ReLU.
 template <int64_t kKind, int64_t kChannels, class T>
@@ -137,14 +150,14 @@ PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, c
     }
     add_tile(b.score, b.fixed, count, b.size);
   } else if constexpr (kKind == kGatv2) {
+    if (t.features == 0) {
+      return gatv2_scores<kChannels, true>(b.score, x, rows, t.att, t.slope, n, t.heads,
+                                           t.channels);
+    }
     for (int64_t e = 0; e < n; ++e) {
       rows.ahead(e);
-      const T* row = rows.at(e);
-      if (t.features > 0) {
-        add_edge_term(b.row, row, t.attr(first + e), t.edge_weight, t.features, t.width());
-        row = b.row;
-      }
-      gatv2_score<kChannels>(b.score + e * t.heads, x, row, t.att, t.slope, t.heads, t.channels);
+      gatv2_scores<kChannels, false>(b.score + e * t.heads, x, with_edge(t, b, rows, e, first),
+                                     t.att, t.slope, 1, t.heads, t.channels);
     }
   } else {
     inner_products<kChannels, true>(b.score, x, rows, n, t.heads, t.channels);
@@ -386,7 +399,7 @@ struct Sources {
       add_lanes(grad_key + j * t.heads, lanes, t.heads, b.size);
     }
     if (!grad_query.empty()) {
-      scatter(grad_query[chunk], inner, t.source + first, n, t.heads);
+      scatter(grad_query[chunk], inner, t.source + first, n, t.num_edges - first, t.heads);
     }
     for (int64_t e = 0; e < n && grad_edge_attr != nullptr; ++e) {
       T* row = grad_edge_attr + t.number(first + e) * t.features;
@@ -412,14 +425,15 @@ struct Sources {
       accumulate<kChannels, false>(grad_key + j * t.width(), b.inner, queries, n, t.heads,
                                    t.channels);
     } else {
+      T* none = nullptr;
+      if (t.features == 0) {
+        return gatv2_gradients<kChannels, false>(b.row2, none, b.inner, t.key.row(j), queries,
+                                                 t.slope, n, t.heads, t.channels);
+      }
       for (int64_t e = 0; e < n; ++e) {
-        const T* row = queries.at(e);
-        if (t.features > 0) {
-          add_edge_term(b.row, row, t.attr(first + e), t.edge_weight, t.features, t.width());
-          row = b.row;
-        }
-        gatv2_gradient<kChannels, false>(b.row2, static_cast<T*>(nullptr), b.inner + e * t.heads,
-                                         t.key.row(j), row, t.slope, t.heads, t.channels);
+        gatv2_gradients<kChannels, false>(b.row2, none, b.inner + e * t.heads, t.key.row(j),
+                                          with_edge(t, b, queries, e, first), t.slope, 1, t.heads,
+                                          t.channels);
       }
     }
   }
@@ -480,7 +494,12 @@ struct Targets {
       }
       if (t.features > 0) add_edges(b, i, first, n);
     } else {
-      for (int64_t e = 0; e < n; ++e) add_gatv2(b, chunk, i, keys.at(e), e, first);
+      if (t.features == 0) return add_gatv2(b, i, b.inner, keys, n);
+      for (int64_t e = 0; e < n; ++e) {
+        const T* ds = b.inner + e * t.heads;
+        add_gatv2(b, i, ds, with_edge(t, b, keys, e, first), 1);
+        add_gatv2_edge(b, chunk, i, ds, first + e);
+      }
     }
   }
 
@@ -501,33 +520,36 @@ struct Targets {
     }
   }
 
-  PYG_SAR_INLINE void add_gatv2(const Buffers<T>& b, int64_t chunk, int64_t i, const T* row,
-                                int64_t e, int64_t first) const {
-    const T *query = t.query.row(i), *ds = b.inner + e * t.heads;
-    const int64_t width = t.width();
-    T *own = b.row2, *of_att = b.row3;
-    if (t.features > 0) {
-      add_edge_term(b.row, row, t.attr(first + e), t.edge_weight, t.features, width);
-      row = b.row;
-    }
+  PYG_SAR_INLINE void add_gatv2(const Buffers<T>& b, int64_t i, const T* ds, const Rows<T>& rows,
+                                int64_t n) const {
+    const T* query = t.query.row(i);
     if (grad_att.empty()) {
-      gatv2_gradient<kChannels, false>(own, of_att, ds, query, row, t.slope, t.heads, t.channels);
+      gatv2_gradients<kChannels, false>(b.row2, b.row3, ds, query, rows, t.slope, n, t.heads,
+                                        t.channels);
     } else {
-      gatv2_gradient<kChannels, true>(own, of_att, ds, query, row, t.slope, t.heads, t.channels);
+      gatv2_gradients<kChannels, true>(b.row2, b.row3, ds, query, rows, t.slope, n, t.heads,
+                                       t.channels);
     }
+  }
+
+  // b.row: the edge's key and edge term
+  PYG_SAR_INLINE void add_gatv2_edge(const Buffers<T>& b, int64_t chunk, int64_t i, const T* ds,
+                                     int64_t e) const {
     if (grad_edge_attr == nullptr && grad_edge_weight.empty()) return;
+    const T *query = t.query.row(i), *attr = t.attr(e);
+    const int64_t width = t.width();
+    T* row = b.row;
     for (int64_t f = 0; f < width; ++f) {
       const T z = query[f] + row[f], d = ds[f / t.channels] * t.att[f], down = d * t.slope;
-      b.row[f] = z > T(0) ? d : down;
+      row[f] = z > T(0) ? d : down;
     }
-    const T* attr = t.attr(first + e);
     for (int64_t d = 0; d < t.features; ++d) {
       if (grad_edge_attr != nullptr) {
-        T* out = grad_edge_attr + t.number(first + e) * t.features;
-        out[d] = inner_product<T>(b.row, t.edge_weight + d * width, width);
+        T* out = grad_edge_attr + t.number(e) * t.features;
+        out[d] = inner_product<T>(row, t.edge_weight + d * width, width);
       }
       if (!grad_edge_weight.empty()) {
-        add_scaled<T>(grad_edge_weight[chunk] + d * width, attr[d], b.row, width);
+        add_scaled<T>(grad_edge_weight[chunk] + d * width, attr[d], row, width);
       }
     }
   }

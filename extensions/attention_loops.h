@@ -17,13 +17,9 @@
 namespace pyg_sar::attention {
 
 constexpr int64_t kLanes = 16;
-#ifndef AHEAD_BYTES
-#define AHEAD_BYTES 8192
-#define AHEAD_MAX 64
-#endif
-constexpr int64_t kAheadBytes = AHEAD_BYTES;      // of rows that are on their way; about the latency of memory
-constexpr int64_t kAheadMost = AHEAD_MAX;         // edges
-constexpr int64_t kPrefetchedBytes = 4096;  // the processor follows a longer row by itself
+constexpr int64_t kAheadBytes = 8192;  // of rows that are on their way: the latency of memory
+constexpr int64_t kAheadMost = 64;     // edges
+constexpr int64_t kFetchedBytes = 4096;  // of a row; the processor follows a longer one by itself
 
 PYG_SAR_INLINE int64_t padded(int64_t count) { return (count + kLanes - 1) / kLanes * kLanes; }
 PYG_SAR_INLINE int64_t tile_length(int64_t heads) { return std::lcm(heads, kLanes); }
@@ -159,7 +155,7 @@ template <class T>
 PYG_SAR_INLINE void fetch(const T* row, int64_t width) {
   const char* at = reinterpret_cast<const char*>(row);
   const int64_t bytes = width * static_cast<int64_t>(sizeof(T));
-  const int64_t end = bytes < kPrefetchedBytes ? bytes : kPrefetchedBytes;
+  const int64_t end = bytes < kFetchedBytes ? bytes : kFetchedBytes;
   for (int64_t b = 0; b < end; b += 64) __builtin_prefetch(at + b);
 }
 
@@ -245,18 +241,23 @@ PYG_SAR_INLINE void split_rows(T* a, T* b, T* c, T* d, const Rows<T>& rows, int6
 }
 
 template <int64_t kHeads, class T>
-PYG_SAR_INLINE void scatter_of(T* out, const T* s, const int32_t* index, int64_t n, int64_t given) {
+PYG_SAR_INLINE void scatter_of(T* out, const T* s, const int32_t* index, int64_t n, int64_t left,
+                               int64_t given) {
   const int64_t heads = kHeads > 0 ? kHeads : given;
   for (int64_t e = 0; e < n; ++e) {
+    if (e + kAheadMost < left) {
+      __builtin_prefetch(out + static_cast<int64_t>(index[e + kAheadMost]) * heads, 1);
+    }
     T* row = out + static_cast<int64_t>(index[e]) * heads;
     for (int64_t h = 0; h < heads; ++h) row[h] += s[e * heads + h];
   }
 }
 
-// out[index[e], :] += s[e, :], one scalar per head
+// out[index[e], :] += s[e, :], one scalar per head; 'left' is how many edges there are in all.
 template <class T>
-PYG_SAR_INLINE void scatter(T* out, const T* s, const int32_t* index, int64_t n, int64_t heads) {
-  PYG_SAR_SCALAR_HEADS(scatter_of, (out, s, index, n, heads))
+PYG_SAR_INLINE void scatter(T* out, const T* s, const int32_t* index, int64_t n, int64_t left,
+                            int64_t heads) {
+  PYG_SAR_SCALAR_HEADS(scatter_of, (out, s, index, n, left, heads))
 }
 
 // acc[h, c] += sum over edges of w[e, h] * rows[e, h, c]
@@ -324,38 +325,78 @@ PYG_SAR_INLINE void inner_products(T* out, const T* x, const Rows<T>& rows, int6
   PYG_SAR_HEADS(inner_products_of, (out, x, rows, n, heads, channels), kChannels, kFetch)
 }
 
-// out[h] = sum over c of att[h, c] * leaky(x + row)[h, c]
-template <int64_t kChannels, class T>
-PYG_SAR_INLINE void gatv2_score(T* out, const T* x, const T* row, const T* att, T slope,
-                                int64_t heads, int64_t given) {
-  const int64_t channels = kChannels > 0 ? kChannels : given;
-  for (int64_t h = 0; h < heads; ++h) {
-    const int64_t first = h * channels;
-    T sum = 0;
+// out[e, h] = sum over c of att[h, c] * leaky(x + rows[e])[h, c]
+template <int64_t kHeads, int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void gatv2_scores_of(T* out, const T* x, const Rows<T>& rows, const T* att, T slope,
+                                    int64_t n, int64_t some_heads, int64_t some_channels) {
+  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
+  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
+  for (int64_t e = 0; e < n; ++e) {
+    if constexpr (kFetch) rows.ahead(e, heads * channels);
+    const T* row = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t first = h * channels;
+      T sum = 0;
 #pragma omp simd reduction(+ : sum)
-    for (int64_t f = first; f < first + channels; ++f) {
-      sum += att[f] * leaky(x[f] + row[f], slope);
+      for (int64_t f = first; f < first + channels; ++f) {
+        sum += att[f] * leaky(x[f] + row[f], slope);
+      }
+      out[e * heads + h] = sum;
     }
-    out[h] = sum;
   }
 }
 
-// d = ds * leaky'(x + row): grad += d; with kAtt: grad_att += d * (x + row)
-template <int64_t kChannels, bool kAtt, class T>
-PYG_SAR_INLINE void gatv2_gradient(T* grad, T* grad_att, const T* ds, const T* x, const T* row,
-                                   T slope, int64_t heads, int64_t given) {
-  const int64_t channels = kChannels > 0 ? kChannels : given;
-  for (int64_t h = 0; h < heads; ++h) {
-    const int64_t first = h * channels;
-    const T up = ds[h], down = ds[h] * slope;
+template <int64_t kChannels, bool kFetch, class T>
+PYG_SAR_INLINE void gatv2_scores(T* out, const T* x, const Rows<T>& rows, const T* att, T slope,
+                                 int64_t n, int64_t heads, int64_t channels) {
+  PYG_SAR_HEADS(gatv2_scores_of, (out, x, rows, att, slope, n, heads, channels), kChannels, kFetch)
+}
+
+// d = ds[e] * leaky'(x + rows[e]): grad += d; with kAtt: grad_att += d * (x + rows[e])
+template <int64_t kHeads, int64_t kChannels, bool kAtt, class T>
+PYG_SAR_INLINE void gatv2_gradients_of(T* grad, T* grad_att, const T* ds, const T* x,
+                                       const Rows<T>& rows, T slope, int64_t n, int64_t some_heads,
+                                       int64_t some_channels) {
+  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
+  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
+  int64_t e = 0;
+  for (; e + 2 <= n; e += 2) {
+    const T *a = rows.at(e), *b = rows.at(e + 1);
+    for (int64_t h = 0; h < heads; ++h) {
+      const T up_a = ds[e * heads + h], up_b = ds[(e + 1) * heads + h];
+      const T down_a = up_a * slope, down_b = up_b * slope;
+      const int64_t first = h * channels;
 #pragma omp simd
-    for (int64_t f = first; f < first + channels; ++f) {
-      const T z = x[f] + row[f];
-      const T d = z > T(0) ? up : down;
-      grad[f] += d;
-      if constexpr (kAtt) grad_att[f] += d * z;
+      for (int64_t f = first; f < first + channels; ++f) {
+        const T z = x[f] + a[f], y = x[f] + b[f];
+        const T p = z > T(0) ? up_a : down_a, q = y > T(0) ? up_b : down_b;
+        grad[f] += p + q;
+        if constexpr (kAtt) grad_att[f] += p * z + q * y;
+      }
     }
   }
+  for (; e < n; ++e) {
+    const T* a = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) {
+      const T up = ds[e * heads + h], down = up * slope;
+      const int64_t first = h * channels;
+#pragma omp simd
+      for (int64_t f = first; f < first + channels; ++f) {
+        const T z = x[f] + a[f];
+        const T p = z > T(0) ? up : down;
+        grad[f] += p;
+        if constexpr (kAtt) grad_att[f] += p * z;
+      }
+    }
+  }
+}
+
+template <int64_t kChannels, bool kAtt, class T>
+PYG_SAR_INLINE void gatv2_gradients(T* grad, T* grad_att, const T* ds, const T* x,
+                                    const Rows<T>& rows, T slope, int64_t n, int64_t heads,
+                                    int64_t channels) {
+  PYG_SAR_HEADS(gatv2_gradients_of, (grad, grad_att, ds, x, rows, slope, n, heads, channels),
+                kChannels, kAtt)
 }
 
 // out = row + sum over d of attr[d] * weight[d, :]

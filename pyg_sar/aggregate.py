@@ -98,6 +98,8 @@ class SequentialAggregation:
         readers = [reducer for group in groups for reducer in group]
         self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
         self.fused = fused_sum(program, rounds, needs, self.keeps_graphs, groups, policy)
+        if self.fused is not None:
+            self.rounds = self.fused.rounds
         self._graphs: list[_Graph] = []
         self._ambient = AmbientState(rounds.in_degree.device, program.layer)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.dependence import Dependence
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.ops import takes, warn_if_missing, why_missing
 from pyg_sar.policy import SARPolicy
 from pyg_sar.products import Products
@@ -37,6 +38,7 @@ class FusedSum:
         weight: The operand with the numbers that they are multiplied by, if they are.
 
     Attributes:
+        rounds: The way through the edges that it takes.
         weight: See above.
         units: The units whose messages were added in this way.
     """
@@ -44,7 +46,8 @@ class FusedSum:
     def __init__(
         self, program: TileProgram, rounds: ShardRounds, source: int, weight: int | None
     ) -> None:
-        self._program, self._rounds, self._source = program, rounds, source
+        self._program, self._source = program, source
+        self.rounds = self._pulled = rounds
         self._place = program.numbers("source").index(source)
         self.weight = weight
         self.units: set[int] = set()
@@ -68,7 +71,9 @@ class FusedSum:
             Whether it did: not where there is no edge, nor where the message, tried on one edge,
             is not what it was when it was analysed.
         """
-        tile = self._rounds.first_edge(unit)
+        if self.rounds.sums_arrive(unit):
+            return self._merge(unit, tensors, rows, reducers)
+        tile = self.rounds.first_edge(unit)
         if tile is None:
             return False
         values = self._program.gather(tile, tensors, rows)
@@ -78,9 +83,30 @@ class FusedSum:
             same = products.is_source(mapped, values[self._source])
         else:
             same = products.found(mapped) == (self._source, self.weight)
-        if not same:
+        if same:
+            return self._merge(unit, tensors, rows, reducers)
+        if self.rounds is not self._pulled:
+            raise DistributedIndexError(
+                f"the message of {type(self._program.layer).__name__} was a weighted source row "
+                "when it was analysed, and is not now; partial sums of it are on their way. Set "
+                "`layer.policy = pyg_sar.SARPolicy(push='off')`"
+            )
+        return False
+
+    def _merge(
+        self,
+        unit: int,
+        tensors: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        reducers: Sequence[Reducer],
+    ) -> bool:
+        segments = self.rounds.segments(unit)
+        if segments.source.numel() == 0:
             return False
-        segments, weight = self._rounds.segments(unit), self._weights(unit, tensors)
+        wide = segments.source.dtype == torch.int64
+        if wide and any(isinstance(r, ExtremumReducer) for r in reducers):
+            return False
+        weight = self._weights(unit, tensors)
         for reducer in _of_rows(reducers):
             reducer.merge_rows(segments, rows[self._place], weight)
         self.units.add(unit)
@@ -93,7 +119,7 @@ class FusedSum:
         weight = tensors[self.weight]
         if weight is None:
             raise RuntimeError("The weights of a sum were not kept for its backward pass")
-        found = weight.reshape(-1)[self._rounds.columns(unit)]
+        found = self.rounds.in_shard_order(unit, weight.reshape(-1))
         return found.float() if found.dtype == torch.bfloat16 else found
 
     def add_gradients(
@@ -116,8 +142,8 @@ class FusedSum:
         rows = handed.pop() if handed else None
         total = totals[self._source]
         if total is not None:
-            weighted = self.weight is not None
-            transposed = self._rounds.segments(unit, transposed=True, numbered=weighted)
+            numbered = self.weight is not None
+            transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
             weight = self._weights(unit, tensors)
             values = None if rows is None else rows[self._place]
             for reducer in _of_rows(reducers):
@@ -125,11 +151,11 @@ class FusedSum:
             del weight, values
         total = None if self.weight is None else totals[self.weight]
         if total is not None and rows is not None:
-            segments = self._rounds.segments(unit)
+            segments = self.rounds.segments(unit)
             sums = [r for r in reducers if isinstance(r, SumReducer)]
             shares = [r.weight_gradient(segments, rows[self._place]) for r in sums]
             # Each edge is in one unit.
-            total.view(-1)[self._rounds.columns(unit)] = torch.stack(shares).sum(0).to(total.dtype)
+            total.view(-1)[self.rounds.columns(unit)] = torch.stack(shares).sum(0).to(total.dtype)
 
 
 def _of_rows(reducers: Sequence[Reducer]) -> list[RowReducer]:
@@ -175,14 +201,22 @@ def fused_sum(
     watched = layer._message_forward_pre_hooks or layer._message_forward_hooks
     operands = program.operands
     rows = operands[source].tensor
-    if watched or not takes(rows) or rounds.plan.num_ids >= 2**31:
+    if watched or not takes(rows):
         return None
     if not _reduced_by_kernels(reducers, rows, weight is not None, keeps_graphs):
         return None
     if weight is not None and operands[weight].tensor.requires_grad and keeps_graphs:
         return None
+    # All workers get here together; whether each has the kernels, they find out together.
+    constant = None if weight is None else operands[weight].tensor
+    pushes = policy.push == "auto" and len(program.numbers("source")) == 1
+    pushes &= constant is None or not constant.requires_grad
+    pushes &= all(isinstance(reducer, SumReducer) for reducer in reducers[0])
+    way = rounds.for_sums(constant) if pushes else rounds
     if why_missing() is not None:
         if rounds.plan.rank == 0:
             warn_if_missing()
         return None
-    return FusedSum(program, rounds, source, weight)
+    found = FusedSum(program, rounds, source, weight)
+    found.rounds = way
+    return found

@@ -514,7 +514,7 @@ def test_no_message_is_materialized(mode: int, aggr: Any, partitions: Partitions
     """One edge of each shard is tried; without kernels every edge has its message."""
     world = 3
     root = partitions(make_graph(), world, "random")
-    for rows, _ in threads(rows_of_messages, world, root, SARPolicy(mode=mode), aggr):
+    for rows, _ in threads(rows_of_messages, world, root, SARPolicy(mode=mode, push="off"), aggr):
         assert rows == [1] * world
     off = SARPolicy(mode=mode, kernels="off")
     for rows, edges in threads(rows_of_messages, world, root, off, aggr):
@@ -530,7 +530,7 @@ def test_other_aggregations_take_the_general_path(aggr: Any, partitions: Partiti
 
 def after_a_change(root: Path, hooked: bool) -> tuple[Tensor, Tensor, int]:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Default())
+    layer = pyg_sar.distribute(Default(), SARPolicy(push="off"))
     seen = []
     if hooked:
         layer.register_message_forward_hook(lambda *given: seen.append(given[2].size(0)))
