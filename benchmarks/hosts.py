@@ -20,7 +20,6 @@ import os
 import platform
 import shutil
 import signal
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -200,34 +199,57 @@ class Silent:
         del self.carrier.exchange, self.carrier.all_reduce
 
 
-def measure(comm: Any, spec: dict[str, Any], data: Data, case: dict[str, Any]) -> dict[str, Any]:
-    """One policy: losses, seconds per epoch, seconds without transfers, bytes per worker."""
-    model = make_model(spec, data.num_features, spec["classes"])
-    model = pyg_sar.distribute(model, pyg_sar.SARPolicy(**case))
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
-    losses, times, silent = [], [], []
-    for epoch in range(spec["epochs"] + 1):
-        comm.barrier()
-        with pyg_sar.Ledger(comm) as ledger:
+class Case:
+    """One policy: a model that is trained, and a twin that is trained with nothing sent.
+
+    Args:
+        comm: The workers.
+        spec: What is run.
+        data: This worker's part.
+        policy: Arguments of the policy.
+    """
+
+    def __init__(self, comm: Any, spec: dict[str, Any], data: Data, policy: dict[str, Any]) -> None:
+        self.comm, self.data, self.policy = comm, data, policy
+        self.trained, self.twin = (self._run(spec) for _ in range(2))
+        self.losses: list[float] = []
+        self.times: list[float] = []
+        self.silent: list[float] = []
+        self.sent = self.received = 0
+
+    def _run(self, spec: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+        model = make_model(spec, self.data.num_features, spec["classes"])
+        model = pyg_sar.distribute(model, pyg_sar.SARPolicy(**self.policy))
+        return model, torch.optim.Adam(model.parameters(), lr=0.003)
+
+    def epoch(self) -> None:
+        """An epoch as it is, then one with nothing sent; both from the same moment everywhere."""
+        self.comm.barrier()
+        with pyg_sar.Ledger(self.comm) as ledger:
             start = time.perf_counter()
-            losses.append(train_epoch(model, optimizer, data, pyg_sar.mean))
-            times.append(time.perf_counter() - start)
-        del epoch
-    with Silent(comm):
-        for _ in range(spec["epochs"]):
+            self.losses.append(train_epoch(*self.trained, self.data, pyg_sar.mean))
+            self.times.append(time.perf_counter() - start)
+        self.sent, self.received = ledger.sent, ledger.received
+        if not self.silent:  # the twin's first epoch agrees with others on how its layers run
+            train_epoch(*self.twin, self.data, pyg_sar.mean)
+        self.comm.barrier()
+        with Silent(self.comm):
             start = time.perf_counter()
-            train_epoch(model, optimizer, data, pyg_sar.mean)
-            silent.append(time.perf_counter() - start)
-    mine = [statistics.median(times[1:]), statistics.median(silent), ledger.sent, ledger.received]
-    everyone = comm.all_gather_object(mine)
-    return {
-        **case,
-        "losses": losses,
-        "epoch": max(row[0] for row in everyone),
-        "compute": max(row[1] for row in everyone),
-        "bytes": max(max(row[2:]) for row in everyone),
-        "total": sum(row[2] for row in everyone),
-    }
+            train_epoch(*self.twin, self.data, pyg_sar.mean)
+            self.silent.append(time.perf_counter() - start)
+
+    def result(self) -> dict[str, Any]:
+        """The slowest worker's fastest epoch, without the first; the busiest worker's bytes."""
+        mine = [min(self.times[1:]), min(self.silent[1:]), self.sent, self.received]
+        everyone = self.comm.all_gather_object(mine)
+        return {
+            **self.policy,
+            "losses": self.losses,
+            "epoch": max(row[0] for row in everyone),
+            "compute": max(row[1] for row in everyone),
+            "bytes": max(max(row[2:]) for row in everyone),
+            "total": sum(row[2] for row in everyone),
+        }
 
 
 def worker(spec_file: str) -> None:
@@ -238,7 +260,11 @@ def worker(spec_file: str) -> None:
     try:
         data = pyg_sar.load_partition(spec["parts"])
         speed = min(comm.all_gather_object(bandwidth(comm)))
-        rows = [measure(comm, spec, data, case) for case in spec["cases"]]
+        cases = [Case(comm, spec, data, policy) for policy in spec["cases"]]
+        for _ in range(spec["epochs"] + 1):
+            for case in cases:  # in turn: the machine may be busier at one time than at another
+                case.epoch()
+        rows = [case.result() for case in cases]
         if comm.rank == 0:
             Path(spec["result"]).write_text(json.dumps({"bandwidth": speed, "cases": rows}))
     finally:
@@ -255,13 +281,13 @@ def one_process(spec: dict[str, Any], data: Data) -> list[float]:
     return [train_epoch(model, optimizer, data, torch.mean) for _ in range(spec["epochs"] + 1)]
 
 
-def over_hosts(arguments: argparse.Namespace, data: Data, hosts: int) -> list[str]:
-    """Rows of the table for one number of hosts."""
+def over_hosts(arguments: argparse.Namespace, data: Data, hosts: int, model: str) -> list[str]:
+    """Rows of the table for one number of hosts and one model."""
     cases: list[dict[str, Any]] = [
         {"prefetch": depth, "wire": wire} for wire in arguments.wires for depth in (0, 1)
     ]
     spec = {
-        "model": arguments.model,
+        "model": model,
         "hidden": arguments.hidden,
         "epochs": arguments.epochs,
         "classes": int(data.y.max()) + 1,
@@ -275,23 +301,32 @@ def over_hosts(arguments: argparse.Namespace, data: Data, hosts: int) -> list[st
         network.limit(arguments.rate)
         network.torchrun([__file__, "--worker", f"{folder}/spec.json"], arguments.timeout)
         found = json.loads(Path(folder, "result.json").read_text())
-    return [row_of(hosts, found["bandwidth"], case, expected) for case in found["cases"]]
+    first = f"{hosts} | {model}"
+    return [row_of(first, found["bandwidth"], case, expected) for case in found["cases"]]
 
 
-def row_of(hosts: int, speed: float, case: dict[str, Any], expected: list[float]) -> str:
+def row_of(first: str, speed: float, case: dict[str, Any], expected: list[float]) -> str:
     pairs = zip(case["losses"], expected, strict=True)
     error = max(abs(a - b) / abs(b) for a, b in pairs)
     transfer = case["bytes"] / speed
     ratio = case["epoch"] / max(case["compute"], transfer)
     return (
-        f"| {hosts} | {case['wire']} | {case['prefetch']} | {case['total'] / 1e6:.1f} "
+        f"| {first} | {case['wire']} | {case['prefetch']} | {case['total'] / 1e6:.1f} "
         f"| {speed * 8 / 1e9:.2f} | {case['compute']:.2f} | {transfer:.2f} | {case['epoch']:.2f} "
         f"| {ratio:.2f} | {error:.1e} |"
     )
 
 
 COLUMNS = (
-    *("hosts", "wire", "prefetch", "MB sent, all workers", "Gb/s measured", "compute alone, s"),
+    *(
+        "hosts",
+        "model",
+        "wire",
+        "prefetch",
+        "MB sent, all workers",
+        "Gb/s measured",
+        "compute alone, s",
+    ),
     *("transfer alone, s", "epoch, s", "epoch / max(compute, transfer)"),
     "loss: largest relative error to one process",
 )
@@ -299,16 +334,23 @@ HEAD = f"| {' | '.join(COLUMNS)} |\n{'|---' * len(COLUMNS)}|"
 
 
 def report(arguments: argparse.Namespace, data: Data) -> str:
-    rows = [row for hosts in arguments.hosts for row in over_hosts(arguments, data, hosts)]
+    rows = [
+        row
+        for hosts in arguments.hosts
+        for model in arguments.models
+        for row in over_hosts(arguments, data, hosts, model)
+    ]
     shown = " ".join(["python benchmarks/hosts.py", *sys.argv[1:]])
     text = f"""\
 # Several hosts
 
 Network namespaces as hosts, one worker with one thread each, links of {arguments.rate} each way
 (`tc tbf`), on one machine of {os.cpu_count()} cores, which all workers share.
-{arguments.model}, 3 layers of {arguments.hidden}, {arguments.source}: {data.num_nodes:,} nodes,
-{data.num_edges:,} edges, {data.num_features} features, parts by {arguments.method}. Median of
-{arguments.epochs} epochs after one more; the slowest worker's time, the busiest worker's bytes.
+Three layers of {arguments.hidden} (GAT: 4 heads), {arguments.source}: {data.num_nodes:,} nodes,
+{data.num_edges:,} edges, {data.num_features} features, parts by {arguments.method}. The fastest of
+{arguments.epochs} epochs after one more, of the slowest worker; policies take turns epoch by epoch.
+Compute alone: the same epoch with nothing sent. Transfer alone: the bytes of the busiest direction
+of any worker over the bandwidth measured between workers.
 
 {date.today()}, `{shown}`, {platform.machine()}, Python {platform.python_version()}, torch
 {torch.__version__}, torch-geometric {torch_geometric.__version__}.
@@ -326,9 +368,9 @@ def main() -> None:
     add("--rate", default="1gbit", help="of each link, as tc writes it")
     add("--source", default="synthetic:nodes=40000,degree=25", help="the graph")
     add("--method", default="metis", help="of partitioning")
-    add("--model", choices=("sage", "gat"), default="sage", help="three layers of it")
+    add("--models", choices=("sage", "gat"), nargs="+", default=["sage", "gat"])
     add("--hidden", type=int, default=128, metavar="N", help="width")
-    add("--epochs", type=int, default=3, metavar="N", help="measured")
+    add("--epochs", type=int, default=8, metavar="N", help="measured")
     add("--wires", nargs="+", default=["exact"], metavar="WIRE", help="exact, bfloat16, float16")
     add("--timeout", type=float, default=900, metavar="S", help="of each run")
     add("--out", metavar="FILE", help="write the table here")

@@ -117,15 +117,14 @@ class FusedAttention:
     ) -> None:
         if not sums:
             return
-        columns = self.rounds.columns(unit)
-        if "edge_attr" in sums and not isinstance(columns, slice):
-            own = shard.edge_attr
-            part = torch.zeros_like(_present(own), dtype=cotangent.grad_out.dtype)
-            gradients = AttentionGradients(**sums | {"edge_attr": part})
-        elif "edge_attr" in sums:
-            gradients = AttentionGradients(**sums | {"edge_attr": sums["edge_attr"][columns]})
-        else:
-            gradients = AttentionGradients(**sums)
+        columns = self.rounds.columns(unit) if "edge_attr" in sums else slice(0, 0)
+        gradients = AttentionGradients(**sums)
+        if "edge_attr" in sums:
+            total = sums["edge_attr"]
+            # Edges in order have their own part of the total; others take a buffer.
+            part = total[columns] if isinstance(columns, slice) else total[: columns.numel()]
+            part = part if isinstance(columns, slice) else torch.zeros_like(part)
+            gradients = replace(gradients, edge_attr=part)
         numbered = shard.edge_attr is not None or shard.drop_key is not None
         transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
         attention_backward_sources_(gradients, shard, cotangent, transposed)
@@ -174,6 +173,9 @@ class FusedAttention:
 
     def _shard(self, given: Attention, unit: int, rows: list[Tensor]) -> Attention:
         """The attention of one shard."""
+        own = dict(zip(self._sources, rows, strict=True))
+        if given.edge_attr is None and given.p == 0:
+            return _with(given, own)
         columns = self.rounds.columns(unit)
         edge_attr = given.edge_attr
         if edge_attr is not None:
@@ -183,7 +185,6 @@ class FusedAttention:
             key = torch.arange(columns.start, columns.stop, device=given.value.device)
         elif isinstance(columns, Tensor) and given.p > 0:
             key = columns
-        own = dict(zip(self._sources, rows, strict=True))
         return _with(given, {**own, "edge_attr": edge_attr, "drop_key": key})
 
 

@@ -99,10 +99,11 @@ LAYERS: dict[str, tuple[Any, int]] = {
     "max": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"), CHANNELS),
 }
 POLICIES = {
-    "mode 1": {"mode": 1},
-    "no prefetch": {"mode": 1, "prefetch": 0},
-    "mode 2": {"mode": 2, "prefetch": 2},
+    "mode 1": {"mode": 1, "push": "off"},
+    "no prefetch": {"mode": 1, "prefetch": 0, "push": "off"},
+    "mode 2": {"mode": 2, "prefetch": 2, "push": "off"},
     "mode 3": {"mode": 3},
+    "pushed": {"mode": 1, "push": "auto"},
     "chunked": {"mode": 1, "strategy": "chunked", "message_budget": 10**7},
 }
 
@@ -154,7 +155,7 @@ def test_bytes(name: str, way: str, workers: Any):
                 # GAT's source tensors are two in mode 3, and one message per unit elsewhere.
                 messages = 2 if (name, way) == ("gat", "mode 3") else 1
                 assert f16[kind] * width == bf16[kind] * (width + messages)
-        if way != "mode 3":
+        if way not in ("mode 3", "pushed"):
             assert exact[1]["fetch"] == plan.num_halo * width * 4
 
 
