@@ -145,7 +145,10 @@ def limits(nodes: int, widths: Sequence[int]) -> list[list[str]]:
     place = torch.randperm(nodes)
     for width in widths:
         rows = x[:, :width].contiguous()
-        best, _ = alternately({"rows": lambda rows=rows: rows.index_select(0, place)}, 5)["rows"]
+        out = torch.empty_like(rows)
+        best, _ = alternately(
+            {"rows": lambda rows=rows, out=out: torch.index_select(rows, 0, place, out=out)}, 5
+        )["rows"]
         table.append(
             ["every row once, at random", str(width), f"{rows.numel() * 4 / best / 1e9:.1f}"]
         )

@@ -1,4 +1,4 @@
-"""Sums of source rows, or of their products with numbers of edges, by kernel: without messages."""
+"""Sums and extrema of source rows, and of their products with weights, by kernels: no messages."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from pyg_sar.ops import takes, warn_if_missing, why_missing
 from pyg_sar.policy import SARPolicy
 from pyg_sar.products import Products
 from pyg_sar.program import TileProgram
-from pyg_sar.reduce import MeanReducer, Reducer, SumReducer
+from pyg_sar.reduce import ExtremumReducer, MeanReducer, Reducer, RowReducer, SumReducer
 from pyg_sar.rounds import Rounds, ShardRounds
 from pyg_sar.target_index import Reductions
 
 
 class FusedSum:
-    r"""A sum or mean of weighted source rows, one unit of edges at a time and without tiles.
+    r"""A reduction of source rows, one unit of edges at a time and without tiles.
+
+    A maximum or minimum of them, or a sum or mean of them with weights:
 
     .. math::
         out_i \mathrel{+}= \sum_{e: t(e) = i} w_e x_{s(e)}, \qquad
@@ -63,7 +65,7 @@ class FusedSum:
             unit: A unit of the rounds.
             tensors: The operands' tensors.
             rows: The unit's rows of each source operand.
-            reducers: Sums and means.
+            reducers: Sums, means and extrema.
 
         Returns:
             Whether it did: not where there is no edge, nor where the message, tried on one edge,
@@ -101,8 +103,11 @@ class FusedSum:
         segments = self.rounds.segments(unit)
         if segments.source.numel() == 0:
             return False
+        wide = segments.source.dtype == torch.int64
+        if wide and any(isinstance(r, ExtremumReducer) for r in reducers):
+            return False
         weight = self._weights(unit, tensors)
-        for reducer in _sums(reducers):
+        for reducer in _of_rows(reducers):
             reducer.merge_rows(segments, rows[self._place], weight)
         self.units.add(unit)
         return True
@@ -132,7 +137,7 @@ class FusedSum:
             totals: The operands' gradients; of source operands, those of the unit's rows.
             tensors: The operands' tensors.
             handed: The unit's rows of each source operand, where they were fetched again.
-            reducers: Sums and means.
+            reducers: Sums, means and extrema.
         """
         rows = handed.pop() if handed else None
         total = totals[self._source]
@@ -140,19 +145,35 @@ class FusedSum:
             numbered = self.weight is not None
             transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
             weight = self._weights(unit, tensors)
-            for reducer in _sums(reducers):
-                reducer.add_row_gradients(transposed, total, weight)
-            del weight
+            values = None if rows is None else rows[self._place]
+            for reducer in _of_rows(reducers):
+                reducer.add_row_gradients(transposed, total, values, weight)
+            del weight, values
         total = None if self.weight is None else totals[self.weight]
         if total is not None and rows is not None:
             segments = self.rounds.segments(unit)
-            shares = [r.weight_gradient(segments, rows[self._place]) for r in _sums(reducers)]
+            sums = [r for r in reducers if isinstance(r, SumReducer)]
+            shares = [r.weight_gradient(segments, rows[self._place]) for r in sums]
             # Each edge is in one unit.
             total.view(-1)[self.rounds.columns(unit)] = torch.stack(shares).sum(0).to(total.dtype)
 
 
-def _sums(reducers: Sequence[Reducer]) -> list[SumReducer]:
-    return [reducer for reducer in reducers if isinstance(reducer, SumReducer)]
+def _of_rows(reducers: Sequence[Reducer]) -> list[RowReducer]:
+    return [reducer for reducer in reducers if isinstance(reducer, RowReducer)]
+
+
+def _reduced_by_kernels(
+    reducers: Sequence[Sequence[Reducer]], rows: Tensor, weighted: bool, keeps_graphs: bool
+) -> bool:
+    """Whether there are kernels for what messages are reduced by."""
+    if len(reducers) != 1:
+        return False
+    kinds = {type(reducer) for reducer in reducers[0]}
+    if kinds <= {SumReducer, MeanReducer}:
+        return True
+    # Extrema need the rows again, which a message's graph would have kept.
+    plain = not weighted and not keeps_graphs and rows.dtype != torch.bfloat16
+    return plain and kinds <= {SumReducer, MeanReducer, ExtremumReducer}
 
 
 def fused_sum(
@@ -178,11 +199,11 @@ def fused_sum(
         return None
     layer = program.layer
     watched = layer._message_forward_pre_hooks or layer._message_forward_hooks
-    kinds = {type(reducer) for group in reducers for reducer in group}
-    if watched or len(reducers) != 1 or not kinds <= {SumReducer, MeanReducer}:
-        return None
     operands = program.operands
-    if not takes(operands[source].tensor):
+    rows = operands[source].tensor
+    if watched or not takes(rows):
+        return None
+    if not _reduced_by_kernels(reducers, rows, weight is not None, keeps_graphs):
         return None
     if weight is not None and operands[weight].tensor.requires_grad and keeps_graphs:
         return None
@@ -190,6 +211,7 @@ def fused_sum(
     constant = None if weight is None else operands[weight].tensor
     pushes = policy.push == "auto" and len(program.numbers("source")) == 1
     pushes &= constant is None or not constant.requires_grad
+    pushes &= all(isinstance(reducer, SumReducer) for reducer in reducers[0])
     way = rounds.for_sums(constant) if pushes else rounds
     if why_missing() is not None:
         if rounds.plan.rank == 0:

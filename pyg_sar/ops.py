@@ -252,6 +252,77 @@ def edge_dot(
     return out
 
 
+def extremum_(
+    best: Tensor,
+    ties: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
+    largest: bool = True,
+) -> None:
+    r"""Merges gathered rows into their targets' extrema, in place, and counts who reaches them.
+
+    .. math::
+        b_{t_k} \leftarrow \max(b_{t_k}, \max_{o_k \le e < o_{k+1}} \mathrm{rows}_{s(e)}), \qquad
+        n_{t_k} = \#\{e: \mathrm{rows}_{s(e)} = b_{t_k}\}
+
+    column by column, or the minimum. NaN wins over all numbers, and is counted as 0. There is no
+    implementation in PyTorch: see :class:`pyg_sar.reduce.ExtremumReducer`.
+
+    Args:
+        best: The extrema so far, ``[N, F]``, float32 or float64; infinite at first.
+        ties: The edges that reach them so far, ``[N, F]``, of the same dtype.
+        rows: ``[M, F]``, of the same dtype.
+        source: See :func:`gather_sum_`, as of ``offsets`` and ``targets``; int32.
+        offsets: ``[U + 1]``.
+        targets: ``[U]``.
+        largest: Whether the extremum is the maximum.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
+    """
+    _use_kernel(True, True)
+    torch.ops.pyg_sar.extremum_(best, ties, rows, source, offsets, targets, largest)
+
+
+def extremum_backward_(
+    total: Tensor,
+    rows: Tensor,
+    gradient: Tensor,
+    best: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
+) -> Tensor:
+    r"""Adds the gradients of rows that reach extrema, over edges grouped by the rows they read.
+
+    .. math::
+        \mathrm{total}_{t_k} \mathrel{+}= \sum_{o_k \le e < o_{k+1}} g_{s(e)} \,
+        [\mathrm{rows}_{t_k} = b_{s(e)}]
+
+    Args:
+        total: ``[M, F]``, float32 or float64.
+        rows: The rows that were read, ``[M, F]``.
+        gradient: The gradient of the extrema, shared between those that reach them, ``[N, F]``.
+        best: The extrema, ``[N, F]``.
+        source: The target of each edge, ``[E]``, int32; see :func:`gather_sum_`.
+        offsets: ``[U + 1]``.
+        targets: The row that its edges read, ``[U]``.
+
+    Returns:
+        How many values reached an extremum, ``[]``, int64.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
+    """
+    _use_kernel(True, True)
+    found: Tensor = torch.ops.pyg_sar.extremum_backward_(
+        total, rows, gradient, best, source, offsets, targets
+    )
+    return found
+
+
 def _check(
     name: str,
     out: Tensor,

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.exchange import flat_rows
-from pyg_sar.ops import edge_dot, gather_sum_
+from pyg_sar.ops import edge_dot, extremum_, extremum_backward_, gather_sum_
 from pyg_sar.rounds import Rounds
 from pyg_sar.shard import Segments, Tile
 from pyg_sar.target_index import Reductions
@@ -93,7 +93,27 @@ class Reducer(ABC):
         return messages.new_zeros(self.num_targets, *messages.shape[1:])
 
 
-class SumReducer(Reducer):
+class RowReducer(Reducer):
+    """A reducer that also takes shards whose messages are source rows: none is materialized."""
+
+    @abstractmethod
+    def merge_rows(self, segments: Segments, rows: Tensor, weight: Tensor | None) -> None:
+        """Adds a shard of source rows ``[*, *]`` to the state.
+
+        Or of their products with ``weight``, a number for each edge in shard order, ``[E]``.
+        """
+
+    @abstractmethod
+    def add_row_gradients(
+        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
+    ) -> None:
+        """Adds the gradients of the rows that :meth:`merge_rows` took to ``total``.
+
+        The rows themselves are only asked for where the reducer ``needs_values``.
+        """
+
+
+class SumReducer(RowReducer):
     r""":math:`out_i = \sum_e m_e`; gradient :math:`\partial L/\partial m_e = g_i`."""
 
     def __init__(self, rounds: Rounds) -> None:
@@ -107,10 +127,6 @@ class SumReducer(Reducer):
         self._out.index_add_(0, tile.targets, segment_sum(tile, messages))
 
     def merge_rows(self, segments: Segments, rows: Tensor, weight: Tensor | None) -> None:
-        """Adds a shard whose messages are its source rows ``[*, *]``; none is materialized.
-
-        Or their products with ``weight``, a number for each edge in shard order, ``[E]``.
-        """
         if self._out is None:
             self._out = self._zeros(rows)
         gather_into(self._out, rows, segments, weight)
@@ -126,8 +142,9 @@ class SumReducer(Reducer):
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.target_rows)
 
-    def add_row_gradients(self, transposed: Segments, total: Tensor, weight: Tensor | None) -> None:
-        """Adds the gradients of the source rows that :meth:`merge_rows` took."""
+    def add_row_gradients(
+        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
+    ) -> None:
         gather_into(total, present(self._gradient), transposed, weight)
 
     def weight_gradient(self, segments: Segments, rows: Tensor) -> Tensor:
@@ -151,7 +168,7 @@ class MeanReducer(SumReducer):
         self._gradient = gradient / self._count(gradient)
 
 
-class ExtremumReducer(Reducer):
+class ExtremumReducer(RowReducer):
     r""":math:`out_i = \max_e m_e` (or minimum), 0 without in-edges.
 
     All :math:`k` messages that reach the extremum, on whichever shard, get :math:`g_i / k`, or
@@ -188,6 +205,16 @@ class ExtremumReducer(Reducer):
         self._out[tile.targets] = new
         self._ties[tile.targets] = old_ties * (old == new) + ties * (best == new)
 
+    def merge_rows(self, segments: Segments, rows: Tensor, weight: Tensor | None) -> None:
+        if weight is not None:
+            raise RuntimeError("An extremum of weighted rows has no kernel")
+        if self._out is None or self._ties is None:
+            self._out = self._zeros(rows).fill_(self._worst)
+            self._ties = self._zeros(rows)
+        at = segments.source, segments.offsets, segments.targets
+        largest = self._worst < 0
+        extremum_(flat_rows(self._out), flat_rows(self._ties), flat_rows(rows), *at, largest)
+
     def finish(self) -> Tensor:
         out = present(self._out)
         out[self.in_degree == 0] = 0
@@ -207,6 +234,15 @@ class ExtremumReducer(Reducer):
         reached = present(messages) == present(self._out).index_select(0, rows)
         self._missing = present(self._missing) - reached.sum()
         return present(self._gradient).index_select(0, rows) * reached
+
+    def add_row_gradients(
+        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
+    ) -> None:
+        flat = total.view(total.size(0), total.shape[1:].numel())
+        gradient, best = flat_rows(present(self._gradient)), flat_rows(present(self._out))
+        at = transposed.source, transposed.offsets, transposed.targets
+        found = extremum_backward_(flat, flat_rows(present(rows)), gradient, best, *at)
+        self._missing = present(self._missing) - found
 
     def finish_backward(self) -> None:
         if float(present(self._missing)) != 0 and bool(present(self._out).isfinite().all()):

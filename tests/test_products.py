@@ -152,7 +152,7 @@ def test_no_message_is_materialized(
     write: str, mode: int, learned: bool, partitions: Partitions, kernels: None
 ):
     """One edge of each shard is tried; graphs that are kept need messages of learned weights."""
-    world, policy = 3, SARPolicy(mode=mode)
+    world, policy = 3, SARPolicy(mode=mode, push="off")
     root = partitions(make_graph(), world, "random")
     for rows, edges in threads(rows_of_messages, world, root, policy, PRODUCTS[write], learned):
         if learned and mode == 2:
@@ -176,7 +176,7 @@ def test_other_messages_are_not_taken_for_products(name: str, partitions: Partit
 
 def after_a_change(root: Path) -> tuple[Tensor, Tensor, Tensor]:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Weighted(column_first))
+    layer = pyg_sar.distribute(Weighted(column_first), SARPolicy(push="off"))
     x = data.x.requires_grad_()
     layer(x, data.edge_index, data.edge_weight)
     layer.scale = 2.0

@@ -1,0 +1,325 @@
+// The largest (smallest) value of the rows that a target's edges read, column by column, and how many
+// edges reach it; and the gradient of what they read.
+
+#include <ATen/MemoryOverlap.h>
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <optional>
+#include <type_traits>
+
+#include "segments.h"
+#include "vectors.h"
+
+namespace pyg_sar {
+
+// See [Note: tiles] in gather_sum.h. Lanes in which two vectors overlap hold the same numbers.
+constexpr int kMostExtremumVectors = 4;
+
+// A vector that can be compared; compilers stumble over the comparison of vectors of one.
+template <class T, int kLanes>
+using Lanes = typename std::conditional_t<kLanes == 1, std::common_type<T>, VectorOf<T, kLanes>>::type;
+
+template <class Vec, class T>
+PYG_SAR_INLINE void read(Vec& to, const T* from) {
+  std::memcpy(&to, from, sizeof(to));
+}
+
+template <class Row, bool kLargest>
+struct ExtremumTile {
+  Segments<int32_t> segments;
+  Row *best, *ties;
+  const Row* rows;
+  int64_t best_stride, ties_stride, row_stride, width;
+
+  template <int kLanes, int kVectors>
+  PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
+    constexpr int64_t kAhead = 32;
+    const int64_t final = segments.num_edges - 1;
+    const Lanes<Row, kLanes> one = Lanes<Row, kLanes>{} + Row(1), zero = {};
+    for (int64_t t = first; t < last; ++t) {
+      Row* const top = best + segments.target(t) * best_stride;
+      Row* const count = ties + segments.target(t) * ties_stride;
+      Lanes<Row, kLanes> high[kVectors], equal[kVectors];
+      int64_t at[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        at[v] = v + 1 < kVectors ? v * kLanes : width - kLanes;
+        read(high[v], top + at[v]);
+        read(equal[v], count + at[v]);
+      }
+      for (int64_t e = segments.offsets[t]; e < segments.offsets[t + 1]; ++e) {
+        const int64_t later = e + kAhead < final ? e + kAhead : final;
+        const Row* next = rows + segments.source[later] * row_stride;
+        const Row* row = rows + segments.source[e] * row_stride;
+        for (int v = 0; v < kVectors; ++v) {
+          __builtin_prefetch(next + v * kLanes);
+          Lanes<Row, kLanes> x;
+          read(x, row + at[v]);
+          // NaN replaces everything and is replaced by nothing; nothing is equal to it.
+          const auto better = kLargest ? x > high[v] : x < high[v];
+          const auto wrong = x != x;
+          equal[v] += x == high[v] ? one : zero;
+          equal[v] = better ? one : equal[v];
+          equal[v] = wrong ? zero : equal[v];
+          high[v] = better ? x : high[v];
+          high[v] = wrong ? x : high[v];
+        }
+      }
+      for (int v = 0; v < kVectors; ++v) {
+        std::memcpy(top + at[v], &high[v], sizeof(high[v]));
+        std::memcpy(count + at[v], &equal[v], sizeof(equal[v]));
+      }
+    }
+  }
+};
+
+// Edges grouped by the rows that were read: total[target(t)] += gradient[source[e]] where the row
+// reaches best[source[e]].
+template <class Row>
+struct ExtremumGradientTile {
+  Segments<int32_t> segments;
+  Row* total;
+  const Row *rows, *gradient, *best;
+  int64_t total_stride, row_stride, gradient_stride, best_stride, width;
+  std::atomic<int64_t>* reached;
+
+  template <int kLanes, int kVectors>
+  PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
+    constexpr int64_t kAhead = 16;
+    const int64_t final = segments.num_edges - 1;
+    const Lanes<Row, kLanes> one = Lanes<Row, kLanes>{} + Row(1), zero = {};
+    int64_t all = 0;
+    for (int64_t t = first; t < last; ++t) {
+      const Row* row = rows + segments.target(t) * row_stride;
+      Lanes<Row, kLanes> x[kVectors], sum[kVectors] = {}, hits[kVectors] = {};
+      int64_t at[kVectors];
+      for (int v = 0; v < kVectors; ++v) {
+        at[v] = v + 1 < kVectors ? v * kLanes : width - kLanes;
+        read(x[v], row + at[v]);
+      }
+      for (int64_t e = segments.offsets[t]; e < segments.offsets[t + 1]; ++e) {
+        const int64_t i = segments.source[e];
+        const int64_t later = segments.source[e + kAhead < final ? e + kAhead : final];
+        for (int v = 0; v < kVectors; ++v) {
+          __builtin_prefetch(best + later * best_stride + at[v]);
+          __builtin_prefetch(gradient + later * gradient_stride + at[v]);
+          Lanes<Row, kLanes> top, g;
+          read(top, best + i * best_stride + at[v]);
+          read(g, gradient + i * gradient_stride + at[v]);
+          const auto same = x[v] == top;
+          sum[v] += same ? g : zero;
+          hits[v] += same ? one : zero;
+        }
+      }
+      Row* to = total + segments.target(t) * total_stride;
+      for (int v = 0; v < kVectors; ++v) {
+        const int skipped = v + 1 == kVectors ? kVectors * kLanes - static_cast<int>(width) : 0;
+        Row shares[kLanes], count[kLanes];
+        std::memcpy(shares, &sum[v], sizeof(shares));
+        std::memcpy(count, &hits[v], sizeof(count));
+        for (int k = skipped; k < kLanes; ++k) {
+          to[at[v] + k] += shares[k];
+          all += static_cast<int64_t>(count[k]);
+        }
+      }
+    }
+    *reached += all;
+  }
+};
+
+// Calls run<lanes, vectors> for the tile's width.
+template <int kLanes, class Tile>
+PYG_SAR_INLINE void run_vectors(const Tile& tile, int64_t first, int64_t last) {
+  switch ((tile.width + kLanes - 1) / kLanes) {
+    case 1:
+      return tile.template run<kLanes, 1>(first, last);
+    case 2:
+      return tile.template run<kLanes, 2>(first, last);
+    case 3:
+      return tile.template run<kLanes, 3>(first, last);
+    default:
+      return tile.template run<kLanes, kMostExtremumVectors>(first, last);
+  }
+}
+
+#define PYG_SAR_EXTREMUM(Row, ...)                                                      \
+  PYG_SAR_VERSIONS void run_tile(const __VA_ARGS__& tile, int64_t first, int64_t last) { \
+    constexpr int kLanes = kFullLanes<Row>;                                             \
+    if (tile.width >= kLanes) return run_vectors<kLanes>(tile, first, last);            \
+    if (tile.width >= kLanes / 4) return run_vectors<kLanes / 4>(tile, first, last);    \
+    run_vectors<1>(tile, first, last);                                                  \
+  }
+
+PYG_SAR_EXTREMUM(float, ExtremumTile<float, true>)
+PYG_SAR_EXTREMUM(float, ExtremumTile<float, false>)
+PYG_SAR_EXTREMUM(double, ExtremumTile<double, true>)
+PYG_SAR_EXTREMUM(double, ExtremumTile<double, false>)
+PYG_SAR_EXTREMUM(float, ExtremumGradientTile<float>)
+PYG_SAR_EXTREMUM(double, ExtremumGradientTile<double>)
+
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr int64_t kEdgesPerRun = 1 << 14;
+
+// Matrices [., F] of one dtype.
+void check(const char* op, std::initializer_list<const Tensor*> matrices) {
+  const Tensor& first = **matrices.begin();
+  for (const Tensor* x : matrices) {
+    TORCH_CHECK_VALUE(x->dim() == 2 && first.dim() == 2 && x->sym_size(1) == first.sym_size(1), op,
+                      ": expected rows of one width (got shapes ", first.sym_sizes(), " and ",
+                      x->sym_sizes(), ")");
+    TORCH_CHECK_TYPE(x->scalar_type() == first.scalar_type(), op,
+                     ": expected tensors of one dtype (got ", first.scalar_type(), " and ",
+                     x->scalar_type(), ")");
+  }
+  TORCH_CHECK_TYPE(first.scalar_type() == at::kFloat || first.scalar_type() == at::kDouble, op,
+                   ": expected float32 or float64 (got ", first.scalar_type(), ")");
+}
+
+SegmentTensors narrow(const char* op, const Tensor& source, const Tensor& offsets,
+                      const OptionalTensor& targets) {
+  TORCH_CHECK_TYPE(source.scalar_type() == at::kInt, op, ": expected int32 'source' (got ",
+                   source.scalar_type(), ")");
+  return checked(op, source, offsets, targets, std::nullopt);
+}
+
+void check_written(const char* op, const Tensor& out) {
+  TORCH_CHECK_VALUE(out.size(1) <= 1 || out.stride(1) == 1, op,
+                    ": expected rows of a result that lie in one piece (got strides ",
+                    out.strides(), ")");
+  at::assert_no_internal_overlap(out);
+}
+
+Tensor with_dense_rows(const Tensor& x) {
+  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
+}
+
+// Runs work(start, stop) for tiles of columns.
+template <class Row, class Work>
+void for_tiles(int64_t width, const Work& work) {
+  constexpr int64_t kMost = kFullLanes<Row> * kMostExtremumVectors;
+  for (int64_t start = 0; start < width; start += kMost) {
+    work(start, std::min(start + kMost, width));
+  }
+}
+
+template <class Row, bool kLargest>
+void extremum_of(Tensor& best, Tensor& ties, const Tensor& rows, const SegmentTensors& given) {
+  ExtremumTile<Row, kLargest> tile{};
+  tile.segments = checked<int32_t>("extremum", given, rows.size(0), best.size(0));
+  tile.best_stride = best.stride(0);
+  tile.ties_stride = ties.stride(0);
+  tile.row_stride = rows.stride(0);
+  for_tiles<Row>(rows.size(1), [&](int64_t start, int64_t stop) {
+    tile.best = best.mutable_data_ptr<Row>() + start;
+    tile.ties = ties.mutable_data_ptr<Row>() + start;
+    tile.rows = rows.const_data_ptr<Row>() + start;
+    tile.width = stop - start;
+    for_targets(tile.segments, kEdgesPerRun,
+                [&](int64_t first, int64_t last) { run_tile(tile, first, last); });
+  });
+}
+
+template <class Row>
+int64_t gradient_of(Tensor& total, const Tensor& rows, const Tensor& gradient, const Tensor& best,
+                    const SegmentTensors& given) {
+  std::atomic<int64_t> reached{0};
+  ExtremumGradientTile<Row> tile{};
+  tile.segments =
+      checked<int32_t>("extremum_backward", given, std::min(gradient.size(0), best.size(0)),
+                       std::min(total.size(0), rows.size(0)));
+  tile.total_stride = total.stride(0);
+  tile.row_stride = rows.stride(0);
+  tile.gradient_stride = gradient.stride(0);
+  tile.best_stride = best.stride(0);
+  tile.reached = &reached;
+  for_tiles<Row>(rows.size(1), [&](int64_t start, int64_t stop) {
+    tile.total = total.mutable_data_ptr<Row>() + start;
+    tile.rows = rows.const_data_ptr<Row>() + start;
+    tile.gradient = gradient.const_data_ptr<Row>() + start;
+    tile.best = best.const_data_ptr<Row>() + start;
+    tile.width = stop - start;
+    for_targets(tile.segments, kEdgesPerRun,
+                [&](int64_t first, int64_t last) { run_tile(tile, first, last); });
+  });
+  return reached;
+}
+
+void extremum_cpu(Tensor& best, Tensor& ties, const Tensor& rows, const Tensor& source,
+                  const Tensor& offsets, const OptionalTensor& targets, bool largest) {
+  check("extremum", {&best, &ties, &rows});
+  TORCH_CHECK_VALUE(best.sizes() == ties.sizes(),
+                    "extremum: expected 'ties' of the shape of 'best'");
+  const SegmentTensors given = narrow("extremum", source, offsets, targets);
+  check_written("extremum", best);
+  check_written("extremum", ties);
+  at::assert_no_overlap(best, ties);
+  at::assert_no_overlap(best, rows);
+  at::assert_no_overlap(ties, rows);
+  const Tensor x = with_dense_rows(rows);
+  if (x.scalar_type() == at::kFloat) {
+    largest ? extremum_of<float, true>(best, ties, x, given)
+            : extremum_of<float, false>(best, ties, x, given);
+  } else {
+    largest ? extremum_of<double, true>(best, ties, x, given)
+            : extremum_of<double, false>(best, ties, x, given);
+  }
+}
+
+void extremum_meta(Tensor& best, Tensor& ties, const Tensor& rows, const Tensor& source,
+                   const Tensor& offsets, const OptionalTensor& targets, bool largest) {
+  check("extremum", {&best, &ties, &rows});
+  narrow("extremum", source, offsets, targets);
+}
+
+Tensor backward_cpu(Tensor& total, const Tensor& rows, const Tensor& gradient, const Tensor& best,
+                    const Tensor& source, const Tensor& offsets, const OptionalTensor& targets) {
+  constexpr char kName[] = "extremum_backward";
+  check(kName, {&total, &rows, &gradient, &best});
+  const SegmentTensors given = narrow(kName, source, offsets, targets);
+  check_written(kName, total);
+  for (const Tensor* x : {&rows, &gradient, &best}) at::assert_no_overlap(total, *x);
+  const Tensor x = with_dense_rows(rows), g = with_dense_rows(gradient), b = with_dense_rows(best);
+  Tensor reached = at::empty({}, total.options().dtype(at::kLong));
+  *reached.mutable_data_ptr<int64_t>() = x.scalar_type() == at::kFloat
+                                             ? gradient_of<float>(total, x, g, b, given)
+                                             : gradient_of<double>(total, x, g, b, given);
+  return reached;
+}
+
+Tensor backward_meta(Tensor& total, const Tensor& rows, const Tensor& gradient, const Tensor& best,
+                     const Tensor& source, const Tensor& offsets, const OptionalTensor& targets) {
+  check("extremum_backward", {&total, &rows, &gradient, &best});
+  narrow("extremum_backward", source, offsets, targets);
+  return at::empty({}, total.options().dtype(at::kLong));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+  m.def(
+      "extremum_(Tensor(a!) best, Tensor(b!) ties, Tensor rows, Tensor source, Tensor offsets, "
+      "Tensor? targets=None, bool largest=True) -> ()",
+      {at::Tag::pt2_compliant_tag});
+  m.def(
+      "extremum_backward_(Tensor(a!) total, Tensor rows, Tensor gradient, Tensor best, "
+      "Tensor source, Tensor offsets, Tensor? targets=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
+  m.impl("extremum_", &extremum_cpu);
+  m.impl("extremum_backward_", &backward_cpu);
+}
+TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) {
+  m.impl("extremum_", &extremum_meta);
+  m.impl("extremum_backward_", &backward_meta);
+}
+
+}  // namespace pyg_sar

@@ -1,0 +1,207 @@
+"""Maxima and minima of source rows by kernel: PyTorch's values, ties, NaN and gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, threads
+from test_ops import problem
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.nn import MessagePassing
+
+import pyg_sar
+from pyg_sar import SARPolicy, ops
+
+SWITCHES = (
+    SARPolicy(),
+    SARPolicy(mode=2, prefetch=2),
+    SARPolicy(prefetch=0, message_budget=1),
+    SARPolicy(kernels="off"),
+)
+WIDTHS = (1, 2, 3, 4, 7, 15, 16, 17, 63, 64, 65, 100, 130)
+
+
+@pytest.fixture
+def kernels() -> None:
+    """Skips where the kernels were not built."""
+    reason = ops.why_missing()
+    if reason is not None:
+        pytest.skip(f"no C++ kernels: {reason}")
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
+    return Partitions(tmp_path_factory.mktemp("extremum"))
+
+
+def with_ties(width: int, dtype: torch.dtype) -> dict[str, Tensor]:
+    """A few values only, so that several rows reach an extremum; and a NaN and infinities."""
+    given = problem(width, dtype, seed=width)
+    given["rows"] = (given["rows"] * 2).round()
+    given["rows"][3, 0], given["rows"][4, -1] = float("nan"), float("inf")
+    given["rows"][5] = -float("inf")
+    return given
+
+
+def looped(given: dict[str, Tensor], largest: bool) -> tuple[Tensor, Tensor]:
+    """Target by target, by PyTorch's own maximum."""
+    width = given["rows"].size(1)
+    best = given["rows"].new_full((45, width), -float("inf") if largest else float("inf"))
+    ties = torch.zeros_like(best)
+    offsets = given["offsets"].tolist()
+    for k, target in enumerate(given["targets"].tolist()):
+        values = given["rows"][given["source"][offsets[k] : offsets[k + 1]].long()]
+        if values.size(0):
+            best[target] = values.amax(0) if largest else values.amin(0)
+            ties[target] = (values == best[target]).sum(0).to(ties.dtype)
+    return best, ties
+
+
+def kernel(given: dict[str, Tensor], largest: bool, halves: bool = False) -> tuple[Tensor, Tensor]:
+    """All edges at once, or half of every target's first, as they come from two workers."""
+    rows, targets = given["rows"], given["targets"]
+    best = rows.new_full((45, rows.size(1)), -float("inf") if largest else float("inf"))
+    ties = torch.zeros_like(best)
+    source, offsets = given["source"], given["offsets"]
+    if not halves:
+        ops.extremum_(best, ties, rows, source, offsets, targets, largest)
+        return best, ties
+    half = (offsets[:-1] + offsets[1:]) // 2
+    for low, high in ((offsets[:-1], half), (half, offsets[1:])):
+        parts = [source[a:b] for a, b in zip(low.tolist(), high.tolist(), strict=True)]
+        counts = torch.tensor([0, *(p.numel() for p in parts)], dtype=torch.int32)
+        at = torch.cat(parts), counts.cumsum(0, dtype=torch.int32), targets
+        ops.extremum_(best, ties, rows, *at, largest)
+    return best, ties
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("largest", [True, False])
+def test_extrema_and_ties_equal_pytorchs(dtype: torch.dtype, largest: bool, kernels: None):
+    for width in WIDTHS:
+        given = with_ties(width, dtype)
+        expected = looped(given, largest)
+        assert bool((expected[1] > 1).any())
+        for halves in (False, True):
+            found = kernel(given, largest, halves)
+            for mine, theirs in zip(found, expected, strict=True):
+                assert torch.equal(mine.nan_to_num(7.0), theirs.nan_to_num(7.0)), (width, halves)
+                assert torch.equal(mine.isnan(), theirs.isnan())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_go_to_all_that_reach_the_extremum(dtype: torch.dtype, kernels: None):
+    for width in WIDTHS:
+        given = with_ties(width, dtype)
+        best, ties = kernel(given, True)
+        target = given["targets"].repeat_interleave(given["offsets"].diff())
+        source = given["source"].long()
+        order = source.argsort(stable=True)
+        rows, counts = source[order].unique(return_counts=True)
+        offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)]).int()
+        total, expected = (torch.ones(30, width, dtype=dtype) for _ in "ab")
+        gradient = given["out"]
+        at = target[order].int(), offsets, rows
+        reached = ops.extremum_backward_(total, given["rows"], gradient, best, *at)
+        same = given["rows"][source] == best[target]
+        expected.index_add_(0, source, gradient[target] * same)
+        torch.testing.assert_close(total, expected)
+        assert int(reached) == int(same.sum()) == int(ties.sum())
+
+
+def test_bad_input_raises(kernels: None):
+    given = with_ties(6, torch.float32)
+    best, ties = kernel(given, True)
+    at = given["source"], given["offsets"], given["targets"]
+    cases: list[tuple[tuple[Any, ...], type[Exception], str]] = [
+        ((best, ties, given["rows"][:9], *at), IndexError, "'source' names a row"),
+        ((best[:5], ties[:5], given["rows"], *at), IndexError, "ascending 'targets'"),
+        ((best, ties[1:], given["rows"], *at), ValueError, "'ties' of the shape of 'best'"),
+        ((best, ties, given["rows"][:, 1:], *at), ValueError, "rows of one width"),
+        ((best, ties, given["rows"].double(), *at), TypeError, "of one dtype"),
+        ((best, ties, given["rows"], at[0].long(), at[1].long(), at[2]), TypeError, "int32 'sour"),
+        ((best, best, given["rows"], *at), RuntimeError, "overlap|memory location"),
+        ((best.half(), ties.half(), given["rows"].half(), *at), TypeError, "float32 or float64"),
+    ]
+    for arguments, kind, text in cases:
+        with pytest.raises(kind, match=text):
+            ops.extremum_(*arguments)
+    bad = at[0].clone().fill_(45), at[1], torch.arange(at[2].numel())
+    with pytest.raises(IndexError, match="extremum_backward: 'source' names a row"):
+        ops.extremum_backward_(torch.zeros(30, 6), given["rows"], best, best, *bad)
+
+
+def test_the_operators_are_registered_as_torch_wants_it(kernels: None):
+    given = problem(4, torch.float64, edges=20)
+    best, ties = torch.zeros(45, 4).double(), torch.zeros(45, 4).double()
+    at = given["source"], given["offsets"], given["targets"]
+    arguments: tuple[Any, ...] = (best, ties, given["rows"], *at, False)
+    torch.library.opcheck(torch.ops.pyg_sar.extremum_.default, arguments)
+    arguments = (torch.zeros(45, 4).double(), given["out"], given["rows"], given["rows"] + 1, *at)
+    torch.library.opcheck(torch.ops.pyg_sar.extremum_backward_.default, arguments)
+
+
+# Layers #######################################################################
+
+
+class Plain(MessagePassing):
+    """PyG's default message; counts the rows that messages had."""
+
+    def __init__(self, aggr: Any) -> None:
+        super().__init__(aggr)
+        self.rows: list[int] = []
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor) -> Tensor:
+        self.rows.append(x_j.size(0))
+        return x_j
+
+
+LAYERS: dict[str, Any] = {
+    "sage, max": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max", project=True),
+    "min": lambda: Plain("min"),
+    "several": lambda: Plain(["max", "sum", "min", "mean"]),
+    "gin": lambda: gnn.GINConv(torch.nn.Linear(CHANNELS, OUT), aggr="max"),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+@pytest.mark.parametrize("ties", [False, True])
+def test_layers_are_exact(world: int, ties: bool, partitions: Partitions):
+    """One part has no node. Ties are within shards and between them."""
+    data = make_graph()
+    if ties:
+        data.x = data.x.round()
+    part = torch.arange(data.num_nodes) % max(world - 1, 1)
+    root = partitions(data, world, part)
+    sweep = Sweep(world)
+    for name, make in LAYERS.items():
+        torch.manual_seed(0)
+        sweep.add(name, Job(make().double(), root, policies=SWITCHES), data)
+    sweep.check()
+
+
+def rows_of_messages(root: Path, policy: SARPolicy, aggr: Any) -> tuple[list[int], int]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(Plain(aggr), policy)
+    x = data.x.requires_grad_()
+    layer(x, data.edge_index)  # is analysed
+    layer.rows.clear()
+    layer(x, data.edge_index).square().sum().backward()
+    return layer.rows, data.edge_index.size(1)
+
+
+@pytest.mark.parametrize("aggr", ["max", ["sum", "min"]])
+def test_no_message_is_materialized(aggr: Any, partitions: Partitions, kernels: None):
+    """One edge of each shard is tried; mode 2 keeps what graphs of messages need."""
+    root = partitions(make_graph(), 3, "random")
+    for rows, _ in threads(rows_of_messages, 3, root, SARPolicy(), aggr):
+        assert rows == [1] * 3
+    for rows, edges in threads(rows_of_messages, 3, root, SARPolicy(mode=2), aggr):
+        assert sum(rows) == edges
