@@ -28,9 +28,10 @@ def kernels() -> dict[str, Any]:
             except (Exception, SystemExit) as error:
                 print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
 
+    sources = ("segments", "transpose", "gather_sum", "edge_dot", "attention")
     extension = CppExtension(
         "pyg_sar._kernels",
-        [f"extensions/{name}.cpp" for name in ("segments", "transpose", "gather_sum", "attention")],
+        [f"extensions/{name}.cpp" for name in sources],
         depends=[
             f"extensions/{name}.h"
             for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")

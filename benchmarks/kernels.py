@@ -1,114 +1,195 @@
-"""The gather-sum kernel against PyTorch: sums of source rows, and a layer that is made of them.
+r"""The sum kernels against PyTorch's ways: times, memory, and what memory itself would allow.
 
-    python benchmarks/kernels.py --out docs/benchmarks/kernels.md
+    OMP_WAIT_POLICY=passive python benchmarks/kernels.py \
+        --out docs/benchmarks/kernels.md --plot docs/benchmarks/kernels.png
 
-On a graph with power-law degrees. What is compared runs alternately within one process, and each
-entry is the median over the rounds of one processor time over another: above 1, the kernel is the
-faster. Compared with: the package's own PyTorch implementation, the product with a
-``torch.sparse`` CSR matrix, and, for the layer, ``distribute`` with ``SARPolicy(kernels="off")``
-and plain PyG.
+Sums of gathered rows on a power-law graph, plain and weighted, by target and transposed: the
+kernel, the product with a ``torch.sparse`` CSR matrix, ``torch_sparse.spmm_sum`` where that is
+installed, and what PyG does with an ``edge_index``: gather, multiply, scatter. They run alternately
+within one process. Both the least wall time and the median processor time (of all threads) over
+the rounds are told: other work on the machine disturbs the latter less. Peak memory is that of a
+fresh process each. ``OMP_WAIT_POLICY`` keeps threads that wait for others from counting as work.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import platform
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import torch
-import torch_geometric
 from torch import Tensor
-from torch_geometric.data import Data
-from torch_geometric.nn import SAGEConv
 
-import pyg_sar
-from pyg_sar import SARPolicy, ops
-from pyg_sar.shard import Segments, shards_of
+from pyg_sar import ops
+from pyg_sar.ledger import peak_memory, reset_peak_memory
+from pyg_sar.synthetic import SyntheticGraph, synthetic_graph
+
+try:
+    import torch_sparse
+except ImportError:
+    torch_sparse = None
 
 Ways = dict[str, Callable[[], object]]
+NAMES = ("kernel", "torch.sparse CSR", "torch_sparse", "PyG, COO")
+TARGETS = {256: 5.5, 100: 3.5, 16: 2.0}  # times as fast as torch.sparse
 
 
-def power_law_edges(nodes: int, edges: int) -> Tensor:
-    """Both ends drawn with a density that falls as a power of the node's rank."""
+@dataclass(frozen=True)
+class Edges:
+    """Edges in the order of their targets."""
+
+    source: Tensor
+    target: Tensor
+    offsets: Tensor
+    weight: Tensor
+    nodes: int
+
+
+def grouped(edge_index: Tensor, nodes: int) -> Edges:
+    source, target = edge_index
+    order = ops.sort_edges(source, nodes)[0]
+    order, offsets = ops.sort_edges(target, nodes, order)
     draw = torch.Generator().manual_seed(0)
-    ends = (torch.rand(2, edges, generator=draw) ** 3 * nodes).long()
-    shuffle = torch.randperm(nodes, generator=draw)
-    return shuffle[ends]
+    weight = torch.rand(source.numel(), generator=draw)
+    return Edges(source[order].int(), target[order], offsets, weight, nodes)
 
 
-def alternately(ways: Ways, rounds: int) -> dict[str, list[float]]:
-    """Processor seconds of each way, round by round, after one that doesn't count."""
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def one_way(name: str, edges: Edges, rows: Tensor, weighted: bool) -> Callable[[], object]:
+    """A way to sum rows, with all that is made once per graph made already."""
+    weight = edges.weight if weighted else None
+    if name == "kernel":
+        at = edges.source, edges.offsets, None, weight
+        return lambda: ops.gather_sum_(torch.zeros_like(rows), rows, *at, native=True)
+    source, offsets = edges.source.long(), edges.offsets.long()
+    if name == "torch.sparse CSR":
+        values = edges.weight if weighted else torch.ones(source.numel())
+        matrix = torch.sparse_csr_tensor(offsets, source, values, (edges.nodes, edges.nodes))
+        return lambda: matrix @ rows
+    if name == "torch_sparse":
+        return lambda: torch.ops.torch_sparse.spmm_sum(
+            None, offsets, source, weight, None, None, rows
+        )
+    place = edges.target.view(-1, 1).expand(-1, rows.size(1))
+
+    def scatter() -> Tensor:
+        message = rows.index_select(0, source)
+        if weight is not None:
+            message = weight.view(-1, 1) * message
+        return torch.zeros_like(rows).scatter_add_(0, place, message)
+
+    return scatter
+
+
+def names(edges: Edges, width: int, most_bytes: float) -> list[str]:
+    """The ways that can be run: PyG's makes a message per edge."""
+    found = [name for name in NAMES if name != "torch_sparse" or torch_sparse is not None]
+    return [n for n in found if n != NAMES[-1] or edges.source.numel() * width * 4 <= most_bytes]
+
+
+def alternately(ways: Ways, rounds: int) -> dict[str, tuple[float, float]]:
+    """Least wall time and median processor time of each way, after a round that doesn't count."""
+    wall: dict[str, list[float]] = {name: [] for name in ways}
+    processor: dict[str, list[float]] = {name: [] for name in ways}
     for number in range(rounds + 1):
         for name, run in ways.items():
-            start = time.process_time()
+            start, used = time.perf_counter(), time.process_time()
             run()
             if number:
-                times[name].append(time.process_time() - start)
-    return times
+                wall[name].append(time.perf_counter() - start)
+                processor[name].append(time.process_time() - used)
+    return {name: (min(wall[name]), statistics.median(processor[name])) for name in ways}
 
 
-def ratios(times: dict[str, list[float]]) -> list[str]:
-    """Each other way's time over the first one's."""
-    first, *others = times.values()
-    return [
-        f"{statistics.median(a / b for a, b in zip(other, first, strict=True)):.2f}"
-        for other in others
-    ]
+# Memory ######################################################################
 
 
-def sum_rows(segments: Segments, nodes: int, widths: Sequence[int], rounds: int) -> list[list[str]]:
-    """Rows of the table of sums."""
-    counts = torch.zeros(nodes, dtype=torch.long)
-    targets = slice(None) if segments.targets is None else segments.targets
-    counts[targets] = segments.offsets.diff().long()
-    pointers = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    table = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for width in widths if dtype == torch.float32 else widths[-1:]:
-            rows = torch.randn(nodes, width).to(dtype)
+def peak_of(name: str, file: str, width: int, weighted: bool) -> int:
+    """Bytes that one way adds to what it is given; run in a process of its own."""
+    edges = Edges(**torch.load(file, weights_only=True))
+    rows = torch.randn(edges.nodes, width)
+    run = one_way(name, edges, rows, weighted)
+    before = reset_peak_memory(rows.device)
+    run()
+    return peak_memory(rows.device) - before
 
-            def add(native: bool, rows: Tensor = rows) -> Tensor:
-                at = (segments.source, segments.offsets, segments.targets)
-                return ops.gather_sum_(torch.zeros_like(rows), rows, *at, native=native)
 
-            ways: Ways = {"kernel": lambda: add(True), "PyTorch": lambda: add(False)}
-            if dtype == torch.float32:
-                values = torch.ones(segments.source.numel())
-                matrix = torch.sparse_csr_tensor(
-                    pointers, segments.source.long(), values, (nodes, nodes)
-                )
-                ways["CSR"] = lambda matrix=matrix, rows=rows: matrix @ rows
-            found = ratios(alternately(ways, rounds))
-            table.append([str(dtype).removeprefix("torch."), str(width), *found, "-"][:4])
+def peak_in_a_fresh_process(name: str, file: str, width: int, weighted: bool) -> int:
+    one = json.dumps([name, file, width, weighted])
+    done = subprocess.run(
+        [sys.executable, __file__, "--peak-of", one], capture_output=True, text=True, check=True
+    )
+    return int(done.stdout)
+
+
+# Tables ######################################################################
+
+
+def limits(nodes: int, widths: Sequence[int]) -> list[list[str]]:
+    """What memory allows: a copy, and rows gathered at random, in GB of what is read per second."""
+    x = torch.randn(nodes, max(widths))
+    y = torch.empty_like(x)
+    best, _ = alternately({"copy": lambda: y.copy_(x)}, 5)["copy"]
+    table = [["copy", "-", f"{x.numel() * 4 / best / 1e9:.1f}"]]
+    place = torch.randperm(nodes)
+    for width in widths:
+        rows = x[:, :width].contiguous()
+        best, _ = alternately({"rows": lambda rows=rows: rows.index_select(0, place)}, 5)["rows"]
+        table.append(
+            ["every row once, at random", str(width), f"{rows.numel() * 4 / best / 1e9:.1f}"]
+        )
     return table
 
 
-def layer_rows(data: Data, root: Path, widths: Sequence[int], rounds: int) -> list[list[str]]:
-    """Rows of the table of a SAGEConv layer, forward and backward, in one process."""
+def times_of(
+    edges: Edges, direction: str, args: argparse.Namespace
+) -> tuple[list[list[str]], dict[Any, tuple[float, float]]]:
+    """Rows of the table of times; and how many times as fast as torch.sparse the kernel is."""
+    table: list[list[str]] = []
+    ratio: dict[Any, tuple[float, float]] = {}
+    for width in args.widths:
+        rows = torch.randn(edges.nodes, width)
+        gigabytes = edges.source.numel() * width * 4 / 1e9
+        for weighted in (False, True):
+            run = names(edges, width, args.coo_bytes)
+            found = alternately({n: one_way(n, edges, rows, weighted) for n in run}, args.rounds)
+            wall, used = found["kernel"]
+            others = [
+                f"{found[n][0] / wall:.1f} ({found[n][1] / used:.1f})" if n in found else "-"
+                for n in NAMES[1:]
+            ]
+            other = found[NAMES[1]]
+            ratio[direction, width, weighted] = other[0] / wall, other[1] / used
+            kind = "weighted" if weighted else "plain"
+            goal = f"{TARGETS[width]:.1f}" if width in TARGETS else "-"
+            row = [direction, kind, str(width), f"{wall:.3f}", f"{gigabytes / wall:.0f}"]
+            table.append([*row, *others, goal])
+            print(" | ".join(table[-1]), flush=True)
+    return table, ratio
+
+
+def memory_rows(edges: Edges, args: argparse.Namespace) -> list[list[str]]:
+    """Rows of the table of memory."""
     table = []
-    part = pyg_sar.load_partition(root)
-    for width in widths:
-        x = torch.randn(data.num_nodes, width)
-        layers = [SAGEConv(width, width) for _ in range(3)]
-        fused = pyg_sar.distribute(layers[0], SARPolicy())
-        general = pyg_sar.distribute(layers[1], SARPolicy(kernels="off"))
-
-        def step(layer: torch.nn.Module, edge_index: Tensor, x: Tensor = x) -> None:
-            layer(x.requires_grad_(), edge_index).square().sum().backward()
-
-        ways: Ways = {
-            "kernel": lambda fused=fused, step=step: step(fused, part.edge_index),
-            "off": lambda general=general, step=step: step(general, part.edge_index),
-            "PyG": lambda plain=layers[2], step=step: step(plain, data.edge_index),
-        }
-        table.append([str(width), *ratios(alternately(ways, rounds))])
+    with tempfile.NamedTemporaryFile(suffix=".pt") as file:
+        torch.save(vars(edges), file.name)
+        for width in args.widths:
+            run = names(edges, width, args.coo_bytes)
+            found = {n: peak_in_a_fresh_process(n, file.name, width, False) for n in run}
+            numbers = [f"{found[n] / 2**20:.0f}" if n in found else "-" for n in NAMES]
+            table.append([str(width), f"{edges.nodes * width * 4 / 2**20:.0f}", *numbers])
+            print(" | ".join(table[-1]), flush=True)
     return table
 
 
@@ -117,60 +198,124 @@ def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def measure(args: argparse.Namespace) -> str:
-    """Both tables as Markdown."""
+def plot(ratio: dict[Any, tuple[float, float]], path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(8, 3.5), layout="constrained")
+    axes = figure.subplots()
+    widths = sorted({width for _, width, _ in ratio})
+    kinds = sorted({(direction, weighted) for direction, _, weighted in ratio})
+    for k, (direction, weighted) in enumerate(kinds):
+        places = [n + 0.2 * (k - len(kinds) / 2 + 0.5) for n in range(len(widths))]
+        label = f"{direction}, {'weighted' if weighted else 'plain'}"
+        axes.bar(places, [ratio[direction, w, weighted][1] for w in widths], 0.18, label=label)
+    for n, width in enumerate(widths):
+        if width in TARGETS:
+            axes.hlines(TARGETS[width], n - 0.45, n + 0.45, colors="black", linestyles="dashed")
+    axes.set_xticks(range(len(widths)), [str(width) for width in widths])
+    axes.set_xlabel("width (dashed: the goal)")
+    axes.set_ylabel("times as fast as torch.sparse CSR (processor time)")
+    axes.legend()
+    figure.savefig(path, dpi=110)
+
+
+def measure(args: argparse.Namespace) -> tuple[str, dict[Any, tuple[float, float]]]:
+    """The document, and the ratios that are drawn."""
     reason = ops.why_missing()
     if reason is not None:
         raise SystemExit(f"There are no C++ kernels to measure: {reason}")
     torch.manual_seed(0)
-    edge_index = power_law_edges(args.nodes, args.edges)
-    data = Data(x=torch.randn(args.nodes, 1), edge_index=edge_index, num_nodes=args.nodes)
-    with tempfile.TemporaryDirectory() as folder:
-        pyg_sar.write_partitions(data, 1, folder, "contiguous")
-        pyg_sar.init()
-        try:
-            shards = shards_of(pyg_sar.load_partition(folder).edge_index)
-            segments = [shards.segments(0), shards.transposed(0)]
-            tables = [sum_rows(s, args.nodes, args.widths, args.rounds) for s in segments]
-            layers = layer_rows(data, Path(folder), args.widths, args.rounds)
-        finally:
-            pyg_sar.finalize()
-    both = [[d, *row] for d, t in zip(("forward", "transposed"), tables, strict=True) for row in t]
-    command = f"--nodes {args.nodes} --edges {args.edges} --rounds {args.rounds}"
-    versions = f"torch {torch.__version__}, torch-geometric {torch_geometric.__version__}"
+    graph = SyntheticGraph(nodes=args.nodes, edges=args.edges, features=0)
+    edge_index = synthetic_graph(graph).edge_index
+    table, ratio = [], {}
+    for direction, ends in (("by target", edge_index), ("transposed", edge_index.flip(0))):
+        rows, found = times_of(grouped(ends, args.nodes), direction, args)
+        table += rows
+        ratio |= found
+    memory = memory_rows(grouped(edge_index, args.nodes), args)
+    load = f"{os.getloadavg()[0]:.1f}"
+    command = (
+        f"--nodes {args.nodes} --edges {args.edges} --rounds {args.rounds} --threads {args.threads}"
+    )
     return "\n".join(
         [
             "# Kernels",
             "",
-            f"{date.today()}, `python benchmarks/kernels.py {command}`, one "
-            f"thread, {platform.machine()}, {versions}. Graph with power-law degrees of "
-            f"{args.nodes:,} nodes and {args.edges:,} edges. Ratios of processor times: above "
-            "1, the kernel is the faster. Other work ran on the machine at the same time.",
+            f"{date.today()}, `python benchmarks/kernels.py {command}`, {args.threads} threads, "
+            f"{os.cpu_count()} cores, {processor()}, torch {torch.__version__}, torch_sparse "
+            f"{'not installed' if torch_sparse is None else torch_sparse.__version__}. Power-law "
+            f"graph (`pyg_sar.synthetic`) of {args.nodes:,} nodes and {args.edges:,} edges, "
+            f"float32. The machine's load at the end was {load}: above {args.threads}, other "
+            "work slowed all ways.",
             "",
-            "Sums of gathered rows, `pyg_sar.ops.gather_sum_`:",
+            "Sums of gathered rows, `pyg_sar.ops.gather_sum_`. GB/s: values of rows that are added "
+            "up, most of which come from caches. Ratios: times as fast as the other way, by least "
+            "wall time (by median processor time).",
             "",
-            markdown(["edges", "dtype", "width", "PyTorch / kernel", "CSR / kernel"], both),
+            markdown(
+                ["edges", "sum", "width", "kernel (s)", "GB/s", *NAMES[1:], "goal (CSR)"], table
+            ),
             "",
-            "A SAGEConv layer through `distribute` on one worker, forward and backward, float32:",
+            verdict(ratio),
             "",
-            markdown(["width", 'kernels="off" / kernel', "plain PyG / kernel"], layers),
+            "What memory allows:",
+            "",
+            markdown(["", "width", "GB/s"], limits(args.nodes, args.widths)),
+            "",
+            "Peak memory that a plain sum adds, MB, in a fresh process each (the result included):",
+            "",
+            markdown(["width", "result", *NAMES], memory),
+            "",
+            "PyG's way materializes a message for every edge; a dash is where that would not "
+            "fit, or where a package is missing.",
             "",
         ]
-    )
+    ), ratio  # fmt: skip
+
+
+def verdict(ratio: dict[Any, tuple[float, float]]) -> str:
+    """Which goals are not reached, by either clock."""
+    said = []
+    for k, clock in enumerate(("least wall time", "processor time")):
+        missed = [
+            f"{direction}, {'weighted' if weighted else 'plain'}, width {width}"
+            for (direction, width, weighted), found in ratio.items()
+            if found[k] < TARGETS.get(width, 0)
+        ]
+        said.append(f"By {clock}, {'not reached: ' if missed else 'every goal is reached'}")
+        said[-1] += "; ".join(missed) + "."
+    return " ".join(said)
+
+
+def processor() -> str:
+    """The processor's name, without what identifies the machine."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    return f"{next(named, 'unknown')}, {platform.machine()}"
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--nodes", type=int, default=20_000)
-    parser.add_argument("--edges", type=int, default=200_000)
+    parser.add_argument("--nodes", type=int, default=200_000)
+    parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--widths", type=int, nargs="+", default=[16, 100, 256])
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--coo-bytes", type=float, default=1e9, help="of PyG's messages at most")
     parser.add_argument("--out", type=Path, help="a Markdown file to write the tables to")
+    parser.add_argument("--plot", type=Path, help="a picture of the ratios")
+    parser.add_argument("--peak-of", help=argparse.SUPPRESS)
     args = parser.parse_args()
     warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
-    torch.set_num_threads(1)  # processor time is that of all threads together
-    text = measure(args)
+    torch.set_num_threads(args.threads)
+    if args.peak_of is not None:
+        print(peak_of(*json.loads(args.peak_of)))
+        return
+    text, ratio = measure(args)
     print(text)
+    if args.plot is not None:
+        plot(ratio, args.plot)
+        text += f"\n![Ratios]({args.plot.name})\n"
     if args.out is not None:
         args.out.write_text(text)
 

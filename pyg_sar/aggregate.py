@@ -8,7 +8,8 @@ where the backward pass finds a tile's graph:
 * remade: the message runs again, on rows fetched again (case 2) or, in case 1, on stand-ins
   without memory, since the gradient doesn't depend on their values.
 * none: the message is the source rows themselves; its gradient is the aggregate's. A sum or mean
-  of them is fused (:mod:`pyg_sar.fused`): no tile, no message.
+  of them, or of their products with numbers of the edges, is fused (:mod:`pyg_sar.fused`): no
+  tile, no message.
 
 [Note: order of random numbers] A remade message must see the random numbers that it saw at first.
 Tiles are remade in the order in which they were made, from the random state at the start.
@@ -96,7 +97,9 @@ class SequentialAggregation:
         groups = self.reducers()
         readers = [reducer for group in groups for reducer in group]
         self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
-        self.fused = fused_sum(program, rounds, needs.source, groups, policy)
+        self.fused = fused_sum(program, rounds, needs, self.keeps_graphs, groups, policy)
+        if self.fused is not None:
+            self.rounds = self.fused.rounds
         self._graphs: list[_Graph] = []
         self._ambient = AmbientState(rounds.in_degree.device, program.layer)
 
@@ -226,17 +229,18 @@ class SequentialAggregation:
         refetches = self.needs.needs_sources and not (self.no_graph or self.keeps_graphs)
         returns = self.rounds.returns(own, self.name, self.policy.prefetch, refetches, self.wire)
         sums: dict[int, Tensor] = {}
-        for unit, graphs in self._graph_rounds(tensors, last):
+        for unit, handed, graphs in self._graph_rounds(tensors, last):
             unit_totals = list(totals)
             for k, rows in zip(numbers, returns.start(unit) if numbers else (), strict=True):
                 unit_totals[k] = rows
                 del rows
-            if self.fused is not None:
-                self.fused.add_gradients(unit, unit_totals[self.needs.source], reducers[0])
-            for graph in graphs:
+            fused = self.fused if self._is_fused(unit) else None
+            if fused is not None:
+                fused.add_gradients(unit, unit_totals, tensors, handed, reducers[0])
+            for graph in () if fused else graphs:
                 self._add_gradients(graph, reducers, unit_totals, sums)
                 del graph
-            del graphs, unit_totals
+            del handed, graphs, unit_totals
             if numbers:
                 returns.send(unit)
         returns.drain()
@@ -252,21 +256,24 @@ class SequentialAggregation:
 
     def _graph_rounds(
         self, tensors: Sequence[Tensor | None], last: bool
-    ) -> Iterator[tuple[int, Iterator[_Graph]]]:
-        """Each unit's tiles with their graphs. See [Note: the modes]."""
+    ) -> Iterator[tuple[int, list[list[Tensor]], Iterator[_Graph]]]:
+        """Each unit's tiles with their graphs. See [Note: the modes].
+
+        The list holds the unit's rows of the source operands where they were fetched again; the
+        tiles take them over.
+        """
         if self.no_graph or self.keeps_graphs:
             kept = self._graphs
             if last:
                 self._graphs = []
             for unit in self.rounds.units():
                 if self.no_graph:
-                    tiles = () if self.fused is not None else self.rounds.tiles(unit)
-                    yield unit, (self._bare(tile) for tile in tiles)
+                    yield unit, [], (self._bare(tile) for tile in self.rounds.tiles(unit))
                 else:
                     own = [graph for graph in kept if graph.tile.unit == unit]
                     if last:
                         kept = [graph for graph in kept if graph.tile.unit != unit]
-                    yield unit, _draining(own)
+                    yield unit, [], _draining(own)
                     del own
             return
         layer = self.program.layer
@@ -284,10 +291,13 @@ class SequentialAggregation:
                 for unit, rows in self.rounds.stream(sources, label, prefetch, self.wire):
                     handed = [rows]
                     del rows
-                    yield unit, self._remade(unit, tensors, handed, parameters)
+                    yield unit, handed, self._remade(unit, tensors, handed, parameters)
             else:
                 for unit in self.rounds.units():
-                    yield unit, self._remade(unit, tensors, [], parameters)
+                    yield unit, [], self._remade(unit, tensors, [], parameters)
+
+    def _is_fused(self, unit: int) -> bool:
+        return self.fused is not None and unit in self.fused.units
 
     def _bare(self, tile: Tile) -> _Graph:
         roots = [_Root(None, None, Reductions()) for _ in self.decomposition.groups]
@@ -372,6 +382,8 @@ class SequentialAggregation:
 
     def saves(self, number: int) -> bool:
         """Whether the backward pass needs an operand's values."""
+        if self.fused is not None and number == self.fused.weight:
+            return True
         if self.no_graph or self.keeps_graphs:
             return False
         return self.needs.needs_sources or self.program.operands[number].role != "source"

@@ -242,6 +242,7 @@ class ChunkReturn:
     def __init__(
         self, chunks: Chunks, totals: Sequence[Tensor], layer: str, wire: Wire | None = None
     ) -> None:
+        chunks.plan.comm.returning()
         self.chunks, self.totals = chunks, list(totals)
         self.label: Label = (layer, "backward", "gradient")
         self.layout = RowLayout(totals, wire)

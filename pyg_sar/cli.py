@@ -22,7 +22,7 @@ from pyg_sar.launch import launch
 from pyg_sar.model_source import imported_model
 from pyg_sar.models import MODELS, NORMS
 from pyg_sar.partition import METHODS
-from pyg_sar.policy import SARPolicy
+from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.run import ModelConfig, RunConfig, train_worker
 from pyg_sar.schedule import SCHEDULES
 from pyg_sar.storage import read_metadata, write_partitions
@@ -341,6 +341,8 @@ def _add_train(commands: Any) -> None:
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     group("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
+    group("--wire", choices=WIRES, default="exact", help="how halo rows travel")
+    group("--measure-every", type=int, metavar="N", help="epochs: report what a narrow wire costs")
 
     _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")
     _add_training(command)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
-from typing import Any
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -34,6 +35,13 @@ from pyg_sar.signals import TerminationNotice
 from pyg_sar.watch import Watch, is_consequence
 
 
+class Listener(Protocol):
+    """Who is told where a backward pass is."""
+
+    def returning(self) -> None:
+        """It begins to return gradients of rows."""
+
+
 class Communicator(ABC):
     """Transfers between the workers of a group.
 
@@ -60,6 +68,21 @@ class Communicator(ABC):
         self.sharing: Sharing | None = None
         """What there is between workers that read each other's memory, if any."""
         self.closed = False
+        self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
+        self._joined = 0
+
+    def add_listener(self, listener: Listener) -> None:
+        """Has :meth:`returning` call ``listener``, as long as that lives; alike on every worker."""
+        self._listeners[self._joined] = listener
+        self._joined += 1
+
+    def returning(self) -> None:
+        """Tells the listeners that a backward pass begins to return gradients of rows.
+
+        Every worker calls it at the same places of its program.
+        """
+        for _, listener in sorted(self._listeners.items()):
+            listener.returning()
 
     def __repr__(self) -> str:
         return (
@@ -313,23 +336,13 @@ class GroupCommunicator(Communicator):
             full = [(peer, tensor) for peer, tensor in packed if tensor.numel()]
             wanted = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
             if shared is not None:
-                shared.exchange(self._transport, full, wanted)
-            else:
-                self._transport.exchange(full, wanted)
-            for name, peers in self._transports():
-                out = {peer: num_bytes(tensor) for peer, tensor in full if peer in peers}
-                back = {peer: num_bytes(tensor) for peer, tensor in wanted if peer in peers}
-                count(ledgers, label, out, back, name)
+                shared.exchange(self._transport, full, wanted, ledgers, label)
+                return
+            self._transport.exchange(full, wanted)
+            out, back = ({q: num_bytes(t) for q, t in parcels} for parcels in (full, wanted))
+            count(ledgers, label, out, back, self.backend)
 
         return self._submit(task, label, doing)
-
-    def _transports(self) -> list[tuple[str, Container[int]]]:
-        """What carries plain exchanges, and with whom."""
-        everyone = range(self.world_size)
-        if self._neighbours is None or not self._neighbours.carries_all:
-            return [(self.backend, everyone)]
-        near = self._neighbours.ranks
-        return [(self._neighbours.name, near), (self.backend, frozenset(everyone) - near)]
 
     def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
         ledgers = list(self.ledgers)
@@ -414,10 +427,10 @@ class GroupCommunicator(Communicator):
         self._issuer.close()
         self._watch.close()
         self._notice.remove()
+        if self._neighbours is not None:
+            self._neighbours.close()
         # What is under way in a broken backend may never end: leave it to the process's end.
         if self._issuer.broken is None:
-            if self._neighbours is not None:
-                self._neighbours.close()
             self._transport.close()
 
 

@@ -9,7 +9,8 @@ The message runs once on a sample tile. Three things are read off:
    world (``.item()``) are opaque: case 2.
 2. *Reductions over targets* inside the message, and whether the message is linear in what they
    normalise (see [Note: softmax over targets]).
-3. *Whether the message is the source rows themselves*, so that nothing need be recorded at all.
+3. *Whether the message is the source rows themselves*, so that nothing need be recorded at all,
+   or their product with a number per edge (see [Note: products]).
 """
 
 from __future__ import annotations
@@ -30,12 +31,14 @@ from pyg_sar.layer_state import AmbientState, detached_parameters, preserved_att
 from pyg_sar.message_checks import check_edges_apart, check_linear
 from pyg_sar.moments import OVER_ROWS, reduces_over_rows
 from pyg_sar.node_reads import NodeReads
+from pyg_sar.products import Products
 from pyg_sar.program import TileProgram
 from pyg_sar.shard import Tile
 from pyg_sar.target_index import NeedsAllEdges, Reductions
 
 _SAMPLE_EDGES = 256
 _MANY = 2**40
+_OPERANDS = 2**16  # more than a message has
 _READS_MEMORY = frozenset(
     getattr(Tensor, name)
     for name in (
@@ -59,6 +62,7 @@ class Dependence:
         needs_gradient: Whether anything that the message reads requires a gradient.
         needs_sources: Case 2: the backward pass needs source values.
         source: The operand whose source rows are the message, unchanged; -1 if there is none.
+        product: The operands whose product is the message: source rows, and numbers of edges.
         pattern: Reductions over targets inside the message.
         saved_bytes_per_edge: What autograd keeps per edge besides source values.
         message_bytes: Bytes of one message, and of what the aggregation maps it to.
@@ -72,14 +76,16 @@ class Dependence:
     saved_bytes_per_edge: float
     message_bytes: int
     reads_nodes: bool = False
+    product: tuple[int, int] | None = None
 
     @staticmethod
     def no_opinion() -> list[int]:
         """What a worker without edges says: it agrees with the others."""
-        return [0, 0, -_MANY, -_MANY, 0, 0, 0, 0, 0]
+        return [0, 0, -_MANY, -_MANY, 0, 0, 0, 0, 0, -_MANY, -_MANY]
 
     def encode(self) -> list[int]:
         """Numbers that workers agree on by their maximum."""
+        product = -1 if self.product is None else self.product[0] * _OPERANDS + self.product[1]
         return [
             int(self.needs_gradient),
             int(self.needs_sources),
@@ -90,12 +96,14 @@ class Dependence:
             self.message_bytes,
             int(self.reads_nodes),
             int(not self.reads_nodes),
+            product,
+            -product,
         ]
 
     @classmethod
     def decode(cls, numbers: Sequence[int]) -> Dependence:
         """Inverse of :meth:`encode`."""
-        gradient, sources, most, least, pattern, saved, size, reads, apart = numbers
+        gradient, sources, most, least, pattern, saved, size, reads, apart, high, low = numbers
         return cls(
             bool(gradient),
             bool(sources),
@@ -104,6 +112,7 @@ class Dependence:
             saved / 1000,
             size,
             bool(reads) and not apart,
+            divmod(high, _OPERANDS) if high == -low and high >= 0 else None,
         )
 
 
@@ -299,10 +308,12 @@ def _observe(
         leaves |= {id(p) for p in parameters.values()}
         begin = _sequence_number()
         reads = _node_reads(program, tile, values)
+        products = Products(program, values)
         with (
             reads,
             _Escapes(taint),
             taint,
+            products,
             torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t),
         ):
             mapped = program.run(tile, values, log)
@@ -310,7 +321,7 @@ def _observe(
         roots = [t for t in results if t is not None and t.requires_grad]
         opaque = _check_graph(roots, leaves, begin)
         taint.forget()
-    same = [k for k in program.numbers("source") if all(m.messages is values[k] for m in mapped)]
+    same = [k for k in program.numbers("source") if products.is_source(mapped, values[k])]
     same = [] if program.complete else same
     edges = max(tile.num_edges, 1)
     return Dependence(
@@ -322,6 +333,7 @@ def _observe(
         saved_bytes_per_edge=sum(kept.values()) / edges,
         message_bytes=program.message_bytes,
         reads_nodes=bool(reads.found),
+        product=None if program.complete else products.found(mapped),
     )
 
 

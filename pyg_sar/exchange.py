@@ -222,6 +222,7 @@ class _HaloGather(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         label = (ctx.layer, "backward", "gradient")
+        ctx.plan.comm.returning()
         rows = _return_halo(grad.contiguous(), ctx.plan, label, add_rows, ctx.wire)
         return rows, None, None, None
 

@@ -1,13 +1,17 @@
-"""Sums of source rows by kernel: where a message is a source row, none is materialized."""
+"""Sums of source rows, or of their products with numbers of edges, by kernel: without messages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
+from pyg_sar.dependence import Dependence
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.ops import takes, warn_if_missing, why_missing
 from pyg_sar.policy import SARPolicy
+from pyg_sar.products import Products
 from pyg_sar.program import TileProgram
 from pyg_sar.reduce import MeanReducer, Reducer, SumReducer
 from pyg_sar.rounds import Rounds, ShardRounds
@@ -15,23 +19,36 @@ from pyg_sar.target_index import Reductions
 
 
 class FusedSum:
-    r"""A sum or mean of source rows, one unit of edges at a time and without tiles.
+    r"""A sum or mean of weighted source rows, one unit of edges at a time and without tiles.
 
     .. math::
-        out_i \mathrel{+}= \sum_{e: t(e) = i} x_{s(e)}, \qquad
-        \frac{\partial L}{\partial x_j} \mathrel{+}= \sum_{e: s(e) = j} g_{t(e)}
+        out_i \mathrel{+}= \sum_{e: t(e) = i} w_e x_{s(e)}, \qquad
+        \frac{\partial L}{\partial x_j} \mathrel{+}= \sum_{e: s(e) = j} w_e g_{t(e)}, \qquad
+        \frac{\partial L}{\partial w_e} = \langle x_{s(e)}, g_{t(e)} \rangle
 
-    Communicates nothing, so that workers needn't agree on whether they use it.
+    with :math:`w_e = 1` where the message is the source row. Communicates nothing, so that workers
+    needn't agree on whether they use it.
 
     Args:
         program: The message.
         rounds: The way through the edges.
         source: The operand whose source rows are the message.
+        weight: The operand with the numbers that they are multiplied by, if they are.
+
+    Attributes:
+        rounds: The way through the edges that it takes.
+        weight: See above.
+        units: The units whose messages were added in this way.
     """
 
-    def __init__(self, program: TileProgram, rounds: ShardRounds, source: int) -> None:
-        self._program, self._rounds, self._source = program, rounds, source
+    def __init__(
+        self, program: TileProgram, rounds: ShardRounds, source: int, weight: int | None
+    ) -> None:
+        self._program, self._source = program, source
+        self.rounds = self._pulled = rounds
         self._place = program.numbers("source").index(source)
+        self.weight = weight
+        self.units: set[int] = set()
 
     def merge(
         self,
@@ -50,35 +67,99 @@ class FusedSum:
 
         Returns:
             Whether it did: not where there is no edge, nor where the message, tried on one edge,
-            is not the source row that it was when it was analysed.
+            is not what it was when it was analysed.
         """
-        tile = self._rounds.first_edge(unit)
+        if self.rounds.sums_arrive(unit):
+            return self._merge(unit, tensors, rows, reducers)
+        tile = self.rounds.first_edge(unit)
         if tile is None:
             return False
         values = self._program.gather(tile, tensors, rows)
-        mapped = self._program.run(tile, values, Reductions())
-        if any(m.messages is not values[self._source] for m in mapped):
+        with Products(self._program, values) as products:
+            mapped = self._program.run(tile, values, Reductions())
+        if self.weight is None:
+            same = products.is_source(mapped, values[self._source])
+        else:
+            same = products.found(mapped) == (self._source, self.weight)
+        if same:
+            return self._merge(unit, tensors, rows, reducers)
+        if self.rounds is not self._pulled:
+            raise DistributedIndexError(
+                f"the message of {type(self._program.layer).__name__} was a weighted source row "
+                "when it was analysed, and is not now; partial sums of it are on their way. Set "
+                "`layer.policy = pyg_sar.SARPolicy(push='off')`"
+            )
+        return False
+
+    def _merge(
+        self,
+        unit: int,
+        tensors: Sequence[Tensor],
+        rows: Sequence[Tensor],
+        reducers: Sequence[Reducer],
+    ) -> bool:
+        segments = self.rounds.segments(unit)
+        if segments.source.numel() == 0:
             return False
-        segments = self._rounds.segments(unit)
-        for reducer in reducers:
-            if isinstance(reducer, SumReducer):
-                reducer.merge_rows(segments, rows[self._place])
+        weight = self._weights(unit, tensors)
+        for reducer in _sums(reducers):
+            reducer.merge_rows(segments, rows[self._place], weight)
+        self.units.add(unit)
         return True
 
-    def add_gradients(self, unit: int, total: Tensor | None, reducers: Sequence[Reducer]) -> None:
-        """Adds the gradients of a unit's source rows to ``total``, if they are wanted."""
-        if total is None:
-            return
-        transposed = self._rounds.segments(unit, transposed=True)
-        for reducer in reducers:
-            if isinstance(reducer, SumReducer):
-                reducer.add_row_gradients(transposed, total)
+    def _weights(self, unit: int, tensors: Sequence[Tensor | None]) -> Tensor | None:
+        """A number for each of the unit's edges, in shard order, in what kernels add up in."""
+        if self.weight is None:
+            return None
+        weight = tensors[self.weight]
+        if weight is None:
+            raise RuntimeError("The weights of a sum were not kept for its backward pass")
+        found = self.rounds.in_shard_order(unit, weight.reshape(-1))
+        return found.float() if found.dtype == torch.bfloat16 else found
+
+    def add_gradients(
+        self,
+        unit: int,
+        totals: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        handed: list[list[Tensor]],
+        reducers: Sequence[Reducer],
+    ) -> None:
+        """Adds a unit's gradients to those of the operands that want one.
+
+        Args:
+            unit: A unit of the rounds.
+            totals: The operands' gradients; of source operands, those of the unit's rows.
+            tensors: The operands' tensors.
+            handed: The unit's rows of each source operand, where they were fetched again.
+            reducers: Sums and means.
+        """
+        rows = handed.pop() if handed else None
+        total = totals[self._source]
+        if total is not None:
+            numbered = self.weight is not None
+            transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
+            weight = self._weights(unit, tensors)
+            for reducer in _sums(reducers):
+                reducer.add_row_gradients(transposed, total, weight)
+            del weight
+        total = None if self.weight is None else totals[self.weight]
+        if total is not None and rows is not None:
+            segments = self.rounds.segments(unit)
+            shares = [r.weight_gradient(segments, rows[self._place]) for r in _sums(reducers)]
+            # Each edge is in one unit.
+            total.view(-1)[self.rounds.columns(unit)] = torch.stack(shares).sum(0).to(total.dtype)
+
+
+def _sums(reducers: Sequence[Reducer]) -> list[SumReducer]:
+    return [reducer for reducer in reducers if isinstance(reducer, SumReducer)]
 
 
 def fused_sum(
     program: TileProgram,
     rounds: Rounds,
-    source: int,
+    needs: Dependence,
+    keeps_graphs: bool,
     reducers: Sequence[Sequence[Reducer]],
     policy: SARPolicy,
 ) -> FusedSum | None:
@@ -87,10 +168,12 @@ def fused_sum(
     Args:
         program: The message.
         rounds: The way through the edges.
-        source: The operand whose source rows are the message; -1 if there is none.
+        needs: What the message is.
+        keeps_graphs: Source rows are not fetched again for the backward pass.
         reducers: The aggregation's reducers, by group.
         policy: Its switch.
     """
+    source, weight = (needs.source, None) if needs.product is None else needs.product
     if policy.kernels == "off" or source < 0 or not isinstance(rounds, ShardRounds):
         return None
     layer = program.layer
@@ -98,10 +181,20 @@ def fused_sum(
     kinds = {type(reducer) for group in reducers for reducer in group}
     if watched or len(reducers) != 1 or not kinds <= {SumReducer, MeanReducer}:
         return None
-    if not takes(program.operands[source].tensor):
+    operands = program.operands
+    if not takes(operands[source].tensor):
         return None
+    if weight is not None and operands[weight].tensor.requires_grad and keeps_graphs:
+        return None
+    # All workers get here together; whether each has the kernels, they find out together.
+    constant = None if weight is None else operands[weight].tensor
+    pushes = policy.push == "auto" and len(program.numbers("source")) == 1
+    pushes &= constant is None or not constant.requires_grad
+    way = rounds.for_sums(constant) if pushes else rounds
     if why_missing() is not None:
         if rounds.plan.rank == 0:
             warn_if_missing()
         return None
-    return FusedSum(program, rounds, source)
+    found = FusedSum(program, rounds, source, weight)
+    found.rounds = way
+    return found

@@ -30,7 +30,7 @@ from pyg_sar.segments import Segment, shares_memory
 
 VARIABLE = "PYG_SAR_SHARED_MEMORY"
 """The environment variable: ``auto`` (or not set), ``0`` never, ``1`` always or fail."""
-HANDSHAKE = 20.0  # Seconds that one step of a handshake may take.
+HANDSHAKE = 60.0  # Seconds that one step of a handshake may take.
 GREETING = 256  # Bytes of a handshake's packet.
 TOKEN = 32  # Characters of a random number.
 

@@ -202,7 +202,58 @@ def gather_sum_(
     return out
 
 
+def edge_dot(
+    rows: Tensor,
+    gradient: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
+    edges: Tensor | None = None,
+    *,
+    native: bool | None = None,
+) -> Tensor:
+    r"""Inner products of gathered rows with their targets' rows: the gradient of weights.
+
+    .. math::
+        \mathrm{out}_{n(e)} = \langle \mathrm{rows}_{s(e)}, \mathrm{gradient}_{t_k} \rangle
+        \quad \text{for } o_k \le e < o_{k+1}
+
+    Args:
+        rows: ``[M, F]``, float32, float64 or bfloat16 (the kernel), any dtype (PyTorch).
+        gradient: ``[N, F]``, of the same dtype.
+        source: See :func:`gather_sum_`, as of ``offsets``, ``targets``, ``edges`` and ``native``.
+        offsets: ``[U + 1]``.
+        targets: ``[U]``.
+        edges: Each edge's place in the result, ``[E]``, once each; ``None``: in order.
+        native: Whether to use the kernel.
+
+    Returns:
+        ``[E]``, float32 for bfloat16 rows, else of their dtype.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
+    """
+    if torch.is_grad_enabled() and (gradient.requires_grad or rows.requires_grad):
+        raise ValueError("edge_dot is not recorded by autograd: call it under torch.no_grad()")
+    if _use_kernel(native, takes(rows)):
+        found: Tensor = torch.ops.pyg_sar.edge_dot(rows, gradient, source, offsets, targets, edges)
+        return found
+    _check("edge_dot", gradient, rows, source, offsets, targets, None)
+    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
+    out = rows.new_zeros(source.numel(), dtype=wide)
+    place = torch.arange(offsets.numel() - 1, device=out.device) if targets is None else targets
+    place = place.repeat_interleave(offsets.diff())
+    block = max(_BLOCK // max(rows.size(1), 1), 1)
+    for start in range(0, source.numel(), block):
+        run = slice(start, start + block)
+        part = rows.index_select(0, source[run]).to(wide)
+        part *= gradient.index_select(0, place[run])
+        out[run if edges is None else edges[run].long()] = part.sum(1)
+    return out
+
+
 def _check(
+    name: str,
     out: Tensor,
     rows: Tensor,
     source: Tensor,
@@ -210,34 +261,35 @@ def _check(
     targets: Tensor | None,
     weight: Tensor | None,
 ) -> None:
+    """Shapes and dtypes, and that ``offsets`` say where each edge belongs."""
     if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
         raise ValueError(
-            "gather_sum: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
+            f"{name}: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
             f"{list(out.shape)} and {list(rows.shape)})"
         )
     if out.dtype != rows.dtype:
         raise TypeError(
-            f"gather_sum: expected 'out' and 'rows' of one dtype (got {out.dtype} and {rows.dtype})"
+            f"{name}: expected 'out' and 'rows' of one dtype (got {out.dtype} and {rows.dtype})"
         )
     if source.dim() != 1 or offsets.dim() != 1 or offsets.numel() == 0:
         raise ValueError(
-            "gather_sum: expected 'source' and 'offsets' of shapes [E] and [U + 1] (got "
+            f"{name}: expected 'source' and 'offsets' of shapes [E] and [U + 1] (got "
             f"{list(source.shape)} and {list(offsets.shape)})"
         )
     if targets is not None and list(targets.shape) != [offsets.numel() - 1]:
         raise ValueError(
-            f"gather_sum: expected 'targets' of shape [{offsets.numel() - 1}] (got "
+            f"{name}: expected 'targets' of shape [{offsets.numel() - 1}] (got "
             f"{list(targets.shape)})"
         )
     if weight is not None and weight.shape != source.shape:
         raise ValueError(
-            f"gather_sum: expected a 'weight' for each of the {source.numel()} edges (got shape "
+            f"{name}: expected a 'weight' for each of the {source.numel()} edges (got shape "
             f"{list(weight.shape)})"
         )
     counts = offsets.diff()
     if int(offsets[0]) != 0 or int(offsets[-1]) != source.numel() or bool((counts < 0).any()):
         raise ValueError(
-            "gather_sum: expected 'offsets' that ascend from 0 to the number of edges, "
+            f"{name}: expected 'offsets' that ascend from 0 to the number of edges, "
             f"{source.numel()}"
         )
 
@@ -252,7 +304,7 @@ def _gather_sum(
     edges: Tensor | None,
 ) -> None:
     """:func:`gather_sum_` in PyTorch, a block of edges at a time."""
-    _check(out, rows, source, offsets, targets, weight)
+    _check("gather_sum", out, rows, source, offsets, targets, weight)
     wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
     block = max(_BLOCK // max(out.size(1), 1), 1)
     count = offsets.numel() - 1

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+#: How halo rows may travel.
+WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SARPolicy:
@@ -43,12 +46,18 @@ class SARPolicy:
         kernels: ``'auto'`` sums by the C++ kernels, in modes 1 and 2, where a message is the source
             rows themselves, and no message is materialized; with a warning where they were not
             built. ``'off'``: by PyTorch's operators alone.
+        push: ``'auto'`` lets sums of source rows, weighted by constants or not, take the fewest
+            rows over the wire: for each pair of workers a minimum vertex cover says which source
+            rows are pulled and for which targets partial sums are pushed (modes 1 and 2, with the
+            kernels). ``'off'`` pulls all. Must be the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
             ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
             its own). Integers, truth values and 16-bit floats always travel as they are, as does
-            what a model reads outside :meth:`propagate`. Must be the same on all workers.
+            what a model reads outside :meth:`propagate`. Results don't depend on where workers
+            run, so that those of one host then send rows, too, instead of reading them in place.
+            Must be the same on all workers.
         measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
             measured in the first and then in every so many epochs, at the price of two more steps,
             and recorded by open ledgers. ``None``: never.
@@ -62,6 +71,7 @@ class SARPolicy:
     message_budget: int | None = None
     strategy: Literal["auto", "chunked"] = "auto"
     kernels: Literal["auto", "off"] = "auto"
+    push: Literal["auto", "off"] = "auto"
     wire: Literal["exact", "bfloat16", "float16"] = "exact"
     measure_every: int | None = None
 
@@ -74,9 +84,11 @@ class SARPolicy:
             raise ValueError(
                 f"Expected 'strategy' to be 'auto' or 'chunked' (got {self.strategy!r})"
             )
+        if self.push not in ("auto", "off"):
+            raise ValueError(f"Expected 'push' to be 'auto' or 'off' (got {self.push!r})")
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
-        if self.wire not in ("exact", "bfloat16", "float16"):
+        if self.wire not in WIRES:
             raise ValueError(
                 f"Expected 'wire' to be 'exact', 'bfloat16' or 'float16' (got {self.wire!r})"
             )

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.exchange import flat_rows
-from pyg_sar.ops import gather_sum_
+from pyg_sar.ops import edge_dot, gather_sum_
 from pyg_sar.rounds import Rounds
 from pyg_sar.shard import Segments, Tile
 from pyg_sar.target_index import Reductions
@@ -38,10 +38,13 @@ def segment_sum(tile: Tile, values: Tensor) -> Tensor:
     return out.view(out.size(0), *values.shape[1:])
 
 
-def gather_into(out: Tensor, rows: Tensor, segments: Segments) -> None:
-    """Adds gathered rows ``[M, *]`` to their targets in ``out [N, *]``."""
+def gather_into(
+    out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None = None
+) -> None:
+    """Adds gathered rows ``[M, *]``, by weight, to their targets in ``out [N, *]``."""
     flat = out.view(out.size(0), out.shape[1:].numel())  # a view, also of columns of a buffer
-    gather_sum_(flat, flat_rows(rows), segments.source, segments.offsets, segments.targets)
+    at = segments.source, segments.offsets, segments.targets
+    gather_sum_(flat, flat_rows(rows), *at, weight, segments.edges)
 
 
 class Reducer(ABC):
@@ -103,11 +106,14 @@ class SumReducer(Reducer):
             self._out = self._zeros(messages)
         self._out.index_add_(0, tile.targets, segment_sum(tile, messages))
 
-    def merge_rows(self, segments: Segments, rows: Tensor) -> None:
-        """Adds a shard whose messages are its source rows ``[*, *]``; none is materialized."""
+    def merge_rows(self, segments: Segments, rows: Tensor, weight: Tensor | None) -> None:
+        """Adds a shard whose messages are its source rows ``[*, *]``; none is materialized.
+
+        Or their products with ``weight``, a number for each edge in shard order, ``[E]``.
+        """
         if self._out is None:
             self._out = self._zeros(rows)
-        gather_into(self._out, rows, segments)
+        gather_into(self._out, rows, segments, weight)
 
     def finish(self) -> Tensor:
         out = present(self._out)
@@ -120,9 +126,15 @@ class SumReducer(Reducer):
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.target_rows)
 
-    def add_row_gradients(self, transposed: Segments, total: Tensor) -> None:
+    def add_row_gradients(self, transposed: Segments, total: Tensor, weight: Tensor | None) -> None:
         """Adds the gradients of the source rows that :meth:`merge_rows` took."""
-        gather_into(total, present(self._gradient), transposed)
+        gather_into(total, present(self._gradient), transposed, weight)
+
+    def weight_gradient(self, segments: Segments, rows: Tensor) -> Tensor:
+        """The gradients of the weights that :meth:`merge_rows` took, in shard order, ``[E]``."""
+        gradient = flat_rows(present(self._gradient))
+        at = segments.source, segments.offsets, segments.targets, segments.edges
+        return edge_dot(flat_rows(rows), gradient, *at)
 
 
 class MeanReducer(SumReducer):

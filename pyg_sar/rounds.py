@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -72,27 +72,48 @@ class ShardRounds(Rounds):
     Args:
         shards: The edges.
         max_edges: Edges per tile.
+        cheaper: Gives the way, if there is one, in which sums need fewer rows: of ``self`` and
+            the edges' weights. All workers call it together.
     """
 
-    def __init__(self, shards: Shards, max_edges: int) -> None:
+    def __init__(
+        self,
+        shards: Shards,
+        max_edges: int,
+        cheaper: Callable[[ShardRounds, Tensor | None], ShardRounds | None] | None = None,
+    ) -> None:
         self.plan, self.in_degree = shards.plan, shards.in_degree
-        self._shards, self._max_edges = shards, max_edges
+        self.shards, self._max_edges = shards, max_edges
+        self._cheaper = cheaper
+
+    def for_sums(self, weight: Tensor | None) -> ShardRounds:
+        """The way through the edges that sums of rows, times constant weights ``[E]``, take."""
+        found = None if self._cheaper is None else self._cheaper(self, weight)
+        return self if found is None else found
+
+    def sums_arrive(self, unit: int) -> bool:
+        """Whether a unit's rows are sums over edges already, not source rows."""
+        return False
 
     def units(self) -> list[int]:
         return list(range(len(self.plan.units())))
 
     def tiles(self, unit: int) -> Iterator[Tile]:
-        for edges in self._shards.tiles(unit, self._max_edges):
-            yield self._shards.tile(unit, edges)
+        for edges in self.shards.tiles(unit, self._max_edges):
+            yield self.shards.tile(unit, edges)
 
     def first_edge(self, unit: int) -> Tile | None:
         """A tile of a single edge, if the unit has one."""
-        start, stop = (edges := self._shards.edges(unit)).start, edges.stop
-        return self._shards.tile(unit, slice(start, start + 1)) if stop > start else None
+        start, stop = (edges := self.shards.edges(unit)).start, edges.stop
+        return self.shards.tile(unit, slice(start, start + 1)) if stop > start else None
+
+    def in_shard_order(self, unit: int, values: Tensor) -> Tensor:
+        """A unit's part of edge-level values ``[E]``, in the order of its edges."""
+        return values[self.columns(unit)]
 
     def columns(self, unit: int) -> Tensor | slice:
         """Column of ``edge_index`` of each of a unit's edges, in shard order."""
-        return self._shards.columns(unit)
+        return self.shards.columns(unit)
 
     def segments(self, unit: int, transposed: bool = False, numbered: bool = False) -> Segments:
         """All of a unit's edges for a kernel, or for its backward pass.
@@ -102,7 +123,7 @@ class ShardRounds(Rounds):
             transposed: By source.
             numbered: Whether edge-level data will be found by the edges' numbers.
         """
-        shards = self._shards
+        shards = self.shards
         return shards.transposed(unit, numbered) if transposed else shards.segments(unit)
 
     def stream(

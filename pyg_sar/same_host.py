@@ -3,8 +3,9 @@
 [Note: two connections] Between two workers there are two connections of whole packets. One carries
 letters (which segment, how many bytes; the first time the segment's descriptor itself) and is read
 by the issuing thread alone, which sleeps until one comes, and keeps those of other subjects for
-later. The other carries releases, which the writer looks at, without waiting, when it needs a
-segment. A peer that dies closes both: whoever waits for it knows at once.
+later. The other carries what may stay unread when a worker ends: releases, and which segments are
+gone. A worker looks at these, without waiting, when it needs a segment. A peer that dies closes
+both: whoever waits for it knows at once.
 
 [Note: resident memory] What a reader touches of a mapped segment counts as resident in the reader
 as well. It gives these pages up with each release (the memory stays the writer's), so that a
@@ -28,6 +29,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from pyg_sar.backends import TransportError
+from pyg_sar.errors import PygSarError
 from pyg_sar.neighbours import Letter, Neighbours, Page, Subject
 from pyg_sar.segments import Pool, Segment, map_bytes
 
@@ -131,10 +133,9 @@ class SharedMemory(Neighbours):
         for link in self._links.values():
             if segment.number in link.told:
                 link.told.remove(segment.number)
-                with contextlib.suppress(TransportError):
-                    self.post(
-                        link, link.letters, struct.pack(PACKET, FORGET, segment.number, 0, 0, 0)
-                    )
+                packet = struct.pack(PACKET, FORGET, segment.number, 0, 0, 0)
+                with contextlib.suppress(TransportError, TimeoutError):
+                    self.post(link, link.releases, packet)
 
     def post(
         self, link: Link, connection: socket.socket, packet: bytes, descriptor: int | None = None
@@ -154,14 +155,18 @@ class SharedMemory(Neighbours):
                 raise TransportError(f"rank {link.peer} can't be reached: {error}") from error
 
     def _collect(self) -> None:
-        """Takes in the releases that have arrived."""
+        """Takes in what has arrived beside letters."""
         with self._reading:
             for link in self._links.values():
                 with contextlib.suppress(OSError):  # Nothing more, or gone.
                     while packet := link.releases.recv(
                         struct.calcsize(PACKET), socket.MSG_DONTWAIT
                     ):
-                        self._pool.release(struct.unpack(PACKET, packet)[1])
+                        about, segment, *_ = struct.unpack(PACKET, packet)
+                        if about == RELEASE:
+                            self._pool.release(segment)
+                        else:
+                            link.mapped.pop(segment, None)
 
     # Reading -----------------------------------------------------------------
 
@@ -169,11 +174,13 @@ class SharedMemory(Neighbours):
         link, end = self._links[src], time.monotonic() + self.timeout
         while (found := next((e for e in link.early if e[0] == subject), None)) is None:
             about, segment, capacity, start, size = self._next(link, end)
-            if about == FORGET:
-                link.mapped.pop(segment, None)
-            else:
-                assert segment in link.mapped and start + size <= capacity
-                link.early.append((about, segment, start, size))
+            if segment not in link.mapped:  # The kernel drops what doesn't fit the limit.
+                raise PygSarError(
+                    f"Rank {self.rank} got no file descriptor of rank {src}'s shared memory: too "
+                    f"many open files (ulimit -n). Raise the limit, or set PYG_SAR_SHARED_MEMORY=0"
+                )
+            assert start + size <= capacity
+            link.early.append((about, segment, start, size))
         link.early.remove(found)
         return SharedLetter(self, link, *found[1:])
 

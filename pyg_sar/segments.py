@@ -60,7 +60,8 @@ class Segment:
 def map_bytes(descriptor: int, size: int) -> tuple[mmap.mmap, Tensor]:
     """Maps a descriptor's memory; the tensor keeps the mapping alive."""
     mapping = mmap.mmap(descriptor, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-    return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
+    with torch.inference_mode(False):  # It outlives the operation for which it is made.
+        return mapping, torch.frombuffer(mapping, dtype=torch.uint8)
 
 
 class Pool:

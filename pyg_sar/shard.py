@@ -91,6 +91,21 @@ def _grouped(source: Tensor, offsets: Tensor, edges: Tensor | None = None) -> Se
     return Segments(source, first - offsets[0], occurs.nonzero().view(-1), edges)
 
 
+def segments_of(source: Tensor, target: Tensor, num_rows: int, num_targets: int) -> Segments:
+    """Any edges as kernels take them, numbered as they are given.
+
+    Args:
+        source: The row that each edge reads, ``[E]``, below ``num_rows``.
+        target: The row that it adds to, ``[E]``, below ``num_targets``.
+        num_rows: Rows that are read.
+        num_targets: Rows that are added to.
+    """
+    order, offsets = sort_edges(target, num_targets, sort_edges(source, num_rows)[0])
+    narrow = max(num_rows, source.numel()) < 2**31
+    index = torch.int32 if narrow else torch.int64
+    return _grouped(source[order].to(index), offsets.to(index), order.to(index))
+
+
 def _holding(offsets: Tensor, start: int, stop: int) -> tuple[int, int]:
     """The run of targets that has the run of edges. Reads a few of the numbers."""
     if start == stop:

@@ -186,22 +186,28 @@ class Sharing:
     # Plain exchanges ---------------------------------------------------------
 
     def exchange(
-        self, transport: Transport, sends: Sequence[Parcel], recvs: Sequence[Parcel]
+        self,
+        transport: Transport,
+        sends: Sequence[Parcel],
+        recvs: Sequence[Parcel],
+        ledgers: Sequence[Any],
+        label: Label,
     ) -> None:
         """Exchanges parcels, through shared memory with neighbours, else by ``transport``."""
-        for peer, tensor in sends:
-            if peer in self.ranks:
-                page = self.neighbours.take(num_bytes(tensor))
-                page.data.copy_(to_bytes(tensor))
-                self.neighbours.send(page, Subject.PARCEL, [peer])
-        far_sends = [(peer, tensor) for peer, tensor in sends if peer not in self.ranks]
-        far_recvs = [(peer, tensor) for peer, tensor in recvs if peer not in self.ranks]
-        if far_sends or far_recvs:
-            transport.exchange(far_sends, far_recvs)
-        for peer, target in recvs:
-            if peer in self.ranks:
-                letter = self.neighbours.receive(peer, Subject.PARCEL)
-                whole = to_bytes(target)
-                shape = whole.numel(), 1
-                whole.copy_(as_rows(letter.data, *shape, torch.uint8, peer, self.rank).view(-1))
-                letter.release()
+        near = [[p for p in parcels if p[0] in self.ranks] for parcels in (sends, recvs)]
+        far = [[p for p in parcels if p[0] not in self.ranks] for parcels in (sends, recvs)]
+        for peer, tensor in near[0]:
+            page = self.neighbours.take(num_bytes(tensor))
+            page.data.copy_(to_bytes(tensor))
+            self.neighbours.send(page, Subject.PARCEL, [peer])
+        if any(far):
+            transport.exchange(*far)
+        for peer, target in near[1]:
+            letter = self.neighbours.receive(peer, Subject.PARCEL)
+            whole = to_bytes(target)
+            shape = whole.numel(), 1
+            whole.copy_(as_rows(letter.data, *shape, torch.uint8, peer, self.rank).view(-1))
+            letter.release()
+        for parcels, name in ((near, self.neighbours.name), (far, transport.name)):
+            out, back = ({peer: num_bytes(tensor) for peer, tensor in way} for way in parcels)
+            count(ledgers, label, out, back, name)

@@ -177,6 +177,7 @@ class GradientReturn:
         refetches: bool = False,
         wire: Wire | None = None,
     ) -> None:
+        plan.comm.returning()
         self.plan = plan
         self.totals = list(totals)
         self.label: Label = (layer, "backward", "gradient")

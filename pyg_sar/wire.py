@@ -21,8 +21,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16")
-
 _NARROWED = (torch.float32, torch.float64)
 _FEW_ROWS = 256  # widened through a copy
 _TOP = 15  # rows are scaled below 2^15

@@ -3,18 +3,63 @@
 from __future__ import annotations
 
 import os
+import socket
 import threading
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from pyg_sar import backends
+from pyg_sar import backends, rendezvous
 from pyg_sar.comm import Communicator, LocalCommunicator, current, finalize, init
 from pyg_sar.errors import CommTimeoutError
 from pyg_sar.ledger import Ledger
 from pyg_sar.rendezvous import read_environment
 
 FETCH = ("conv", "forward", "fetch")
+
+# The network #################################################################
+
+
+def test_the_interface_to_the_first_worker(monkeypatch):
+    """That of the route's own address; none within the machine, or to names nobody knows."""
+    asked = []
+
+    class Probe(socket.socket):
+        def connect(self, where):
+            asked.append(where[0])
+
+        def getsockname(self):
+            return "10.1.2.3", 4
+
+    addresses = {
+        "lo": [SimpleNamespace(address="127.0.0.1")],
+        "eth7": [SimpleNamespace(address="fe80::1"), SimpleNamespace(address="10.1.2.3")],
+    }
+    assert rendezvous.interface_to("127.0.0.1") is None
+    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: addresses)
+    with monkeypatch.context() as patch:
+        patch.setattr(rendezvous.socket, "socket", Probe)
+        assert rendezvous.interface_to("10.1.2.9") == "eth7"
+        assert asked == ["10.1.2.9"]
+        addresses["eth7"].clear()
+        assert rendezvous.interface_to("10.1.2.9") is None
+    assert rendezvous.interface_to("no such host.invalid") is None
+
+
+def test_gloo_is_told_the_interface_while_it_connects(monkeypatch):
+    name = "GLOO_SOCKET_IFNAME"
+    monkeypatch.setattr(backends, "interface_to", {"host0": "eth7", "localhost": None}.get)
+    monkeypatch.delenv(name, raising=False)
+    for master, expected in (("host0", "eth7"), ("localhost", None), ("", None)):
+        with backends._interface(master):
+            assert os.environ.get(name) == expected
+        assert name not in os.environ
+    monkeypatch.setenv(name, "mine")
+    with backends._interface("host0"):
+        assert os.environ[name] == "mine"
+    assert os.environ[name] == "mine"
+
 
 # One process #################################################################
 

@@ -241,7 +241,8 @@ def test_who_can_not_prove_it_uses_the_network(light):
 
 
 def test_a_segment_is_seen_by_who_maps_it():
-    segment = Segment(1, GRAIN)
+    with torch.inference_mode():
+        segment = Segment(1, GRAIN)
     segment.data[:3] = torch.tensor([1, 2, 3], dtype=torch.uint8)
     other = segments.map_bytes(segment.descriptor, GRAIN)[1]
     assert other[:4].tolist() == [1, 2, 3, 0]

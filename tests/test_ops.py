@@ -18,12 +18,12 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy, ops
-from pyg_sar.ops import KernelWarning, gather_sum_, sort_edges
+from pyg_sar.ops import KernelWarning, edge_dot, gather_sum_, sort_edges
 from pyg_sar.shard import Segments, shards_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}
-WIDTHS = (1, 3, 7, 100, 257)
+WIDTHS = (1, 3, 7, 16, 100, 257)
 
 
 @pytest.fixture
@@ -220,7 +220,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "targets too large": ({"targets": lambda v: v + 45}, IndexError, "ascending 'targets'"),
     "targets negative": ({"targets": lambda v: v - 45}, IndexError, "ascending 'targets'"),
     "targets twice": ({"targets": lambda v: v // 4}, IndexError, "ascending 'targets'"),
-    "widths": ({"rows": lambda v: v[:, 1:]}, ValueError, r"\[N, F\] and \[M, F\]"),
+    "widths": ({"rows": lambda v: v[:, 1:]}, ValueError, r"of shapes \[., F\] and \[., F\]"),
     "axes": ({"rows": lambda v: v[0]}, ValueError, r"\[N, F\] and \[M, F\]"),
     "dtypes": ({"rows": lambda v: v.double()}, TypeError, "one dtype"),
     "half": (
@@ -299,12 +299,18 @@ def test_a_gradient_is_not_lost_silently():
         gather_sum_(**given)
 
 
-def test_the_operator_is_registered_as_torch_wants_it(kernels: None):
+def test_the_operators_are_registered_as_torch_wants_it(kernels: None):
     for dtype in DTYPES:
         given = problem(4, dtype, edges=20)
         for weight in (None, given["weight"]):
             arguments = tuple({**given, "weight": weight}.values())
             torch.library.opcheck(torch.ops.pyg_sar.gather_sum_.default, arguments)
+        names = ("rows", "out", "source", "offsets", "targets", "edges")
+        arguments = tuple(given[name] for name in names)
+        torch.library.opcheck(torch.ops.pyg_sar.edge_dot.default, arguments)
+    for order in (None, given["edges"]):
+        arguments = (given["source"], 30, order)
+        torch.library.opcheck(torch.ops.pyg_sar.sort_edges.default, arguments)
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -318,6 +324,70 @@ def test_the_first_rows_as_targets(native: bool, request: pytest.FixtureRequest)
         expected = looped({**given, "targets": torch.arange(count)}, weighted=True)
         found = gathered({**given, "targets": None}, True, native)  # type: ignore[dict-item]
         assert distance(found, expected) <= TOLERANCES[dtype]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_every_width(dtype: torch.dtype, kernels: None):
+    """Rows fill registers of several sizes, and several tiles; against a product of matrices."""
+    for width in (*range(1, 36), 47, 48, 49, 63, 65, 95, 96, 113, 127, 128, 129, 145, 300):
+        given = problem(width, dtype, seed=width)
+        matrix = torch.zeros(45, 30, dtype=torch.float64)
+        target = given["targets"].repeat_interleave(given["offsets"].diff())
+        at = target, given["source"].long()
+        matrix.index_put_(at, given["weight"][given["edges"].long()].double(), accumulate=True)
+        expected = given["out"].double() + matrix @ given["rows"].double()
+        assert distance(gathered(given, True, True), expected) <= TOLERANCES[dtype], width
+
+
+# Inner products of edges ######################################################
+
+
+def dots(given: dict[str, Tensor], native: bool) -> Tensor:
+    names = ("rows", "source", "offsets", "targets", "edges")
+    return edge_dot(gradient=given["out"], **{n: given[n] for n in names}, native=native)
+
+
+def looped_dots(given: dict[str, Tensor]) -> Tensor:
+    target = given["targets"].repeat_interleave(given["offsets"].diff())
+    products = given["out"].double()[target] * given["rows"].double()[given["source"].long()]
+    out = torch.zeros(target.numel(), dtype=torch.float64)
+    out[given["edges"].long()] = products.sum(1)
+    return out
+
+
+@pytest.mark.parametrize("native", [True, False])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_inner_products(dtype: torch.dtype, native: bool, request: pytest.FixtureRequest):
+    if native:
+        request.getfixturevalue("kernels")
+    for width in (0, 1, 2, 5, 8, 15, 16, 23, 100, 257):
+        index = torch.int64 if width % 2 else torch.int32
+        given = problem(width, dtype, index=index, seed=width)
+        expected = looped_dots(given)
+        found = dots(given, native)
+        assert found.dtype == wide(dtype) and found.shape == expected.shape
+        if width:
+            assert distance(found, expected) <= TOLERANCES[dtype], width
+        else:
+            assert not bool(found.any())
+        turned = {**given, "rows": given["rows"].t().contiguous().t()}
+        assert torch.equal(dots(turned, native), found)
+
+
+def test_inner_products_check_what_they_are_given(kernels: None):
+    for name in ("source too large", "offsets fall", "widths", "dtypes", "edges too large", "half"):
+        changes, kind, text = BAD[name]
+        given = problem(6, torch.float32)
+        given.update({key: change(given[key]) for key, change in changes.items()})
+        with pytest.raises(kind, match=text.replace("'out'", ".*")):
+            dots(given, True)
+    given = problem(6, torch.float32)
+    given["rows"].requires_grad_()
+    with pytest.raises(ValueError, match="not recorded by autograd"):
+        dots(given, True)
+
+
+# Sorting ######################################################################
 
 
 @pytest.mark.parametrize("native", [True, False])

@@ -199,6 +199,21 @@ class Numbered(MessagePassing):
         return x_j * 0 + number_j.to(x_j.dtype)
 
 
+@pytest.mark.parametrize("switch", ["0", "auto"])
+def test_results_do_not_depend_on_shared_memory(
+    switch: str, root: Path, workers: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
+    torch.manual_seed(1)
+    layers = {"sage": LAYERS["sage"][0]()}
+    again = threads(bytes_and_results, WORLD, root, layers, ("bfloat16",), POLICIES)
+    for (found, _), (first, _) in zip(again, workers, strict=True):
+        for way in POLICIES:
+            here, there = found["sage", way, "bfloat16"], first["sage", way, "bfloat16"]
+            assert here[:2] == there[:2]
+            assert all(torch.equal(a, b) for a, b in zip(here[3:], there[3:], strict=True))
+
+
 def test_integers_are_exact_in_a_layer(root: Path, graph: Data):
     numbers = torch.arange(50).view(-1, 1) * 1001
     expected = Numbered()(graph.x, numbers, graph.edge_index)

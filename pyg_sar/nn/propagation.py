@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from pyg_sar.errors import PygSarError
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.program import DeferredEdge
+from pyg_sar.pushed import cheaper_rounds
 from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
 from pyg_sar.shard import shards_of
 from pyg_sar.strategy import Verdict, title_of
@@ -168,7 +170,7 @@ def rounds_of(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
     """The way through the edges, kept with them."""
     most = verdict.max_edges
     if verdict.strategy == "sequential":
-        return ShardRounds(shards_of(edge_index), most)
+        return ShardRounds(shards_of(edge_index), most, partial(cheaper_rounds, edge_index))
     key = ("chunks", most)
     return ChunkRounds(edge_index.remember_together(key, lambda: Chunks(edge_index, most)))
 

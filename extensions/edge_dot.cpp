@@ -1,0 +1,166 @@
+// out[number(e)] = <rows[source[e]], gradient[target(t)]> for the edges e of each target t: the
+// gradient of the weights that gather_sum_ takes.
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <optional>
+
+#include "segments.h"
+#include "vectors.h"
+
+namespace pyg_sar {
+
+template <class Row, class Index>
+struct Dots {
+  Segments<Index> segments;
+  Wide<Row>* out;
+  const Row* rows;
+  const Row* gradient;
+  int64_t row_stride, gradient_stride, width;
+
+  // Folds a vector of products in half, and adds those of as many of the columns that are left.
+  template <int kLanes>
+  PYG_SAR_INLINE Wide<Row> fold(const Vector<Wide<Row>, kLanes>& sum, const Row* x,
+                                const Row* g, int64_t left) const {
+    if constexpr (kLanes == 1) {
+      return sum[0];
+    } else {
+      Vector<Wide<Row>, kLanes / 2> half[2], a, b;
+      std::memcpy(half, &sum, sizeof(sum));
+      half[0] += half[1];
+      if (left >= kLanes / 2) {
+        load<kLanes / 2>(a, x);
+        load<kLanes / 2>(b, g);
+        half[0] += a * b;
+        x += kLanes / 2;
+        g += kLanes / 2;
+        left -= kLanes / 2;
+      }
+      return fold<kLanes / 2>(half[0], x, g, left);
+    }
+  }
+
+  PYG_SAR_INLINE void operator()(int64_t first, int64_t last) const {
+    constexpr int kLanes = kFullLanes<Wide<Row>>;
+    constexpr int64_t kAhead = 16, kMostBytes = 1024;
+    const int64_t full = width / kLanes * kLanes, final = segments.num_edges - 1;
+    const int64_t bytes = std::min<int64_t>(width * sizeof(Row), kMostBytes);
+    for (int64_t t = first; t < last; ++t) {
+      const Row* g = gradient + segments.target(t) * gradient_stride;
+      for (int64_t e = segments.offsets[t]; e < segments.offsets[t + 1]; ++e) {
+        const int64_t later = e + kAhead < final ? e + kAhead : final;
+        const char* next =
+            reinterpret_cast<const char*>(rows + segments.source[later] * row_stride);
+        for (int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(next + at);
+        const Row* x = rows + segments.source[e] * row_stride;
+        Vector<Wide<Row>, kLanes> sum = {}, a, b;
+        for (int64_t f = 0; f < full; f += kLanes) {
+          load<kLanes>(a, x + f);
+          load<kLanes>(b, g + f);
+          sum += a * b;
+        }
+        out[segments.number(e)] = fold<kLanes>(sum, x + full, g + full, width - full);
+      }
+    }
+  }
+};
+
+#define PYG_SAR_DOTS(Row, Index)                                                               \
+  PYG_SAR_VERSIONS void add_dots(const Dots<Row, Index>& dots, int64_t first, int64_t last) {  \
+    dots(first, last);                                                                         \
+  }
+
+PYG_SAR_DOTS(float, int32_t)
+PYG_SAR_DOTS(float, int64_t)
+PYG_SAR_DOTS(double, int32_t)
+PYG_SAR_DOTS(double, int64_t)
+PYG_SAR_DOTS(c10::BFloat16, int32_t)
+PYG_SAR_DOTS(c10::BFloat16, int64_t)
+
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+constexpr char kName[] = "edge_dot";
+constexpr int64_t kEdgesPerRun = 1 << 14;
+
+Tensor empty_result(const Tensor& rows, const Tensor& gradient, const Tensor& source) {
+  TORCH_CHECK_VALUE(
+      gradient.dim() == 2 && rows.dim() == 2 && gradient.sym_size(1) == rows.sym_size(1),
+      "edge_dot: expected 'rows' and 'gradient' of shapes [M, F] and [N, F] (got ",
+      rows.sym_sizes(), " and ", gradient.sym_sizes(), ")");
+  TORCH_CHECK_TYPE(gradient.scalar_type() == rows.scalar_type(),
+                   "edge_dot: expected 'rows' and 'gradient' of one dtype (got ",
+                   rows.scalar_type(), " and ", gradient.scalar_type(), ")");
+  TORCH_CHECK_TYPE(rows.scalar_type() == at::kFloat || rows.scalar_type() == at::kDouble ||
+                       rows.scalar_type() == at::kBFloat16,
+                   "edge_dot: expected float32, float64 or bfloat16 (got ", rows.scalar_type(),
+                   ")");
+  const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+  return at::empty_symint(source.sym_sizes(), rows.options().dtype(wide));
+}
+
+Tensor with_dense_rows(const Tensor& x) {
+  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
+}
+
+Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& source,
+                    const Tensor& offsets, const OptionalTensor& targets,
+                    const OptionalTensor& edges) {
+  const SegmentTensors given = checked(kName, source, offsets, targets, edges);
+  Tensor out = empty_result(rows, gradient, source);
+  if (edges.has_value()) out.zero_();  // in case that numbers are missing
+  const Tensor x = with_dense_rows(rows), g = with_dense_rows(gradient);
+  const auto run = [&](auto row, auto index) {
+    using Row = decltype(row);
+    using Index = decltype(index);
+    const Dots<Row, Index> dots{checked<Index>(kName, given, x.size(0), g.size(0)),
+                                out.mutable_data_ptr<Wide<Row>>(),
+                                x.const_data_ptr<Row>(),
+                                g.const_data_ptr<Row>(),
+                                x.stride(0),
+                                g.stride(0),
+                                x.size(1)};
+    for_targets(dots.segments, kEdgesPerRun,
+                [&](int64_t first, int64_t last) { add_dots(dots, first, last); });
+  };
+  const auto with_index = [&](auto row) {
+    given.is_narrow() ? run(row, int32_t{}) : run(row, int64_t{});
+  };
+  switch (rows.scalar_type()) {
+    case at::kFloat:
+      with_index(float{});
+      break;
+    case at::kDouble:
+      with_index(double{});
+      break;
+    default:
+      with_index(c10::BFloat16{});
+  }
+  return out;
+}
+
+Tensor edge_dot_meta(const Tensor& rows, const Tensor& gradient, const Tensor& source,
+                     const Tensor& offsets, const OptionalTensor& targets,
+                     const OptionalTensor& edges) {
+  checked(kName, source, offsets, targets, edges);
+  return empty_result(rows, gradient, source);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+  m.def(
+      "edge_dot(Tensor rows, Tensor gradient, Tensor source, Tensor offsets, "
+      "Tensor? targets=None, Tensor? edges=None) -> Tensor",
+      {at::Tag::pt2_compliant_tag});
+}
+
+TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) { m.impl("edge_dot", &edge_dot_cpu); }
+TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) { m.impl("edge_dot", &edge_dot_meta); }
+
+}  // namespace pyg_sar

@@ -1,0 +1,132 @@
+r"""Which rows of a cut between two workers to pull, and for which targets to push partial sums.
+
+An edge :math:`j \to i` whose ends lie on two workers can be served in two ways: the target's worker
+*pulls* the row of j, or the source's worker aggregates into a partial state of i and *pushes* that.
+A choice of rows that serves all edges is a vertex cover of the bipartite graph of the cut, and the
+smallest is as large as its largest matching (König, 1931). Where a pulled row costs more than a
+pushed one (it is fetched twice, say), the cheapest cover is a minimum cut (Picard and Queyranne,
+1982).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from scipy.sparse import csr_array  # type: ignore[import-untyped]
+from scipy.sparse.csgraph import (  # type: ignore[import-untyped]
+    maximum_bipartite_matching,
+    maximum_flow,
+)
+from torch import Tensor
+
+_Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True)
+class Cover:
+    """A cheapest vertex cover of a cut.
+
+    Attributes:
+        pulled: Whether a source's row is pulled, ``[num_sources]``.
+        pushed: Whether a target's partial state is pushed, ``[num_targets]``.
+        bound: What a cover costs at least: the size of the largest matching, or of the flow.
+    """
+
+    pulled: Tensor
+    pushed: Tensor
+    bound: int
+
+    def cost(self, pull: int = 1, push: int = 1) -> int:
+        """Its cost at these costs per row."""
+        return pull * int(self.pulled.sum()) + push * int(self.pushed.sum())
+
+
+def minimum_cover(
+    source: Tensor, target: Tensor, num_sources: int, num_targets: int, pull: int = 1, push: int = 1
+) -> Cover:
+    """A cheapest vertex cover of a bipartite graph.
+
+    Args:
+        source: One end of each edge, ``[E]``, in ``[0, num_sources)``.
+        target: The other end, ``[E]``, in ``[0, num_targets)``.
+        num_sources: Sources.
+        num_targets: Targets.
+        pull: Cost of a source.
+        push: Cost of a target.
+
+    Raises:
+        ValueError: When a cost is not positive.
+    """
+    if pull < 1 or push < 1:
+        raise ValueError(f"Expected positive costs (got pull={pull}, push={push})")
+    j, i = source.cpu().numpy().astype(np.int64), target.cpu().numpy().astype(np.int64)
+    graph = csr_array((np.ones(j.size, np.int8), (j, i)), shape=(num_sources, num_targets))
+    graph.sum_duplicates()
+    if graph.nnz == 0:
+        nothing = torch.zeros(num_sources, dtype=torch.bool)
+        return Cover(nothing, torch.zeros(num_targets, dtype=torch.bool), 0)
+    solve = _by_matching if pull == push else _by_flow
+    near, far, bound = solve(graph, pull, push)
+    return Cover(torch.from_numpy(~near), torch.from_numpy(far), bound)
+
+
+def _by_matching(
+    graph: csr_array, pull: int, push: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
+    """Sources and targets that alternating paths from unmatched sources reach, and the bound."""
+    mate = maximum_bipartite_matching(graph, perm_type="column").astype(np.int64)
+    matched = mate >= 0
+    back = np.full(graph.shape[1], -1, np.int64)
+    back[mate[matched]] = np.flatnonzero(matched)
+    near, far = _reach(graph, ~matched, lambda found: back[found])
+    return near, far, int(matched.sum()) * pull
+
+
+def _by_flow(
+    graph: csr_array, pull: int, push: int
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_], int]:
+    """The source side of a minimum cut, and the flow."""
+    sources, targets = graph.shape
+    first, last = sources + targets, sources + targets + 1
+    coo = graph.tocoo()
+    start = np.concatenate([np.full(sources, first), coo.row, np.arange(targets) + sources])
+    stop = np.concatenate([np.arange(sources), coo.col + sources, np.full(targets, last)])
+    most = pull + push  # more than a source can give
+    room = np.concatenate(
+        [np.full(sources, pull), np.full(coo.nnz, most), np.full(targets, push)]
+    ).astype(np.int32)
+    network = csr_array((room, (start, stop)), shape=(last + 1, last + 1))
+    result = maximum_flow(network, first, last)
+    flow = csr_array(result.flow)
+    given = np.asarray(flow[[first], :sources].todense()).ravel()
+    used = csr_array(flow[:sources, sources : sources + targets])
+    used.data = np.maximum(used.data, 0)
+    used.eliminate_zeros()
+    senders = csr_array(used.T)
+
+    def back(found: _Ints) -> _Ints:
+        rows: _Ints = senders[found].indices.astype(np.int64)
+        return rows
+
+    near, far = _reach(graph, given < pull, back)
+    return near, far, int(result.flow_value)
+
+
+def _reach(
+    graph: csr_array, near: NDArray[np.bool_], back: object
+) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    """From some sources along edges to targets, and from these ``back`` to sources, repeatedly."""
+    far = np.zeros(graph.shape[1], np.bool_)
+    fresh = np.flatnonzero(near)
+    while fresh.size:
+        found = np.unique(graph[fresh].indices)
+        found = found[~far[found]]
+        far[found] = True
+        fresh = np.unique(back(found))  # type: ignore[operator]
+        fresh = fresh[fresh >= 0]
+        fresh = fresh[~near[fresh]]
+        near[fresh] = True
+    return near, far

@@ -1,0 +1,212 @@
+"""Messages that are source rows times a number per edge: sums by kernel, the same gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, single_process, threads
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+import pyg_sar
+from pyg_sar import SARPolicy, ops
+
+SWITCHES = (
+    SARPolicy(),
+    SARPolicy(mode=2, prefetch=2),
+    SARPolicy(prefetch=0, message_budget=1),
+    SARPolicy(kernels="off"),
+)
+
+
+@pytest.fixture
+def kernels() -> None:
+    """Skips where the kernels were not built."""
+    reason = ops.why_missing()
+    if reason is not None:
+        pytest.skip(f"no C++ kernels: {reason}")
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
+    return Partitions(tmp_path_factory.mktemp("products"))
+
+
+class Weighted(MessagePassing):
+    """A message made of source rows and a number per edge; counts the rows that messages had."""
+
+    def __init__(self, write: Callable[..., Tensor], aggr: Any = "sum", **kwargs: Any) -> None:
+        super().__init__(aggr, **kwargs)
+        self.write = write
+        self.rows: list[int] = []
+        self.scale = 1.0
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x, edge_weight=edge_weight)
+
+    def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:
+        self.rows.append(x_j.size(0))
+        out = self.write(x_j, edge_weight)
+        return out if self.scale == 1.0 else out * self.scale
+
+
+def column_first(x: Tensor, weight: Tensor) -> Tensor:
+    return weight.view(-1, 1) * x
+
+
+def rows_first(x: Tensor, weight: Tensor) -> Tensor:
+    return x * weight.unsqueeze(-1)
+
+
+def indexed(x: Tensor, weight: Tensor) -> Tensor:
+    return weight[:, None] * x
+
+
+PRODUCTS = {"column first": column_first, "rows first": rows_first, "indexed": indexed}
+
+
+def grow(x: Tensor, weight: Tensor) -> Tensor:
+    out = weight.view(-1, 1) * x
+    out.add_(1)
+    return out
+
+
+OTHERS: dict[str, Callable[..., Tensor]] = {
+    "source rows scaled before": lambda x, w: w.view(-1, 1) * (2 * x),
+    "scaled after": lambda x, w: w.view(-1, 1) * x * 2,
+    "a function of it": lambda x, w: (w.view(-1, 1) * x).relu(),
+    "changed in place": grow,
+    "function of the weight": lambda x, w: w.exp().view(-1, 1) * x,
+    "weight changed in place": lambda x, w: w.clone().view(-1, 1) * x,
+    "a sum": lambda x, w: w.view(-1, 1) * x + x,
+    "twice": lambda x, w: w.view(-1, 1) * (w.view(-1, 1) * x),
+    "columns turned": lambda x, w: w.view(-1, 1) * x.flip(-1),
+    "edges turned": lambda x, w: w.view(-1, 1).abs() * x,
+    "square": lambda x, w: w.view(-1, 1) * x * x,
+    "some columns": lambda x, w: torch.cat([w.view(-1, 1) * x[:, :2], x[:, 2:]], 1),
+    "in place of rows": lambda x, w: x.mul_(w.view(-1, 1)),
+}
+
+LAYERS: dict[str, Callable[[], torch.nn.Module]] = {
+    "gcn": lambda: gnn.GCNConv(CHANNELS, OUT),
+    "graph conv, mean": lambda: gnn.GraphConv(CHANNELS, OUT, aggr="mean"),
+    "tag": lambda: gnn.TAGConv(CHANNELS, OUT, K=2),
+    "cheb": lambda: gnn.ChebConv(CHANNELS, OUT, K=3),
+    "simple": lambda: gnn.SimpleConv("mean"),
+    "rows first, two aggregations": lambda: Weighted(rows_first, ["sum", "mean"]),
+    "indexed": lambda: Weighted(indexed),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_layers_are_exact_with_constant_and_learned_weights(world: int, partitions: Partitions):
+    """One part has no node."""
+    data = make_graph()
+    part = torch.arange(data.num_nodes) % max(world - 1, 1)
+    root = partitions(data, world, part)
+    sweep = Sweep(world)
+    for name, make in LAYERS.items():
+        for learned in (False, True) if name != "cheb" else (False,):
+            torch.manual_seed(0)
+            names: Any = {"edge" if learned else "constants": ("edge_weight",)}
+            job = Job(make().double(), root, policies=SWITCHES, **names)
+            sweep.add(f"{name}, learned: {learned}", job, data)
+    sweep.check()
+
+
+def test_weights_with_an_axis_of_one(partitions: Partitions):
+    data = make_graph()
+    data.edge_weight = data.edge_weight.view(-1, 1)
+    sweep = Sweep(2)
+    root = partitions(data, 2, "random")
+    for names in ({"edge": ("edge_weight",)}, {"constants": ("edge_weight",)}):
+        sweep.add(
+            "[E, 1]", Job(Weighted(lambda x, w: w * x), root, policies=SWITCHES, **names), data
+        )
+    sweep.check()
+
+
+def rows_of_messages(
+    root: Path, policy: SARPolicy, write: Callable[..., Tensor], learned: bool
+) -> tuple[list[int], int]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(Weighted(write), policy)
+    x = data.x.requires_grad_()
+    weight = data.edge_weight.requires_grad_(learned)
+    layer(x, data.edge_index, weight)  # is analysed
+    layer.rows.clear()
+    layer(x, data.edge_index, weight).square().sum().backward()
+    return layer.rows, data.edge_index.size(1)
+
+
+@pytest.mark.parametrize("write", PRODUCTS)
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("learned", [False, True])
+def test_no_message_is_materialized(
+    write: str, mode: int, learned: bool, partitions: Partitions, kernels: None
+):
+    """One edge of each shard is tried; graphs that are kept need messages of learned weights."""
+    world, policy = 3, SARPolicy(mode=mode)
+    root = partitions(make_graph(), world, "random")
+    for rows, edges in threads(rows_of_messages, world, root, policy, PRODUCTS[write], learned):
+        if learned and mode == 2:
+            assert sum(rows) == edges
+        else:
+            assert rows == [1] * world
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_messages_are_not_taken_for_products(name: str, partitions: Partitions):
+    data = make_graph()
+    write = OTHERS[name]
+    root = partitions(data, 2, "random")
+    for rows, edges in threads(rows_of_messages, 2, root, SARPolicy(), write, False):
+        assert sum(rows) >= edges
+    sweep = Sweep(2)
+    job = Job(Weighted(write), root, policies=SWITCHES[:1], constants=("edge_weight",))
+    sweep.add(name, job, data)
+    sweep.check()
+
+
+def after_a_change(root: Path) -> tuple[Tensor, Tensor, Tensor]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(Weighted(column_first))
+    x = data.x.requires_grad_()
+    layer(x, data.edge_index, data.edge_weight)
+    layer.scale = 2.0
+    out = layer(x, data.edge_index, data.edge_weight)
+    out.square().sum().backward()
+    assert x.grad is not None
+    return out.detach(), x.grad, data.n_id
+
+
+def test_a_message_that_changed_is_noticed(partitions: Partitions):
+    """Numbers don't make a layer be analysed again. The gradient is that of the new message."""
+    data = make_graph()
+    x = data.x.clone().requires_grad_()
+    expected = 2 * Weighted(column_first)(x, data.edge_index, data.edge_weight)
+    expected.square().sum().backward()
+    for out, gradient, ids in threads(after_a_change, 3, partitions(data, 3, "random")):
+        torch.testing.assert_close(out, expected.detach()[ids])
+        torch.testing.assert_close(gradient, x.grad[ids])
+
+
+def in_bfloat16(root: Path) -> tuple[Tensor, Tensor]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(Weighted(column_first))
+    x, weight = data.x.bfloat16(), data.edge_weight.bfloat16()
+    return layer(x, data.edge_index, weight), data.n_id
+
+
+def test_bfloat16(partitions: Partitions):
+    data: Data = make_graph()
+    expected = single_process(Weighted(column_first), data, constants=("edge_weight",)).out
+    for out, ids in threads(in_bfloat16, 2, partitions(data, 2, "random")):
+        assert out.dtype == torch.bfloat16
+        torch.testing.assert_close(out.double(), expected[ids], rtol=0.05, atol=0.1)

@@ -1,0 +1,145 @@
+"""Partial sums that are pushed where that takes fewer rows: exact, and as few as said."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, threads
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar import SARPolicy, ops
+from pyg_sar.cover import minimum_cover
+
+pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
+
+POLICIES = (
+    SARPolicy(mode=1, prefetch=0),
+    SARPolicy(mode=1, prefetch=2),
+    SARPolicy(mode=2, prefetch=1),
+    SARPolicy(mode=1, prefetch=1, push="off"),
+)
+WEIGHT = ("edge_weight",)
+LAYERS = {
+    "sage": (lambda: gnn.SAGEConv(CHANNELS, OUT), (), ()),
+    "sage, sum": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="sum"), (), ()),
+    "gin": (lambda: gnn.GINConv(torch.nn.Linear(CHANNELS, OUT)), (), ()),
+    "gcn": (lambda: gnn.GCNConv(CHANNELS, OUT), (), ()),
+    "gcn, weights": (lambda: gnn.GCNConv(CHANNELS, OUT), (), WEIGHT),
+    "graph, weights": (lambda: gnn.GraphConv(CHANNELS, OUT), (), WEIGHT),
+    "graph, learned weights": (lambda: gnn.GraphConv(CHANNELS, OUT), WEIGHT, ()),
+    "sage stack": (lambda: gnn.GraphSAGE(CHANNELS, 8, 3, OUT), (), ()),
+}
+
+
+def stars(seed: int = 0) -> Data:
+    """Hubs with many in-edges and hubs with many out-edges: pulling alone is wasteful."""
+    data, draw = make_graph(60, 60, seed), torch.Generator().manual_seed(seed)
+    others = torch.randperm(56, generator=draw)
+    into = torch.stack([others, torch.full_like(others, 3)])
+    out = torch.stack([torch.full_like(others, 5), others])
+    data.edge_index = torch.cat([data.edge_index, into, into[:, ::2] + 1, out], 1)
+    count = data.edge_index.size(1)
+    data.edge_weight = torch.rand(count, generator=draw, dtype=torch.float64) + 0.1
+    del data.edge_attr, data.edge_type
+    return data
+
+
+# The cover ###################################################################
+
+
+edges = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=14)
+
+
+@settings(deadline=None, max_examples=150)
+@given(edges, st.sampled_from([(1, 1), (3, 2), (2, 5)]))
+def test_the_cover_is_the_cheapest(pairs: list[tuple[int, int]], costs: tuple[int, int]) -> None:
+    pull, push = costs
+    best = min(
+        pull * sum(chosen) + push * len({i for j, i in pairs if not chosen[j]})
+        for chosen in itertools.product([0, 1], repeat=6)
+    )
+    ends = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
+    cover = minimum_cover(ends[:, 0], ends[:, 1], 6, 6, pull, push)
+    assert all(cover.pulled[j] or cover.pushed[i] for j, i in pairs)
+    assert cover.cost(pull, push) == cover.bound == best
+
+
+def test_costs_are_positive() -> None:
+    with pytest.raises(ValueError, match="push=0"):
+        minimum_cover(torch.tensor([0]), torch.tensor([0]), 1, 1, 1, 0)
+
+
+# Exactness ###################################################################
+
+
+@pytest.mark.parametrize("world", [2, 3, 5])
+def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    partitions = Partitions(tmp_path_factory.mktemp("parts"))
+    data, sweep = stars(), Sweep(world)
+    torch.manual_seed(0)
+    for name, (make, edge, constants) in LAYERS.items():
+        root = partitions(data, world, "random" if world != 3 else torch.arange(60) % 2 * 2)
+        sweep.add(name, Job(make().double(), root, edge, POLICIES, constants), data)
+    sweep.check()
+
+
+# Rows ########################################################################
+
+
+def _rows(root: Path, policy: SARPolicy) -> dict[str, int]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
+    x = data.x.requires_grad_()
+    layer(x, data.edge_index).sum().backward()
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        layer(x, data.edge_index).sum().backward()
+    size = CHANNELS * 8
+    kinds = ("fetch", "refetch", "gradient")
+    return {kind: ledger.received_bytes(kind=kind) // size for kind in kinds}
+
+
+def _bound(data: Data, assignment: Tensor, world: int) -> int:
+    """The sum of the largest matchings, by what the tests say and not the plan."""
+    total = 0
+    owner_j, owner_i = assignment[data.edge_index]
+    for q, p in itertools.permutations(range(world), 2):
+        j, i = data.edge_index[:, (owner_j == q) & (owner_i == p)]
+        total += minimum_cover(j, i, data.num_nodes, data.num_nodes).bound
+    return total
+
+
+def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
+    data, world = stars(), 3
+    assignment = torch.randint(world, (60,), generator=torch.Generator().manual_seed(1))
+    pyg_sar.write_partitions(data, world, tmp_path / "parts", assignment)
+    bound = _bound(data, assignment, world)
+    pushed = threads(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0))
+    pulled = threads(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0, push="off"))
+    for kind in ("fetch", "gradient"):
+        assert sum(found[kind] for found in pushed) == bound
+        assert sum(found[kind] for found in pulled) > bound * 1.2
+    assert all(found["refetch"] == 0 for found in pushed)
+
+
+def _structures(root: Path) -> int:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
+    layer(data.x, data.edge_index).sum().backward()
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        for _ in range(3):
+            layer(data.x, data.edge_index).sum().backward()
+    return ledger.received_bytes(kind="plan") // 8
+
+
+def test_the_plan_is_made_once(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
+    for numbers in threads(_structures, 3, tmp_path / "parts"):
+        assert numbers <= 3 * 2 * 2  # whether the weights are known, in each pass
