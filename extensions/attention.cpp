@@ -24,7 +24,8 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "attention";
-constexpr int64_t kGrain = 1 << 16;          // values that a chunk's edges read, about
+constexpr int64_t kGrain = 1 << 16;          // values that a chunk's edges read, at least
+constexpr int64_t kLargeChunk = 1 << 22;     // the same where there are many chunks
 constexpr int64_t kPerHead = 8;              // what an edge's scalars cost, in values
 constexpr int64_t kMostChunks = 1 << 16;
 constexpr int64_t kChunksOfParameters = 64;  // each has a buffer
@@ -357,7 +358,9 @@ void dispatch(int64_t kind, int64_t channels, const Make& make) {
 int64_t num_chunks(const Given& g, int64_t most) {
   const int64_t width = g.value.size(1) * (g.value.size(2) + kPerHead);
   const int64_t values = (g.source.numel() + g.offsets.numel()) * width;
-  return std::clamp<int64_t>(values / kGrain, 1, most);
+  // Small chunks keep threads even, large ones keep rows coming: a chunk starts with none fetched.
+  const int64_t even = std::max<int64_t>(8 * at::get_num_threads(), values / kLargeChunk);
+  return std::clamp<int64_t>(values / kGrain, 1, std::min(even, most));
 }
 
 // Buffers that each chunk adds to: the first is the result itself.
