@@ -11,6 +11,7 @@
 #include "segments.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
 #include <torch/library.h>
 
@@ -23,7 +24,8 @@ using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
 constexpr const char* kName = "attention";
-constexpr int64_t kGrain = 1 << 16;          // values that a chunk's edges read, about
+constexpr int64_t kGrain = 1 << 16;          // values that a chunk's edges read, at least
+constexpr int64_t kLargeChunk = 1 << 22;     // the same where there are many chunks
 constexpr int64_t kPerHead = 8;              // what an edge's scalars cost, in values
 constexpr int64_t kMostChunks = 1 << 16;
 constexpr int64_t kChunksOfParameters = 64;  // each has a buffer
@@ -163,18 +165,24 @@ const T* data(const Tensor& x) {
   return x.defined() ? x.const_data_ptr<T>() : nullptr;
 }
 
-// A tensor to add to, in one piece; write() brings it back to where it came from.
+// A tensor to add to, in one piece or with rows in one piece each; write() brings it back to where
+// it came from.
 struct Written {
   Tensor original, dense;
 
-  explicit Written(const OptionalTensor& x) {
+  explicit Written(const OptionalTensor& x, bool by_row = false) {
     if (!x.has_value()) return;
+    at::assert_no_internal_overlap(*x);
     original = *x;
-    dense = x->contiguous();
+    dense = by_row ? with_dense_rows(*x) : x->contiguous();
   }
   template <class T>
   T* data() const {
     return dense.defined() ? dense.mutable_data_ptr<T>() : nullptr;
+  }
+  template <class T>
+  Matrix<T> matrix() const {
+    return {data<T>(), dense.defined() ? dense.stride(0) : 0};
   }
   void write() const {
     if (dense.defined() && !dense.is_same(original)) original.copy_(dense);
@@ -350,7 +358,9 @@ void dispatch(int64_t kind, int64_t channels, const Make& make) {
 int64_t num_chunks(const Given& g, int64_t most) {
   const int64_t width = g.value.size(1) * (g.value.size(2) + kPerHead);
   const int64_t values = (g.source.numel() + g.offsets.numel()) * width;
-  return std::clamp<int64_t>(values / kGrain, 1, most);
+  // Small chunks keep threads even, large ones keep rows coming: a chunk starts with none fetched.
+  const int64_t even = std::max<int64_t>(8 * at::get_num_threads(), values / kLargeChunk);
+  return std::clamp<int64_t>(values / kGrain, 1, std::min(even, most));
 }
 
 // Buffers that each chunk adds to: the first is the result itself.
@@ -477,19 +487,19 @@ void backward_sources_cpu(const OptionalTensor& grad_value, const OptionalTensor
   check_sources(grad_value, grad_key, grad_query, grad_edge_attr, grad_edge_weight, g);
   const Backward all(g, grad_out, maximum, normaliser, delta, true);
   if (nothing(g)) return;
-  const Written values(grad_value), keys(grad_key), queries(grad_query), attrs(grad_edge_attr);
-  const Written weights(grad_edge_weight);
+  const Written values(grad_value, true), keys(grad_key, true), queries(grad_query);
+  const Written attrs(grad_edge_attr), weights(grad_edge_weight);
   int64_t most = grad_edge_weight.has_value() ? kChunksOfParameters : kMostChunks;
   if (grad_query.has_value()) most = at::get_num_threads();
   const int64_t chunks = num_chunks(g, most);
   const PerChunk query_sums(queries.dense, chunks), weight_sums(weights.dense, chunks);
   const auto make = [&]<class Pass>() {
     using T = typename Pass::T;
-    T* of_values = values.data<T>();
+    const auto of_values = values.matrix<T>();
     return Pass{terms<T>(g, all.dense, chunks),
                 all.known<T>(),
                 of_values,
-                g.key.has_value() ? keys.data<T>() : of_values,
+                g.key.has_value() ? keys.matrix<T>() : of_values,
                 attrs.data<T>(),
                 query_sums.pointers<T>(),
                 weight_sums.pointers<T>()};

@@ -321,7 +321,7 @@ struct Sources {
   static constexpr int64_t kKindOf = kKind;
   Terms<T> t;
   Known<T> known;
-  T *grad_value, *grad_key;               // 'grad_key' may be 'grad_value'
+  Matrix<T> grad_value, grad_key;         // 'grad_key' may be 'grad_value'
   T* grad_edge_attr;                      // additive
   std::vector<T*> grad_query, grad_edge_weight;  // additive: of each chunk
 
@@ -336,8 +336,8 @@ struct Sources {
       if constexpr (kKind == kGatv2) std::fill_n(b.row2, t.width(), T(0));
       for (int64_t e = start; e < stop; e += step) add(b, chunk, j, e, std::min(step, stop - e));
       if constexpr (kKind == kGatv2) {
-        if (grad_key != nullptr) {
-          T* out = grad_key + j * t.width();
+        if (grad_key.data != nullptr) {
+          T* out = grad_key.row(j);
           for (int64_t f = 0; f < t.width(); ++f) out[f] += t.att[f] * b.row2[f];
         }
       }
@@ -372,13 +372,12 @@ struct Sources {
     exp_share(alpha, b.top, b.inverse, count);
     if (t.drop_key != nullptr) draw(t, b, first, n);
     score_gradients(b, alpha, b.delta, false, t.drop_key != nullptr, count);
-    if (grad_value != nullptr) {
-      accumulate<kChannels, false>(grad_value + j * t.width(), b.weight, grads, n, t.heads,
-                                   t.channels);
+    if (grad_value.data != nullptr) {
+      accumulate<kChannels, false>(grad_value.row(j), b.weight, grads, n, t.heads, t.channels);
     }
     if constexpr (kKind == kAdditive) {
       add_additive(b, chunk, j, first, n);
-    } else if (grad_key != nullptr) {
+    } else if (grad_key.data != nullptr) {
       add_key(b, j, queries, first, n);
     }
   }
@@ -393,10 +392,10 @@ struct Sources {
     PYG_SAR_LANES(count, kLanes, (void)o; const T down = slope * inner[k];
                   inner[k] = before[k] > T(0) ? inner[k] : down;)
     std::fill(inner + count, inner + padded(count), T(0));
-    if (grad_key != nullptr) {
+    if (grad_key.data != nullptr) {
       std::fill_n(lanes, b.size, T(0));
       PYG_SAR_LANES(count, b.size, lanes[o] += inner[k];)
-      add_lanes(grad_key + j * t.heads, lanes, t.heads, b.size);
+      add_lanes(grad_key.row(j), lanes, t.heads, b.size);
     }
     if (!grad_query.empty()) {
       scatter(grad_query[chunk], inner, t.source + first, n, t.num_edges - first, t.heads);
@@ -422,8 +421,7 @@ struct Sources {
       T* inner = b.inner;
       const T scale = t.scale;
       PYG_SAR_LANES(n * t.heads, kLanes, (void)o; inner[k] *= scale;)
-      accumulate<kChannels, false>(grad_key + j * t.width(), b.inner, queries, n, t.heads,
-                                   t.channels);
+      accumulate<kChannels, false>(grad_key.row(j), b.inner, queries, n, t.heads, t.channels);
     } else {
       T* none = nullptr;
       if (t.features == 0) {

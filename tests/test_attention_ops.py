@@ -459,7 +459,12 @@ def test_strides_and_views(kind: str, native: bool):
     attention = replace(given.attention, **apart, drop_key=key)
     state = AttentionState.start(given.num_targets, attention.value)
     state = AttentionState(*(scattered(t) for t in (state.acc, state.maximum, state.normaliser)))
-    gradients = AttentionGradients(**{n: scattered(torch.zeros_like(t)) for n, t in apart.items()})
+    zeros = {n: scattered(torch.zeros_like(t)) for n, t in apart.items()}
+    # Columns of a wider buffer, as rows travel between workers.
+    zeros["value"] = torch.zeros(given.num_sources, 50, dtype=torch.float64)[:, 4:36].unflatten(
+        1, (4, 8)
+    )
+    gradients = AttentionGradients(**zeros)
     ((_, forward, backward),) = shards_of(given, 1)
     attention_(state, attention, forward, native=native)
     out = state.finish()
@@ -564,6 +569,16 @@ def test_states_and_gradients_that_do_not_fit_raise():
     for gradients in (AttentionGradients(key=key), AttentionGradients(att=key)):
         with pytest.raises(ValueError, match="attention"):
             attention_backward_targets_(gradients, given.attention, cotangent, forward)
+
+
+@pytest.mark.parametrize("native", NATIVE)
+def test_rows_that_share_memory_are_not_added_to(native: bool):
+    given = problem("dot")
+    ((_, forward, _),) = shards_of(given, 1)
+    state = AttentionState.start(given.num_targets, given.attention.value)
+    state = replace(state, acc=state.acc[:1].expand_as(state.acc))
+    with pytest.raises(RuntimeError, match="single memory location"):
+        attention_(state, given.attention, forward, native=native)
 
 
 def test_a_gradient_is_not_lost_silently():
