@@ -6,6 +6,9 @@ load the library: install with ``--no-build-isolation``.
 
 from __future__ import annotations
 
+import os
+import sys
+from pathlib import Path
 from typing import Any
 
 from setuptools import setup
@@ -50,7 +53,9 @@ def kernels() -> dict[str, Any]:
         extra_link_args=["-fopenmp"],
         optional=True,
     )
-    build = OptionalBuild.with_options(no_python_abi_suffix=True, use_ninja=False)
+    # Compiles in parallel where ninja is at hand: beside this Python, maybe, and not on the path.
+    os.environ["PATH"] = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    build = OptionalBuild.with_options(no_python_abi_suffix=True)
     return {"ext_modules": [extension], "cmdclass": {"build_ext": build}}
 
 

@@ -109,6 +109,9 @@ def traffic(
     return sent, received, plan.halo_counts, sends, ledger.summary(), list(model.parameters())
 
 
+PULLED = SARPolicy(mode=2, push="off")
+
+
 def expected_rows(policy: SARPolicy, case: int) -> dict[tuple[str, str], tuple[bool, bool]]:
     """Which transfers there are, as (rows of my halo come in, go out)."""
     rows = {("forward", "fetch"): (True, False), ("backward", "gradient"): (False, True)}
@@ -159,7 +162,7 @@ def test_bytes_follow_the_dtype(dtype: torch.dtype, root: Path):
     for name in ("sage", "gat", "transformer"):
         make, width, _, edge = LAWS[name]
         model = One(make().to(dtype))
-        for found in threads(traffic, WORLD, root, model, SARPolicy(mode=2), edge, dtype):
+        for found in threads(traffic, WORLD, root, model, PULLED, edge, dtype):
             _, received, halo, needed, *_ = found
             assert sum(n for (p, k, _), n in received.items() if k == "fetch") == (
                 sum(halo) * width * dtype.itemsize
@@ -175,7 +178,7 @@ def test_raw_features_send_no_gradients(root: Path):
     def worker() -> Any:
         comm = pyg_sar.current()
         data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(One(gnn.SAGEConv(CHANNELS, OUT).double()))
+        model = pyg_sar.distribute(One(gnn.SAGEConv(CHANNELS, OUT).double()), PULLED)
         with pyg_sar.Ledger(comm) as ledger:
             model(data.x, data.edge_index).sum().backward()
         kinds = {k: ledger.received_bytes(layer="layers.0", kind=k) for k in HALO_KINDS}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -22,7 +22,7 @@ from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
 from pyg_sar.nn.fused_layers import attention_of
-from pyg_sar.nn.one_process import OwnGraphs
+from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
     charged,
     first_target_filled,
@@ -93,7 +93,8 @@ class DistMessagePassing(MessagePassing):
         if not edges:
             fused = self._own_graph(args, kwargs)
             if fused is not None:
-                return self._call_on_own_graph(fused, args, kwargs)
+                with suppress(NothingFused), unless_fused(self):
+                    return self._call_on_own_graph(fused, args, kwargs)
             return super().__call__(*args, **kwargs)
         with self._call_scope(edges, args, kwargs):
             return super().__call__(*args, **kwargs)
@@ -134,6 +135,7 @@ class DistMessagePassing(MessagePassing):
             strategy, reason = self._strategy()
             verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
             if verdict.needs is None:
+                must_be_fused(self)
                 with self._whole_scope(edge_index, verdict):
                     return self._propagate_whole(edge_index, size, kwargs)
             return self._propagate_parts(edge_index, size, kwargs, verdict)
@@ -300,6 +302,8 @@ class DistMessagePassing(MessagePassing):
             self.ledger_name,
             verdict.out_rows,
         )
+        if run.fused is None:
+            must_be_fused(self)
         try:
             out = aggregate(run)
         except NeedsAllEdges as error:
@@ -307,8 +311,6 @@ class DistMessagePassing(MessagePassing):
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
-        if run.fused is None:
-            self.__dict__["_all_fused"] = False
         return out
 
     def _check_edges(self, program: TileProgram, edge_index: DistEdgeIndex) -> None:
@@ -332,22 +334,17 @@ class DistMessagePassing(MessagePassing):
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
         found = graphs.stand_in(self._bound(args, kwargs), int(self.node_dim))
-        slower = self.__dict__.setdefault("_slower_fused", set())
-        return None if self.training in slower else found
+        return None if self.training in self.__dict__.get("_not_fused", ()) else found
 
     def _call_on_own_graph(
         self, fused: tuple[Tensor, DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
-        """Runs on the graph that stands for plain edges; notes where nothing was fused."""
+        """Runs on the graph that stands for plain edges."""
         edges, graph = fused
         args = tuple(graph if a is edges else a for a in args)
         kwargs = {name: graph if a is edges else a for name, a in kwargs.items()}
-        self.__dict__["_all_fused"] = True
         with self._call_scope([graph], args, kwargs):
-            out = super().__call__(*args, **kwargs)
-        if not self.__dict__.pop("_all_fused"):
-            self._slower_fused.add(self.training)
-        return out
+            return super().__call__(*args, **kwargs)
 
     # One call ################################################################
 

@@ -8,16 +8,55 @@ layers of a model share it. It is never found by content, which would cost a com
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pyg_sar.comm import current
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, dist_edge_index, version_of
 from pyg_sar.ops import takes, why_missing
+
+
+class NothingFused(Exception):
+    """A call on a single worker's graph, of a layer that no kernel is for."""
+
+
+def must_be_fused(layer: Any) -> None:
+    """Ends a call that was worth it for the kernels alone. See :func:`unless_fused`."""
+    if layer.__dict__.get("_fused_or_not", False):
+        raise NothingFused
+
+
+@contextmanager
+def unless_fused(layer: Any) -> Iterator[None]:
+    """Makes as if a call had not begun where it turns out that nothing in it is fused.
+
+    The layer then runs as PyG's, to the bit, now and from now on in its present mode.
+
+    Raises:
+        NothingFused: In that case.
+    """
+    random = torch.get_rng_state()
+    buffers = [buffer.clone() for buffer in layer.buffers()]
+    cached = {name: value for name, value in layer.__dict__.items() if name[:7] == "_cached"}
+    layer.__dict__["_fused_or_not"] = True
+    try:
+        yield
+    except (NothingFused, DistributedIndexError) as error:
+        torch.set_rng_state(random)
+        for buffer, before in zip(layer.buffers(), buffers, strict=True):
+            buffer.copy_(before)
+        layer.__dict__.update(cached)
+        layer.__dict__.setdefault("_not_fused", set()).add(layer.training)
+        raise NothingFused from error
+    finally:
+        del layer.__dict__["_fused_or_not"]
+
 
 _MEMORY = 8  # edge lists of a model
 
