@@ -189,27 +189,37 @@ class FusedAttention:
 
 
 class _Attend(torch.autograd.Function):
-    """Keeps a row per node: inputs, output, maximum and normaliser."""
+    """Keeps a row per node: inputs, output, maximum and normaliser.
+
+    The output is kept as an alias. Where it was changed in place since, which PyG's own layers allow
+    too, the backward pass computes it again.
+    """
 
     @staticmethod
     def forward(ctx: Any, run: FusedAttention, *tensors: Tensor) -> Tensor:
         given = _with(run.attention, dict(zip(run.names, tensors, strict=True)))
         out, state = run.forward(given, record=True)
-        ctx.save_for_backward(*tensors, out, state.maximum, state.normaliser)
-        ctx.run = run
+        ctx.save_for_backward(*tensors, state.maximum, state.normaliser)
+        ctx.run, ctx.out = run, out.detach()
+        ctx.version = ctx.out._version
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         run: FusedAttention = ctx.run
-        *tensors, out, maximum, normaliser = ctx.saved_tensors
+        *tensors, maximum, normaliser = ctx.saved_tensors
         given = dict(zip(run.names, (t.detach() for t in tensors), strict=True))
         wanted = [n for n, need in zip(run.names, ctx.needs_input_grad[1:], strict=True) if need]
         keep = torch._C._autograd._get_current_graph_task_keep_graph()
         with named(f"the backward pass of {run.title}"):
-            cotangent = Cotangent.of(gradient, out.detach(), maximum, normaliser)
-            attention = _with(run.attention, given)
+            attention, out = _with(run.attention, given), ctx.out
+            if out._version != ctx.version:
+                out = run.forward(attention, record=False)[0]
+            cotangent = Cotangent.of(gradient, out, maximum, normaliser)
+            del out
+            if not keep:
+                ctx.out = None
             found = run.backward(attention, cotangent, wanted, last=not keep)
         return (None, *[found.get(name) for name in run.names])
 

@@ -117,8 +117,9 @@ def check_linear(
     scales: list[Tensor] = []
 
     def scale(total: Tensor) -> Tensor:
-        # Powers of two scale floating point numbers exactly, differently per target and head.
-        steps = torch.arange(total.numel(), device=total.device).view(total.shape) % 3
+        # Powers of two scale floating point numbers exactly, differently per target and head. Not
+        # by 1: there may be one target alone.
+        steps = torch.arange(total.numel(), device=total.device).view(total.shape) % 3 + 1
         scales.append((2.0**steps).to(total.dtype))
         return scales[-1]
 

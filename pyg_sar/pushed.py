@@ -32,6 +32,7 @@ from pyg_sar.streams import GradientReturn, ShardStream
 from pyg_sar.wire import Wire
 
 _PLAN: Label = ("", "", "plan")
+_AGREEMENT: Label = ("", "", "agreement")
 _MEMORY = 8  # weights
 _WORTH = 0.95  # of the pulled rows: a cover that saves less is not worth a second sum
 
@@ -94,7 +95,7 @@ class Boundary:
         """
         key = id(weight), version_of(weight)
         known = torch.tensor(int(key in self._known), device=weight.device)
-        if not int(self._halo.comm.all_reduce(known, "min", label=_PLAN)):
+        if not int(self._halo.comm.all_reduce(known, "min", label=_AGREEMENT)):
             self._known[key] = weight, self._send_weights(weight.detach().reshape(-1))
             while len(self._known) > _MEMORY:
                 self._known.popitem(last=False)

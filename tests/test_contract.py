@@ -854,7 +854,7 @@ def recorded(comm: pyg_sar.Communicator) -> list[Any]:
     """All that is asked of a communicator from now on; of exchanges to and from whom."""
     calls: list[Any] = []
     exchange, exchange_all = comm.exchange, comm.exchange_all
-    all_reduce, all_gather = comm.all_reduce, comm.all_gather
+    all_reduce, all_gather = comm.all_reduce_async, comm.all_gather
 
     def note(kind: str, label: Any, *details: Any) -> None:
         calls.append((kind, label, *details))
@@ -868,7 +868,7 @@ def recorded(comm: pyg_sar.Communicator) -> list[Any]:
         note("exchange", label, *ways)
         return exchange_all(sends, recvs, label=label)
 
-    def reduce(tensor: Tensor, op: str = "sum", *, label: Any = None) -> Tensor:
+    def reduce(tensor: Tensor, op: str = "sum", *, label: Any = None) -> Any:
         note("all_reduce", label, op, tuple(tensor.shape), tensor.dtype)
         return all_reduce(tensor, op, label=label)
 
@@ -877,7 +877,8 @@ def recorded(comm: pyg_sar.Communicator) -> list[Any]:
         return all_gather(tensor, label=label)
 
     comm.exchange, comm.exchange_all = one, everyone  # type: ignore[method-assign]
-    comm.all_reduce, comm.all_gather = reduce, gather  # type: ignore[method-assign]
+    # all_reduce() is this one and a wait.
+    comm.all_reduce_async, comm.all_gather = reduce, gather  # type: ignore[method-assign]
     return calls
 
 

@@ -249,15 +249,18 @@ def test_rule_4_dropped_weights_are_those_of_the_whole_softmax(tmp_path: Path, g
         masks.append((torch.rand_like(value) > p).to(value.dtype) / (1 - p))
         return value * masks[-1]
 
-    layer = pyg_sar.distribute(layer, SARPolicy(mode=2, message_budget=1))
+    policy = SARPolicy(mode=2, message_budget=1, kernels="off")
+    layer = pyg_sar.distribute(layer, policy)
     layer(data.x, data.edge_index)  # analysed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "dropout", drop)
         x = data.x.clone().requires_grad_()
         out = layer(x, data.edge_index)
         out.square().sum().backward()
-        # Tiles follow the targets; edges with the same target keep their order.
-        places = pyg_sar.index_space.plain(data.edge_index)[1].argsort(stable=True)
+        # Tiles follow the targets, and a target's edges their sources.
+        source, target = pyg_sar.index_space.plain(data.edge_index)
+        places = source.argsort(stable=True)
+        places = places[target[places].argsort(stable=True)]
         whole = torch.empty(graph.num_edges, 2, dtype=torch.float64)
         whole[data.e_id[places]] = torch.cat(masks)
         patch.setattr(F, "dropout", lambda value, p, training: value * whole)

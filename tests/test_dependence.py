@@ -379,3 +379,22 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
         assert x.grad is not None
         for n_id, gradients in workers:
             assert torch.allclose(gradients[step], x.grad[n_id], rtol=1e-10, atol=1e-12)
+
+
+def test_one_target_alone_shows_that_a_message_is_not_linear(tmp_path: Path) -> None:
+    """A message that adds to its weighted row, where all edges have the same target."""
+    torch.manual_seed(0)
+    data = make_graph(2, 0)
+    data.edge_index = torch.tensor([[1, 1], [0, 0]])
+    data.edge_type = torch.tensor([0, 2])
+    del data.edge_attr, data.edge_weight
+    plain = gnn.RGATConv(CHANNELS, 4, 3, num_bases=2, mod="additive").double()
+    x, y = (data.x.clone().requires_grad_() for _ in range(2))
+    expected = plain(x, data.edge_index, data.edge_type)
+    expected.square().sum().backward()
+    pyg_sar.write_partitions(data, 1, tmp_path / "parts", "random")
+    part = pyg_sar.load_partition(tmp_path / "parts")
+    out = pyg_sar.distribute(copy.deepcopy(plain))(y, part.edge_index, part.edge_type)
+    out.square().sum().backward()
+    assert torch.allclose(out, expected, rtol=1e-10)
+    assert torch.allclose(y.grad, x.grad, rtol=1e-10)

@@ -577,7 +577,8 @@ KINDS = ("edges", "plan", "fetch", "refetch", "gradient")
 
 def count_reversed(root: Any) -> tuple[dict[str, int], int]:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT, **BACK).double())
+    layer = gnn.GraphConv(CHANNELS, OUT, **BACK).double()
+    layer = pyg_sar.distribute(layer, SARPolicy(push="off"))
     x = data.x.requires_grad_()
     layer(x, data.edge_index, data.edge_weight).sum().backward()
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:

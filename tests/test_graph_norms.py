@@ -475,7 +475,9 @@ class Calls(pyg_sar.Ledger):
         super().__init__(comm)
         self.calls: list[tuple[str, int]] = []
 
-    def transfer(self, label: Any, peer: int, *, sent: int = 0, received: int = 0) -> None:
+    def transfer(
+        self, label: Any, peer: int, *, sent: int = 0, received: int = 0, transport: str = ""
+    ) -> None:
         assert peer == -1, "a norm has no business with a single peer"
         self.calls.append((label[1], sent))
 
