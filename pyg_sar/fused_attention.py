@@ -191,8 +191,8 @@ class FusedAttention:
 class _Attend(torch.autograd.Function):
     """Keeps a row per node: inputs, output, maximum and normaliser.
 
-    The output is kept as an alias. Where it was changed in place since, which PyG's own layers allow
-    too, the backward pass computes it again.
+    The output is kept as an alias. Where it was changed in place since, which PyG's own layers
+    allow too, the backward pass computes it again.
     """
 
     @staticmethod
