@@ -43,9 +43,10 @@ class SARPolicy:
         strategy: ``'auto'`` goes through the edges by source workers (sequential aggregation)
             where partial states merge, and else by chunks of targets with all their in-edges;
             ``'chunked'`` always takes the latter way (modes 1 and 2).
-        kernels: ``'auto'`` sums by the C++ kernels, in modes 1 and 2, where a message is the source
-            rows themselves, and no message is materialized; with a warning where they were not
-            built. ``'off'``: by PyTorch's operators alone.
+        kernels: ``'auto'`` takes the C++ kernels, in modes 1 and 2, for sums and extrema of source
+            rows, sums weighted by numbers of the edges, and softmax attention that they know: no
+            message is materialized. With a warning where they were not built. On one process they
+            also take plain edges. ``'off'``: by PyTorch's operators alone.
         push: ``'auto'`` lets sums of source rows, weighted by constants or not, take the fewest
             rows over the wire: for each pair of workers a minimum vertex cover says which source
             rows are pulled and for which targets partial sums are pushed (modes 1 and 2, with the
