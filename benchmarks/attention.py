@@ -10,6 +10,7 @@ before the first pass (``VmHWM`` over ``VmRSS``, after a pass over a tiny graph)
 from __future__ import annotations
 
 import argparse
+import copy
 import os
 import platform
 import subprocess
@@ -21,11 +22,12 @@ from datetime import date
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 import torch_geometric
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv, GATv2Conv, SAGEConv, TransformerConv
+from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, SAGEConv, TransformerConv
 from tqdm import tqdm
 
 import pyg_sar
@@ -153,6 +155,32 @@ def sums(x: Tensor, edge_index: Tensor, width: int) -> tuple[Callable[[], Any], 
     return fused, product
 
 
+def real_graphs(folder: Path, rounds: int) -> list[str]:
+    """Layers on real graphs of any size, with their self loops, hubs and empty rows."""
+    kinds = {
+        "SAGEConv 64": lambda: SAGEConv(64, 64),
+        "GCNConv 64": lambda: GCNConv(64, 64),
+        "GATConv 4x16": lambda: GATConv(64, 16, heads=4),
+    }
+    lines = ["", "PyG / here, forward and backward, on real graphs (64 drawn features):", ""]
+    lines += [f"| graph | nodes | edges | {' | '.join(kinds)} |", "| --- |" + " --- |" * 5]
+    for path in tqdm(sorted(folder.glob("*.npz"))):
+        with np.load(path, allow_pickle=False) as file:
+            if "edge_index" not in file:
+                continue
+            edge_index = torch.from_numpy(file["edge_index"].astype(np.int64))
+            nodes = int(file["num_nodes"])
+        x, ratios = torch.randn(nodes, 64), []
+        for kind in kinds.values():
+            plain = kind()
+            here = Pass(pyg_sar.distribute(copy.deepcopy(plain)), x, edge_index)
+            fast, slow = least(rounds, here.run, Pass(plain, x, edge_index).run)
+            ratios.append(f"{slow / fast:.1f}")
+        counts = f"{nodes:,} | {edge_index.size(1):,}"
+        lines.append(f"| {path.stem} | {counts} | {' | '.join(ratios)} |")
+    return lines
+
+
 def measure(args: argparse.Namespace, graph: str) -> list[str]:
     x, edge_index = torch.load(graph)
     lines = ["| layer | PyG / here, forward and backward | PyG, MiB | here, MiB |"]
@@ -202,6 +230,7 @@ def main() -> None:
     parser.add_argument("--edges", type=int, default=10_000_000)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--data", type=Path, help="folder of .npz graphs to try as well")
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     parser.add_argument("--graph", help=argparse.SUPPRESS)
@@ -217,11 +246,14 @@ def main() -> None:
         torch.save((data.x, data.edge_index), f"{folder}/graph.pt")
         del data
         lines = measure(args, f"{folder}/graph.pt")
+    if args.data:
+        lines += real_graphs(args.data, 2 * args.rounds)
     command = f"python benchmarks/attention.py --nodes {args.nodes} --edges {args.edges}"
+    command += f" --rounds {args.rounds}" + " --data ../shared/data" * bool(args.data)
     head = [
         "# Layers on one worker",
         "",
-        f"{date.today()}, `{command} --rounds {args.rounds}`, {args.threads} threads, "
+        f"{date.today()}, `{command}`, {args.threads} threads, "
         f"{platform.machine()}, torch {torch.__version__}, torch-geometric "
         f"{torch_geometric.__version__}. Power-law graph of {args.nodes:,} nodes and "
         f"{args.edges:,} edges, {FEATURES} features. Load at the start and at the end: "

@@ -64,3 +64,9 @@ def repository() -> Path:
 def fixed_seed():
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def kernels_on_small_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one process they are left out where there are too few edges to be worth it."""
+    monkeypatch.setattr("pyg_sar.nn.one_process.FEWEST_EDGES", 0)

@@ -144,6 +144,16 @@ def test_an_id_outside_of_the_graph_is_an_error(bad):
             model(x, wrong)
 
 
+def test_few_edges_are_not_worth_it(monkeypatch):
+    x, edge_index = graph()
+    plain = SAGEConv(WIDTH, 5).double()
+    model = pyg_sar.distribute(copy.deepcopy(plain))
+    monkeypatch.setattr("pyg_sar.nn.one_process.FEWEST_EDGES", edge_index.size(1) + 1)
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        assert torch.equal(model(x, edge_index), plain(x, edge_index))
+    assert ledger.events("bucketing") == 0
+
+
 @needs_kernels
 def test_switched_off_nothing_is_bucketed():
     model = pyg_sar.distribute(SAGEConv(WIDTH, 5).double(), SARPolicy(kernels="off"))

@@ -58,6 +58,7 @@ def unless_fused(layer: Any) -> Iterator[None]:
         del layer.__dict__["_fused_or_not"]
 
 
+FEWEST_EDGES = 2**14  # with fewer, looking a call up takes longer than the kernels save
 _MEMORY = 8  # edge lists of a model
 
 
@@ -80,7 +81,7 @@ class OwnGraphs:
             axis: The axis of nodes.
 
         Returns:
-            ``None`` where the kernels are missing, or not made for the arguments.
+            ``None`` where the kernels are missing, not made for the arguments, or not worth it.
         """
         if why_missing() is not None or torch.compiler.is_compiling():
             return None
@@ -88,6 +89,8 @@ class OwnGraphs:
         counts = node_counts(arguments.get("x"), axis)
         asked = [arguments.get(name) for name in ("size", "return_attention_weights")]
         if not isinstance(edges, Tensor) or not plain_edges(edges) or counts is None:
+            return None
+        if edges.size(1) < FEWEST_EDGES:
             return None
         return None if asked != [None, None] else (edges, self.find(edges, *counts))
 
