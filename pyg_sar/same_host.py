@@ -179,7 +179,11 @@ class SharedMemory(Neighbours):
                     f"Rank {self.rank} got no file descriptor of rank {src}'s shared memory: too "
                     f"many open files (ulimit -n). Raise the limit, or set PYG_SAR_SHARED_MEMORY=0"
                 )
-            assert start + size <= capacity
+            if start + size > capacity:
+                raise PygSarError(
+                    f"Rank {self.rank} got rows of rank {src} that end at byte {start + size} of a "
+                    f"segment of {capacity}. Set PYG_SAR_SHARED_MEMORY=0"
+                )
             link.early.append((about, segment, start, size))
         link.early.remove(found)
         return SharedLetter(self, link, *found[1:])

@@ -48,6 +48,11 @@ def attention_of(layer: MessagePassing, kwargs: Mapping[str, Any]) -> Attention 
     return found if alike else None
 
 
+def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:
+    """The attention's output ``[N, H, C]`` in the shape of the layer's aggregated messages."""
+    return out.squeeze(1) if isinstance(layer, AGNNConv) else out  # which has no axis of heads
+
+
 def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
     """Whether a layer's messages are those of ``kind``, unwatched."""
     methods = ("message", "edge_update", "aggregate")

@@ -10,7 +10,7 @@ from inspect import Parameter
 from typing import Any
 
 from torch import Tensor
-from torch_geometric.nn import AGNNConv, MessagePassing, RGCNConv
+from torch_geometric.nn import MessagePassing, RGCNConv
 
 from pyg_sar.aggregate import SequentialAggregation
 from pyg_sar.autograd_gap import aggregate
@@ -21,7 +21,7 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
-from pyg_sar.nn.fused_layers import attention_of
+from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
     charged,
@@ -280,7 +280,7 @@ class DistMessagePassing(MessagePassing):
         rounds, title = ShardRounds(shards_of(edge_index), verdict.max_edges), title_of(self)
         title = f"{title} at rank {edge_index.plan.rank}"
         out = attend(FusedAttention(attention, rounds, self.policy, self.ledger_name, title))
-        return out.squeeze(1) if isinstance(self, AGNNConv) else out
+        return as_aggregated(self, out)
 
     def _aggregated(
         self,
