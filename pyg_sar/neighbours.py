@@ -87,6 +87,9 @@ class Neighbours(ABC):
             TimeoutError: It did not come in time.
         """
 
+    def trim(self) -> None:
+        """Gives memory that nobody holds back to the system."""
+
     def abort(self) -> None:
         """Ends every wait, from another thread."""
 

@@ -171,6 +171,10 @@ class SharedMemory(Neighbours):
                         else:
                             link.mapped.pop(segment, None)
 
+    def trim(self) -> None:
+        self._collect()
+        self._pool.trim()
+
     # Reading -----------------------------------------------------------------
 
     def receive(self, src: int, subject: Subject) -> SharedLetter:

@@ -192,6 +192,10 @@ class Sharing:
         found.work = self._submit(task, label, f"rows of rank {src}")
         return found
 
+    def trim(self) -> None:
+        """Gives memory that no neighbour reads back to the system; it is kept for use again."""
+        self.neighbours.trim()
+
     # Plain exchanges ---------------------------------------------------------
 
     def exchange(
