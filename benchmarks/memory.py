@@ -18,7 +18,7 @@ import gc
 import os
 import platform
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -39,8 +39,14 @@ MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
     "sage": lambda features: GraphSAGE(features, 256, 3, CLASSES),
     "gat": lambda features: GAT(features, 128, 3, CLASSES, heads=HEADS),
 }
-POLICIES = {"1, prefetch 0": (1, 0), "1, prefetch 1": (1, 1), "2": (2, 1), "3": (3, 1)}
-HEAPS = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}
+POLICIES = {
+    "1, prefetch 0": pyg_sar.SARPolicy(prefetch=0),
+    "1, prefetch 1": pyg_sar.SARPolicy(prefetch=1),
+    "1, prefetch 1, all pulled": pyg_sar.SARPolicy(prefetch=1, push="off"),
+    "2": pyg_sar.SARPolicy(mode=2),
+    "3": pyg_sar.SARPolicy(mode=3),
+}
+HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system
 
 
 # The law #####################################################################
@@ -119,16 +125,16 @@ def _gat(part: Part, features: int, mode: int, shards: int) -> int:
     nodes, edges = part.nodes, part.edges + part.nodes
     widths = [HEADS * 32, HEADS * 32, HEADS * CLASSES]
     peak = kept = 0
-    for k, width in enumerate(widths):
+    for width in widths:
         row, own = width + HEADS, nodes * (2 * width + 4 * HEADS)
         rows = {1: shards * row, 2: part.halo * row, 3: (nodes + part.halo) * row}[mode]
         messages = edges * row if mode == 3 else 0
         gradients = {1: shards * row, 2: shards * row, 3: (nodes + part.halo) * row}[mode]
         forward = kept + own + rows + messages
         backward = forward + nodes * width + gradients + messages
-        finish = kept + own + 2 * nodes * width
-        peak = max(peak, forward, backward, finish)
         kept += own + nodes * width + (mode == 2) * part.halo * row + messages
+        activation = kept + 2 * nodes * width  # and its backward pass, that of a layer's output
+        peak = max(peak, forward, backward, activation)
     lists = 16 * edges + 8 * edges
     return lists + 4 * peak
 
@@ -199,15 +205,17 @@ class Measured:
     rows: int
 
 
-def run(args: argparse.Namespace, folder: Path) -> dict[Case, dict[int, Measured]]:
-    """The measurements, by case and number of workers."""
+Found = dict[Case, dict[int, Measured]]
+
+
+def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
+    """The measurements so far, by case and number of workers."""
     kind = SyntheticGraph(
         nodes=args.nodes, edges=args.edges, features=args.features, classes=CLASSES
     )
     graph = synthetic_graph(kind)
     small = synthetic_graph(SyntheticGraph(nodes=400, degree=5, features=args.features))
-    policies = [pyg_sar.SARPolicy(mode=m, prefetch=p) for m, p in POLICIES.values()]
-    found: dict[Case, dict[int, Measured]] = {}
+    found: Found = {}
     steps = [(w, p, m) for w in args.workers for p in args.partition for m in args.models]
     for workers, parts, model in tqdm(steps, desc="memory"):
         root, tiny = folder / f"{parts}{workers}", folder / f"tiny{workers}"
@@ -215,19 +223,21 @@ def run(args: argparse.Namespace, folder: Path) -> dict[Case, dict[int, Measured
             pyg_sar.write_partitions(graph, workers, root, parts)
         if not tiny.exists():
             pyg_sar.write_partitions(small, workers, tiny, "random")
-        given = str(root), str(tiny), model, policies
-        everyone = pyg_sar.launch(measure, workers, *given, threads_per_worker=1, env=HEAPS)
-        for mode, per_worker in zip(POLICIES, zip(*everyone, strict=True), strict=True):
+        # Attention always pulls.
+        modes = {n: p for n, p in POLICIES.items() if model == "sage" or p.push == "auto"}
+        given = str(root), str(tiny), model, list(modes.values())
+        everyone = pyg_sar.launch(measure, workers, *given, threads_per_worker=1, env=HEAP)
+        for mode, per_worker in zip(modes, zip(*everyone, strict=True), strict=True):
             worst = Measured(*max(per_worker, key=lambda worker: worker[0] / worker[1]))
             found.setdefault((model, parts, mode), {})[workers] = worst
             tqdm.write(f"{model}, {parts}, {mode}, {workers}: {worst}")
-    return found
+        yield found
 
 
 # What is shown ###############################################################
 
 
-def table(found: dict[Case, dict[int, Measured]], workers: Sequence[int]) -> list[str]:
+def table(found: Found, workers: Sequence[int]) -> list[str]:
     """Peaks in MiB and over the law."""
     head = ["model", "parts", "mode", *(f"W={w}" for w in workers)]
     lines = [
@@ -236,13 +246,14 @@ def table(found: dict[Case, dict[int, Measured]], workers: Sequence[int]) -> lis
     ]
     for (model, parts, mode), by_workers in found.items():
         cells = [
-            f"{m.peak / 2**20:.0f} ({m.peak / m.law:.2f})" for w, m in sorted(by_workers.items())
+            f"{m.peak / 2**20:.0f} ({m.peak / m.law:.2f})" if m else ""
+            for m in (by_workers.get(w) for w in workers)
         ]
         lines.append("| " + " | ".join([model, parts, mode, *cells]) + " |")
     return lines
 
 
-def plot(found: dict[Case, dict[int, Measured]], path: Path) -> None:
+def plot(found: Found, path: Path) -> None:
     from matplotlib.figure import Figure
 
     panels = list(dict.fromkeys((model, parts) for model, parts, _ in found))
@@ -270,19 +281,20 @@ def plot(found: dict[Case, dict[int, Measured]], path: Path) -> None:
 
 
 LAW = """\
-Each entry: MiB that a worker's resident set grows by, from before it loads its part to the peak of two
-epochs, and in brackets that over the law, for the worker that is farthest from it. The law
-(`law` in `benchmarks/memory.py`) is what a worker has to hold: its part as stored; 8 bytes per edge for its
-edges by target and by source (GAT: and the list that self loops make); what the layers keep, a row
-per own node (SAGE: each layer's input and mean; GAT: values, output, activation, four numbers per head); the gradients of
-the layer at hand; and the remote rows that the mode allows. In mode 1 these are one shard of the largest
-size, or two with a prefetched one; as much of gradients on their way back, beside the sources where these are
-fetched again (GAT). Mode 2 keeps the halo's rows of each GAT layer, mode 3 the halo and every message.
-Not in the law: what is on its way through the memory that workers share, temporary tensors, libraries. A sum's
-law is that of pulled rows."""
+Each entry: MiB that a worker's resident set grows by, from before it loads its part to the peak of
+two epochs, and in brackets that over the law, for the worker that is farthest from it. The law
+(`law` in `benchmarks/memory.py`) is what a worker has to hold: its part as stored; 8 bytes per edge
+for its edges by target and by source (GAT: and the list that self loops make); what the layers keep
+for each own node (SAGE: each layer's input and mean; GAT: values, output, activation, four numbers
+per head); the gradients of the layer at hand; and the remote rows that the mode allows. In mode 1
+these are one shard of the largest size, or two with a prefetched one; as much of gradients on their
+way back, beside the sources where these are fetched again (GAT). Mode 2 keeps the halo's rows of
+each GAT layer, mode 3 the halo and every message. All rows are counted as pulled. Not in the law:
+own rows as neighbours read them in shared memory, partial sums that are pushed, temporary tensors,
+libraries."""
 
 
-def document(args: argparse.Namespace, found: dict[Case, dict[int, Measured]], load: float) -> str:
+def document(args: argparse.Namespace, found: Found, load: float) -> str:
     command = (
         f"python benchmarks/memory.py --nodes {args.nodes} --edges {args.edges} "
         f"--features {args.features} --workers {' '.join(map(str, args.workers))}"
@@ -322,13 +334,13 @@ def main() -> None:
     args = parser.parse_args()
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory() as folder:
-        found = run(args, Path(folder))
-    if args.plot:
-        plot(found, args.plot)
-    text = document(args, found, load)
+        for found in run(args, Path(folder)):
+            if args.plot:
+                plot(found, args.plot)
+            text = document(args, found, load)
+            if args.out:
+                args.out.write_text(text)
     print(text)
-    if args.out:
-        args.out.write_text(text)
 
 
 if __name__ == "__main__":
