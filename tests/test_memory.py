@@ -13,6 +13,9 @@ from torch_geometric.nn import GATConv, SimpleConv
 
 import pyg_sar
 from pyg_sar import ops
+from pyg_sar.comm import current
+from pyg_sar.halo import HaloPlan
+from pyg_sar.index_space import DistEdgeIndex, dist_edge_index, plain
 
 NODES, EDGES, HEADS, CHANNELS = 4000, 40_000, 4, 32
 WIDE = NODES * HEADS * CHANNELS * 4  # bytes of a row of all heads for each node, float32
@@ -76,6 +79,42 @@ def test_a_mean_divides_no_copy_of_its_gradient() -> None:
         lambda: torch.autograd.grad(out, x, gradient, retain_graph=True), x, edges, gradient, out
     )
     assert WIDE <= peak <= WIDE + EDGES * 4 + 4 * NODES * 8
+
+
+def edges_in_space(order: bool) -> DistEdgeIndex:
+    _, edges = graph(1)
+    plan = HaloPlan(current(), NODES, [0], torch.empty(0, dtype=torch.long), [0])
+    return dist_edge_index(edges, plan).ordered(torch.arange(EDGES) if order else None)
+
+
+def test_all_edges_selected_share_their_memory() -> None:
+    edges = edges_in_space(order=True)
+    mask = torch.ones(EDGES, dtype=torch.bool)
+    with LiveBytes() as live:
+        live.known(plain(edges), mask)
+        chosen = edges[:, mask]
+    # Others may have lost some: it is a list of its own there and here.
+    assert chosen is not edges and chosen.by_content and not edges.by_content
+    assert plain(chosen).data_ptr() == plain(edges).data_ptr()
+    assert live.now == 4 * EDGES  # the columns, by which it is found again
+    assert torch.equal(chosen.order, edges.order)
+    mask[7] = False
+    fewer = edges[:, mask]
+    assert fewer.size(1) == EDGES - 1 and edges.size(1) == EDGES
+    assert fewer[:, torch.ones(EDGES - 1, dtype=torch.bool)].size(1) == EDGES - 1
+
+
+def test_places_of_joined_edges_are_made_when_asked_for() -> None:
+    edges, loops = edges_in_space(order=True), torch.arange(NODES).expand(2, -1)
+    with LiveBytes() as live:
+        live.known(plain(edges), loops)
+        joined = torch.cat([edges, loops], 1)
+        without = live.now
+        order = joined.order
+    assert live.now - without == 8 * (EDGES + NODES)
+    assert torch.equal(order, torch.arange(EDGES + NODES)) and joined.order is order
+    assert joined[0].order is order
+    assert torch.cat([edges_in_space(order=False), loops], 1).order is None
 
 
 class Watched(GATConv):
