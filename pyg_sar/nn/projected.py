@@ -34,7 +34,7 @@ class _Together(torch.autograd.Function):
         terms, weights = given[:count], given[count:]
         ctx.save_for_backward(value, *weights)
         ctx.set_materialize_grads(False)
-        return (value.view_as(value), *(term.clone() for term in terms))
+        return (value.view_as(value), *(term.view_as(term) for term in terms))
 
     @staticmethod
     @once_differentiable
