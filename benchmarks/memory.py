@@ -258,16 +258,18 @@ def plot(found: Found, path: Path) -> None:
 
     panels = list(dict.fromkeys((model, parts) for model, parts, _ in found))
     figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
-    for axes, panel in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(all_axes, panels, strict=True):
         for (model, parts, mode), by_workers in found.items():
             if (model, parts) != panel:
                 continue
             counts = sorted(by_workers)
             peaks = [by_workers[w].peak / 2**20 for w in counts]
-            (line,) = axes.plot(counts, peaks, marker="o", label=f"mode {mode}")
+            color = f"C{list(POLICIES).index(mode)}"
+            axes.plot(counts, peaks, marker="o", color=color, label=f"mode {mode}")
             laws = [by_workers[w].law / 2**20 for w in counts]
             if mode == "1, prefetch 1":
-                axes.plot(counts, laws, color=line.get_color(), linestyle=":", label="its law")
+                axes.plot(counts, laws, color=color, linestyle=":", label="its law")
                 ideal = [peaks[0] * counts[0] / w for w in counts]
                 axes.plot(counts, ideal, color="black", linestyle="--", label="1/W")
         axes.set_xscale("log", base=2)
@@ -276,7 +278,7 @@ def plot(found: Found, path: Path) -> None:
         axes.set_xlabel("workers W")
         axes.set_ylabel("peak memory per worker (MiB)")
         axes.set_xticks(counts, [str(w) for w in counts])
-    axes.legend(fontsize="small")
+    all_axes[0].legend(fontsize="x-small")
     figure.savefig(path, dpi=110)
 
 
@@ -290,8 +292,9 @@ per head); the gradients of the layer at hand; and the remote rows that the mode
 these are one shard of the largest size, or two with a prefetched one; as much of gradients on their
 way back, beside the sources where these are fetched again (GAT). Mode 2 keeps the halo's rows of
 each GAT layer, mode 3 the halo and every message. All rows are counted as pulled. Not in the law:
-own rows as neighbours read them in shared memory, partial sums that are pushed, temporary tensors,
-libraries."""
+own rows as neighbours read them in shared memory and what they have not read yet, partial sums that
+are pushed, temporary tensors (of all messages in mode 3), and a few megabytes of libraries that
+don't shrink with the part."""
 
 
 def document(args: argparse.Namespace, found: Found, load: float) -> str:
