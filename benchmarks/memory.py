@@ -1,19 +1,25 @@
-"""Peak memory per worker against 1/W: modes 1, 2 and 3, SAGE and GAT, on a dense random graph.
+"""Peak memory per worker against 1/W, beside the law: modes 1, 2 and 3, SAGE and GAT.
 
-    python benchmarks/memory.py --out docs/benchmarks/memory.md
+    python benchmarks/memory.py --out docs/benchmarks/memory.md --plot docs/benchmarks/memory.png
 
-Every node's sources are drawn from all nodes and parts are random, so that every worker needs
-nearly every row. Each configuration runs in fresh processes: a warm-up on a tiny graph (libraries,
-thread stacks), then the baseline, then two epochs of which the higher peak counts. Peaks are the
-resident set's (``VmHWM``), over the baseline, of the worker that needs most.
+Full-batch training of a 3-layer GraphSAGE (256) and GAT (4 heads of 32) on a power-law graph, METIS
+and random parts. Each number of workers, model and kind of parts starts fresh processes, in which
+the modes follow one another, mode 1 first. Before each one a pass over a tiny graph loads libraries
+and starts threads, and memory that is kept for use again is given back; then the baseline is taken,
+the partition is loaded, and the higher peak of two epochs counts (``VmHWM``, bytes over the
+baseline), of the worker that needs most of what the law allows it.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
+import gc
 import os
 import platform
 import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -22,123 +28,322 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 from torch_geometric.data import Data
-from torch_geometric.nn import GATConv, SAGEConv
+from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.synthetic import SyntheticGraph, synthetic_graph
+
+CLASSES, HEADS = 8, 4
+MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
+    "sage": lambda features: GraphSAGE(features, 256, 3, CLASSES),
+    "gat": lambda features: GAT(features, 128, 3, CLASSES, heads=HEADS),
+}
+POLICIES = {
+    "1, prefetch 0": pyg_sar.SARPolicy(prefetch=0),
+    "1, prefetch 1": pyg_sar.SARPolicy(prefetch=1),
+    "1, prefetch 1, all pulled": pyg_sar.SARPolicy(prefetch=1, push="off"),
+    "2": pyg_sar.SARPolicy(mode=2),
+    "3": pyg_sar.SARPolicy(mode=3),
+}
+HEAP = {"MALLOC_MMAP_THRESHOLD_": "65536"}  # what is freed goes back to the system
 
 
-class Net(torch.nn.Module):
-    """Three layers of one kind; GAT with four heads."""
-
-    def __init__(self, kind: str, inputs: int, hidden: int, outputs: int) -> None:
-        super().__init__()
-        sizes = [(inputs, hidden), (hidden, hidden), (hidden, outputs)]
-        if kind == "gat":
-            layers = [GATConv(a, b // 4, heads=4) for a, b in sizes]
-        else:
-            layers = [SAGEConv(a, b) for a, b in sizes]
-        self.convs = torch.nn.ModuleList(layers)
-
-    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
-        for conv in self.convs[:-1]:
-            x = conv(x, edge_index).relu()
-        return self.convs[-1](x, edge_index)
+# The law #####################################################################
 
 
-def random_graph(num_nodes: int, degree: int, features: int) -> Data:
-    """Sources uniformly at random."""
-    generator = torch.Generator().manual_seed(0)
-    return Data(
-        x=torch.randn(num_nodes, features, generator=generator),
-        edge_index=torch.randint(0, num_nodes, (2, num_nodes * degree), generator=generator),
-        y=torch.randint(0, 16, (num_nodes,), generator=generator),
-    )
+@dataclass(frozen=True, kw_only=True)
+class Part:
+    """What the law needs to know of a worker's part.
+
+    Attributes:
+        nodes: Own nodes.
+        edges: Edges into them.
+        halo: Remote nodes that they need.
+        shard: The most of these that come at a time.
+        stored: Bytes of its tensors.
+    """
+
+    nodes: int
+    edges: int
+    halo: int
+    shard: int
+    stored: int
+
+    @classmethod
+    def of(cls, data: Data) -> Part:
+        plan = data.edge_index.plan
+        stored = sum(t.numel() * t.element_size() for t in data.to_dict().values() if _is_own(t))
+        return cls(
+            nodes=data.num_nodes,
+            edges=data.edge_index.size(1),
+            halo=plan.num_halo,
+            shard=max(unit.num_rows for unit in plan.units()[1:]) if plan.num_halo else 0,
+            stored=stored + 4 * sum(plan.send_counts),
+        )
+
+
+def _is_own(value: Any) -> bool:
+    return isinstance(value, torch.Tensor)
+
+
+def law(part: Part, kind: str, features: int, mode: int, prefetch: int) -> int:
+    """Bytes that a worker needs at its peak: the largest of all layers' passes."""
+    shards = min(1 + prefetch, max(-(-part.halo // max(part.shard, 1)), 1)) * part.shard
+    find = _sage if kind == "sage" else _gat
+    return part.stored + find(part, features, mode, shards)
+
+
+def _sage(part: Part, features: int, mode: int, shards: int) -> int:
+    """Kept: each layer's input and mean. The gradients: of the mean, and of the input, twice.
+
+    The gradient needs no source rows (case 1), so that mode 2 is mode 1, and rows are resident
+    either as sources or as gradients.
+    """
+    widths = [features, 256, 256]
+    peak = kept = 0
+    for k, width in enumerate(widths):
+        own = part.nodes * width
+        remote = shards * width
+        if mode == 3:  # and every message; the means' gradients, too, are read edge by edge
+            remote = (part.nodes + part.halo + part.edges) * width
+        kept += own * (k > 0)
+        forward = kept + own + remote
+        backward = kept + (3 * own + remote) * (k > 0)
+        kept += own
+        peak = max(peak, forward, backward)
+    return 8 * part.edges + 4 * peak
+
+
+def _gat(part: Part, features: int, mode: int, shards: int) -> int:
+    """Kept: each layer's values, output and activation, and four numbers per head.
+
+    In the backward pass the output makes room for the values' gradient. There source rows and
+    gradient rows are resident (case 2); mode 2 keeps the halo's rows instead of a shard's.
+    Self loops make an edge list of their own.
+    """
+    nodes, edges = part.nodes, part.edges + part.nodes
+    widths = [HEADS * 32, HEADS * 32, HEADS * CLASSES]
+    peak = kept = 0
+    for width in widths:
+        row, own = width + HEADS, nodes * (2 * width + 4 * HEADS)
+        rows = {1: shards * row, 2: part.halo * row, 3: (nodes + part.halo) * row}[mode]
+        messages = edges * row if mode == 3 else 0
+        gradients = {1: shards * row, 2: shards * row, 3: (nodes + part.halo) * row}[mode]
+        forward = kept + own + rows + messages
+        backward = forward + nodes * width + gradients + messages
+        kept += own + nodes * width + (mode == 2) * part.halo * row + messages
+        activation = kept + 2 * nodes * width  # and its backward pass, that of a layer's output
+        peak = max(peak, forward, backward, activation)
+    lists = 16 * edges + 8 * edges
+    return lists + 4 * peak
+
+
+# What is measured ############################################################
 
 
 def epoch(model: torch.nn.Module, data: Data) -> None:
     model.zero_grad()
-    out = model(data.x, data.edge_index)
-    pyg_sar.mean(F.cross_entropy(out, data.y, reduction="none")).backward()
+    losses = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
+    pyg_sar.mean(losses).backward()
 
 
-def measure(root: str, tiny: str, kind: str, hidden: int, policy: pyg_sar.SARPolicy) -> Any:
-    """Peak over the baseline and resident rows of one worker."""
+def train(root: str, kind: str, policy: pyg_sar.SARPolicy) -> Data:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(MODELS[kind](data.x.size(1)), policy)
+    epoch(model, data)
+    epoch(model, data)
+    return data
+
+
+def give_back() -> None:
+    """Memory that this process keeps for use again goes back to the system."""
     comm = pyg_sar.current()
-    for folder in (tiny, root):
-        data = pyg_sar.load_partition(folder)
-        data.x = data.x.clone()  # out of the memory map: the features are the baseline's
-        torch.manual_seed(0)
-        model = pyg_sar.distribute(Net(kind, data.x.size(1), hidden, 16), policy)
+    comm.barrier()
+    gc.collect()
+    if comm.sharing is not None:
+        comm.sharing.trim()
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+    comm.barrier()
+
+
+def measure(
+    root: str, tiny: str, kind: str, policies: Sequence[pyg_sar.SARPolicy]
+) -> list[tuple[int, int, int]]:
+    """Bytes at the peak, bytes of the law and remote rows at the peak, by policy."""
+    comm, found = pyg_sar.current(), []
+    for policy in policies:
+        train(tiny, kind, policy)
+        give_back()
         with pyg_sar.Ledger(comm) as ledger:
-            epoch(model, data)
-            epoch(model, data)
-        comm.barrier()
-    rows = ledger.peak_resident_rows() / max(data.num_nodes, 1)
-    return ledger.peak_memory - ledger.baseline_memory, rows
+            data = train(root, kind, policy)
+        allowed = law(Part.of(data), kind, data.x.size(1), policy.mode, policy.prefetch)
+        peak = ledger.peak_memory - ledger.baseline_memory
+        found.append((peak, allowed, ledger.peak_resident_rows()))
+        del data
+    return found
 
 
-def run(args: argparse.Namespace) -> list[str]:
-    """The table's rows."""
-    graph = random_graph(args.nodes, args.degree, args.features)
-    small = random_graph(400, 5, args.features)
-    lines = ["| model | mode | prefetch | workers | peak per worker (MB) | times W | of W=2 | "
-             "remote rows over own rows |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    cases = [(k, m, p) for k in ("sage", "gat") for m, p in ((1, 0), (1, 1), (2, 1), (3, 1))]
-    with tempfile.TemporaryDirectory() as folder:
-        for workers in args.workers:
-            pyg_sar.write_partitions(graph, workers, f"{folder}/{workers}", "random")
-            pyg_sar.write_partitions(small, workers, f"{folder}/tiny{workers}", "random")
-        first: dict[Any, float] = {}
-        for kind, mode, prefetch in tqdm(cases, desc="memory"):
-            for workers in args.workers:
-                policy = pyg_sar.SARPolicy(mode=mode, prefetch=prefetch)
-                folders = (f"{folder}/{workers}", f"{folder}/tiny{workers}")
-                found = pyg_sar.launch(measure, workers, *folders, kind, args.hidden, policy)
-                peak = max(peak for peak, _ in found) / 2**20
-                rows = max(rows for _, rows in found)
-                total = first.setdefault((kind, mode, prefetch), peak * workers)
-                lines.append(
-                    f"| {kind} | {mode} | {prefetch} | {workers} | {peak:.0f} | "
-                    f"{peak * workers:.0f} | {peak * workers / total:.2f} | {rows:.2f} |"
-                )
-                tqdm.write(lines[-1])
+Case = tuple[str, str, str]
+"""Model, kind of parts, mode."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """The worker that needs most, of what the law allows it.
+
+    Attributes:
+        peak: Bytes.
+        law: Bytes.
+        rows: Remote rows resident at most.
+    """
+
+    peak: int
+    law: int
+    rows: int
+
+
+Found = dict[Case, dict[int, Measured]]
+
+
+def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
+    """The measurements so far, by case and number of workers."""
+    kind = SyntheticGraph(
+        nodes=args.nodes, edges=args.edges, features=args.features, classes=CLASSES
+    )
+    graph = synthetic_graph(kind)
+    small = synthetic_graph(SyntheticGraph(nodes=400, degree=5, features=args.features))
+    found: Found = {}
+    steps = [(w, p, m) for w in args.workers for p in args.partition for m in args.models]
+    for workers, parts, model in tqdm(steps, desc="memory"):
+        root, tiny = folder / f"{parts}{workers}", folder / f"tiny{workers}"
+        if not root.exists():
+            pyg_sar.write_partitions(graph, workers, root, parts)
+        if not tiny.exists():
+            pyg_sar.write_partitions(small, workers, tiny, "random")
+        # Attention always pulls.
+        modes = {n: p for n, p in POLICIES.items() if model == "sage" or p.push == "auto"}
+        given = str(root), str(tiny), model, list(modes.values())
+        everyone = pyg_sar.launch(measure, workers, *given, threads_per_worker=1, env=HEAP)
+        for mode, per_worker in zip(modes, zip(*everyone, strict=True), strict=True):
+            worst = Measured(*max(per_worker, key=lambda worker: worker[0] / worker[1]))
+            found.setdefault((model, parts, mode), {})[workers] = worst
+            tqdm.write(f"{model}, {parts}, {mode}, {workers}: {worst}")
+        yield found
+
+
+# What is shown ###############################################################
+
+
+def table(found: Found, workers: Sequence[int]) -> list[str]:
+    """Peaks in MiB and over the law."""
+    head = ["model", "parts", "mode", *(f"W={w}" for w in workers)]
+    lines = [
+        "| " + " | ".join(head) + " |",
+        "| " + " | ".join("---" for _ in head) + " |",
+    ]
+    for (model, parts, mode), by_workers in found.items():
+        cells = [
+            f"{m.peak / 2**20:.0f} ({m.peak / m.law:.2f})" if m else ""
+            for m in (by_workers.get(w) for w in workers)
+        ]
+        lines.append("| " + " | ".join([model, parts, mode, *cells]) + " |")
     return lines
+
+
+def plot(found: Found, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    panels = list(dict.fromkeys((model, parts) for model, parts, _ in found))
+    figure = Figure(figsize=(4 * len(panels), 4), layout="constrained")
+    all_axes = figure.subplots(1, len(panels), squeeze=False)[0]
+    for axes, panel in zip(all_axes, panels, strict=True):
+        for (model, parts, mode), by_workers in found.items():
+            if (model, parts) != panel:
+                continue
+            counts = sorted(by_workers)
+            peaks = [by_workers[w].peak / 2**20 for w in counts]
+            color = f"C{list(POLICIES).index(mode)}"
+            axes.plot(counts, peaks, marker="o", color=color, label=f"mode {mode}")
+            laws = [by_workers[w].law / 2**20 for w in counts]
+            if mode == "1, prefetch 1":
+                axes.plot(counts, laws, color=color, linestyle=":", label="its law")
+                ideal = [peaks[0] * counts[0] / w for w in counts]
+                axes.plot(counts, ideal, color="black", linestyle="--", label="1/W")
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.set_title(f"{panel[0]}, {panel[1]} parts")
+        axes.set_xlabel("workers W")
+        axes.set_ylabel("peak memory per worker (MiB)")
+        axes.set_xticks(counts, [str(w) for w in counts])
+    all_axes[0].legend(fontsize="x-small")
+    figure.savefig(path, dpi=110)
+
+
+LAW = """\
+Each entry: MiB that a worker's resident set grows by, from before it loads its part to the peak of
+two epochs, and in brackets that over the law, for the worker that is farthest from it. The law
+(`law` in `benchmarks/memory.py`) is what a worker has to hold: its part as stored; 8 bytes per edge
+for its edges by target and by source (GAT: and the list that self loops make); what the layers keep
+for each own node (SAGE: each layer's input and mean; GAT: values, output, activation, four numbers
+per head); the gradients of the layer at hand; and the remote rows that the mode allows. In mode 1
+these are one shard of the largest size, or two with a prefetched one; as much of gradients on their
+way back, beside the sources where these are fetched again (GAT). Mode 2 keeps the halo's rows of
+each GAT layer, mode 3 the halo and every message. All rows are counted as pulled. Not in the law:
+own rows as neighbours read them in shared memory and what they have not read yet, partial sums that
+are pushed, temporary tensors (of all messages in mode 3), and a few megabytes of libraries that
+don't shrink with the part."""
+
+
+def document(args: argparse.Namespace, found: Found, load: float) -> str:
+    command = (
+        f"python benchmarks/memory.py --nodes {args.nodes} --edges {args.edges} "
+        f"--features {args.features} --workers {' '.join(map(str, args.workers))}"
+    )
+    lines = [
+        "# Peak memory per worker",
+        "",
+        f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph "
+        f"(`pyg_sar.synthetic`) of {args.nodes:,} nodes, {args.edges:,} edges and {args.features} "
+        "features; three layers, SAGE of 256 channels, GAT of 4 heads of 32; workers of one host, "
+        f"one thread each. Load at the start and at the end: {load:.1f} and "
+        f"{os.getloadavg()[0]:.1f}.",
+        "",
+        " ".join(LAW.split("\n")),
+        "",
+        *table(found, args.workers),
+        "",
+    ]
+    if args.plot:
+        lines += [f"![Peaks]({args.plot.name})", ""]
+    return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--nodes", type=int, default=200_000)
-    parser.add_argument("--degree", type=int, default=20)
-    parser.add_argument("--features", type=int, default=128)
-    parser.add_argument("--hidden", type=int, default=128)
+    parser.add_argument("--nodes", type=int, default=50_000)
+    parser.add_argument("--edges", type=int, default=1_000_000)
+    parser.add_argument("--features", type=int, default=100)
+    parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
-        "--workers", type=lambda s: [int(n) for n in s.split(",")], default=[2, 4, 8]
+        "--partition", nargs="+", choices=["metis", "random"], default=["metis", "random"]
     )
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, help="write the table here as Markdown")
+    parser.add_argument("--plot", type=Path, help="a picture of the peaks")
     args = parser.parse_args()
-    lines = run(args)
-    command = f"python benchmarks/memory.py --nodes {args.nodes} --degree {args.degree}"
-    text = "\n".join(
-        [
-            "# Peak memory per worker",
-            "",
-            f"{date.today()}, `{command} --features {args.features} --hidden {args.hidden}`, "
-            f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
-            f"torch-geometric {torch_geometric.__version__}. Random graph of {args.nodes:,} nodes "
-            f"and {args.nodes * args.degree:,} edges, random parts, three layers.",
-            "",
-            "With a prefetched shard (depth 1) two remote shards are resident from three workers "
-            "on, but at two workers there is only one: the peak times W grows by that.",
-            "",
-            *lines,
-            "",
-        ]
-    )
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory() as folder:
+        for found in run(args, Path(folder)):
+            if args.plot:
+                plot(found, args.plot)
+            text = document(args, found, load)
+            if args.out:
+                args.out.write_text(text)
     print(text)
-    if args.out:
-        args.out.parent.mkdir(parents=True, exist_ok=True)
-        args.out.write_text(text)
 
 
 if __name__ == "__main__":

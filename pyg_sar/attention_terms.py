@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 Kind = Literal["additive", "gatv2", "dot"]
+_PRODUCTS = 2**18  # held at a time
 
 
 class Segments(Protocol):
@@ -223,7 +224,12 @@ class Cotangent:
     def of(cls, grad_out: Tensor, out: Tensor, maximum: Tensor, normaliser: Tensor) -> Cotangent:
         """From dL/dout and ``out``, both ``[N, H, C]`` and of any strides."""
         grad_out = grad_out.to(maximum.dtype).contiguous()
-        delta = torch.linalg.vecdot(grad_out, out.to(maximum.dtype))
+        delta = torch.empty_like(maximum)
+        # Some rows at a time: a product of all would be one more tensor of their size.
+        count = max(_PRODUCTS // max(out.shape[1:].numel(), 1), 1)
+        parts = (tensor.split(count) for tensor in (delta, grad_out, out))
+        for found, gradient, values in zip(*parts, strict=True):
+            torch.sum(gradient * values.to(maximum.dtype), -1, out=found)
         return cls(grad_out, maximum, normaliser, delta)
 
     def check(self, attention: Attention) -> None:

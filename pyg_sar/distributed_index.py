@@ -95,18 +95,43 @@ def plain(value: Any) -> Any:
     return value.as_subclass(Tensor) if isinstance(value, InSpace) else value
 
 
+class Order:
+    """Places of edges among all edges of their targets, made when they are first asked for.
+
+    Few aggregations ask, and the places take as much memory as half the edges.
+
+    Args:
+        found: The places ``[E]``, or ``None`` where they are not known; or what makes them.
+    """
+
+    def __init__(self, found: Tensor | Callable[[], Tensor | None] | None) -> None:
+        self._found = found
+
+    def find(self) -> Tensor | None:
+        """The places, or ``None`` where they are not known."""
+        if self._found is not None and not isinstance(self._found, Tensor):
+            with torch.inference_mode(False):
+                self._found = self._found()
+        return self._found
+
+
 class InSpace(Tensor):
     """What :class:`DistIndex` and :class:`DistEdgeIndex` share. Not a public class."""
 
     plan: HaloPlan
     by_content: bool = False  # found again by what it holds, or derived from what is
     targets: int | None
-    order: Tensor | None = None  # [E]: puts edges in the order of the whole graph's edge list
+    places: Order | None = None
     _memory: OrderedDict[Any, Any]
 
-    def ordered(self, order: Tensor | None) -> Self:
+    @property
+    def order(self) -> Tensor | None:
+        """``[E]``: puts edges in the order of the whole graph's edge list; ``None``: not known."""
+        return None if self.places is None else self.places.find()
+
+    def ordered(self, order: Order | Tensor | None) -> Self:
         """This tensor, whose edges have these places among all edges of their targets."""
-        self.order = order
+        self.places = Order(order) if isinstance(order, Tensor) else order
         return self
 
     @property
@@ -293,13 +318,18 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
     if unchanged and out.dtype == source.dtype:
         return source
     plan = source.plan.to(out.device)
-    order = None if source.order is None else source.order.to(out.device)
+    places, device = source.places, out.device
+    order = None if places is None else Order(lambda: _moved(places.find(), device))
     if isinstance(source, DistEdgeIndex):
         copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
         copy.by_content = source.by_content
         copy.origin = source if plan is source.plan else None
         return copy
     return dist_index(out, plan, targets=source.targets).ordered(order)
+
+
+def _moved(order: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if order is None else order.to(device)
 
 
 @handles(Tensor.max, torch.max, Tensor.amax, torch.amax)
@@ -342,4 +372,4 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(source, DistIndex):
         raise refusal(func)
     out = func(plain(source), *[plain(a) for a in args[1:]], **kwargs)
-    return dist_index(out, source.plan, source.flat, source.targets).ordered(source.order)
+    return dist_index(out, source.plan, source.flat, source.targets).ordered(source.places)

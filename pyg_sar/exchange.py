@@ -93,7 +93,7 @@ class RowLayout:
             return flat_rows(tensors[group[0][0]].index_select(0, rows))
         out = tensors[group[0][0]].new_empty(rows.numel(), group[-1][2])
         for k, start, stop in group:
-            out[:, start:stop] = flat_rows(tensors[k].index_select(0, rows))
+            torch.index_select(flat_rows(tensors[k]), 0, rows, out=out[:, start:stop])
         return out
 
     def packer(

@@ -26,6 +26,7 @@ from pyg_sar.distributed_index import (
     DistEdgeIndex,
     DistIndex,
     InSpace,
+    Order,
     builtin,
     dist_edge_index,
     dist_index,
@@ -71,7 +72,7 @@ def _row(edge_index: DistEdgeIndex, number: int) -> Tensor:
             return row
         index = dist_index(row, edge_index.plan, targets=edge_index.targets)
         index.by_content = edge_index.by_content
-        return index.ordered(edge_index.order)
+        return index.ordered(edge_index.places)
 
     return edge_index.remember(("row", number), make)
 
@@ -114,20 +115,33 @@ def _selected_order(source: Any, columns: Any) -> Tensor | None:
     return order
 
 
-def _joined_order(parts: Sequence[Any], edges: bool) -> Tensor | None:
+def _joined_order(parts: Sequence[Any], edges: bool) -> Order | None:
     """Part after part, as in the whole graph's list; plain edges are in order."""
-    ranks: list[Tensor] = []
-    start = 0
-    for part in parts:
-        count = part.size(1 if edges else 0)
-        if not isinstance(part, InSpace):
-            ranks.append(torch.arange(start, start + count, device=part.device))
-        elif part.order is None:
-            return None
-        else:
-            ranks.append(part.order.argsort().argsort() + start)
-        start += count
-    return torch.cat(ranks)
+    counts = [part.size(1 if edges else 0) for part in parts]
+    nothing = torch.empty(0, dtype=torch.long, device=parts[0].device)
+    known = [part.places if isinstance(part, InSpace) else Order(nothing) for part in parts]
+    in_space = [isinstance(part, InSpace) for part in parts]
+    if any(places is None for places in known):
+        return None
+
+    def make() -> Tensor | None:
+        ranks: list[Tensor] = []
+        start = 0
+        for places, count, ordered in zip(known, counts, in_space, strict=True):
+            order = None if places is None else places.find()
+            if order is None:
+                return None
+            here = torch.arange(count, device=order.device)
+            ranks.append((order.argsort().argsort() if ordered else here) + start)
+            start += count
+        return torch.cat(ranks)
+
+    return Order(make)
+
+
+def _all_of(columns: Any) -> bool:
+    """Whether a mask leaves no edge out."""
+    return isinstance(columns, Tensor) and columns.dtype == torch.bool and bool(columns.all())
 
 
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
@@ -135,6 +149,9 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
 
     def make() -> DistEdgeIndex:
         with torch.inference_mode(False):
+            if _all_of(columns):
+                # The same memory, but edges of their own: other workers may have lost some.
+                return _edges_like(plain(source), source).ordered(source.places)
             chosen = _edges_like(plain(source)[:, columns], source)
             return chosen.ordered(_selected_order(source, columns))
 
@@ -192,7 +209,7 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
         rows, other = plain(source).flip(0), 1 - source.dist_row
         out = dist_edge_index(rows, source.plan, other, source.targets)
         out.by_content = source.by_content
-        return out.ordered(source.order)
+        return out.ordered(source.places)
 
     return source.remember("flip", make)
 
@@ -211,7 +228,7 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
         joined = torch.stack([plain(row) for row in rows], 0)
         edges = dist_edge_index(joined, base.plan, place, base.targets)
         edges.by_content = base.by_content
-        return other, edges.ordered(base.order)
+        return other, edges.ordered(base.places)
 
     return base.remember(("stack", place, id(other), version_of(other)), make)[1]
 

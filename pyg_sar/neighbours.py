@@ -11,12 +11,14 @@ never waits for a reader, so that whatever order workers do this in, nobody wait
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
+
+PIECE = 1 << 20  # bytes
 
 
 class Subject(IntEnum):
@@ -32,6 +34,9 @@ class Letter(ABC):
 
     data: Tensor
     """``uint8``, read only."""
+
+    def pause(self) -> None:
+        """What was read so far need not be resident here any more; all may be read again."""
 
     @abstractmethod
     def release(self) -> None:
@@ -82,11 +87,21 @@ class Neighbours(ABC):
             TimeoutError: It did not come in time.
         """
 
+    def trim(self) -> None:
+        """Gives memory that nobody holds back to the system."""
+
     def abort(self) -> None:
         """Ends every wait, from another thread."""
 
     def close(self) -> None:
         """Frees everything."""
+
+
+def pieces_of(rows: Tensor) -> Iterator[slice]:
+    """Some rows at a time, of about a mebibyte: what is read of a neighbour between two pauses."""
+    count = max(PIECE // max(rows[:1].numel() * rows.element_size(), 1), 1)
+    for start in range(0, rows.size(0), count):
+        yield slice(start, start + count)
 
 
 def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, rank: int) -> Tensor:

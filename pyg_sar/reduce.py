@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -139,6 +140,10 @@ class SumReducer(RowReducer):
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         self._gradient = gradient
 
+    def _shares(self) -> Tensor:
+        """What each message of a target gets, ``[num_targets, *]``."""
+        return present(self._gradient)
+
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.target_rows)
 
@@ -149,13 +154,21 @@ class SumReducer(RowReducer):
 
     def weight_gradient(self, segments: Segments, rows: Tensor) -> Tensor:
         """The gradients of the weights that :meth:`merge_rows` took, in shard order, ``[E]``."""
-        gradient = flat_rows(present(self._gradient))
+        gradient = flat_rows(self._shares())
         at = segments.source, segments.offsets, segments.targets, segments.edges
         return edge_dot(flat_rows(rows), gradient, *at)
 
 
 class MeanReducer(SumReducer):
-    r""":math:`out_i = \frac{1}{\max(d_i, 1)} \sum_e m_e` with the in-degree :math:`d_i`."""
+    r""":math:`out_i = \frac{1}{\max(d_i, 1)} \sum_e m_e` with the in-degree :math:`d_i`.
+
+    The gradient's rows are divided where they are read: a divided copy of all of them is made only
+    where numbers for a shard's edges would take more.
+    """
+
+    def __init__(self, rounds: Rounds) -> None:
+        super().__init__(rounds)
+        self._divided: Tensor | None = None
 
     def _count(self, like: Tensor) -> Tensor:
         return trailing(self.in_degree.clamp(min=1).to(like.dtype), like)
@@ -165,7 +178,33 @@ class MeanReducer(SumReducer):
         return out.div_(self._count(out))
 
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
-        self._gradient = gradient / self._count(gradient)
+        self._gradient, self._divided = gradient, None
+
+    def _shares(self) -> Tensor:
+        """The gradient over the in-degrees, ``[num_targets, *]``; kept from its first use on."""
+        if self._divided is None:
+            gradient = present(self._gradient)
+            self._divided = gradient / self._count(gradient)
+        return self._divided
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        found = super().message_gradient(tile, messages, log)
+        return found.div_(self._count(found).index_select(0, tile.target_rows))
+
+    def add_row_gradients(
+        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
+    ) -> None:
+        gradient = present(self._gradient)
+        if self._divided is not None or transposed.source.numel() > gradient.numel():
+            gather_into(total, self._shares(), transposed, weight)
+            return
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        shares = self.in_degree.clamp(min=1).to(wide).reciprocal_()
+        shares = shares.index_select(0, transposed.source)
+        if weight is not None:
+            edges = transposed.edges
+            shares *= weight if edges is None else weight.index_select(0, edges)
+        gather_into(total, gradient, replace(transposed, edges=None), shares)
 
 
 class ExtremumReducer(RowReducer):

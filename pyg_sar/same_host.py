@@ -8,8 +8,8 @@ gone. A worker looks at these, without waiting, when it needs a segment. A peer 
 both: whoever waits for it knows at once.
 
 [Note: resident memory] What a reader touches of a mapped segment counts as resident in the reader
-as well. It gives these pages up with each release (the memory stays the writer's), so that a
-reader has one neighbour's rows mapped at a time.
+as well. It gives these pages up with each piece that it has read and with each release (the memory
+stays the writer's), so that a reader has a mebibyte or two of its neighbours' rows mapped.
 """
 
 from __future__ import annotations
@@ -82,9 +82,12 @@ class SharedLetter(Letter):
         self._mapping, whole = link.mapped[segment]
         self.data = whole[start : start + size]
 
-    def release(self) -> None:
+    def pause(self) -> None:
         if self.data.numel() > GIVE_UP:
             self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def release(self) -> None:
+        self.pause()
         # A writer that has ended needs it no more; one that died is noticed by whoever waits.
         with contextlib.suppress(TransportError, TimeoutError):
             packet = struct.pack(PACKET, RELEASE, self._segment, 0, 0, 0)
@@ -167,6 +170,10 @@ class SharedMemory(Neighbours):
                             self._pool.release(segment)
                         else:
                             link.mapped.pop(segment, None)
+
+    def trim(self) -> None:
+        self._collect()
+        self._pool.trim()
 
     # Reading -----------------------------------------------------------------
 

@@ -130,6 +130,12 @@ class Pool:
         self._forget(segment)
         segment.free()
 
+    def trim(self) -> None:
+        """Gives the segments that nobody holds back to the system."""
+        with self._lock:
+            for segment in list(self._free):
+                self._drop(segment)
+
     def sizes(self) -> tuple[int, int]:
         """Bytes of the segments that are held, and of those that are free."""
         with self._lock:

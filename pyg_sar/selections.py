@@ -24,6 +24,7 @@ class Selections:
 
     def __init__(self, num_edges: int) -> None:
         self._room = 4 * num_edges + 64
+        self._narrow = num_edges < 2**31
         self._held = 0
         self._by_identity: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
         self._by_content: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
@@ -43,6 +44,7 @@ class Selections:
         with torch.inference_mode(False):
             mask = columns.dtype in (torch.bool, torch.uint8)
             numbers = columns.nonzero().view(-1) if mask else columns.clone()
+            numbers = numbers.int() if self._narrow else numbers
         places = torch.arange(numbers.numel(), device=numbers.device) % 1009
         key = numbers.numel(), int(numbers.sum()), int((numbers * places).sum())
         found = self._by_content.pop(key, None)

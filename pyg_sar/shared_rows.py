@@ -45,17 +45,15 @@ class SharedRows:
                 flat, columns = flat_rows(tensors[k]), out[:, start:stop]
                 if self.rows is None:
                     columns.copy_(flat[: self.count])
-                elif out.size(1) == stop - start:
-                    torch.index_select(flat, 0, self.rows, out=out)
                 else:
-                    columns.copy_(flat.index_select(0, self.rows))
+                    torch.index_select(flat, 0, self.rows, out=columns)
 
-    def gather(self, publication: Tensor, owner: int, out: Tensor) -> None:
-        """Takes the halo rows of ``owner`` from what it published."""
+    def gather(self, publication: Tensor, piece: slice, owner: int, out: Tensor) -> None:
+        """Takes a piece of the halo rows of ``owner`` from what it published."""
         if owner in self.index:
-            torch.index_select(publication, 0, self.index[owner], out=out)
+            torch.index_select(publication, 0, self.index[owner][piece], out=out[piece])
         else:
-            out.copy_(publication)
+            out[piece] = publication[piece]
 
 
 def shared_rows(plan: HaloPlan, sharing: Sharing) -> SharedRows:

@@ -17,7 +17,7 @@ from torch import Tensor
 from pyg_sar.backends import Parcel, Transport, to_bytes
 from pyg_sar.issuer import Work
 from pyg_sar.ledger import Label
-from pyg_sar.neighbours import Letter, Neighbours, Page, Subject, as_rows
+from pyg_sar.neighbours import Letter, Neighbours, Page, Subject, as_rows, pieces_of
 from pyg_sar.payload import count, num_bytes
 
 Submit = Callable[[Callable[[], None], Label, str], Work]
@@ -43,6 +43,11 @@ class Incoming:
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
         self.letter: Letter | None = None
+
+    def pause(self) -> None:
+        """Gives up what was read so far of the memory, as :meth:`Letter.pause`."""
+        if self.letter is not None:
+            self.letter.pause()
 
     def release(self) -> None:
         """Gives the memory back to the neighbour."""
@@ -109,7 +114,7 @@ class Sharing:
         self,
         src: int,
         shape: tuple[int, int],
-        use: Callable[[Tensor], None],
+        use: Callable[[Tensor, slice], None],
         out: Tensor,
         label: Label,
     ) -> Work:
@@ -118,7 +123,8 @@ class Sharing:
         Args:
             src: The owner.
             shape: Of the whole publication, ``(rows, width)``.
-            use: Called with it on the issuing thread; must keep nothing of it.
+            use: Called with it and some rows of ``out`` at a time, on the issuing thread; must keep
+                nothing of it.
             out: What ``use`` fills, by whose size the ledgers count; nothing is read if it's empty.
             label: Whom the ledgers charge.
         """
@@ -128,7 +134,10 @@ class Sharing:
 
         def task() -> None:
             letter = self.neighbours.receive(src, Subject.PUBLICATION)
-            use(as_rows(letter.data, *shape, dtype, src, self.rank))
+            whole = as_rows(letter.data, *shape, dtype, src, self.rank)
+            for piece in pieces_of(out):
+                use(whole, piece)
+                letter.pause()
             letter.release()
             count(ledgers, label, {}, {src: num_bytes(out)}, self.neighbours.name)
 
@@ -182,6 +191,10 @@ class Sharing:
 
         found.work = self._submit(task, label, f"rows of rank {src}")
         return found
+
+    def trim(self) -> None:
+        """Gives memory that no neighbour reads back to the system; it is kept for use again."""
+        self.neighbours.trim()
 
     # Plain exchanges ---------------------------------------------------------
 

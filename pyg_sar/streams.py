@@ -30,6 +30,7 @@ from torch import Tensor
 from pyg_sar.exchange import RowLayout, add_rows, post_pairs, tracked_buffer
 from pyg_sar.halo import HaloPlan, Unit
 from pyg_sar.ledger import Label
+from pyg_sar.neighbours import pieces_of
 from pyg_sar.shared_rows import shared_rows
 from pyg_sar.sharing import Incoming, Loan, Sharing
 from pyg_sar.wire import Wire
@@ -268,7 +269,11 @@ class GradientReturn:
             self._add(self.plan.rows_of(peers), far)
         for k, peer in enumerate(peer for peer in unit.peers if peer in self._near):
             arrived = near[k :: len(unit.peers) - len(peers)]
-            self._add(self.plan.send_rows(peer), [arrival.rows for arrival in arrived])
+            rows = self.plan.send_rows(peer)
+            for piece in pieces_of(arrived[0].rows):
+                self._add(rows[piece], [arrival.rows[piece] for arrival in arrived])
+                for arrival in arrived:
+                    arrival.pause()
             for arrival in arrived:
                 arrival.release()
 

@@ -7,6 +7,7 @@ import os
 import signal
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ import pyg_sar.meeting as meeting
 import pyg_sar.segments as segments
 from pyg_sar.errors import LostWorkerError, PygSarError
 from pyg_sar.launch import launch
+from pyg_sar.same_host import SharedLetter
 from pyg_sar.segments import GRAIN, Pool, Segment
 
 SWITCH = "PYG_SAR_SHARED_MEMORY"
@@ -43,6 +45,8 @@ def test_segments_are_used_again_once_all_have_released_them():
     pool.release(large.number)
     small = pool.take(GRAIN)  # Not for a small part of it.
     assert small is not large and pool.sizes() == (2 * GRAIN, 40 * GRAIN)
+    pool.trim()
+    assert pool.sizes() == (2 * GRAIN, 0) and forgotten[-1] == large.number
     pool.close()
 
 
@@ -248,4 +252,24 @@ def test_a_segment_is_seen_by_who_maps_it():
     assert other[:4].tolist() == [1, 2, 3, 0]
     segment.data[3] = 9
     assert int(other[3]) == 9
+    segment.free()
+
+
+def resident_shared_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssShmem:")[1].split()[0]) * 1024
+
+
+def test_a_paused_letter_holds_no_pages_and_can_be_read_on():
+    size = 40 * GRAIN
+    segment = Segment(1, size)
+    segment.data.fill_(7)
+    link: Any = SimpleNamespace(mapped={1: segments.map_bytes(segment.descriptor, size)})
+    letter = SharedLetter(None, link, 1, 0, size)  # type: ignore[arg-type]
+    before = resident_shared_bytes()
+    assert int(letter.data.sum(dtype=torch.long)) == 7 * size
+    assert resident_shared_bytes() >= before + size
+    letter.pause()
+    assert resident_shared_bytes() <= before
+    assert int(letter.data[GRAIN]) == 7
     segment.free()

@@ -24,6 +24,7 @@ from oracle import (
 )
 from torch_geometric import nn as gnn
 
+import pyg_sar.neighbours as neighbours
 import pyg_sar.rendezvous as rendezvous
 from pyg_sar import Ledger, SARPolicy
 from pyg_sar.comm import Communicator, current, finalize, init
@@ -160,22 +161,27 @@ def ring_plan(comm: Communicator, rows: int) -> HaloPlan:
     return HaloPlan(comm, rows, halo, index, sends)
 
 
-def test_rows_are_published_once_for_all_neighbours():
-    """One page per dtype and stream, with just the rows that anybody needs, and one per loan."""
+@pytest.mark.parametrize("piece", [neighbours.PIECE, 40])
+def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
+    """One page per dtype and stream, with just the rows that anybody needs, and one per loan.
+
+    Also where these are read in pieces of two rows or three.
+    """
+    monkeypatch.setattr(neighbours, "PIECE", piece)
 
     def work() -> Any:
         comm = current()
         assert comm.sharing is not None
         plan = ring_plan(comm, 40)
-        neighbours = comm.sharing.neighbours
+        near = comm.sharing.neighbours
         sizes: list[int] = []
-        take = neighbours.take
+        take = near.take
 
         def taking(size: int) -> Any:
             sizes.append(size)
             return take(size)
 
-        neighbours.take = taking  # type: ignore[method-assign]
+        near.take = taking  # type: ignore[method-assign]
         own = torch.arange(40.0).view(40, 1) + 100 * comm.rank
         tensors = [own.expand(40, 3), own.double().view(40, 1, 1).expand(40, 2, 2), own[:, 0]]
         for unit, rows in ShardStream(plan, tensors, LABEL, 1):

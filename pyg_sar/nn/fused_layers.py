@@ -23,6 +23,7 @@ from torch_geometric.nn import (
 )
 
 from pyg_sar.attention_terms import Attention
+from pyg_sar.nn.projected import terms_together
 from pyg_sar.ops import takes
 from pyg_sar.program import DeferredEdge
 
@@ -103,6 +104,7 @@ def _gat(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
     if edges:
         edges["edge_weight"] = (edges["edge_weight"] * layer.att_edge).sum(-1)
     slope = layer.negative_slope
+    value, key, query = terms_together(value, key, query, layer.att_src, layer.att_dst)
     return Attention(
         kind="additive", value=value, key=key, query=query, slope=slope, **edges, **_dropout(layer)
     )
