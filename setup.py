@@ -31,13 +31,13 @@ def kernels() -> dict[str, Any]:
             except (Exception, SystemExit) as error:
                 print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
 
-    sources = ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention")
+    sources = ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention", "weighted_rows")
     extension = CppExtension(
         "pyg_sar._kernels",
         [f"extensions/{name}.cpp" for name in sources],
         depends=[
             f"extensions/{name}.h"
-            for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")
+            for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops", "weighted_rows")
         ],
         # No -march=native: the loops have a version for each kind of processor.
         extra_compile_args=[

@@ -255,7 +255,7 @@ struct Forward {
       const T* keep = b.keep;
       PYG_SAR_LANES(count, kLanes, (void)o; score[k] *= keep[k];)
     }
-    accumulate<kChannels, true>(out, b.score, t.rows(t.value, first), n, t.heads, t.channels);
+    accumulate<true>(out, b.score, t.rows(t.value, first), n, t.heads, t.channels);
     if constexpr (kKind == kDot) {
       if (t.features > 0) sum_edge_attr(t, b.edges_of_weight, b.score, first, n);
     }
@@ -271,6 +271,10 @@ struct Forward {
       for (int64_t l = h + t.heads; l < b.size; l += t.heads) top = std::max(top, b.lanes[l]);
       T& old = maximum[i * t.heads + h];
       if (!(top > old)) continue;
+      if (old == -std::numeric_limits<T>::infinity()) {  // nothing was added yet
+        old = top;
+        continue;
+      }
       const T factor = exponential(old - top);
       old = top;
       normaliser[i * t.heads + h] *= factor;
@@ -373,7 +377,7 @@ struct Sources {
     if (t.drop_key != nullptr) draw(t, b, first, n);
     score_gradients(b, alpha, b.delta, false, t.drop_key != nullptr, count);
     if (grad_value.data != nullptr) {
-      accumulate<kChannels, false>(grad_value.row(j), b.weight, grads, n, t.heads, t.channels);
+      accumulate<false>(grad_value.row(j), b.weight, grads, n, t.heads, t.channels);
     }
     if constexpr (kKind == kAdditive) {
       add_additive(b, chunk, j, first, n);
@@ -421,7 +425,7 @@ struct Sources {
       T* inner = b.inner;
       const T scale = t.scale;
       PYG_SAR_LANES(n * t.heads, kLanes, (void)o; inner[k] *= scale;)
-      accumulate<kChannels, false>(grad_key.row(j), b.inner, queries, n, t.heads, t.channels);
+      accumulate<false>(grad_key.row(j), b.inner, queries, n, t.heads, t.channels);
     } else {
       T* none = nullptr;
       if (t.features == 0) {
@@ -487,7 +491,7 @@ struct Targets {
       const T scale = t.scale;
       PYG_SAR_LANES(count, kLanes, (void)o; inner[k] *= scale;)
       if (grad_query != nullptr) {
-        accumulate<kChannels, false>(grad_query + i * t.width(), b.inner, keys, n, t.heads,
+        accumulate<false>(grad_query + i * t.width(), b.inner, keys, n, t.heads,
                                      t.channels);
       }
       if (t.features > 0) add_edges(b, i, first, n);

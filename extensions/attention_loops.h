@@ -6,6 +6,7 @@
 #pragma once
 
 #include "segments.h"
+#include "weighted_rows.h"
 
 #include <algorithm>
 #include <cmath>
@@ -87,20 +88,42 @@ PYG_SAR_INLINE T leaky(T x, T slope) {
 
 // Loops over scalars #########################################################
 
+// Calls a loop over scalars with a constant number of heads: LOOP<heads>.
+#define PYG_SAR_SCALAR_HEADS(LOOP, ARGUMENTS)  \
+  switch (heads) {                             \
+    case 1: return LOOP<1> ARGUMENTS;          \
+    case 2: return LOOP<2> ARGUMENTS;          \
+    case 4: return LOOP<4> ARGUMENTS;          \
+    case 8: return LOOP<8> ARGUMENTS;          \
+    default: return LOOP<0> ARGUMENTS;         \
+  }
+
+template <int64_t kHeads, class T>
+PYG_SAR_INLINE void fill_tile_of(T* tile, const T* of, int64_t given, int64_t some) {
+  const int64_t heads = kHeads > 0 ? kHeads : given, length = kHeads > 0 ? kLanes : some;
+  for (int64_t l = 0; l < length; l += heads) {
+    for (int64_t h = 0; h < heads; ++h) tile[l + h] = of == nullptr ? T(0) : of[h];
+  }
+}
+
 // tile[l] = of[l % heads]; zeros without 'of'
 template <class T>
 PYG_SAR_INLINE void fill_tile(T* tile, const T* of, int64_t heads, int64_t length) {
+  PYG_SAR_SCALAR_HEADS(fill_tile_of, (tile, of, heads, length))
+}
+
+template <int64_t kHeads, class T>
+PYG_SAR_INLINE void add_lanes_of(T* sums, const T* lanes, int64_t given, int64_t some) {
+  const int64_t heads = kHeads > 0 ? kHeads : given, length = kHeads > 0 ? kLanes : some;
   for (int64_t l = 0; l < length; l += heads) {
-    for (int64_t h = 0; h < heads; ++h) tile[l + h] = of == nullptr ? T(0) : of[h];
+    for (int64_t h = 0; h < heads; ++h) sums[h] += lanes[l + h];
   }
 }
 
 // sums[h] += lanes of head h
 template <class T>
 PYG_SAR_INLINE void add_lanes(T* sums, const T* lanes, int64_t heads, int64_t length) {
-  for (int64_t l = 0; l < length; l += heads) {
-    for (int64_t h = 0; h < heads; ++h) sums[h] += lanes[l + h];
-  }
+  PYG_SAR_SCALAR_HEADS(add_lanes_of, (sums, lanes, heads, length))
 }
 
 // Walks through flat scalars and the tile together: BODY sees 'k' (a scalar) and 'o' (its lane).
@@ -192,16 +215,6 @@ PYG_SAR_INLINE int64_t distance_of(int64_t width) {
   }                                                                    \
   return LOOP<0, kChannels, __VA_ARGS__> ARGUMENTS;
 
-// Calls a loop over scalars with a constant number of heads: LOOP<heads>.
-#define PYG_SAR_SCALAR_HEADS(LOOP, ARGUMENTS)  \
-  switch (heads) {                             \
-    case 1: return LOOP<1> ARGUMENTS;          \
-    case 2: return LOOP<2> ARGUMENTS;          \
-    case 4: return LOOP<4> ARGUMENTS;          \
-    case 8: return LOOP<8> ARGUMENTS;          \
-    default: return LOOP<0> ARGUMENTS;         \
-  }
-
 template <int64_t kHeads, class T>
 PYG_SAR_INLINE void copy_rows_of(T* out, const Rows<T>& rows, int64_t n, int64_t given) {
   const int64_t heads = kHeads > 0 ? kHeads : given;
@@ -261,43 +274,10 @@ PYG_SAR_INLINE void scatter(T* out, const T* s, const int32_t* index, int64_t n,
 }
 
 // acc[h, c] += sum over edges of w[e, h] * rows[e, h, c]
-template <int64_t kHeads, int64_t kChannels, bool kFetch, class T>
-PYG_SAR_INLINE void accumulate_of(T* acc, const T* w, const Rows<T>& rows, int64_t n,
-                                  int64_t some_heads, int64_t some_channels) {
-  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
-  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
-  int64_t e = 0;
-  for (; e + 4 <= n; e += 4) {
-    if constexpr (kFetch) {
-      for (int64_t k = 0; k < 4; ++k) rows.ahead(e + k, heads * channels);
-    }
-    const T *a = rows.at(e), *b = rows.at(e + 1), *c = rows.at(e + 2), *d = rows.at(e + 3);
-    for (int64_t h = 0; h < heads; ++h) {
-      const T p = w[e * heads + h], q = w[(e + 1) * heads + h];
-      const T r = w[(e + 2) * heads + h], s = w[(e + 3) * heads + h];
-      const int64_t first = h * channels;
-#pragma omp simd
-      for (int64_t f = first; f < first + channels; ++f) {
-        acc[f] += (p * a[f] + q * b[f]) + (r * c[f] + s * d[f]);
-      }
-    }
-  }
-  for (; e < n; ++e) {
-    if constexpr (kFetch) rows.ahead(e, heads * channels);
-    const T* a = rows.at(e);
-    for (int64_t h = 0; h < heads; ++h) {
-      const T p = w[e * heads + h];
-      const int64_t first = h * channels;
-#pragma omp simd
-      for (int64_t f = first; f < first + channels; ++f) acc[f] += p * a[f];
-    }
-  }
-}
-
-template <int64_t kChannels, bool kFetch, class T>
+template <bool kFetch, class T>
 PYG_SAR_INLINE void accumulate(T* acc, const T* w, const Rows<T>& rows, int64_t n, int64_t heads,
                                int64_t channels) {
-  PYG_SAR_HEADS(accumulate_of, (acc, w, rows, n, heads, channels), kChannels, kFetch)
+  accumulate(acc, w, rows.base, Block{rows.index, n, rows.left, rows.stride, heads, channels, kFetch});
 }
 
 // out[e, h] = <x[h], rows[e, h]>
