@@ -107,7 +107,12 @@ def _scores(attention: Attention, rows: dict[str, Tensor]) -> tuple[Tensor, Tens
         term = torch.tensordot(rows["edge_attr"], rows["edge_weight"], 1)
     if attention.kind == "dot":
         key, value = (key, value) if term is None else (key + term, value + term)
-        return (rows["query"] * key).sum(-1) * attention.scale, value
+        scores = (rows["query"] * key).sum(-1) * attention.scale
+        return leaky_relu(scores, attention.slope), value
+    if attention.kind == "mixed":
+        att, query = rows["att"], rows["query"]
+        scores = (att[0] * key).sum(-1) + (att[1] * query).sum(-1)
+        return leaky_relu(scores * (query * key).sum(-1).sigmoid(), attention.slope), value
     key = key if query is None else key + query
     mixed = leaky_relu(key if term is None else key + term, attention.slope)
     return (mixed if attention.kind == "additive" else (mixed * rows["att"]).sum(-1)), value

@@ -10,8 +10,9 @@ For a target i and a head h, over the in-edges e = (j -> i),
 where k_e is 0 with probability p, else 1 / (1 - p). Shards come one at a time: the state (``acc``,
 ``maximum``, ``normaliser``) goes from one to the next, and is rescaled when the maximum grows
 (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; SAR, section 3.4).
-Nothing per edge is kept. With g = dL/dout and delta_i = <g_i, out_i>, the backward pass recomputes
-a_e from the state after the last shard, and
+Nothing per edge is kept; only ``tanh``, which has no softmax, takes a few numbers per edge of a
+shard for as long as a pass lasts. With g = dL/dout and delta_i = <g_i, out_i>, the backward pass
+recomputes a_e from the state after the last shard, and
 
     dL/dvalue_e = a_e k_e g_i,      dL/ds_e = a_e (k_e <g_i, value_e> - delta_i).
 
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar import attention_fallback as fallback
+from pyg_sar import attention_sums as sums
 from pyg_sar.attention_terms import (
     Attention,
     AttentionGradients,
@@ -45,7 +47,8 @@ from pyg_sar.attention_terms import (
 )
 from pyg_sar.ops import takes, why_missing
 
-KINDS = ("additive", "gatv2", "dot")  # in the order of the kernels' numbers
+KINDS = ("additive", "gatv2", "dot", "mixed")  # in the order of the kernels' numbers
+_ALL_BY_SOURCE = ("additive", "tanh")  # whose gradients need one pass
 _ROWS = 2**31 - 1  # what the kernels' row numbers reach
 
 
@@ -65,9 +68,9 @@ def attention_(
             + \sum_e e^{s_e - m'_i} \, k_e \, \mathrm{value}_e
 
     per head, over the edges e into target i. See [Note: attention by shards]; the scores s are
-    those of :class:`~pyg_sar.attention_terms.Attention`. Half precision accumulates in float32. NaN
-    and infinite features give what PyG gives: a NaN score makes the head of its target NaN. Not
-    recorded by autograd.
+    those of :class:`~pyg_sar.attention_terms.Attention`, whose ``tanh`` only adds to ``acc``. Half
+    precision accumulates in float32. NaN and infinite features give what PyG gives: a NaN score
+    makes the head of its target NaN. Not recorded by autograd.
 
     Args:
         state: What was added so far; each row of its tensors in one piece.
@@ -88,7 +91,9 @@ def attention_(
     attention.check(segments)
     state.check(attention)
     _check_grad(attention)
-    if not _use_kernel(attention, segments, state.acc, native):
+    if attention.kind == "tanh":
+        sums.attention_(state, attention, segments, native=native)
+    elif not _use_kernel(attention, segments, state.acc, native):
         _check_offsets(segments)
         fallback.attention_(state, attention, segments)
     else:
@@ -114,8 +119,9 @@ def attention_backward_sources_(
             \frac{\partial s_e}{\partial k_j}, \qquad
         \frac{\partial L}{\partial s_e} = a_e (k_e \langle g_i, \mathrm{value}_e \rangle - \delta_i)
 
-    over the edges e out of source row j; with additive scores those of ``query``, ``edge_attr`` and
-    ``edge_weight`` too, which then need no other pass. See [Note: attention by shards].
+    over the edges e out of source row j; with additive scores and ``tanh`` those of ``query``,
+    ``edge_attr`` and ``edge_weight`` too, which then need no other pass. See [Note: attention by
+    shards].
 
     Args:
         gradients: What is wanted, and added to (``edge_attr``: written); each row in one piece.
@@ -130,7 +136,7 @@ def attention_backward_sources_(
         As :func:`attention_`.
     """
     names: tuple[str, ...] = ("value", "key")
-    if attention.kind == "additive":
+    if attention.kind in _ALL_BY_SOURCE:
         names = (*names, "query", "edge_attr", "edge_weight")
     _backward(gradients, names, attention, cotangent, transposed, True, native)
 
@@ -150,7 +156,7 @@ def attention_backward_targets_(
             \frac{\partial s_e}{\partial q_i}
 
     over the in-edges e of target i, and those of ``att``, ``edge_attr`` and ``edge_weight``.
-    Nothing is left to do here with additive scores, nor where none of these is wanted.
+    Nothing is left to do here with additive scores and ``tanh``, nor where none of these is wanted.
 
     Args:
         gradients: What is wanted, and added to (``edge_attr``: written); each row in one piece.
@@ -163,9 +169,8 @@ def attention_backward_targets_(
     Raises:
         As :func:`attention_`.
     """
-    names: tuple[str, ...] = (
-        () if attention.kind == "additive" else ("query", "att", "edge_attr", "edge_weight")
-    )
+    names: tuple[str, ...] = ("query", "att", "edge_attr", "edge_weight")
+    names = () if attention.kind in _ALL_BY_SOURCE else names
     _backward(gradients, names, attention, cotangent, segments, False, native)
 
 
@@ -201,6 +206,9 @@ def _backward(
     _check_grad(attention)
     gradients = gradients.only(names)
     if not gradients.wanted():
+        return
+    if attention.kind == "tanh":
+        sums.backward_(gradients, attention, cotangent, segments, native=native)
         return
     if not _use_kernel(attention, segments, cotangent.grad_out, native):
         _check_offsets(segments)

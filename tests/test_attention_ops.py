@@ -33,6 +33,7 @@ from pyg_sar.attention_terms import (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # Of bfloat16 the inputs are exact, and everything is computed in float32.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 2e-4}
+ALL = (*KINDS, "tanh")  # which has no kernel of its own
 MISSING = ops.why_missing()
 NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
 BOTH = [False, *NATIVE]
@@ -90,7 +91,11 @@ def problem(
 ) -> Problem:
     """Duplicates, a hub, and rows without edges; values that all dtypes hold exactly."""
     draw = torch.Generator().manual_seed(seed)
-    inner = [heads] if kind == "additive" else [heads, channels]
+    if kind == "tanh":
+        heads, features = 1, min(features, 1)
+    features = 0 if kind == "mixed" else features
+    inner = [heads] if kind in ("additive", "tanh") else [heads, channels]
+    att = {"gatv2": [heads, channels], "mixed": [2, heads, channels]}.get(kind)
 
     def normal(*shape: int) -> Tensor:
         return torch.randn(*shape, generator=draw, dtype=torch.float64).bfloat16().to(dtype)
@@ -100,11 +105,12 @@ def problem(
     attention = Attention(
         kind=kind,  # type: ignore[arg-type]
         value=normal(sources, heads, channels),
-        key=normal(sources, *inner) if own_key or kind == "additive" else None,
+        key=normal(sources, *inner) if own_key or kind in ("additive", "tanh") else None,
         query=normal(targets, *inner),
-        att=normal(heads, channels) if kind == "gatv2" else None,
+        att=None if att is None else normal(*att),
         edge_attr=normal(edges, features) if features else None,
-        edge_weight=normal(features, *inner) if features else None,
+        edge_weight=normal(features, *inner) if features and kind != "tanh" else None,
+        slope=1.0 if kind == "dot" and seed % 2 else 0.2,
         scale=channels**-0.5,
         drop_key=torch.randperm(2**20, generator=draw)[:edges] if p else None,
         seed=seed + 2**40,
@@ -118,14 +124,30 @@ def edge_terms(attention: Attention, source: Tensor, target: Tensor) -> tuple[Te
     value, query = attention.value, attention.query
     key = value if attention.key is None else attention.key
     term: Tensor | float = 0.0
+
+    def leaky(scores: Tensor) -> Tensor:
+        return torch.where(scores > 0, scores, attention.slope * scores)
+
+    if attention.kind == "tanh":
+        assert query is not None
+        scores = (key[source] + query[target]).tanh()
+        return (
+            scores if attention.edge_attr is None else scores * attention.edge_attr,
+            value[source],
+        )
     if attention.edge_attr is not None and attention.edge_weight is not None:
         term = torch.einsum("ed,d...->e...", attention.edge_attr, attention.edge_weight)
     if attention.kind == "dot":
         assert query is not None
         products = query[target] * (key[source] + term)
-        return attention.scale * products.sum(-1), value[source] + term
+        return leaky(attention.scale * products.sum(-1)), value[source] + term
+    if attention.kind == "mixed":
+        assert query is not None and attention.att is not None
+        gate = (query[target] * key[source]).sum(-1).sigmoid()
+        ends = (attention.att[0] * key[source] + attention.att[1] * query[target]).sum(-1)
+        return leaky(ends * gate), value[source]
     mixed = key[source] + term + (0.0 if query is None else query[target])
-    mixed = torch.where(mixed > 0, mixed, attention.slope * mixed)
+    mixed = leaky(mixed)
     scores = mixed if attention.kind == "additive" else (attention.att * mixed).sum(-1)
     return scores, value[source]
 
@@ -146,7 +168,8 @@ def looped(given: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     keep, out = dropout_of(given), []
     for i in range(given.num_targets):
         at = (given.target == i).nonzero().view(-1)
-        weights = torch.softmax(scores[at], 0) * keep[at]
+        weights = scores[at] if attention.kind == "tanh" else torch.softmax(scores[at], 0)
+        weights = weights * keep[at]
         out.append((weights.unsqueeze(-1) * values[at]).sum(0))
     result = torch.stack(out) if out else attention.value.new_zeros(given.grad_out.shape)
     found = torch.autograd.grad(
@@ -160,7 +183,9 @@ def plain(given: Problem) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = {n: t.detach().requires_grad_() for n, t in given.attention.tensors().items()}
     attention = replace(given.attention, **leaves)
     scores, values = edge_terms(attention, given.source, given.target)
-    weights = softmax(scores, given.target, num_nodes=given.num_targets)
+    weights = scores
+    if attention.kind != "tanh":
+        weights = softmax(scores, given.target, num_nodes=given.num_targets)
     messages = weights.unsqueeze(-1) * values
     out = scatter(messages, given.target, 0, given.num_targets, "sum")
     found = torch.autograd.grad(out, list(leaves.values()), given.grad_out)
@@ -236,7 +261,7 @@ def worst(
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
     for dtype in DTYPES:
         for heads, channels, features, p, shards in (
@@ -267,7 +292,7 @@ def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
 @given(data=st.data())
 def test_any_graph_and_shape_equals_a_loop(native: bool, data: Any):
     draw = data.draw
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(ALL))
     dtype = draw(st.sampled_from(DTYPES))
     given = problem(
         kind,
@@ -299,7 +324,7 @@ def test_additive_scores_without_a_query(native: bool):
 
 
 @pytest.mark.parametrize("native", NATIVE)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_error_is_at_most_twice_that_of_pytorch(kind: str, native: bool):
     """The mean error over many numbers, so that chance has no say."""
 
@@ -315,11 +340,11 @@ def test_error_is_at_most_twice_that_of_pytorch(kind: str, native: bool):
 
 @pytest.mark.parametrize("native", BOTH)
 def test_no_edges_and_no_rows(native: bool):
-    for kind in KINDS:
+    for kind in ALL:
         for edges, sources, targets in ((0, 3, 4), (0, 0, 4), (0, 3, 0)):
             given = problem(kind, edges=edges, sources=sources, targets=targets, features=2)
             out, found = computed(given, native)
-            assert out.shape == (targets, 4, 8) and not bool(out.any())
+            assert out.shape == (targets, *given.attention.value.shape[1:]) and not bool(out.any())
             assert not any(bool(t.any()) for t in found.values())
 
 
@@ -346,16 +371,19 @@ def test_large_scores_stay_finite(kind: str, native: bool):
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["value", "key", "query"])
 def test_nan_and_infinity_give_what_pyg_gives(kind: str, native: bool, bad: float, name: str):
     given = problem(kind, dtype=torch.float32, edges=60)
     tensor = given.attention.tensors()[name]
-    tensor[int(given.source[0]) if name != "query" else int(given.target[0]), 1] = bad
+    row = int(given.source[0]) if name != "query" else int(given.target[0])
+    tensor[row, min(1, tensor.size(1) - 1)] = bad
     expected = plain(given)[0]
-    # An additive score of minus infinity is a weight of 0.
-    assert not bool(expected.isfinite().all()) or (kind, bad) == ("additive", -math.inf)
+    # An additive score of minus infinity is a weight of 0, the tanh of infinity 1.
+    hidden = (kind, bad) == ("additive", -math.inf)
+    hidden |= kind == "tanh" and name != "value" and math.isinf(bad)
+    assert not bool(expected.isfinite().all()) or hidden
     for shards in (1, 3):
         out, _ = computed(given, native, shards)
         torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
@@ -532,6 +560,19 @@ BAD_TENSORS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "att": ("gatv2", {"att": None}, ValueError, "'att' of shape"),
     "no att": ("dot", {"att": torch.zeros(4, 8).double()}, ValueError, "'att' of shape None"),
     "edge weight": ("dot", {"edge_weight": None}, ValueError, "'edge_weight' of shape"),
+    "mixed edges": (
+        "mixed",
+        {"edge_attr": torch.zeros(300, 2).double()},
+        ValueError,
+        "'edge_attr' of shape None",
+    ),
+    "tanh heads": ("tanh", {"value": torch.zeros(20, 2, 8).double()}, ValueError, "a single head"),
+    "tanh edges": (
+        "tanh",
+        {"edge_attr": torch.zeros(300, 2).double()},
+        ValueError,
+        "'edge_attr' of shape",
+    ),
     "edge attr": ("dot", {"edge_attr": None}, ValueError, "'edge_weight' of shape None"),
     "edge rows": ("dot", {"edge_attr": torch.zeros(9, 2).double()}, IndexError, "outside|out of"),
     "dtype": ("dot", {"query": torch.zeros(15, 4, 8)}, TypeError, "dtype of 'value'"),

@@ -272,7 +272,7 @@ class DistMessagePassing(MessagePassing):
         """Softmax attention by kernel, where the layer is one that the kernels know."""
         if self.policy.kernels == "off" or verdict.strategy != "sequential":
             return None
-        attention = attention_of(self, kwargs)
+        attention = attention_of(self, edge_index, kwargs)
         if attention is None:
             return None
         if edge_index.plan.rank == 0:
