@@ -84,11 +84,11 @@ class FusedAttention:
         """
         wide = cotangent.grad_out.dtype
         tensors = given.tensors()
-        totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
+        totals = {name: _zeros(tensors[name], wide) for name in wanted}
         wanted_sources = [name for name in self._sources if name in totals]
         # Half precision is summed in float32 here, and travels as it is.
         returned = [
-            totals[name] if tensors[name].dtype == wide else torch.zeros_like(tensors[name])
+            totals[name] if tensors[name].dtype == wide else _zeros(tensors[name])
             for name in wanted_sources
         ]
         returns = self.rounds.returns(
@@ -243,6 +243,11 @@ def attend(run: FusedAttention) -> Tensor:
 def _with(attention: Attention, tensors: Mapping[str, Any]) -> Attention:
     """The attention with other tensors."""
     return replace(attention, **tensors)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows in one piece each, which HGTConv's keys and values are not."""
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _present(value: Tensor | None) -> Tensor:

@@ -35,6 +35,42 @@ POLICIES = (
 )
 ATTR = ("edge_attr",)
 
+
+class Residual(torch.nn.Module):
+    """FAConv, whose first features are its input."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.conv = gnn.FAConv(CHANNELS, **options)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        return self.conv(x, x, edge_index, edge_weight)
+
+
+class ByRelation(torch.nn.Module):
+    """HGTConv with a relation for each type of edge, of which one is of no edge."""
+
+    def __init__(self, heads: int, conv: type[gnn.HGTConv] = gnn.HGTConv) -> None:
+        super().__init__()
+        self.relations = [("node", name, "node") for name in ("a", "b", "none")]
+        self.conv = conv({"node": CHANNELS}, 6, (["node"], self.relations), heads)
+        with torch.no_grad():
+            for relation, factor in enumerate(self.conv.p_rel.values()):
+                factor += torch.linspace(-2, relation, heads)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor | None = None) -> Tensor:
+        kinds = torch.arange(edge_index.size(1)) if edge_type is None else edge_type
+        kinds = kinds % 3 > 0
+        nothing = torch.zeros_like(kinds)
+        edges = [edge_index[:, at] for at in (kinds, ~kinds, nothing)]
+        return self.conv({"node": x}, dict(zip(self.relations, edges, strict=True)))["node"]
+
+
+def supergat(**options: object) -> gnn.SuperGATConv:
+    """In training it draws negative edges, which workers can't."""
+    return gnn.SuperGATConv(CHANNELS, OUT, **options).eval()
+
+
 LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
     "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2), ()),
     "gat, mean of heads": (lambda: gnn.GATConv(CHANNELS, OUT, heads=3, concat=False), ()),
@@ -55,6 +91,20 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
         ATTR,
     ),
     "agnn": (gnn.AGNNConv, ()),
+    "supergat, MX": (lambda: supergat(heads=2), ()),
+    "supergat, MX, no loops": (
+        lambda: supergat(heads=3, concat=False, add_self_loops=False, negative_slope=0.0),
+        (),
+    ),
+    "supergat, SD": (lambda: supergat(heads=2, attention_type="SD"), ()),
+    "fa": (Residual, ()),
+    "fa, weights": (
+        lambda: Residual(normalize=False, add_self_loops=False, eps=0.0),
+        ("edge_weight",),
+    ),
+    "fa, cached": (lambda: Residual(cached=True), ()),
+    "hgt": (lambda: ByRelation(2), ()),
+    "hgt, one head": (lambda: ByRelation(1), ()),
     "gat stack": (lambda: gnn.GAT(CHANNELS, 8, 3, OUT, heads=2, v2=False), ()),
 }
 
@@ -73,7 +123,8 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
     torch.manual_seed(0)
     for name, (make, edge) in LAYERS.items():
         root = partitions(data, world, "random" if world != 3 else torch.arange(40) % 2 * 2)
-        sweep.add(name, Job(make().double(), root, edge, POLICIES), data)
+        constants = ("edge_type",) if name[:3] == "hgt" else ()
+        sweep.add(name, Job(make().double(), root, edge, POLICIES, constants), data)
     sweep.check()
 
 
@@ -128,17 +179,23 @@ def _dropped(layer: torch.nn.Module, data: object, x: Tensor) -> Tensor:
     return (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
 
 
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+def set_dropout(model: torch.nn.Module, p: float) -> None:
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = p
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "fa"])
 def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
     torch.manual_seed(0)
     data = make_graph(20, 80)
     layer = LAYERS[name][0]().double()
-    layer.dropout = 0.5
+    set_dropout(layer, 0.5)
     model = pyg_sar.distribute(layer)
     assert _dropped(model, data, data.x) == _dropped(model, data, data.x)
-    model.dropout = 0.0
+    set_dropout(model, 0.0)
     without = _dropped(model, data, data.x)
-    model.dropout = 0.5
+    set_dropout(model, 0.5)
     assert _dropped(model, data, data.x) != without
     x = data.x.clone().requires_grad_()
     assert torch.autograd.gradcheck(lambda x: _dropped(model, data, x), x)
@@ -201,7 +258,15 @@ def _traffic(root: object, make: Make) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "name, width", [("gat", 2 * OUT + 2), ("gatv2", 2 * OUT), ("transformer", 4 * OUT)]
+    "name, width",
+    [
+        ("gat", 2 * OUT + 2),
+        ("gatv2", 2 * OUT),
+        ("transformer", 4 * OUT),
+        ("supergat, MX", 2 * OUT),
+        ("supergat, SD", 2 * OUT),
+        ("fa", CHANNELS + 1),
+    ],
 )
 def test_bytes_and_resident_rows(name: str, width: int, tmp_path) -> None:
     pyg_sar.write_partitions(make_graph(60, 300), 3, tmp_path / "parts", "random")
@@ -223,7 +288,7 @@ class Saved:
         return tensor
 
 
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "supergat, MX", "supergat, SD"])
 def test_nothing_per_edge_is_kept(name: str) -> None:
     nodes, edges, saved = 50, 20_000, Saved()
     data = make_graph(nodes, edges)
@@ -252,7 +317,9 @@ def test_scores_of_ten_thousand_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["gat", "gatv2", "transformer", "supergat, MX", "supergat, SD", "fa"]
+)
 def test_nan_and_inf_spread_as_in_pyg(bad: float, name: str) -> None:
     data = make_graph()
     data.x[3, 1] = bad
@@ -263,7 +330,9 @@ def test_nan_and_inf_spread_as_in_pyg(bad: float, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "agnn"])
+@pytest.mark.parametrize(
+    "name", ["gat", "gatv2", "transformer", "agnn", "supergat, MX", "supergat, SD", "fa"]
+)
 def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
     torch.manual_seed(0)
     data = make_graph(200, 3000)
