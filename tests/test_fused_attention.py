@@ -170,6 +170,42 @@ def test_others_do_not(kind: str) -> None:
             assert torch.allclose(model(data.x, data.edge_index), plain(data.x, data.edge_index))
 
 
+class Sharper(gnn.SuperGATConv):
+    def get_attention(self, *args: object, **kwargs: object) -> Tensor:
+        return super().get_attention(*args, **kwargs) ** 2
+
+
+class Own(gnn.HGTConv):
+    """Whose edges needn't have the factor of their relation."""
+
+    def forward(self, *args: object) -> dict[str, Tensor]:
+        return super().forward(*args)
+
+
+OWN: dict[str, Make] = {
+    "scores": lambda: Sharper(CHANNELS, OUT).eval(),
+    "forward": lambda: ByRelation(2, Own),
+}
+
+
+def _fused_of_own(root: object) -> dict[str, int]:
+    data, counts = pyg_sar.load_partition(root), {}
+    for name, make in OWN.items():
+        counts[name] = fused_passes(pyg_sar.distribute(make().double()), data)
+    return counts
+
+
+def test_neither_do_layers_whose_scores_are_their_own(tmp_path) -> None:
+    data, partitions, sweep = make_graph(), Partitions(tmp_path), Sweep(2)
+    root = partitions(data, 2)
+    for name, make in OWN.items():
+        constants = ("edge_type",) if name == "forward" else ()
+        sweep.add(name, Job(make().double(), root, (), POLICIES[:1], constants), data)
+    sweep.check()
+    for counts in threads(_fused_of_own, 2, root):
+        assert counts == dict.fromkeys(OWN, 0)
+
+
 # Dropout #####################################################################
 
 
