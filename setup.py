@@ -31,7 +31,10 @@ def kernels() -> dict[str, Any]:
             except (Exception, SystemExit) as error:
                 print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
 
-    sources = ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention")
+    sources = (
+        *("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention"),
+        "functional",
+    )
     extension = CppExtension(
         "pyg_sar._kernels",
         [f"extensions/{name}.cpp" for name in sources],
