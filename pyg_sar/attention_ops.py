@@ -45,7 +45,7 @@ from pyg_sar.attention_terms import (
     Segments,
     wide_dtype,
 )
-from pyg_sar.ops import takes, why_missing
+from pyg_sar.ops import takes, use_kernel
 
 KINDS = ("additive", "gatv2", "dot", "mixed")  # in the order of the kernels' numbers
 _ALL_BY_SOURCE = ("additive", "tanh")  # whose gradients need one pass
@@ -93,12 +93,12 @@ def attention_(
     _check_grad(attention)
     if attention.kind == "tanh":
         sums.attention_(state, attention, segments, native=native)
-    elif not _use_kernel(attention, segments, state.acc, native):
+    elif not use_kernel(native, takes_attention(attention, state.acc.size(0))):
         _check_offsets(segments)
         fallback.attention_(state, attention, segments)
     else:
         torch.ops.pyg_sar.attention_(
-            state.acc, state.maximum, state.normaliser, *_arguments(attention, segments)
+            state.acc, state.maximum, state.normaliser, *_detached(attention, segments)
         )
     return state
 
@@ -210,7 +210,7 @@ def _backward(
     if attention.kind == "tanh":
         sums.backward_(gradients, attention, cotangent, segments, native=native)
         return
-    if not _use_kernel(attention, segments, cotangent.grad_out, native):
+    if not use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0))):
         _check_offsets(segments)
         fallback.backward_(gradients, attention, cotangent, segments, transposed)
         return
@@ -221,10 +221,15 @@ def _backward(
         written = [gradients.value, gradients.key, gradients.query]
         written += [gradients.edge_attr, gradients.edge_weight]
     known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
-    run(*written, *known, *_arguments(attention, segments))
+    run(*written, *known, *_detached(attention, segments))
 
 
-def _arguments(attention: Attention, segments: Segments) -> tuple[object, ...]:
+def _detached(attention: Attention, segments: Segments) -> tuple[object, ...]:
+    given = arguments_of(attention, segments)
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+
+
+def arguments_of(attention: Attention, segments: Segments) -> tuple[object, ...]:
     """What the kernels take after their own tensors; they compute in the accumulators' dtype."""
     wide = wide_dtype(attention.value.dtype)
     floats = [attention.value, attention.key, attention.query, attention.att]
@@ -233,7 +238,7 @@ def _arguments(attention: Attention, segments: Segments) -> tuple[object, ...]:
     low, high = fallback.split_seed(attention.seed)
     return (
         KINDS.index(attention.kind),
-        *(None if t is None else t.detach().to(wide) for t in floats),
+        *(None if t is None else t.to(wide) for t in floats),
         attention.slope,
         attention.scale,
         segments.source,
@@ -247,16 +252,9 @@ def _arguments(attention: Attention, segments: Segments) -> tuple[object, ...]:
     )
 
 
-def _use_kernel(
-    attention: Attention, segments: Segments, targets: Tensor, native: bool | None
-) -> bool:
-    """Whether to call the kernel; raises where it is asked for and missing."""
-    if native is None:
-        small = max(attention.value.size(0), targets.size(0)) <= _ROWS
-        return small and takes(attention.value) and why_missing() is None
-    if native and (reason := why_missing()) is not None:
-        raise RuntimeError(f"pyg_sar has no C++ kernels: {reason}")
-    return native
+def takes_attention(attention: Attention, num_targets: int) -> bool:
+    """Whether the kernels are made for the tensors."""
+    return takes(attention.value) and max(attention.value.size(0), num_targets) <= _ROWS
 
 
 def _check_grad(attention: Attention) -> None:

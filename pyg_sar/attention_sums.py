@@ -16,10 +16,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from pyg_sar.attention_fallback import keep_factors
+from pyg_sar.attention_fallback import keep_factors, targets_of
 from pyg_sar.attention_terms import (
     Attention,
     AttentionGradients,
@@ -46,15 +45,6 @@ class _Weights:
         return numbers * self.attr if attr and self.attr is not None else numbers
 
 
-def _rows_of(segments: Segments) -> Tensor:
-    """The row that each edge adds to, ``[E]``."""
-    counts = segments.offsets.diff()
-    rows = segments.targets
-    if rows is None:
-        rows = torch.arange(counts.numel(), device=counts.device)
-    return rows.repeat_interleave(counts)
-
-
 def _weights(attention: Attention, segments: Segments, j: Tensor, i: Tensor) -> _Weights:
     wide = wide_dtype(attention.value.dtype)
     ends = [(attention.key, j), (attention.query, i)]
@@ -71,6 +61,12 @@ def _weights(attention: Attention, segments: Segments, j: Tensor, i: Tensor) -> 
     return _Weights(alpha, keep, attr)
 
 
+def weight_of(attention: Attention, segments: Segments) -> Tensor:
+    """The number that each edge's value is multiplied by, ``[E]``, in order."""
+    weights = _weights(attention, segments, segments.source, targets_of(segments))
+    return weights.times(weights.alpha)
+
+
 def attention_(
     state: AttentionState,
     attention: Attention,
@@ -80,14 +76,13 @@ def attention_(
 ) -> None:
     """:func:`pyg_sar.attention_ops.attention_` for ``tanh``: the state's ``acc`` alone changes."""
     value = attention.value.detach().to(state.acc.dtype)[:, 0]
-    weights = _weights(attention, segments, segments.source, _rows_of(segments))
     gather_sum_(
         state.acc[:, 0],
         value,
         segments.source,
         segments.offsets,
         segments.targets,
-        weights.times(weights.alpha),
+        weight_of(attention, segments).detach(),
         native=native,
     )
 
@@ -102,7 +97,7 @@ def backward_(
 ) -> None:
     """Adds the wanted gradients of a shard's edges, grouped by source row."""
     grad_out = cotangent.grad_out[:, 0]
-    i, j = transposed.source, _rows_of(transposed)
+    i, j = transposed.source, targets_of(transposed)
     weights = _weights(attention, transposed, j, i)
     where = (i, transposed.offsets, transposed.targets)
     if gradients.value is not None:

@@ -16,7 +16,8 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
-    "errors policy ledger ops attention_terms attention_fallback attention_sums attention_ops",
+    "errors policy ledger ops",
+    "attention_terms attention_fallback attention_sums attention_ops functional",
     "rendezvous issuer signals watch backends payload segments neighbours same_host meeting",
     "sharing communicator inprocess comm launch",
     "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
