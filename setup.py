@@ -14,6 +14,29 @@ from typing import Any
 from setuptools import setup
 
 
+def options(sanitizer: str) -> tuple[list[str], list[str]]:
+    """Options of the compiler and of the linker.
+
+    Args:
+        sanitizer: ``'address'`` or ``'thread'`` (``extensions/sanitize.sh``), or none.
+    """
+    # No -march=native: the loops have a version for each kind of processor.
+    compiled = ["-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
+    compiled.append(
+        "-Wno-psabi"
+    )  # vectors are handed over in registers only where they are inlined
+    if not sanitizer:
+        compiled += ["-O3", "-g0", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
+        return compiled, ["-fopenmp"]
+    compiled += ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
+    if sanitizer == "thread":
+        # It doesn't know the barriers of OpenMP, nor may the loader pick versions before it runs.
+        compiled += ["-fopenmp-simd", "-DAT_PARALLEL_NATIVE=1", "-DPYG_SAR_VERSIONS="]
+        return compiled, [f"-fsanitize={sanitizer}"]
+    compiled += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
+    return compiled, ["-fopenmp", f"-fsanitize={sanitizer}"]
+
+
 def kernels() -> dict[str, Any]:
     """The arguments of ``setup`` that build ``pyg_sar/_kernels.so``."""
     try:
@@ -31,10 +54,11 @@ def kernels() -> dict[str, Any]:
             except (Exception, SystemExit) as error:
                 print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
 
-    sources = (
-        *("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention"),
-        "functional",
-    )
+    compiled, linked = options(os.environ.get("PYG_SAR_SANITIZER", ""))
+    names = ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention")
+    sources = [*names, "functional"]
+    if "-DAT_PARALLEL_NATIVE=1" in compiled:
+        sources.append("sanitizer_threads")
     extension = CppExtension(
         "pyg_sar._kernels",
         [f"extensions/{name}.cpp" for name in sources],
@@ -42,18 +66,8 @@ def kernels() -> dict[str, Any]:
             f"extensions/{name}.h"
             for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")
         ],
-        # No -march=native: the loops have a version for each kind of processor.
-        extra_compile_args=[
-            "-O3",
-            "-g0",
-            "-fno-math-errno",
-            "-fno-trapping-math",
-            "-Wno-psabi",  # vectors are handed over in registers only where they are inlined
-            "-fopenmp",
-            "-fvisibility=hidden",
-            "-DAT_PARALLEL_OPENMP=1",
-        ],
-        extra_link_args=["-fopenmp"],
+        extra_compile_args=compiled,
+        extra_link_args=linked,
         optional=True,
     )
     # Compiles in parallel where ninja is at hand: beside this Python, maybe, and not on the path.
