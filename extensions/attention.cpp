@@ -352,7 +352,7 @@ template <template <class, int64_t, int64_t> class Pass, class T, class Make>
 void dispatch(int64_t kind, int64_t channels, const Make& make) {
   if (kind == kGatv2) return dispatch_channels<Pass, T, kGatv2>(channels, make);
   if (kind == kDot) return dispatch_channels<Pass, T, kDot>(channels, make);
-  if (kind == kMixed) return run(make.template operator()<Pass<T, kMixed, 0>>());
+  if (kind == kMixed) return dispatch_channels<Pass, T, kMixed>(channels, make);
   if constexpr (!std::is_same_v<Pass<T, kDot, 0>, Targets<T, kDot, 0>>) {
     dispatch_channels<Pass, T, kAdditive>(channels, make);
   }

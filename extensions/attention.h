@@ -173,7 +173,7 @@ PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, c
     }
   } else if constexpr (kKind == kMixed) {
     T *score = b.score, *sum = b.sum, *gate = b.gate;
-    two_inner_products(gate, sum, x, att, rows, n, t.heads, t.channels);
+    two_inner_products<kChannels>(gate, sum, x, att, rows, n, t.heads, t.channels);
     add_tile(sum, b.fixed, count, b.size);
     PYG_SAR_LANES(count, kLanes, (void)o; const T open = sigmoid(gate[k]); gate[k] = open;
                   score[k] = sum[k] * open;)

@@ -66,6 +66,17 @@ class ByRelation(torch.nn.Module):
         return self.conv({"node": x}, dict(zip(self.relations, edges, strict=True)))["node"]
 
 
+class Strided(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+def strided(conv: gnn.TransformerConv) -> gnn.TransformerConv:
+    """Keys and values whose rows lie apart in memory."""
+    conv.lin_key, conv.lin_value = (Strided(CHANNELS, 2 * OUT) for _ in range(2))
+    return conv
+
+
 def supergat(**options: object) -> gnn.SuperGATConv:
     """In training it draws negative edges, which workers can't."""
     return gnn.SuperGATConv(CHANNELS, OUT, **options).eval()
@@ -90,6 +101,7 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, concat=False),
         ATTR,
     ),
+    "transformer, strided": (lambda: strided(gnn.TransformerConv(CHANNELS, OUT, heads=2)), ()),
     "agnn": (gnn.AGNNConv, ()),
     "supergat, MX": (lambda: supergat(heads=2), ()),
     "supergat, MX, no loops": (
@@ -105,8 +117,20 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
     "fa, cached": (lambda: Residual(cached=True), ()),
     "hgt": (lambda: ByRelation(2), ()),
     "hgt, one head": (lambda: ByRelation(1), ()),
+    "rgat": (lambda: gnn.RGATConv(CHANNELS, OUT, 4, heads=2), ()),
+    "rgat, bases, edges": (
+        lambda: gnn.RGATConv(CHANNELS, OUT, 3, num_bases=2, heads=2, edge_dim=EDGE_DIM),
+        ATTR,
+    ),
+    "rgat, blocks": (
+        lambda: gnn.RGATConv(CHANNELS, 4, 3, num_blocks=2, heads=2, concat=False, bias=False),
+        (),
+    ),
     "gat stack": (lambda: gnn.GAT(CHANNELS, 8, 3, OUT, heads=2, v2=False), ()),
 }
+
+# Which take each edge's type.
+TYPED = {"hgt": ("edge_type",), "rgat": ("edge_type",)}
 
 
 def fused_passes(layer: torch.nn.Module, data: object) -> int:
@@ -123,7 +147,7 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
     torch.manual_seed(0)
     for name, (make, edge) in LAYERS.items():
         root = partitions(data, world, "random" if world != 3 else torch.arange(40) % 2 * 2)
-        constants = ("edge_type",) if name[:3] == "hgt" else ()
+        constants = TYPED.get(name.split(",")[0], ())
         sweep.add(name, Job(make().double(), root, edge, POLICIES, constants), data)
     sweep.check()
 
@@ -133,12 +157,13 @@ def _fused_counts(root: object) -> list[int]:
     counts = []
     for name, (make, edge) in LAYERS.items():
         layer = pyg_sar.distribute(make().double())
+        arguments = {key: data[key] for key in (*edge, *TYPED.get(name.split(",")[0], ()))}
         with pyg_sar.Ledger(pyg_sar.current()) as ledger:
-            layer(data.x, data.edge_index, **{key: data[key] for key in edge})
+            layer(data.x, data.edge_index, **arguments)
         counts.append((name, ledger.events("fused attention")))
         set_policy(layer, SARPolicy(kernels="off"))
         with pyg_sar.Ledger(pyg_sar.current()) as ledger:
-            layer(data.x, data.edge_index, **{key: data[key] for key in edge})
+            layer(data.x, data.edge_index, **arguments)
         assert ledger.events("fused attention") == 0
     return counts
 

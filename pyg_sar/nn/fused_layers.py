@@ -21,6 +21,7 @@ from torch_geometric.nn import (
     HGTConv,
     Linear,
     MessagePassing,
+    RGATConv,
     SumAggregation,
     SuperGATConv,
     TransformerConv,
@@ -31,11 +32,12 @@ from pyg_sar.attention_terms import Attention
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ops import takes
 from pyg_sar.program import DeferredEdge
+from pyg_sar.relational_attention import RelationalTerms
 
 
 def attention_of(
     layer: MessagePassing, edge_index: DistEdgeIndex, kwargs: Mapping[str, Any]
-) -> Attention | None:
+) -> Attention | RelationalTerms | None:
     """The attention that a call of ``propagate`` computes, or ``None`` where it isn't one.
 
     All workers call it together.
@@ -51,14 +53,14 @@ def attention_of(
     make = next((make for kind, make in _LAYERS.items() if _is_plainly(layer, kind)), None)
     if make is None or torch.is_autocast_enabled("cpu"):
         return None
-    found: Attention | None = make(layer, kwargs)
-    if found is not None and isinstance(layer, HGTConv):
+    found: Attention | RelationalTerms | None = make(layer, kwargs)
+    if isinstance(found, Attention) and isinstance(layer, HGTConv):
         found = _by_relation(found, edge_index, kwargs["edge_attr"])
-    if found is None or not takes(found.value):
+    if found is None:
         return None
-    tensors = found.tensors().values()
-    alike = all(t.dtype == found.value.dtype and t.device == found.value.device for t in tensors)
-    return found if alike else None
+    first, *others = found.tensors().values()
+    alike = all(t.dtype == first.dtype and t.device == first.device for t in others)
+    return found if alike and takes(first) else None
 
 
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:
@@ -215,11 +217,52 @@ def _by_relation(
     row, rows = edge_index[edge_index.dist_row], key.size(0)
 
     def count() -> Tensor:
-        return scatter(key.new_ones(row.numel(), 1), row, 0, rows).detach().clamp(min=1)
+        return scatter(factor.new_ones(row.numel(), 1), row, 0, rows).detach().clamp(min=1)
 
     counts = edge_index.remember_together(("edges of keys", rows, key.dtype), count)
     mean = scatter(factor, row, 0, rows) / counts
-    return replace(attention, key=key * mean.unsqueeze(-1))
+    # The layer's rows lie apart in memory, head by head.
+    value, key = attention.value.contiguous(), (key * mean.unsqueeze(-1)).contiguous()
+    return replace(attention, value=value, key=key)
+
+
+def _rgat(layer: Any, kwargs: Mapping[str, Any]) -> RelationalTerms | None:
+    x, edge_type = kwargs["x"], kwargs["edge_type"]
+    plain = layer.attention_mode == "additive-self-attention" and layer.mod is None
+    plain &= layer.attention_mechanism == "across-relation"
+    if not plain or not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+        return None
+    if not isinstance(edge_type, Tensor) or edge_type.dim() != 1 or edge_type.dtype != torch.long:
+        return None
+    edges = _edge_term(layer, kwargs["edge_attr"]) if layer.lin_edge is not None else {}
+    if edges is None or (layer.lin_edge is None and kwargs["edge_attr"] is not None):
+        return None
+    if edges:
+        edges["edge_weight"] = edges["edge_weight"].flatten(1) @ layer.e
+    weight = _relation_weights(layer)
+    return RelationalTerms(
+        x=x,
+        weight=weight,
+        key_weight=weight @ layer.k,
+        query=x @ (weight @ layer.q),
+        edge_type=edge_type,
+        slope=layer.negative_slope,
+        **edges,
+        **_dropout(layer),
+    )
+
+
+def _relation_weights(layer: Any) -> Tensor:
+    """RGATConv's transforms of all relations, ``[R, F, H * C]``."""
+    if layer.num_bases is not None:
+        found: Tensor = torch.tensordot(layer.att, layer.basis, 1)
+        return found
+    weight: Tensor = layer.weight
+    if layer.num_blocks is None:
+        return weight
+    blocks = torch.eye(layer.num_blocks, dtype=weight.dtype, device=weight.device)
+    spread = weight.unsqueeze(3) * blocks.view(1, layer.num_blocks, 1, -1, 1)
+    return spread.flatten(3).flatten(1, 2)
 
 
 _LAYERS = {
@@ -230,6 +273,7 @@ _LAYERS = {
     SuperGATConv: _supergat,
     FAConv: _fa,
     HGTConv: _hgt,
+    RGATConv: _rgat,
 }
 
 # What else must be PyG's own.
