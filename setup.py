@@ -31,7 +31,8 @@ def options(sanitizer: str) -> tuple[list[str], list[str]]:
     compiled += ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
     if sanitizer == "thread":
         # It doesn't know the barriers of OpenMP, nor may the loader pick versions before it runs.
-        compiled += ["-fopenmp-simd", "-DAT_PARALLEL_NATIVE=1", "-DPYG_SAR_VERSIONS="]
+        threads = Path(__file__).parent.resolve() / "extensions" / "sanitizer_threads.h"
+        compiled += ["-fopenmp-simd", "-include", str(threads), "-DPYG_SAR_ONE_VERSION"]
         return compiled, [f"-fsanitize={sanitizer}"]
     compiled += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
     return compiled, ["-fopenmp", f"-fsanitize={sanitizer}"]
@@ -54,10 +55,11 @@ def kernels() -> dict[str, Any]:
             except (Exception, SystemExit) as error:
                 print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
 
-    compiled, linked = options(os.environ.get("PYG_SAR_SANITIZER", ""))
+    sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
+    compiled, linked = options(sanitizer)
     names = ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention")
     sources = [*names, "functional"]
-    if "-DAT_PARALLEL_NATIVE=1" in compiled:
+    if sanitizer == "thread":
         sources.append("sanitizer_threads")
     extension = CppExtension(
         "pyg_sar._kernels",

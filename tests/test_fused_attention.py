@@ -66,6 +66,17 @@ class ByRelation(torch.nn.Module):
         return self.conv({"node": x}, dict(zip(self.relations, edges, strict=True)))["node"]
 
 
+class Typed(torch.nn.Module):
+    """RGATConv whose edges' types follow from their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.RGATConv(CHANNELS, OUT, 3, heads=2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index, torch.arange(edge_index.size(1)) % 3)
+
+
 class Strided(torch.nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).t().contiguous().t()
@@ -246,11 +257,11 @@ def set_dropout(model: torch.nn.Module, p: float) -> None:
             module.dropout = p
 
 
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "fa"])
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "fa", "rgat"])
 def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
     torch.manual_seed(0)
     data = make_graph(20, 80)
-    layer = LAYERS[name][0]().double()
+    layer = (Typed if name == "rgat" else LAYERS[name][0])().double()
     set_dropout(layer, 0.5)
     model = pyg_sar.distribute(layer)
     assert _dropped(model, data, data.x) == _dropped(model, data, data.x)
@@ -259,6 +270,7 @@ def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
     set_dropout(model, 0.5)
     assert _dropped(model, data, data.x) != without
     x = data.x.clone().requires_grad_()
+    assert fused_passes(model, data) == 1
     assert torch.autograd.gradcheck(lambda x: _dropped(model, data, x), x)
 
 
@@ -302,6 +314,7 @@ def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
 def _traffic(root: object, make: Make) -> dict[str, int]:
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0))
+    assert fused_passes(layer, data) == 1
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         layer(data.x.requires_grad_(), data.edge_index).sum().backward()
@@ -327,11 +340,13 @@ def _traffic(root: object, make: Make) -> dict[str, int]:
         ("supergat, MX", 2 * OUT),
         ("supergat, SD", 2 * OUT),
         ("fa", CHANNELS + 1),
+        ("rgat", CHANNELS),
     ],
 )
 def test_bytes_and_resident_rows(name: str, width: int, tmp_path) -> None:
     pyg_sar.write_partitions(make_graph(60, 300), 3, tmp_path / "parts", "random")
-    for found in threads(_traffic, 3, tmp_path / "parts", LAYERS[name][0]):
+    make = Typed if name == "rgat" else LAYERS[name][0]
+    for found in threads(_traffic, 3, tmp_path / "parts", make):
         assert found["fetch"] == found["refetch"] == found["halo"] * width * 8
         assert found["gradient"] == found["sent"] * width * 8
         assert found["resident"] == found["largest"]
@@ -409,6 +424,16 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
         assert x.grad.dtype == dtype
         assert x.grad.isfinite().all()
     assert worst["here"] <= 2 * worst["pyg"]
+
+
+def test_an_edge_of_no_relation_is_an_error() -> None:
+    data = make_graph()
+    model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double())
+    for bad in (3, -1):
+        kinds = data.edge_type.clone()
+        kinds[7] = bad
+        with pytest.raises(IndexError, match=r"'edge_type' in \[0, 3\)|out of range|index"):
+            model(data.x, data.edge_index, kinds)
 
 
 def test_no_edges_at_all() -> None:
