@@ -38,8 +38,12 @@ PYG_SAR_SANITIZER=$kind "$python" setup.py -q build_ext --inplace
 test -f pyg_sar/_kernels.so || { echo "the kernels could not be built" >&2; exit 1; }
 
 # Python leaks by design. Where memory is mapped at random, ThreadSanitizer may find no room.
-export ASAN_OPTIONS=detect_leaks=0 TSAN_OPTIONS="exitcode=66"
+# Reports go to files, as pytest captures what is printed.
+export ASAN_OPTIONS="detect_leaks=0 log_path=$work/report" TSAN_OPTIONS="log_path=$work/report"
 export OMP_NUM_THREADS=3 PYTHONPATH=. PYTHONMALLOC=malloc
 preload=$(gcc -print-file-name=$library):$(gcc -print-file-name=libstdc++.so)
 [ $# -gt 0 ] || set -- $tests
-setarch -R env LD_PRELOAD="$preload" "$python" -m pytest -q -p no:cacheprovider "$@"
+status=0
+setarch -R env LD_PRELOAD="$preload" "$python" -m pytest -q -p no:cacheprovider "$@" || status=$?
+cat "$work"/report* 2>/dev/null || exit $status
+exit 1
