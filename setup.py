@@ -21,18 +21,18 @@ def options(sanitizer: str) -> tuple[list[str], list[str]]:
         sanitizer: ``'address'`` or ``'thread'`` (``extensions/sanitize.sh``), or none.
     """
     # No -march=native: the loops have a version for each kind of processor.
-    compiled = ["-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden"]
-    compiled.append(
-        "-Wno-psabi"
-    )  # vectors are handed over in registers only where they are inlined
+    # Vectors are handed over in registers only where they are inlined (psabi).
+    compiled = ["-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
     if not sanitizer:
         compiled += ["-O3", "-g0", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
         return compiled, ["-fopenmp"]
-    compiled += ["-O1", "-g1", "-fno-omit-frame-pointer", f"-fsanitize={sanitizer}"]
-    if sanitizer == "thread":
-        # It doesn't know the barriers of OpenMP, nor may the loader pick versions before it runs.
+    # One version of each loop: more take long to compile, and the loader may not pick one before
+    # ThreadSanitizer runs.
+    compiled += ["-O1", "-g1", "-fno-omit-frame-pointer", "-DPYG_SAR_ONE_VERSION"]
+    compiled.append(f"-fsanitize={sanitizer}")
+    if sanitizer == "thread":  # which doesn't know the barriers of OpenMP
         threads = Path(__file__).parent.resolve() / "extensions" / "sanitizer_threads.h"
-        compiled += ["-fopenmp-simd", "-include", str(threads), "-DPYG_SAR_ONE_VERSION"]
+        compiled += ["-fopenmp-simd", "-include", str(threads)]
         return compiled, [f"-fsanitize={sanitizer}"]
     compiled += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
     return compiled, ["-fopenmp", f"-fsanitize={sanitizer}"]

@@ -426,6 +426,35 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
     assert worst["here"] <= 2 * worst["pyg"]
 
 
+def _half(layer: torch.nn.Module, root: object) -> tuple[int, Tensor]:
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(copy.deepcopy(layer))
+    with torch.no_grad(), pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        out = model(data.x, data.edge_index, edge_type=data.edge_type)
+    whole = out.new_empty(out.shape)
+    whole[data.n_id] = out
+    return ledger.events("fused attention"), whole
+
+
+def test_the_factors_of_a_hub_do_not_round(tmp_path) -> None:
+    """A key with thousands of edges: their sum has more digits than bfloat16."""
+    data = make_graph(60, 200)
+    data.edge_index[0, 5:] = 7
+    data.edge_index = data.edge_index.repeat(1, 20)
+    data.edge_type = data.edge_type.repeat(20) // 2
+    data.edge_attr = data.edge_weight = None
+    exact = ByRelation(2).double()
+    truth = single_process(exact, data, constants=("edge_type",)).out
+    data.x = data.x.bfloat16()
+    half = copy.deepcopy(exact).bfloat16()
+    with torch.no_grad():
+        plain = half(data.x, data.edge_index, data.edge_type)
+    ((fused, out),) = threads(_half, 1, half, Partitions(tmp_path)(data, 1))
+    assert fused == 1
+    errors = [float((x.double() - truth).norm()) for x in (out, plain)]
+    assert errors[0] <= 2 * errors[1]
+
+
 def test_an_edge_of_no_relation_is_an_error() -> None:
     data = make_graph()
     model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double())

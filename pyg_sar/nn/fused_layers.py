@@ -215,12 +215,13 @@ def _by_relation(
     if key is None or factor.dtype != key.dtype:
         return None
     row, rows = edge_index[edge_index.dist_row], key.size(0)
+    wide = torch.float64  # sums of as many equal numbers as a hub has edges
 
     def count() -> Tensor:
-        return scatter(factor.new_ones(row.numel(), 1), row, 0, rows).detach().clamp(min=1)
+        return scatter(factor.new_ones(row.numel(), 1, dtype=wide), row, 0, rows).clamp(min=1)
 
-    counts = edge_index.remember_together(("edges of keys", rows, key.dtype), count)
-    mean = scatter(factor, row, 0, rows) / counts
+    counts = edge_index.remember_together(("edges of keys", rows), count)
+    mean = (scatter(factor.to(wide), row, 0, rows) / counts).to(key.dtype)
     # The layer's rows lie apart in memory, head by head.
     value, key = attention.value.contiguous(), (key * mean.unsqueeze(-1)).contiguous()
     return replace(attention, value=value, key=key)
