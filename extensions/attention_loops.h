@@ -80,6 +80,14 @@ PYG_SAR_INLINE uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
+// 1 / (1 + exp(-x)), within a few ulps; 0 where exp(-x) has no finite value; NaN stays NaN.
+template <class T>
+PYG_SAR_INLINE T sigmoid(T x) {
+  constexpr T kLow = sizeof(T) == 4 ? T(-87) : T(-708);
+  const T y = T(1) / (T(1) + exponential(-x));
+  return x < kLow ? T(0) : y;
+}
+
 template <class T>
 PYG_SAR_INLINE T leaky(T x, T slope) {
   const T y = slope * x;
@@ -303,6 +311,38 @@ template <int64_t kChannels, bool kFetch, class T>
 PYG_SAR_INLINE void inner_products(T* out, const T* x, const Rows<T>& rows, int64_t n,
                                    int64_t heads, int64_t channels) {
   PYG_SAR_HEADS(inner_products_of, (out, x, rows, n, heads, channels), kChannels, kFetch)
+}
+
+template <int64_t kHeads, int64_t kChannels, class T>
+PYG_SAR_INLINE void two_inner_products_of(T* out_x, T* out_y, const T* x, const T* y,
+                                          const Rows<T>& rows, int64_t n, int64_t some_heads,
+                                          int64_t some_channels) {
+  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
+  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
+  for (int64_t e = 0; e < n; ++e) {
+    rows.ahead(e, heads * channels);
+    const T* row = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t first = h * channels;
+      T sum_x = 0, sum_y = 0;
+#pragma omp simd reduction(+ : sum_x, sum_y)
+      for (int64_t f = first; f < first + channels; ++f) {
+        sum_x += x[f] * row[f];
+        sum_y += y[f] * row[f];
+      }
+      out_x[e * heads + h] = sum_x;
+      out_y[e * heads + h] = sum_y;
+    }
+  }
+}
+
+// out_x[e, h] = <x[h], rows[e, h]> and out_y[e, h] = <y[h], rows[e, h]>
+template <int64_t kChannels, class T>
+PYG_SAR_INLINE void two_inner_products(T* out_x, T* out_y, const T* x, const T* y,
+                                       const Rows<T>& rows, int64_t n, int64_t heads,
+                                       int64_t channels) {
+  PYG_SAR_HEADS(two_inner_products_of, (out_x, out_y, x, y, rows, n, heads, channels), kChannels,
+                T)
 }
 
 // out[e, h] = sum over c of att[h, c] * leaky(x + rows[e])[h, c]
