@@ -57,7 +57,7 @@ def kernels() -> dict[str, Any]:
 
     sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
     compiled, linked = options(sanitizer)
-    names = ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention")
+    names = ("attention", "segments", "transpose", "gather_sum", "edge_dot", "extremum")
     sources = [*names, "weighted_rows", "functional"]
     if sanitizer == "thread":
         sources.append("sanitizer_threads")

@@ -44,12 +44,20 @@ struct Weighted {
         }
       }
     }
+    const int added = static_cast<int>((kEach - 1) * kLanes - tail);  // lanes of the last vector
     for (int h = 0; h < kHeads; ++h) {
       for (int v = 0; v < kEach; ++v) {
-        const bool tails = v + 1 == kEach;
-        add_to<kLanes>(acc + first + h * block.channels + (tails ? tail : v * kLanes),
-                       sum[h * kEach + v],
-                       tails ? static_cast<int>((kEach - 1) * kLanes - tail) : 0);
+        const bool overlaps = v + 1 == kEach && added > 0;
+        T* to = acc + first + h * block.channels + (overlaps ? tail : v * kLanes);
+        const Vector<T, kLanes>& found = sum[h * kEach + v];
+        if (overlaps) {
+          add_to<kLanes>(to, found, added);
+        } else {
+          Vector<T, kLanes> total;
+          load<kLanes>(total, to);
+          total += found;
+          std::memcpy(to, &total, sizeof(total));
+        }
       }
     }
   }
