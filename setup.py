@@ -14,6 +14,30 @@ from typing import Any
 from setuptools import setup
 
 
+def options(sanitizer: str) -> tuple[list[str], list[str]]:
+    """Options of the compiler and of the linker.
+
+    Args:
+        sanitizer: ``'address'`` or ``'thread'`` (``extensions/sanitize.sh``), or none.
+    """
+    # No -march=native: the loops have a version for each kind of processor.
+    # Vectors are handed over in registers only where they are inlined (psabi).
+    compiled = ["-fno-math-errno", "-fno-trapping-math", "-fvisibility=hidden", "-Wno-psabi"]
+    if not sanitizer:
+        compiled += ["-O3", "-g0", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
+        return compiled, ["-fopenmp"]
+    # One version of each loop: more take long to compile, and the loader may not pick one before
+    # ThreadSanitizer runs.
+    compiled += ["-O1", "-g1", "-fno-omit-frame-pointer", "-DPYG_SAR_ONE_VERSION"]
+    compiled.append(f"-fsanitize={sanitizer}")
+    if sanitizer == "thread":  # which doesn't know the barriers of OpenMP
+        threads = Path(__file__).parent.resolve() / "extensions" / "sanitizer_threads.h"
+        compiled += ["-fopenmp-simd", "-include", str(threads)]
+        return compiled, [f"-fsanitize={sanitizer}"]
+    compiled += ["-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
+    return compiled, ["-fopenmp", f"-fsanitize={sanitizer}"]
+
+
 def kernels() -> dict[str, Any]:
     """The arguments of ``setup`` that build ``pyg_sar/_kernels.so``."""
     try:
@@ -31,26 +55,24 @@ def kernels() -> dict[str, Any]:
             except (Exception, SystemExit) as error:
                 print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
 
-    sources = ("segments", "transpose", "gather_sum", "edge_dot", "extremum", "attention")
+    sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
+    compiled, linked = options(sanitizer)
+    names = ("attention", "segments", "transpose", "gather_sum", "edge_dot", "extremum")
+    sources = [*names, "weighted_rows", "functional"]
+    if sanitizer == "thread":
+        sources.append("sanitizer_threads")
     extension = CppExtension(
         "pyg_sar._kernels",
         [f"extensions/{name}.cpp" for name in sources],
         depends=[
             f"extensions/{name}.h"
-            for name in ("segments", "vectors", "gather_sum", "attention", "attention_loops")
+            for name in (
+                *("segments", "vectors", "gather_sum", "attention", "attention_loops"),
+                "weighted_rows",
+            )
         ],
-        # No -march=native: the loops have a version for each kind of processor.
-        extra_compile_args=[
-            "-O3",
-            "-g0",
-            "-fno-math-errno",
-            "-fno-trapping-math",
-            "-Wno-psabi",  # vectors are handed over in registers only where they are inlined
-            "-fopenmp",
-            "-fvisibility=hidden",
-            "-DAT_PARALLEL_OPENMP=1",
-        ],
-        extra_link_args=["-fopenmp"],
+        extra_compile_args=compiled,
+        extra_link_args=linked,
         optional=True,
     )
     # Compiles in parallel where ninja is at hand: beside this Python, maybe, and not on the path.

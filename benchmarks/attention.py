@@ -27,7 +27,15 @@ import torch
 import torch.nn.functional as F
 import torch_geometric
 from torch import Tensor, nn
-from torch_geometric.nn import GATConv, GATv2Conv, GCNConv, SAGEConv, TransformerConv
+from torch_geometric.nn import (
+    FAConv,
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    SAGEConv,
+    SuperGATConv,
+    TransformerConv,
+)
 from tqdm import tqdm
 
 import pyg_sar
@@ -42,6 +50,7 @@ SHAPES = {
     "GATv2Conv 4x8": (GATv2Conv, 4, 8),
     "TransformerConv 4x8": (TransformerConv, 4, 8),
 }
+MORE = ("SuperGATConv MX 4x8", "SuperGATConv SD 4x8", "FAConv 64")  # where --layers asks for them
 
 
 class Net(nn.Module):
@@ -61,9 +70,27 @@ class Net(nn.Module):
         return x
 
 
+class Residual(nn.Module):
+    """FAConv of 64 channels, with the weights of edges given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(FEATURES, 64)
+        self.conv = FAConv(64, normalize=False, add_self_loops=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.linear(x)
+        return self.conv(x, x, edge_index, x.new_ones(edge_index.size(1)))
+
+
 def make(name: str) -> nn.Module:
     """A layer or model by name."""
     torch.manual_seed(0)
+    if name == "FAConv 64":
+        return Residual()
+    if name in MORE:  # in training it draws edges, which is not what is measured
+        kind = {"attention_type": name.split()[1], "add_self_loops": False}
+        return SuperGATConv(FEATURES, 8, heads=4, **kind).eval()
     if name in ("sage", "gat"):
         return Net(name)
     if name not in SHAPES:
@@ -185,8 +212,9 @@ def measure(args: argparse.Namespace, graph: str) -> list[str]:
     x, edge_index = torch.load(graph)
     lines = ["| layer | PyG / here, forward and backward | PyG, MiB | here, MiB |"]
     lines += ["| --- | --- | --- | --- |"]
-    bar = tqdm(total=len(SHAPES) + 6)
-    for name in SHAPES:
+    names = args.layers or list(SHAPES)
+    bar = tqdm(total=len(names) + 6 * (not args.layers))
+    for name in names:
         here = Pass(pyg_sar.distribute(make(name)), x, edge_index)
         mine = peak(name, True, graph)
         if name == "GATConv 4x32":  # plain PyG needs more memory than there may be
@@ -197,6 +225,8 @@ def measure(args: argparse.Namespace, graph: str) -> list[str]:
             ratio, other = f"{slow / fast:.1f}", f"{peak(name, False, graph):.0f}"
         lines.append(f"| {name} | {ratio} | {other} | {mine:.0f} |")
         bar.update()
+    if args.layers:
+        return lines
     lines += ["", "| one against another | ratio |", "| --- | --- |"]
     for name, width in (("GATConv 4x8", 32), ("GATConv 4x32", 128)):
         here = Pass(pyg_sar.distribute(make(name)), x, edge_index)
@@ -228,6 +258,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--edges", type=int, default=10_000_000)
+    names = (*SHAPES, *MORE)
+    parser.add_argument("--layers", nargs="+", choices=names, help="these alone, to PyG's")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--data", type=Path, help="folder of .npz graphs to try as well")
@@ -250,6 +282,7 @@ def main() -> None:
         lines += real_graphs(args.data, 2 * args.rounds)
     command = f"python benchmarks/attention.py --nodes {args.nodes} --edges {args.edges}"
     command += f" --rounds {args.rounds}" + " --data ../shared/data" * bool(args.data)
+    command += f" --layers {' '.join(map(repr, args.layers))}" if args.layers else ""
     head = [
         "# Layers on one worker",
         "",

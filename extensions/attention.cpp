@@ -90,20 +90,23 @@ void check_edges(const Given& g) {
 
 void check(const Given& g, int64_t num_targets) {
   const auto dtype = g.value.scalar_type();
-  TORCH_CHECK_VALUE(g.kind >= kAdditive && g.kind <= kDot, "attention: unknown kind ", g.kind);
+  TORCH_CHECK_VALUE(g.kind >= kAdditive && g.kind <= kMixed, "attention: unknown kind ", g.kind);
   TORCH_CHECK_VALUE(g.value.dim() == 3, "attention: expected 'value' of shape [M, H, C] (got ",
                     g.value.sizes(), ")");
   TORCH_CHECK_TYPE(dtype == at::kFloat || dtype == at::kDouble,
                    "attention: expected float32 or float64 'value' (got ", dtype, ")");
   TORCH_CHECK_VALUE(g.key.has_value() || g.kind != kAdditive, "attention: 'key' is missing");
   TORCH_CHECK_VALUE(g.query.has_value() || g.kind == kAdditive, "attention: 'query' is missing");
-  TORCH_CHECK_VALUE(g.att.has_value() == (g.kind == kGatv2), "attention: 'att' goes with gatv2");
+  TORCH_CHECK_VALUE(g.att.has_value() == (g.kind == kGatv2 || g.kind == kMixed),
+                    "attention: 'att' goes with gatv2 and mixed");
+  TORCH_CHECK_VALUE(!g.edge_attr.has_value() || g.kind != kMixed,
+                    "attention: mixed scores have no 'edge_attr'");
   TORCH_CHECK_VALUE(g.edge_attr.has_value() == g.edge_weight.has_value(),
                     "attention: 'edge_attr' goes with 'edge_weight'");
   const auto row = row_shape(g);
   expect("key", g.key, with_rows(g.value.size(0), row), dtype);
   expect("query", g.query, with_rows(num_targets, row), dtype);
-  expect("att", g.att, g.value.sizes().slice(1), dtype);
+  expect("att", g.att, g.kind == kMixed ? with_rows(2, row) : row, dtype);
   if (g.edge_attr.has_value()) {
     TORCH_CHECK_VALUE(g.edge_attr->dim() == 2, "attention: expected 'edge_attr' of shape [E, D] (got ",
                       g.edge_attr->sizes(), ")");
@@ -264,7 +267,7 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
 
 // Threads and processors #######################################################
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__)
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(PYG_SAR_ONE_VERSION)
 #define PYG_SAR_LEVELS 1
 #define PYG_SAR_AVX512 \
   __attribute__((target("avx512f,avx512vl,avx512dq,avx512bw,fma,bmi2,prefer-vector-width=512")))
@@ -349,6 +352,7 @@ template <template <class, int64_t, int64_t> class Pass, class T, class Make>
 void dispatch(int64_t kind, int64_t channels, const Make& make) {
   if (kind == kGatv2) return dispatch_channels<Pass, T, kGatv2>(channels, make);
   if (kind == kDot) return dispatch_channels<Pass, T, kDot>(channels, make);
+  if (kind == kMixed) return dispatch_channels<Pass, T, kMixed>(channels, make);
   if constexpr (!std::is_same_v<Pass<T, kDot, 0>, Targets<T, kDot, 0>>) {
     dispatch_channels<Pass, T, kAdditive>(channels, make);
   }

@@ -10,7 +10,7 @@
 
 namespace pyg_sar::attention {
 
-enum Kind : int64_t { kAdditive = 0, kGatv2 = 1, kDot = 2 };
+enum Kind : int64_t { kAdditive = 0, kGatv2 = 1, kDot = 2, kMixed = 3 };
 
 constexpr int64_t kBlock = 64;            // edges
 constexpr int64_t kBlockBytes = 32768;    // of rows that are read twice
@@ -29,7 +29,7 @@ template <class T>
 struct Terms {
   int64_t heads, channels, features;
   Matrix<const T> value, key, query, edge_attr;
-  const T *att, *edge_weight;
+  const T *att, *edge_weight;  // 'att' of mixed scores: of keys, then of queries
   T slope, scale;
   const int32_t* source;
   const int64_t *offsets, *targets;  // 'targets' may be null: 0, 1, ...
@@ -73,20 +73,22 @@ struct Buffers {
   std::vector<T> room;
   std::vector<uint32_t> hashes;
   int64_t size, used = 0;
-  T *score, *leaked, *weight, *inner, *top, *inverse, *delta, *keep;
+  T *score, *leaked, *weight, *inner, *top, *inverse, *delta, *keep, *sum, *gate;
   T *fixed, *lanes, *tile_top, *tile_inverse, *tile_delta, *row, *row2, *row3;
-  T *edges_of_weight, *edges_of_score;
+  T *edges_of_weight, *edges_of_score, *heads;
   uint32_t *hash, *head;
 
   explicit Buffers(const Terms<T>& t) {
     const int64_t scalars = padded(kBlock * t.heads), tile = tile_length(t.heads);
     const int64_t width = padded(t.width()), edge = padded(t.heads * t.features);
-    room.resize(8 * scalars + 5 * tile + 3 * width + 2 * edge + kLanes);
+    const int64_t per_head = padded(t.heads);
+    room.resize(10 * scalars + 5 * tile + 3 * width + 2 * edge + per_head + kLanes);
     hashes.resize(scalars + tile + kLanes);
     size = tile;
-    for (T** at : {&score, &leaked, &weight, &inner, &top, &inverse, &delta, &keep}) {
+    for (T** at : {&score, &leaked, &weight, &inner, &top, &inverse, &delta, &keep, &sum, &gate}) {
       *at = take(scalars);
     }
+    heads = take(per_head);
     for (T** at : {&fixed, &lanes, &tile_top, &tile_inverse, &tile_delta}) *at = take(tile);
     for (T** at : {&row, &row2, &row3}) *at = take(width);
     for (T** at : {&edges_of_weight, &edges_of_score}) *at = take(edge);
@@ -131,11 +133,21 @@ PYG_SAR_INLINE Rows<T> with_edge(const Terms<T>& t, const Buffers<T>& b, const R
   return {b.row, 0, t.width(), rows.index, 0, 0};
 }
 
-// score = what the kind's score function makes of a fixed row x and the rows of a block's edges;
-// additive: of x's tile, which is in b.fixed, and before the leaky ReLU.
+// b.fixed = <att, x> by head, for mixed scores
+template <class T>
+PYG_SAR_INLINE void fix_sum(const Terms<T>& t, const Buffers<T>& b, const T* att, const T* x) {
+  for (int64_t h = 0; h < t.heads; ++h) {
+    b.heads[h] = inner_product(att + h * t.channels, x + h * t.channels, t.channels);
+  }
+  fill_tile(b.fixed, static_cast<const T*>(b.heads), t.heads, b.size);
+}
+
+// score = what the kind's score function makes of a fixed row x and the rows of a block's edges,
+// but for the leaky ReLU of all but gatv2, and the edge terms of dot. What x adds to a sum of
+// scalars is in b.fixed (additive, mixed). 'att' is what the rows are multiplied by (mixed).
 template <int64_t kKind, int64_t kChannels, class T>
 PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, const Rows<T>& rows,
-                           int64_t first, int64_t n) {
+                           int64_t first, int64_t n, const T* att = nullptr) {
   const int64_t count = n * t.heads;
   if constexpr (kKind == kAdditive) {
     // b.score holds the rows.
@@ -159,11 +171,63 @@ PYG_SAR_INLINE void scores(const Terms<T>& t, const Buffers<T>& b, const T* x, c
       gatv2_scores<kChannels, false>(b.score + e * t.heads, x, with_edge(t, b, rows, e, first),
                                      t.att, t.slope, 1, t.heads, t.channels);
     }
+  } else if constexpr (kKind == kMixed) {
+    T *score = b.score, *sum = b.sum, *gate = b.gate;
+    two_inner_products<kChannels>(gate, sum, x, att, rows, n, t.heads, t.channels);
+    add_tile(sum, b.fixed, count, b.size);
+    PYG_SAR_LANES(count, kLanes, (void)o; const T open = sigmoid(gate[k]); gate[k] = open;
+                  score[k] = sum[k] * open;)
   } else {
     inner_products<kChannels, true>(b.score, x, rows, n, t.heads, t.channels);
     const T scale = t.scale;
     T* score = b.score;
     PYG_SAR_LANES(count, kLanes, (void)o; score[k] *= scale;)
+  }
+}
+
+// Whether scores go through a leaky ReLU at last.
+template <int64_t kKind, class T>
+PYG_SAR_INLINE bool leaks(const Terms<T>& t) {
+  return kKind != kGatv2 && (kKind != kDot || t.slope != T(1));
+}
+
+// Where exp() may overwrite the scores: beside them where their signs are asked for later.
+template <int64_t kKind, class T>
+PYG_SAR_INLINE T* leaked(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
+  if (!leaks<kKind>(t)) return b.score;
+  leak(b.leaked, b.score, t.slope, count);
+  return b.leaked;
+}
+
+// b.inner = dL/dscore before the leaky ReLU, of that behind it
+template <int64_t kKind, class T>
+PYG_SAR_INLINE void through_leak(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
+  if (!leaks<kKind>(t)) return;
+  T* inner = b.inner;
+  const T *before = b.score, slope = t.slope;
+  PYG_SAR_LANES(count, kLanes, (void)o; const T down = slope * inner[k];
+                inner[k] = before[k] > T(0) ? inner[k] : down;)
+}
+
+// mixed: b.inner = dL/d<query, key>, b.weight = dL/dsum of dL/d(sum * gate), which is in b.inner;
+// b.heads += dL/dsum of all edges
+template <class T>
+PYG_SAR_INLINE void through_gate(const Terms<T>& t, const Buffers<T>& b, int64_t count) {
+  T *inner = b.inner, *weight = b.weight, *lanes = b.lanes;
+  const T *sum = b.sum, *gate = b.gate;
+  PYG_SAR_LANES(count, kLanes, (void)o; const T by = inner[k] * gate[k]; weight[k] = by;
+                inner[k] = by * sum[k] * (T(1) - gate[k]);)
+  std::fill(weight + count, weight + padded(count), T(0));
+  std::fill_n(lanes, b.size, T(0));
+  PYG_SAR_LANES(count, b.size, lanes[o] += weight[k];)
+  add_lanes(b.heads, lanes, t.heads, b.size);
+}
+
+// out[h, c] += by[h] * x[h, c]
+template <class T>
+PYG_SAR_INLINE void add_by_head(const Terms<T>& t, T* out, const T* by, const T* x) {
+  for (int64_t h = 0; h < t.heads; ++h) {
+    add_scaled(out + h * t.channels, by[h], x + h * t.channels, t.channels);
   }
 }
 
@@ -218,6 +282,7 @@ struct Forward {
       if (start == stop) continue;
       const int64_t i = t.target(u);
       if constexpr (kKind == kAdditive) fill_tile(b.fixed, t.query.row(i), t.heads, b.size);
+      if constexpr (kKind == kMixed) fix_sum(t, b, t.att + t.width(), t.query.row(i));
       if constexpr (kKind == kDot) std::fill_n(b.edges_of_weight, t.heads * t.features, T(0));
       for (int64_t e = start; e < stop; e += step) add(b, i, e, std::min(step, stop - e));
       if constexpr (kKind == kDot) {
@@ -235,14 +300,14 @@ struct Forward {
       keys.distance = 2 * kAheadMost;
     }
     if constexpr (kKind == kAdditive) copy_rows(b.score, keys, n, t.heads);
-    scores<kKind, kChannels>(t, b, t.query.row(i), keys, first, n);
-    if constexpr (kKind == kAdditive) leak(b.score, b.score, t.slope, count);
+    scores<kKind, kChannels>(t, b, t.query.row(i), keys, first, n, t.att);
     if constexpr (kKind == kDot) {
       if (t.features > 0) {
         const T* own = query_edges + i * t.heads * t.features;
         for (int64_t e = 0; e < n; ++e) add_edge_products(t, b.score, t.scale, own, e, first);
       }
     }
+    if (leaks<kKind>(t)) leak(b.score, b.score, t.slope, count);
     std::fill(b.score + count, b.score + end, -std::numeric_limits<T>::infinity());
     raise(b, i, out, count);
     fill_tile(b.tile_top, static_cast<const T*>(maximum + i * t.heads), t.heads, b.size);
@@ -255,7 +320,7 @@ struct Forward {
       const T* keep = b.keep;
       PYG_SAR_LANES(count, kLanes, (void)o; score[k] *= keep[k];)
     }
-    accumulate<kChannels, true>(out, b.score, t.rows(t.value, first), n, t.heads, t.channels);
+    accumulate<true>(out, b.score, t.rows(t.value, first), n, t.heads, t.channels);
     if constexpr (kKind == kDot) {
       if (t.features > 0) sum_edge_attr(t, b.edges_of_weight, b.score, first, n);
     }
@@ -271,6 +336,10 @@ struct Forward {
       for (int64_t l = h + t.heads; l < b.size; l += t.heads) top = std::max(top, b.lanes[l]);
       T& old = maximum[i * t.heads + h];
       if (!(top > old)) continue;
+      if (old == -std::numeric_limits<T>::infinity()) {  // nothing was added yet
+        old = top;
+        continue;
+      }
       const T factor = exponential(old - top);
       old = top;
       normaliser[i * t.heads + h] *= factor;
@@ -333,6 +402,10 @@ struct Sources {
       if (start == stop) continue;
       const int64_t j = t.target(u);
       if constexpr (kKind == kAdditive) fill_tile(b.fixed, t.key.row(j), t.heads, b.size);
+      if constexpr (kKind == kMixed) {
+        fix_sum(t, b, t.att, t.key.row(j));
+        std::fill_n(b.heads, t.heads, T(0));
+      }
       if constexpr (kKind == kGatv2) std::fill_n(b.row2, t.width(), T(0));
       for (int64_t e = start; e < stop; e += step) add(b, chunk, j, e, std::min(step, stop - e));
       if constexpr (kKind == kGatv2) {
@@ -340,6 +413,10 @@ struct Sources {
           T* out = grad_key.row(j);
           for (int64_t f = 0; f < t.width(); ++f) out[f] += t.att[f] * b.row2[f];
         }
+      }
+      if constexpr (kKind == kMixed) {
+        const T* by = b.heads;
+        if (grad_key.data != nullptr) add_by_head(t, grad_key.row(j), by, t.att);
       }
     }
   }
@@ -354,9 +431,9 @@ struct Sources {
     split_rows(b.top, b.inverse, b.delta, last, packed, n, t.heads);
     if constexpr (kKind == kAdditive) {
       scores<kKind, kChannels>(t, b, static_cast<const T*>(nullptr), packed, first, n);
-      leak(b.leaked, b.score, t.slope, count);
     } else {
-      scores<kKind, kChannels>(t, b, t.key.row(j), queries, first, n);
+      const T* att = kKind == kMixed ? t.att + t.width() : nullptr;
+      scores<kKind, kChannels>(t, b, t.key.row(j), queries, first, n, att);
     }
     inner_products<kChannels, true>(b.inner, t.value.row(j), grads, n, t.heads, t.channels);
     if constexpr (kKind == kDot) {
@@ -368,12 +445,12 @@ struct Sources {
         }
       }
     }
-    T* alpha = kKind == kAdditive ? b.leaked : b.score;
+    T* alpha = leaked<kKind>(t, b, count);
     exp_share(alpha, b.top, b.inverse, count);
     if (t.drop_key != nullptr) draw(t, b, first, n);
     score_gradients(b, alpha, b.delta, false, t.drop_key != nullptr, count);
     if (grad_value.data != nullptr) {
-      accumulate<kChannels, false>(grad_value.row(j), b.weight, grads, n, t.heads, t.channels);
+      accumulate<false>(grad_value.row(j), b.weight, grads, n, t.heads, t.channels);
     }
     if constexpr (kKind == kAdditive) {
       add_additive(b, chunk, j, first, n);
@@ -387,10 +464,7 @@ struct Sources {
                                    int64_t n) const {
     const int64_t count = n * t.heads;
     T *inner = b.inner, *lanes = b.lanes;
-    const T* before = b.score;
-    const T slope = t.slope;
-    PYG_SAR_LANES(count, kLanes, (void)o; const T down = slope * inner[k];
-                  inner[k] = before[k] > T(0) ? inner[k] : down;)
+    through_leak<kKind>(t, b, count);
     std::fill(inner + count, inner + padded(count), T(0));
     if (grad_key.data != nullptr) {
       std::fill_n(lanes, b.size, T(0));
@@ -420,8 +494,13 @@ struct Sources {
     if constexpr (kKind == kDot) {
       T* inner = b.inner;
       const T scale = t.scale;
+      through_leak<kKind>(t, b, n * t.heads);
       PYG_SAR_LANES(n * t.heads, kLanes, (void)o; inner[k] *= scale;)
-      accumulate<kChannels, false>(grad_key.row(j), b.inner, queries, n, t.heads, t.channels);
+      accumulate<false>(grad_key.row(j), b.inner, queries, n, t.heads, t.channels);
+    } else if constexpr (kKind == kMixed) {
+      through_leak<kKind>(t, b, n * t.heads);
+      through_gate(t, b, n * t.heads);
+      accumulate<false>(grad_key.row(j), b.inner, queries, n, t.heads, t.channels);
     } else {
       T* none = nullptr;
       if (t.features == 0) {
@@ -437,7 +516,7 @@ struct Sources {
   }
 };
 
-// Backward by target: gatv2 and dot.
+// Backward by target: all but additive.
 template <class Number, int64_t kKind, int64_t kChannels>
 struct Targets {
   using T = Number;
@@ -458,6 +537,10 @@ struct Targets {
       fill_tile(b.tile_top, packed, t.heads, b.size);
       fill_tile(b.tile_inverse, packed + t.heads, t.heads, b.size);
       fill_tile(b.tile_delta, packed + 2 * t.heads, t.heads, b.size);
+      if constexpr (kKind == kMixed) {
+        fix_sum(t, b, t.att + t.width(), t.query.row(i));
+        std::fill_n(b.heads, t.heads, T(0));
+      }
       std::fill_n(b.row2, t.width(), T(0));
       std::fill_n(b.row3, t.width(), T(0));
       std::fill_n(b.edges_of_weight, t.heads * t.features, T(0));
@@ -471,7 +554,7 @@ struct Targets {
                           int64_t n) const {
     const int64_t count = n * t.heads, edges = i * t.heads * t.features;
     const Rows<T> keys = t.rows(t.key, first), values = t.rows(t.value, first);
-    scores<kKind, kChannels>(t, b, t.query.row(i), keys, first, n);
+    scores<kKind, kChannels>(t, b, t.query.row(i), keys, first, n, t.att);
     inner_products<kChannels, true>(b.inner, known.grad_out.row(i), values, n, t.heads, t.channels);
     if constexpr (kKind == kDot) {
       for (int64_t e = 0; e < n && t.features > 0; ++e) {
@@ -479,15 +562,23 @@ struct Targets {
         add_edge_products(t, b.inner, T(1), known.grad_edges + edges, e, first);
       }
     }
-    exp_share_lanes(b.score, b.tile_top, b.tile_inverse, count, b.size);
+    T* alpha = leaked<kKind>(t, b, count);
+    exp_share_lanes(alpha, b.tile_top, b.tile_inverse, count, b.size);
     if (t.drop_key != nullptr) draw(t, b, first, n);
-    score_gradients(b, b.score, b.tile_delta, true, t.drop_key != nullptr, count);
-    if constexpr (kKind == kDot) {
+    score_gradients(b, alpha, b.tile_delta, true, t.drop_key != nullptr, count);
+    through_leak<kKind>(t, b, count);
+    if constexpr (kKind == kMixed) {
+      through_gate(t, b, count);
+      accumulate<false>(b.row2, b.inner, keys, n, t.heads, t.channels);
+      if (!grad_att.empty()) {
+        accumulate<false>(b.row3, b.weight, keys, n, t.heads, t.channels);
+      }
+    } else if constexpr (kKind == kDot) {
       T* inner = b.inner;
       const T scale = t.scale;
       PYG_SAR_LANES(count, kLanes, (void)o; inner[k] *= scale;)
       if (grad_query != nullptr) {
-        accumulate<kChannels, false>(grad_query + i * t.width(), b.inner, keys, n, t.heads,
+        accumulate<false>(grad_query + i * t.width(), b.inner, keys, n, t.heads,
                                      t.channels);
       }
       if (t.features > 0) add_edges(b, i, first, n);
@@ -559,6 +650,17 @@ struct Targets {
         grad_query[i * width + f] += t.att[f] * b.row2[f];
       }
       if (!grad_att.empty()) add_scaled<T>(grad_att[chunk], T(1), b.row3, width);
+      return;
+    }
+    if constexpr (kKind == kMixed) {
+      const T* by = b.heads;
+      if (grad_query != nullptr) {
+        add_scaled<T>(grad_query + i * width, T(1), b.row2, width);
+        add_by_head(t, grad_query + i * width, by, t.att + width);
+      }
+      if (grad_att.empty()) return;
+      add_scaled<T>(grad_att[chunk], T(1), b.row3, width);
+      add_by_head(t, grad_att[chunk] + width, by, t.query.row(i));
       return;
     }
     if (t.features == 0) return;

@@ -6,6 +6,7 @@
 #pragma once
 
 #include "segments.h"
+#include "weighted_rows.h"
 
 #include <algorithm>
 #include <cmath>
@@ -79,6 +80,14 @@ PYG_SAR_INLINE uint32_t mixed(uint32_t x) {
   return x ^ (x >> 16);
 }
 
+// 1 / (1 + exp(-x)), within a few ulps; 0 where exp(-x) has no finite value; NaN stays NaN.
+template <class T>
+PYG_SAR_INLINE T sigmoid(T x) {
+  constexpr T kLow = sizeof(T) == 4 ? T(-87) : T(-708);
+  const T y = T(1) / (T(1) + exponential(-x));
+  return x < kLow ? T(0) : y;
+}
+
 template <class T>
 PYG_SAR_INLINE T leaky(T x, T slope) {
   const T y = slope * x;
@@ -87,20 +96,42 @@ PYG_SAR_INLINE T leaky(T x, T slope) {
 
 // Loops over scalars #########################################################
 
+// Calls a loop over scalars with a constant number of heads: LOOP<heads>.
+#define PYG_SAR_SCALAR_HEADS(LOOP, ARGUMENTS)  \
+  switch (heads) {                             \
+    case 1: return LOOP<1> ARGUMENTS;          \
+    case 2: return LOOP<2> ARGUMENTS;          \
+    case 4: return LOOP<4> ARGUMENTS;          \
+    case 8: return LOOP<8> ARGUMENTS;          \
+    default: return LOOP<0> ARGUMENTS;         \
+  }
+
+template <int64_t kHeads, class T>
+PYG_SAR_INLINE void fill_tile_of(T* tile, const T* of, int64_t given, int64_t some) {
+  const int64_t heads = kHeads > 0 ? kHeads : given, length = kHeads > 0 ? kLanes : some;
+  for (int64_t l = 0; l < length; l += heads) {
+    for (int64_t h = 0; h < heads; ++h) tile[l + h] = of == nullptr ? T(0) : of[h];
+  }
+}
+
 // tile[l] = of[l % heads]; zeros without 'of'
 template <class T>
 PYG_SAR_INLINE void fill_tile(T* tile, const T* of, int64_t heads, int64_t length) {
+  PYG_SAR_SCALAR_HEADS(fill_tile_of, (tile, of, heads, length))
+}
+
+template <int64_t kHeads, class T>
+PYG_SAR_INLINE void add_lanes_of(T* sums, const T* lanes, int64_t given, int64_t some) {
+  const int64_t heads = kHeads > 0 ? kHeads : given, length = kHeads > 0 ? kLanes : some;
   for (int64_t l = 0; l < length; l += heads) {
-    for (int64_t h = 0; h < heads; ++h) tile[l + h] = of == nullptr ? T(0) : of[h];
+    for (int64_t h = 0; h < heads; ++h) sums[h] += lanes[l + h];
   }
 }
 
 // sums[h] += lanes of head h
 template <class T>
 PYG_SAR_INLINE void add_lanes(T* sums, const T* lanes, int64_t heads, int64_t length) {
-  for (int64_t l = 0; l < length; l += heads) {
-    for (int64_t h = 0; h < heads; ++h) sums[h] += lanes[l + h];
-  }
+  PYG_SAR_SCALAR_HEADS(add_lanes_of, (sums, lanes, heads, length))
 }
 
 // Walks through flat scalars and the tile together: BODY sees 'k' (a scalar) and 'o' (its lane).
@@ -192,16 +223,6 @@ PYG_SAR_INLINE int64_t distance_of(int64_t width) {
   }                                                                    \
   return LOOP<0, kChannels, __VA_ARGS__> ARGUMENTS;
 
-// Calls a loop over scalars with a constant number of heads: LOOP<heads>.
-#define PYG_SAR_SCALAR_HEADS(LOOP, ARGUMENTS)  \
-  switch (heads) {                             \
-    case 1: return LOOP<1> ARGUMENTS;          \
-    case 2: return LOOP<2> ARGUMENTS;          \
-    case 4: return LOOP<4> ARGUMENTS;          \
-    case 8: return LOOP<8> ARGUMENTS;          \
-    default: return LOOP<0> ARGUMENTS;         \
-  }
-
 template <int64_t kHeads, class T>
 PYG_SAR_INLINE void copy_rows_of(T* out, const Rows<T>& rows, int64_t n, int64_t given) {
   const int64_t heads = kHeads > 0 ? kHeads : given;
@@ -261,43 +282,10 @@ PYG_SAR_INLINE void scatter(T* out, const T* s, const int32_t* index, int64_t n,
 }
 
 // acc[h, c] += sum over edges of w[e, h] * rows[e, h, c]
-template <int64_t kHeads, int64_t kChannels, bool kFetch, class T>
-PYG_SAR_INLINE void accumulate_of(T* acc, const T* w, const Rows<T>& rows, int64_t n,
-                                  int64_t some_heads, int64_t some_channels) {
-  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
-  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
-  int64_t e = 0;
-  for (; e + 4 <= n; e += 4) {
-    if constexpr (kFetch) {
-      for (int64_t k = 0; k < 4; ++k) rows.ahead(e + k, heads * channels);
-    }
-    const T *a = rows.at(e), *b = rows.at(e + 1), *c = rows.at(e + 2), *d = rows.at(e + 3);
-    for (int64_t h = 0; h < heads; ++h) {
-      const T p = w[e * heads + h], q = w[(e + 1) * heads + h];
-      const T r = w[(e + 2) * heads + h], s = w[(e + 3) * heads + h];
-      const int64_t first = h * channels;
-#pragma omp simd
-      for (int64_t f = first; f < first + channels; ++f) {
-        acc[f] += (p * a[f] + q * b[f]) + (r * c[f] + s * d[f]);
-      }
-    }
-  }
-  for (; e < n; ++e) {
-    if constexpr (kFetch) rows.ahead(e, heads * channels);
-    const T* a = rows.at(e);
-    for (int64_t h = 0; h < heads; ++h) {
-      const T p = w[e * heads + h];
-      const int64_t first = h * channels;
-#pragma omp simd
-      for (int64_t f = first; f < first + channels; ++f) acc[f] += p * a[f];
-    }
-  }
-}
-
-template <int64_t kChannels, bool kFetch, class T>
+template <bool kFetch, class T>
 PYG_SAR_INLINE void accumulate(T* acc, const T* w, const Rows<T>& rows, int64_t n, int64_t heads,
                                int64_t channels) {
-  PYG_SAR_HEADS(accumulate_of, (acc, w, rows, n, heads, channels), kChannels, kFetch)
+  accumulate(acc, w, rows.base, Block{rows.index, n, rows.left, rows.stride, heads, channels, kFetch});
 }
 
 // out[e, h] = <x[h], rows[e, h]>
@@ -323,6 +311,38 @@ template <int64_t kChannels, bool kFetch, class T>
 PYG_SAR_INLINE void inner_products(T* out, const T* x, const Rows<T>& rows, int64_t n,
                                    int64_t heads, int64_t channels) {
   PYG_SAR_HEADS(inner_products_of, (out, x, rows, n, heads, channels), kChannels, kFetch)
+}
+
+template <int64_t kHeads, int64_t kChannels, class T>
+PYG_SAR_INLINE void two_inner_products_of(T* out_x, T* out_y, const T* x, const T* y,
+                                          const Rows<T>& rows, int64_t n, int64_t some_heads,
+                                          int64_t some_channels) {
+  const int64_t heads = kHeads > 0 ? kHeads : some_heads;
+  const int64_t channels = kChannels > 0 ? kChannels : some_channels;
+  for (int64_t e = 0; e < n; ++e) {
+    rows.ahead(e, heads * channels);
+    const T* row = rows.at(e);
+    for (int64_t h = 0; h < heads; ++h) {
+      const int64_t first = h * channels;
+      T sum_x = 0, sum_y = 0;
+#pragma omp simd reduction(+ : sum_x, sum_y)
+      for (int64_t f = first; f < first + channels; ++f) {
+        sum_x += x[f] * row[f];
+        sum_y += y[f] * row[f];
+      }
+      out_x[e * heads + h] = sum_x;
+      out_y[e * heads + h] = sum_y;
+    }
+  }
+}
+
+// out_x[e, h] = <x[h], rows[e, h]> and out_y[e, h] = <y[h], rows[e, h]>
+template <int64_t kChannels, class T>
+PYG_SAR_INLINE void two_inner_products(T* out_x, T* out_y, const T* x, const T* y,
+                                       const Rows<T>& rows, int64_t n, int64_t heads,
+                                       int64_t channels) {
+  PYG_SAR_HEADS(two_inner_products_of, (out_x, out_y, x, y, rows, n, heads, channels), kChannels,
+                T)
 }
 
 // out[e, h] = sum over c of att[h, c] * leaky(x + rows[e])[h, c]

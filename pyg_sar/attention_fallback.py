@@ -63,6 +63,14 @@ def keep_factors(drop_key: Tensor, heads: int, seed: int, p: float) -> Tensor:
     return kept.double() * (1 / (1 - p) if p < 1 else 0.0)
 
 
+def targets_of(segments: Segments) -> Tensor:
+    """The row that each edge adds to, ``[E]``."""
+    counts, rows = segments.offsets.diff(), segments.targets
+    if rows is None:
+        rows = torch.arange(counts.numel(), device=counts.device)
+    return rows.repeat_interleave(counts)
+
+
 @dataclass(frozen=True, slots=True)
 class _Block:
     """Edges: their source rows j, target rows i, numbers, and the rows of tensors they read."""
@@ -107,10 +115,34 @@ def _scores(attention: Attention, rows: dict[str, Tensor]) -> tuple[Tensor, Tens
         term = torch.tensordot(rows["edge_attr"], rows["edge_weight"], 1)
     if attention.kind == "dot":
         key, value = (key, value) if term is None else (key + term, value + term)
-        return (rows["query"] * key).sum(-1) * attention.scale, value
+        scores = (rows["query"] * key).sum(-1) * attention.scale
+        return leaky_relu(scores, attention.slope), value
+    if attention.kind == "mixed":
+        att, query = rows["att"], rows["query"]
+        scores = (att[0] * key).sum(-1) + (att[1] * query).sum(-1)
+        return leaky_relu(scores * (query * key).sum(-1).sigmoid(), attention.slope), value
     key = key if query is None else key + query
     mixed = leaky_relu(key if term is None else key + term, attention.slope)
     return (mixed if attention.kind == "additive" else (mixed * rows["att"]).sum(-1)), value
+
+
+def attention(given: Attention, segments: Segments, num_targets: int) -> Tensor:
+    """:func:`pyg_sar.functional.attention`, recorded by autograd: everything per edge is there."""
+    i, j, numbers = targets_of(segments), segments.source.long(), segments.edges
+    numbers = torch.arange(j.numel(), device=j.device) if numbers is None else numbers.long()
+    by = {"value": j, "key": j, "query": i, "edge_attr": numbers}
+    tensors = {n: t.to(wide_dtype(t.dtype)) for n, t in given.tensors().items()}
+    rows = {n: t.index_select(0, by[n]) if n in by else t for n, t in tensors.items()}
+    scores, values = _scores(given, rows)
+    shape = num_targets, scores.size(1)
+    index, top = i.unsqueeze(-1).expand_as(scores), scores.new_full(shape, -torch.inf).detach()
+    top.scatter_reduce_(0, index, scores.detach(), "amax")
+    weights = (scores - top[i]).exp()
+    weights = weights / scores.new_zeros(shape).index_add(0, i, weights)[i]
+    keep = _Block(j, i, numbers, rows).keep(given)
+    weights = weights if keep is None else weights * keep
+    out = values.new_zeros(num_targets, *values.shape[1:])
+    return out.index_add(0, i, weights.unsqueeze(-1) * values)
 
 
 def attention_(state: AttentionState, attention: Attention, segments: Segments) -> None:

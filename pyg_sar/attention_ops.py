@@ -10,8 +10,9 @@ For a target i and a head h, over the in-edges e = (j -> i),
 where k_e is 0 with probability p, else 1 / (1 - p). Shards come one at a time: the state (``acc``,
 ``maximum``, ``normaliser``) goes from one to the next, and is rescaled when the maximum grows
 (Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; SAR, section 3.4).
-Nothing per edge is kept. With g = dL/dout and delta_i = <g_i, out_i>, the backward pass recomputes
-a_e from the state after the last shard, and
+Nothing per edge is kept; only ``tanh``, which has no softmax, takes a few numbers per edge of a
+shard for as long as a pass lasts. With g = dL/dout and delta_i = <g_i, out_i>, the backward pass
+recomputes a_e from the state after the last shard, and
 
     dL/dvalue_e = a_e k_e g_i,      dL/ds_e = a_e (k_e <g_i, value_e> - delta_i).
 
@@ -35,6 +36,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar import attention_fallback as fallback
+from pyg_sar import attention_sums as sums
 from pyg_sar.attention_terms import (
     Attention,
     AttentionGradients,
@@ -43,9 +45,10 @@ from pyg_sar.attention_terms import (
     Segments,
     wide_dtype,
 )
-from pyg_sar.ops import takes, why_missing
+from pyg_sar.ops import takes, use_kernel
 
-KINDS = ("additive", "gatv2", "dot")  # in the order of the kernels' numbers
+KINDS = ("additive", "gatv2", "dot", "mixed")  # in the order of the kernels' numbers
+_ALL_BY_SOURCE = ("additive", "tanh")  # whose gradients need one pass
 _ROWS = 2**31 - 1  # what the kernels' row numbers reach
 
 
@@ -65,9 +68,9 @@ def attention_(
             + \sum_e e^{s_e - m'_i} \, k_e \, \mathrm{value}_e
 
     per head, over the edges e into target i. See [Note: attention by shards]; the scores s are
-    those of :class:`~pyg_sar.attention_terms.Attention`. Half precision accumulates in float32. NaN
-    and infinite features give what PyG gives: a NaN score makes the head of its target NaN. Not
-    recorded by autograd.
+    those of :class:`~pyg_sar.attention_terms.Attention`, whose ``tanh`` only adds to ``acc``. Half
+    precision accumulates in float32. NaN and infinite features give what PyG gives: a NaN score
+    makes the head of its target NaN. Not recorded by autograd.
 
     Args:
         state: What was added so far; each row of its tensors in one piece.
@@ -88,12 +91,14 @@ def attention_(
     attention.check(segments)
     state.check(attention)
     _check_grad(attention)
-    if not _use_kernel(attention, segments, state.acc, native):
+    if attention.kind == "tanh":
+        sums.attention_(state, attention, segments, native=native)
+    elif not use_kernel(native, takes_attention(attention, state.acc.size(0))):
         _check_offsets(segments)
         fallback.attention_(state, attention, segments)
     else:
         torch.ops.pyg_sar.attention_(
-            state.acc, state.maximum, state.normaliser, *_arguments(attention, segments)
+            state.acc, state.maximum, state.normaliser, *_detached(attention, segments)
         )
     return state
 
@@ -114,8 +119,9 @@ def attention_backward_sources_(
             \frac{\partial s_e}{\partial k_j}, \qquad
         \frac{\partial L}{\partial s_e} = a_e (k_e \langle g_i, \mathrm{value}_e \rangle - \delta_i)
 
-    over the edges e out of source row j; with additive scores those of ``query``, ``edge_attr`` and
-    ``edge_weight`` too, which then need no other pass. See [Note: attention by shards].
+    over the edges e out of source row j; with additive scores and ``tanh`` those of ``query``,
+    ``edge_attr`` and ``edge_weight`` too, which then need no other pass. See [Note: attention by
+    shards].
 
     Args:
         gradients: What is wanted, and added to (``edge_attr``: written); each row in one piece.
@@ -130,7 +136,7 @@ def attention_backward_sources_(
         As :func:`attention_`.
     """
     names: tuple[str, ...] = ("value", "key")
-    if attention.kind == "additive":
+    if attention.kind in _ALL_BY_SOURCE:
         names = (*names, "query", "edge_attr", "edge_weight")
     _backward(gradients, names, attention, cotangent, transposed, True, native)
 
@@ -150,7 +156,7 @@ def attention_backward_targets_(
             \frac{\partial s_e}{\partial q_i}
 
     over the in-edges e of target i, and those of ``att``, ``edge_attr`` and ``edge_weight``.
-    Nothing is left to do here with additive scores, nor where none of these is wanted.
+    Nothing is left to do here with additive scores and ``tanh``, nor where none of these is wanted.
 
     Args:
         gradients: What is wanted, and added to (``edge_attr``: written); each row in one piece.
@@ -163,9 +169,8 @@ def attention_backward_targets_(
     Raises:
         As :func:`attention_`.
     """
-    names: tuple[str, ...] = (
-        () if attention.kind == "additive" else ("query", "att", "edge_attr", "edge_weight")
-    )
+    names: tuple[str, ...] = ("query", "att", "edge_attr", "edge_weight")
+    names = () if attention.kind in _ALL_BY_SOURCE else names
     _backward(gradients, names, attention, cotangent, segments, False, native)
 
 
@@ -202,7 +207,10 @@ def _backward(
     gradients = gradients.only(names)
     if not gradients.wanted():
         return
-    if not _use_kernel(attention, segments, cotangent.grad_out, native):
+    if attention.kind == "tanh":
+        sums.backward_(gradients, attention, cotangent, segments, native=native)
+        return
+    if not use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0))):
         _check_offsets(segments)
         fallback.backward_(gradients, attention, cotangent, segments, transposed)
         return
@@ -213,10 +221,15 @@ def _backward(
         written = [gradients.value, gradients.key, gradients.query]
         written += [gradients.edge_attr, gradients.edge_weight]
     known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
-    run(*written, *known, *_arguments(attention, segments))
+    run(*written, *known, *_detached(attention, segments))
 
 
-def _arguments(attention: Attention, segments: Segments) -> tuple[object, ...]:
+def _detached(attention: Attention, segments: Segments) -> tuple[object, ...]:
+    given = arguments_of(attention, segments)
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+
+
+def arguments_of(attention: Attention, segments: Segments) -> tuple[object, ...]:
     """What the kernels take after their own tensors; they compute in the accumulators' dtype."""
     wide = wide_dtype(attention.value.dtype)
     floats = [attention.value, attention.key, attention.query, attention.att]
@@ -225,7 +238,7 @@ def _arguments(attention: Attention, segments: Segments) -> tuple[object, ...]:
     low, high = fallback.split_seed(attention.seed)
     return (
         KINDS.index(attention.kind),
-        *(None if t is None else t.detach().to(wide) for t in floats),
+        *(None if t is None else t.to(wide) for t in floats),
         attention.slope,
         attention.scale,
         segments.source,
@@ -239,16 +252,9 @@ def _arguments(attention: Attention, segments: Segments) -> tuple[object, ...]:
     )
 
 
-def _use_kernel(
-    attention: Attention, segments: Segments, targets: Tensor, native: bool | None
-) -> bool:
-    """Whether to call the kernel; raises where it is asked for and missing."""
-    if native is None:
-        small = max(attention.value.size(0), targets.size(0)) <= _ROWS
-        return small and takes(attention.value) and why_missing() is None
-    if native and (reason := why_missing()) is not None:
-        raise RuntimeError(f"pyg_sar has no C++ kernels: {reason}")
-    return native
+def takes_attention(attention: Attention, num_targets: int) -> bool:
+    """Whether the kernels are made for the tensors."""
+    return takes(attention.value) and max(attention.value.size(0), num_targets) <= _ROWS
 
 
 def _check_grad(attention: Attention) -> None:

@@ -8,7 +8,8 @@ from typing import Literal, Protocol, get_args
 import torch
 from torch import Tensor
 
-Kind = Literal["additive", "gatv2", "dot"]
+Kind = Literal["additive", "gatv2", "dot", "mixed", "tanh"]
+_OPTIONAL = {"additive": "query", "tanh": "edge_attr"}  # which tensor there needn't be
 _PRODUCTS = 2**18  # held at a time
 
 
@@ -50,24 +51,31 @@ class Attention:
         s_e = \begin{cases}
         \mathrm{leaky}(k_j + q_i + \epsilon_e) & \text{additive} \\
         \sum_c \mathrm{att}_c \, \mathrm{leaky}(k_j + q_i + \epsilon_e)_c & \text{gatv2} \\
-        \mathrm{scale} \, \langle q_i, k_j + \epsilon_e \rangle & \text{dot}
+        \mathrm{leaky}(\mathrm{scale} \, \langle q_i, k_j + \epsilon_e \rangle) & \text{dot} \\
+        \mathrm{leaky}((\langle \mathrm{att}_0, k_j \rangle + \langle \mathrm{att}_1, q_i \rangle)
+            \, \sigma(\langle q_i, k_j \rangle)) & \text{mixed}
         \end{cases}
         \qquad \epsilon_e = \mathrm{edge\_attr}_e \, \mathrm{edge\_weight}
 
-    for each head: the scores of GATConv, GATv2Conv and TransformerConv. With ``dot``, the edge
-    term is part of the value too: :math:`\mathrm{value}_e = v_j + \epsilon_e`; else it is
-    :math:`v_j`.
+    for each head: the scores of GATConv, GATv2Conv, TransformerConv (slope 1) and SuperGATConv
+    ("MX"; its "SD" is ``dot``). With ``dot``, the edge term is part of the value too:
+    :math:`\mathrm{value}_e = v_j + \epsilon_e`; else it is :math:`v_j`.
+
+    ``tanh`` (FAConv) has a head, and weights that are not normalised:
+    :math:`\mathrm{out}_i = \sum_e \tanh(k_j + q_i) \, \mathrm{edge\_attr}_e \, v_j`.
 
     Attributes:
-        kind: ``'additive'``, ``'gatv2'`` or ``'dot'``.
+        kind: ``'additive'``, ``'gatv2'``, ``'dot'``, ``'mixed'`` or ``'tanh'``.
         value: ``[M, H, C]``, floating point.
-        query: ``[N, H]`` (additive; ``None`` for 0), else ``[N, H, C]``.
-        key: ``[M, H]`` (additive), else ``[M, H, C]``, or ``None`` where the values are the keys:
-            the gradients of both then add up in that of ``value``.
-        att: ``[H, C]`` (gatv2), else ``None``.
-        edge_attr: ``[E, D]``, row e for edge number e; ``None``: no edge term.
-        edge_weight: ``[D, H]`` (additive), else ``[D, H, C]``; goes with ``edge_attr``.
-        slope: Leaky ReLU's negative slope.
+        query: ``[N, H]`` (additive, for which ``None`` is 0, and tanh), else ``[N, H, C]``.
+        key: ``[M, H]`` (additive and tanh), else ``[M, H, C]``, or ``None`` where the values are
+            the keys: the gradients of both then add up in that of ``value``.
+        att: ``[H, C]`` (gatv2), ``[2, H, C]`` (mixed), else ``None``.
+        edge_attr: ``[E, D]``, row e for edge number e; ``None``: no edge term. Not of ``mixed``;
+            of ``tanh`` ``[E, 1]``, and ``None`` is 1.
+        edge_weight: ``[D, H]`` (additive), else ``[D, H, C]``; goes with ``edge_attr``, but with
+            ``tanh``.
+        slope: Leaky ReLU's negative slope; 1: none. Not of ``tanh``.
         scale: Of ``dot``.
         drop_key: ``[E]``, int32 or int64 of which 32 bits count: what an edge is known by to the
             dropout, the same in every pass and however edges are sharded. Needed where p > 0.
@@ -82,7 +90,7 @@ class Attention:
     att: Tensor | None = None
     edge_attr: Tensor | None = None
     edge_weight: Tensor | None = None
-    slope: float = 0.2
+    slope: float = 1.0
     scale: float = 1.0
     drop_key: Tensor | None = None
     seed: int = 0
@@ -116,16 +124,22 @@ class Attention:
     def _check_shapes(self) -> None:
         rows, *row = self.value.shape
         heads = row[:1]
-        inner = heads if self.kind == "additive" else row
+        inner = heads if self.kind in ("additive", "tanh") else row
         expected: dict[str, list[int]] = {"query": [-1, *inner], "key": [rows, *inner]}
-        if self.kind == "gatv2":
-            expected["att"] = row
-        if self.edge_attr is not None:
-            expected["edge_attr"] = [-1, -1]
+        if self.kind in ("gatv2", "mixed"):
+            expected["att"] = row if self.kind == "gatv2" else [2, *row]
+        if self.kind == "tanh" and heads != [1]:
+            raise ValueError(
+                "attention: expected a single head with kind 'tanh' (got 'value' of shape "
+                f"{list(self.value.shape)})"
+            )
+        if self.edge_attr is not None and self.kind != "mixed":
+            expected["edge_attr"] = [-1, 1 if self.kind == "tanh" else -1]
+        if self.edge_attr is not None and self.kind not in ("mixed", "tanh"):
             expected["edge_weight"] = [self.edge_attr.size(-1), *inner]
         for name in ("query", "key", "att", "edge_attr", "edge_weight"):
             tensor, shape = getattr(self, name), expected.get(name)
-            optional = name == ("query" if self.kind == "additive" else "key")
+            optional = name == _OPTIONAL.get(self.kind, "key")
             if tensor is None and (shape is None or optional):
                 continue
             if tensor is None or shape is None or not fits(tensor, shape):
@@ -251,7 +265,7 @@ class AttentionGradients:
         value: ``[M, H, C]``.
         key: The shape of ``key``; ``None`` where the values are the keys.
         query: The shape of ``query``.
-        att: ``[H, C]``.
+        att: The shape of ``att``.
         edge_attr: ``[E, D]``; the rows of the shard's edges are written, not added to.
         edge_weight: The shape of ``edge_weight``.
     """

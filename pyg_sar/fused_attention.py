@@ -26,7 +26,6 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.wire import Wire
 
-_SOURCES = ("value", "key")
 _SALT = 0x9E3779B97F4A7C15  # workers number their edges alike, and must not drop alike
 
 
@@ -34,26 +33,29 @@ class FusedAttention:
     """One call of a layer: its attention, edges and policy.
 
     Args:
-        attention: Scores and values; ``key`` and ``value`` of this worker's nodes, ``edge_attr`` by
-            column of ``edge_index``, without ``drop_key``.
+        attention: Scores and values (an :class:`~pyg_sar.attention_terms.Attention`, or what a
+            subclass takes); ``key`` and ``value`` of this worker's nodes, ``edge_attr`` by column
+            of ``edge_index``, without ``drop_key``.
         rounds: The way through the edges.
         policy: Its mode and prefetch depth.
         name: The layer's name, for the ledger.
         title: The layer and the rank, for messages.
     """
 
+    sources: tuple[str, ...] = ("value", "key")  # which tensors have a row per source
+
     def __init__(
-        self, attention: Attention, rounds: ShardRounds, policy: SARPolicy, name: str, title: str
+        self, attention: Any, rounds: ShardRounds, policy: SARPolicy, name: str, title: str
     ) -> None:
         seed = (attention.seed + _SALT * rounds.plan.rank) % 2**64
         self.attention = replace(attention, seed=seed)
         self.rounds, self.policy, self.name, self.title = rounds, policy, name, title
         self.names = list(attention.tensors())
-        self._sources = [name for name in self.names if name in _SOURCES]
+        self._sources = [name for name in self.names if name in self.sources]
         self._wire = Wire(policy.wire)
         self._kept: list[tuple[int, list[Tensor]]] = []
 
-    def forward(self, given: Attention, record: bool) -> tuple[Tensor, AttentionState]:
+    def forward(self, given: Any, record: bool) -> tuple[Tensor, AttentionState]:
         """The output ``[N, H, C]`` and the state after the last shard.
 
         Args:
@@ -63,16 +65,16 @@ class FusedAttention:
         rounds = self.rounds
         for ledger in rounds.plan.comm.ledgers:
             ledger.count("fused attention")
-        state = AttentionState.start(rounds.in_degree.numel(), given.value)
+        state = self.start(given)
         for unit, rows in self._stream(given, "forward", "fetch"):
             if record and self.policy.mode > 1:
                 self._kept.append((unit, rows))
-            attention_(state, self._shard(given, unit, rows), rounds.segments(unit))
+            self.add(state, given, unit, rows)
             del rows
-        return state.finish().to(given.value.dtype), state
+        return state.finish().to(given.tensors()[self._sources[0]].dtype), state
 
     def backward(
-        self, given: Attention, cotangent: Cotangent, wanted: Iterable[str], last: bool
+        self, given: Any, cotangent: Cotangent, wanted: Iterable[str], last: bool
     ) -> dict[str, Tensor]:
         """Gradients by name, of the inputs' dtypes.
 
@@ -84,11 +86,11 @@ class FusedAttention:
         """
         wide = cotangent.grad_out.dtype
         tensors = given.tensors()
-        totals = {name: torch.zeros_like(tensors[name], dtype=wide) for name in wanted}
+        totals = {name: _zeros(tensors[name], wide) for name in wanted}
         wanted_sources = [name for name in self._sources if name in totals]
         # Half precision is summed in float32 here, and travels as it is.
         returned = [
-            totals[name] if tensors[name].dtype == wide else torch.zeros_like(tensors[name])
+            totals[name] if tensors[name].dtype == wide else _zeros(tensors[name])
             for name in wanted_sources
         ]
         returns = self.rounds.returns(
@@ -102,7 +104,8 @@ class FusedAttention:
                     name: rows_ if rows_.dtype == wide else torch.zeros_like(rows_, dtype=wide)
                     for name, rows_ in zip(wanted_sources, sent, strict=True)
                 }
-            self._add_gradients(self._shard(given, unit, rows), cotangent, unit, sums)
+            if sums:
+                self.add_gradients(sums, given, cotangent, unit, rows)
             del rows
             self._send(unit, sums, wanted_sources, sent, returns)
             del sums, sent
@@ -112,11 +115,26 @@ class FusedAttention:
                 totals[name] += total
         return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
 
-    def _add_gradients(
-        self, shard: Attention, cotangent: Cotangent, unit: int, sums: dict[str, Tensor]
+    # One unit ################################################################
+
+    def start(self, given: Any) -> AttentionState:
+        """The state before the first unit."""
+        return AttentionState.start(self.rounds.in_degree.numel(), given.value)
+
+    def add(self, state: AttentionState, given: Any, unit: int, rows: list[Tensor]) -> None:
+        """Adds a unit's edges to the state; ``rows`` are its rows of each source tensor."""
+        attention_(state, self._shard(given, unit, rows), self.rounds.segments(unit))
+
+    def add_gradients(
+        self,
+        sums: dict[str, Tensor],
+        given: Any,
+        cotangent: Cotangent,
+        unit: int,
+        rows: list[Tensor],
     ) -> None:
-        if not sums:
-            return
+        """Adds a unit's gradients, by name: of source tensors, those of the unit's rows."""
+        shard = self._shard(given, unit, rows)
         columns = self.rounds.columns(unit) if "edge_attr" in sums else slice(0, 0)
         gradients = AttentionGradients(**sums)
         if "edge_attr" in sums:
@@ -150,15 +168,13 @@ class FusedAttention:
 
     # Shards ##################################################################
 
-    def _stream(
-        self, given: Attention, phase: str, kind: str
-    ) -> Iterable[tuple[int, list[Tensor]]]:
+    def _stream(self, given: Any, phase: str, kind: str) -> Iterable[tuple[int, list[Tensor]]]:
         sources = [given.tensors()[name] for name in self._sources]
         return self.rounds.stream(
             sources, (self.name, phase, kind), self.policy.prefetch, self._wire
         )
 
-    def _again(self, given: Attention, last: bool) -> Iterator[tuple[int, list[Tensor]]]:
+    def _again(self, given: Any, last: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Each unit's source rows once more."""
         if self.policy.mode == 1:
             for ledger in self.rounds.plan.comm.ledgers:
@@ -240,9 +256,14 @@ def attend(run: FusedAttention) -> Tensor:
         return run.forward(run.attention, record=False)[0]
 
 
-def _with(attention: Attention, tensors: Mapping[str, Any]) -> Attention:
+def _with(attention: Any, tensors: Mapping[str, Any]) -> Any:
     """The attention with other tensors."""
     return replace(attention, **tensors)
+
+
+def _zeros(like: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+    """Rows in one piece each, which those of a layer's keys and values needn't be."""
+    return torch.zeros_like(like, dtype=dtype, memory_format=torch.contiguous_format)
 
 
 def _present(value: Tensor | None) -> Tensor:

@@ -53,7 +53,7 @@ def takes(rows: Tensor) -> bool:
     return rows.device.type == "cpu" and rows.dtype in _DTYPES
 
 
-def _use_kernel(native: bool | None, fits: bool) -> bool:
+def use_kernel(native: bool | None, fits: bool) -> bool:
     """Whether to call the kernel: where it is asked for, or there and made for the tensors."""
     if native is None:
         return fits and why_missing() is None
@@ -90,7 +90,7 @@ def sort_edges(
     narrow = torch.int32 if key.numel() < 2**31 else torch.int64
     if order is not None:
         order = order.to(narrow)
-    if _use_kernel(native, key.device.type == "cpu" and key.dtype in (torch.int32, torch.int64)):
+    if use_kernel(native, key.device.type == "cpu" and key.dtype in (torch.int32, torch.int64)):
         found: tuple[Tensor, Tensor] = torch.ops.pyg_sar.sort_edges(key, num_keys, order)
         return found
     if key.numel() and not (0 <= int(key.min()) and int(key.max()) < num_keys):
@@ -134,7 +134,7 @@ def transpose(
         IndexError: An index is out of range.
         RuntimeError: The kernel was asked for and is missing.
     """
-    if _use_kernel(native, source.device.type == "cpu"):
+    if use_kernel(native, source.device.type == "cpu"):
         rows, first, numbers = torch.ops.pyg_sar.transpose(
             source, offsets, targets, None, num_rows, num_targets, numbered
         )
@@ -195,7 +195,7 @@ def gather_sum_(
             "gather_sum_ is not recorded by autograd, and was given tensors that require a "
             "gradient: call it under torch.no_grad()"
         )
-    if _use_kernel(native, takes(out)):
+    if use_kernel(native, takes(out)):
         torch.ops.pyg_sar.gather_sum_(out, rows, source, offsets, targets, weight, edges)
     else:
         _gather_sum(out, rows, source, offsets, targets, weight, edges)
@@ -235,7 +235,7 @@ def edge_dot(
     """
     if torch.is_grad_enabled() and (gradient.requires_grad or rows.requires_grad):
         raise ValueError("edge_dot is not recorded by autograd: call it under torch.no_grad()")
-    if _use_kernel(native, takes(rows)):
+    if use_kernel(native, takes(rows)):
         found: Tensor = torch.ops.pyg_sar.edge_dot(rows, gradient, source, offsets, targets, edges)
         return found
     _check("edge_dot", gradient, rows, source, offsets, targets, None)
@@ -282,7 +282,7 @@ def extremum_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    _use_kernel(True, True)
+    use_kernel(True, True)
     torch.ops.pyg_sar.extremum_(best, ties, rows, source, offsets, targets, largest)
 
 
@@ -316,7 +316,7 @@ def extremum_backward_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    _use_kernel(True, True)
+    use_kernel(True, True)
     found: Tensor = torch.ops.pyg_sar.extremum_backward_(
         total, rows, gradient, best, source, offsets, targets
     )

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+from attention_problems import Edges, Problem, edge_terms, looped, plain, problem, shards_of
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from torch_geometric.utils import scatter, softmax
 
 from pyg_sar import ops
 from pyg_sar.attention_ops import (
@@ -33,155 +32,10 @@ from pyg_sar.attention_terms import (
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 # Of bfloat16 the inputs are exact, and everything is computed in float32.
 TOLERANCES = {torch.float64: 1e-11, torch.float32: 2e-4, torch.bfloat16: 2e-4}
+ALL = (*KINDS, "tanh")  # which has no kernel of its own
 MISSING = ops.why_missing()
 NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
 BOTH = [False, *NATIVE]
-
-
-@dataclass(frozen=True)
-class Edges:
-    """What a shard's edges are to the operators."""
-
-    source: Tensor
-    offsets: Tensor
-    targets: Tensor | None
-    edges: Tensor | None
-
-
-@dataclass(frozen=True)
-class Problem:
-    """Edges (source, target) in any order, their attention, and dL/dout."""
-
-    attention: Attention
-    source: Tensor
-    target: Tensor
-    num_targets: int
-    grad_out: Tensor
-
-    @property
-    def num_sources(self) -> int:
-        return self.attention.value.size(0)
-
-
-def grouped(
-    key: Tensor, other: Tensor, numbers: Tensor, num_keys: int, squeezed: bool, index: torch.dtype
-) -> Edges:
-    """Edges by key; squeezed: only the keys that occur."""
-    order = key.argsort(stable=True)
-    counts = torch.bincount(key, minlength=num_keys)
-    keys = counts.nonzero().view(-1) if squeezed else None
-    counts = counts if keys is None else counts[keys]
-    offsets = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
-    return Edges(other[order].to(index), offsets.to(index), keys, numbers[order].to(index))
-
-
-def problem(
-    kind: str,
-    heads: int = 4,
-    channels: int = 8,
-    features: int = 0,
-    p: float = 0.0,
-    dtype: torch.dtype = torch.float64,
-    edges: int = 300,
-    sources: int = 20,
-    targets: int = 15,
-    own_key: bool = True,
-    seed: int = 0,
-) -> Problem:
-    """Duplicates, a hub, and rows without edges; values that all dtypes hold exactly."""
-    draw = torch.Generator().manual_seed(seed)
-    inner = [heads] if kind == "additive" else [heads, channels]
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(*shape, generator=draw, dtype=torch.float64).bfloat16().to(dtype)
-
-    source = torch.randint(max(sources - 2, 1), (edges,), generator=draw)
-    target = (torch.rand(edges, generator=draw) ** 3 * max(targets - 2, 1)).long()
-    attention = Attention(
-        kind=kind,  # type: ignore[arg-type]
-        value=normal(sources, heads, channels),
-        key=normal(sources, *inner) if own_key or kind == "additive" else None,
-        query=normal(targets, *inner),
-        att=normal(heads, channels) if kind == "gatv2" else None,
-        edge_attr=normal(edges, features) if features else None,
-        edge_weight=normal(features, *inner) if features else None,
-        scale=channels**-0.5,
-        drop_key=torch.randperm(2**20, generator=draw)[:edges] if p else None,
-        seed=seed + 2**40,
-        p=p,
-    )
-    return Problem(attention, source, target, targets, normal(targets, heads, channels))
-
-
-def edge_terms(attention: Attention, source: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Scores ``[E, H]`` and values ``[E, H, C]``, from their definition."""
-    value, query = attention.value, attention.query
-    key = value if attention.key is None else attention.key
-    term: Tensor | float = 0.0
-    if attention.edge_attr is not None and attention.edge_weight is not None:
-        term = torch.einsum("ed,d...->e...", attention.edge_attr, attention.edge_weight)
-    if attention.kind == "dot":
-        assert query is not None
-        products = query[target] * (key[source] + term)
-        return attention.scale * products.sum(-1), value[source] + term
-    mixed = key[source] + term + (0.0 if query is None else query[target])
-    mixed = torch.where(mixed > 0, mixed, attention.slope * mixed)
-    scores = mixed if attention.kind == "additive" else (attention.att * mixed).sum(-1)
-    return scores, value[source]
-
-
-def dropout_of(given: Problem) -> Tensor:
-    attention = given.attention
-    heads = attention.value.size(1)
-    if attention.drop_key is None:
-        return torch.ones(given.source.numel(), heads, dtype=torch.float64)
-    return keep_factors(attention.drop_key, heads, attention.seed, attention.p)
-
-
-def looped(given: Problem) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and gradients in float64, target by target."""
-    leaves = {n: t.double().detach().requires_grad_() for n, t in given.attention.tensors().items()}
-    attention = replace(given.attention, **leaves)
-    scores, values = edge_terms(attention, given.source, given.target)
-    keep, out = dropout_of(given), []
-    for i in range(given.num_targets):
-        at = (given.target == i).nonzero().view(-1)
-        weights = torch.softmax(scores[at], 0) * keep[at]
-        out.append((weights.unsqueeze(-1) * values[at]).sum(0))
-    result = torch.stack(out) if out else attention.value.new_zeros(given.grad_out.shape)
-    found = torch.autograd.grad(
-        result, list(leaves.values()), given.grad_out.double(), materialize_grads=True
-    )
-    return result.detach(), dict(zip(leaves, found, strict=True))
-
-
-def plain(given: Problem) -> tuple[Tensor, dict[str, Tensor]]:
-    """The same as PyG computes it, in the problem's dtype."""
-    leaves = {n: t.detach().requires_grad_() for n, t in given.attention.tensors().items()}
-    attention = replace(given.attention, **leaves)
-    scores, values = edge_terms(attention, given.source, given.target)
-    weights = softmax(scores, given.target, num_nodes=given.num_targets)
-    messages = weights.unsqueeze(-1) * values
-    out = scatter(messages, given.target, 0, given.num_targets, "sum")
-    found = torch.autograd.grad(out, list(leaves.values()), given.grad_out)
-    return out.detach(), dict(zip(leaves, found, strict=True))
-
-
-def shards_of(
-    given: Problem, count: int, squeezed: bool = False, index: torch.dtype = torch.int32
-) -> Iterator[tuple[slice, Edges, Edges]]:
-    """Runs of source rows, with their edges by target and by source."""
-    rows = -(-given.num_sources // count)
-    for start in range(0, max(given.num_sources, 1), max(rows, 1)):
-        stop = min(start + rows, given.num_sources)
-        numbers = ((given.source >= start) & (given.source < stop)).nonzero().view(-1)
-        source, target = given.source[numbers] - start, given.target[numbers]
-        forward = grouped(target, source, numbers, given.num_targets, squeezed, index)
-        yield (
-            slice(start, stop),
-            forward,
-            grouped(source, target, numbers, stop - start, squeezed, index),
-        )
 
 
 def computed(
@@ -236,7 +90,7 @@ def worst(
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
     for dtype in DTYPES:
         for heads, channels, features, p, shards in (
@@ -267,7 +121,7 @@ def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
 @given(data=st.data())
 def test_any_graph_and_shape_equals_a_loop(native: bool, data: Any):
     draw = data.draw
-    kind = draw(st.sampled_from(KINDS))
+    kind = draw(st.sampled_from(ALL))
     dtype = draw(st.sampled_from(DTYPES))
     given = problem(
         kind,
@@ -299,7 +153,7 @@ def test_additive_scores_without_a_query(native: bool):
 
 
 @pytest.mark.parametrize("native", NATIVE)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 def test_error_is_at_most_twice_that_of_pytorch(kind: str, native: bool):
     """The mean error over many numbers, so that chance has no say."""
 
@@ -315,11 +169,11 @@ def test_error_is_at_most_twice_that_of_pytorch(kind: str, native: bool):
 
 @pytest.mark.parametrize("native", BOTH)
 def test_no_edges_and_no_rows(native: bool):
-    for kind in KINDS:
+    for kind in ALL:
         for edges, sources, targets in ((0, 3, 4), (0, 0, 4), (0, 3, 0)):
             given = problem(kind, edges=edges, sources=sources, targets=targets, features=2)
             out, found = computed(given, native)
-            assert out.shape == (targets, 4, 8) and not bool(out.any())
+            assert out.shape == (targets, *given.attention.value.shape[1:]) and not bool(out.any())
             assert not any(bool(t.any()) for t in found.values())
 
 
@@ -346,16 +200,19 @@ def test_large_scores_stay_finite(kind: str, native: bool):
 
 
 @pytest.mark.parametrize("native", BOTH)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("name", ["value", "key", "query"])
 def test_nan_and_infinity_give_what_pyg_gives(kind: str, native: bool, bad: float, name: str):
     given = problem(kind, dtype=torch.float32, edges=60)
     tensor = given.attention.tensors()[name]
-    tensor[int(given.source[0]) if name != "query" else int(given.target[0]), 1] = bad
+    row = int(given.source[0]) if name != "query" else int(given.target[0])
+    tensor[row, min(1, tensor.size(1) - 1)] = bad
     expected = plain(given)[0]
-    # An additive score of minus infinity is a weight of 0.
-    assert not bool(expected.isfinite().all()) or (kind, bad) == ("additive", -math.inf)
+    # An additive score of minus infinity is a weight of 0, the tanh of infinity 1.
+    hidden = (kind, bad) == ("additive", -math.inf)
+    hidden |= kind == "tanh" and name != "value" and math.isinf(bad)
+    assert not bool(expected.isfinite().all()) or hidden
     for shards in (1, 3):
         out, _ = computed(given, native, shards)
         torch.testing.assert_close(out, expected, equal_nan=True, rtol=1e-4, atol=1e-5)
@@ -532,6 +389,19 @@ BAD_TENSORS: dict[str, tuple[str, dict[str, Any], type[Exception], str]] = {
     "att": ("gatv2", {"att": None}, ValueError, "'att' of shape"),
     "no att": ("dot", {"att": torch.zeros(4, 8).double()}, ValueError, "'att' of shape None"),
     "edge weight": ("dot", {"edge_weight": None}, ValueError, "'edge_weight' of shape"),
+    "mixed edges": (
+        "mixed",
+        {"edge_attr": torch.zeros(300, 2).double()},
+        ValueError,
+        "'edge_attr' of shape None",
+    ),
+    "tanh heads": ("tanh", {"value": torch.zeros(20, 2, 8).double()}, ValueError, "a single head"),
+    "tanh edges": (
+        "tanh",
+        {"edge_attr": torch.zeros(300, 2).double()},
+        ValueError,
+        "'edge_attr' of shape",
+    ),
     "edge attr": ("dot", {"edge_attr": None}, ValueError, "'edge_weight' of shape None"),
     "edge rows": ("dot", {"edge_attr": torch.zeros(9, 2).double()}, IndexError, "outside|out of"),
     "dtype": ("dot", {"query": torch.zeros(15, 4, 8)}, TypeError, "dtype of 'value'"),

@@ -25,6 +25,7 @@ from torch_geometric import nn as gnn
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.ops import why_missing
 
 Make = Callable[[], torch.nn.Module]
 POLICIES = (
@@ -34,6 +35,64 @@ POLICIES = (
     SARPolicy(mode=1, prefetch=1, kernels="off"),
 )
 ATTR = ("edge_attr",)
+
+
+class Residual(torch.nn.Module):
+    """FAConv, whose first features are its input."""
+
+    def __init__(self, **options: object) -> None:
+        super().__init__()
+        self.conv = gnn.FAConv(CHANNELS, **options)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
+        return self.conv(x, x, edge_index, edge_weight)
+
+
+class ByRelation(torch.nn.Module):
+    """HGTConv with a relation for each type of edge, of which one is of no edge."""
+
+    def __init__(self, heads: int, conv: type[gnn.HGTConv] = gnn.HGTConv) -> None:
+        super().__init__()
+        self.relations = [("node", name, "node") for name in ("a", "b", "none")]
+        self.conv = conv({"node": CHANNELS}, 6, (["node"], self.relations), heads)
+        with torch.no_grad():
+            for relation, factor in enumerate(self.conv.p_rel.values()):
+                factor += torch.linspace(-2, relation, heads)
+
+    def forward(self, x: Tensor, edge_index: Tensor, edge_type: Tensor | None = None) -> Tensor:
+        kinds = torch.arange(edge_index.size(1)) if edge_type is None else edge_type
+        kinds = kinds % 3 > 0
+        nothing = torch.zeros_like(kinds)
+        edges = [edge_index[:, at] for at in (kinds, ~kinds, nothing)]
+        return self.conv({"node": x}, dict(zip(self.relations, edges, strict=True)))["node"]
+
+
+class Typed(torch.nn.Module):
+    """RGATConv whose edges' types follow from their places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.RGATConv(CHANNELS, OUT, 3, heads=2)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index, torch.arange(edge_index.size(1)) % 3)
+
+
+class Strided(torch.nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).t().contiguous().t()
+
+
+def strided(conv: gnn.TransformerConv) -> gnn.TransformerConv:
+    """Keys and values whose rows lie apart in memory."""
+    conv.lin_key, conv.lin_value = (Strided(CHANNELS, 2 * OUT) for _ in range(2))
+    return conv
+
+
+def supergat(**options: object) -> gnn.SuperGATConv:
+    """In training it draws negative edges, which workers can't."""
+    return gnn.SuperGATConv(CHANNELS, OUT, **options).eval()
+
 
 LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
     "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2), ()),
@@ -54,9 +113,36 @@ LAYERS: dict[str, tuple[Make, tuple[str, ...]]] = {
         lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM, concat=False),
         ATTR,
     ),
+    "transformer, strided": (lambda: strided(gnn.TransformerConv(CHANNELS, OUT, heads=2)), ()),
     "agnn": (gnn.AGNNConv, ()),
+    "supergat, MX": (lambda: supergat(heads=2), ()),
+    "supergat, MX, no loops": (
+        lambda: supergat(heads=3, concat=False, add_self_loops=False, negative_slope=0.0),
+        (),
+    ),
+    "supergat, SD": (lambda: supergat(heads=2, attention_type="SD"), ()),
+    "fa": (Residual, ()),
+    "fa, weights": (
+        lambda: Residual(normalize=False, add_self_loops=False, eps=0.0),
+        ("edge_weight",),
+    ),
+    "fa, cached": (lambda: Residual(cached=True), ()),
+    "hgt": (lambda: ByRelation(2), ()),
+    "hgt, one head": (lambda: ByRelation(1), ()),
+    "rgat": (lambda: gnn.RGATConv(CHANNELS, OUT, 4, heads=2), ()),
+    "rgat, bases, edges": (
+        lambda: gnn.RGATConv(CHANNELS, OUT, 3, num_bases=2, heads=2, edge_dim=EDGE_DIM),
+        ATTR,
+    ),
+    "rgat, blocks": (
+        lambda: gnn.RGATConv(CHANNELS, 4, 3, num_blocks=2, heads=2, concat=False, bias=False),
+        (),
+    ),
     "gat stack": (lambda: gnn.GAT(CHANNELS, 8, 3, OUT, heads=2, v2=False), ()),
 }
+
+# Which take each edge's type.
+TYPED = {"hgt": ("edge_type",), "rgat": ("edge_type",)}
 
 
 def fused_passes(layer: torch.nn.Module, data: object) -> int:
@@ -73,7 +159,8 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
     torch.manual_seed(0)
     for name, (make, edge) in LAYERS.items():
         root = partitions(data, world, "random" if world != 3 else torch.arange(40) % 2 * 2)
-        sweep.add(name, Job(make().double(), root, edge, POLICIES), data)
+        constants = TYPED.get(name.split(",")[0], ())
+        sweep.add(name, Job(make().double(), root, edge, POLICIES, constants), data)
     sweep.check()
 
 
@@ -82,12 +169,13 @@ def _fused_counts(root: object) -> list[int]:
     counts = []
     for name, (make, edge) in LAYERS.items():
         layer = pyg_sar.distribute(make().double())
+        arguments = {key: data[key] for key in (*edge, *TYPED.get(name.split(",")[0], ()))}
         with pyg_sar.Ledger(pyg_sar.current()) as ledger:
-            layer(data.x, data.edge_index, **{key: data[key] for key in edge})
+            layer(data.x, data.edge_index, **arguments)
         counts.append((name, ledger.events("fused attention")))
         set_policy(layer, SARPolicy(kernels="off"))
         with pyg_sar.Ledger(pyg_sar.current()) as ledger:
-            layer(data.x, data.edge_index, **{key: data[key] for key in edge})
+            layer(data.x, data.edge_index, **arguments)
         assert ledger.events("fused attention") == 0
     return counts
 
@@ -119,6 +207,42 @@ def test_others_do_not(kind: str) -> None:
             assert torch.allclose(model(data.x, data.edge_index), plain(data.x, data.edge_index))
 
 
+class Sharper(gnn.SuperGATConv):
+    def get_attention(self, *args: object, **kwargs: object) -> Tensor:
+        return super().get_attention(*args, **kwargs) ** 2
+
+
+class Own(gnn.HGTConv):
+    """Whose edges needn't have the factor of their relation."""
+
+    def forward(self, *args: object) -> dict[str, Tensor]:
+        return super().forward(*args)
+
+
+OWN: dict[str, Make] = {
+    "scores": lambda: Sharper(CHANNELS, OUT).eval(),
+    "forward": lambda: ByRelation(2, Own),
+}
+
+
+def _fused_of_own(root: object) -> dict[str, int]:
+    data, counts = pyg_sar.load_partition(root), {}
+    for name, make in OWN.items():
+        counts[name] = fused_passes(pyg_sar.distribute(make().double()), data)
+    return counts
+
+
+def test_neither_do_layers_whose_scores_are_their_own(tmp_path) -> None:
+    data, partitions, sweep = make_graph(), Partitions(tmp_path), Sweep(2)
+    root = partitions(data, 2)
+    for name, make in OWN.items():
+        constants = ("edge_type",) if name == "forward" else ()
+        sweep.add(name, Job(make().double(), root, (), POLICIES[:1], constants), data)
+    sweep.check()
+    for counts in threads(_fused_of_own, 2, root):
+        assert counts == dict.fromkeys(OWN, 0)
+
+
 # Dropout #####################################################################
 
 
@@ -128,19 +252,26 @@ def _dropped(layer: torch.nn.Module, data: object, x: Tensor) -> Tensor:
     return (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum()
 
 
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+def set_dropout(model: torch.nn.Module, p: float) -> None:
+    for module in model.modules():
+        if hasattr(module, "dropout"):
+            module.dropout = p
+
+
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "fa", "rgat"])
 def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
     torch.manual_seed(0)
     data = make_graph(20, 80)
-    layer = LAYERS[name][0]().double()
-    layer.dropout = 0.5
+    layer = (Typed if name == "rgat" else LAYERS[name][0])().double()
+    set_dropout(layer, 0.5)
     model = pyg_sar.distribute(layer)
     assert _dropped(model, data, data.x) == _dropped(model, data, data.x)
-    model.dropout = 0.0
+    set_dropout(model, 0.0)
     without = _dropped(model, data, data.x)
-    model.dropout = 0.5
+    set_dropout(model, 0.5)
     assert _dropped(model, data, data.x) != without
     x = data.x.clone().requires_grad_()
+    assert fused_passes(model, data) == (why_missing() is None)
     assert torch.autograd.gradcheck(lambda x: _dropped(model, data, x), x)
 
 
@@ -184,6 +315,7 @@ def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
 def _traffic(root: object, make: Make) -> dict[str, int]:
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0))
+    assert fused_passes(layer, data) == 1
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         layer(data.x.requires_grad_(), data.edge_index).sum().backward()
@@ -201,11 +333,21 @@ def _traffic(root: object, make: Make) -> dict[str, int]:
 
 
 @pytest.mark.parametrize(
-    "name, width", [("gat", 2 * OUT + 2), ("gatv2", 2 * OUT), ("transformer", 4 * OUT)]
+    "name, width",
+    [
+        ("gat", 2 * OUT + 2),
+        ("gatv2", 2 * OUT),
+        ("transformer", 4 * OUT),
+        ("supergat, MX", 2 * OUT),
+        ("supergat, SD", 2 * OUT),
+        ("fa", CHANNELS + 1),
+        ("rgat", CHANNELS),
+    ],
 )
 def test_bytes_and_resident_rows(name: str, width: int, tmp_path) -> None:
     pyg_sar.write_partitions(make_graph(60, 300), 3, tmp_path / "parts", "random")
-    for found in threads(_traffic, 3, tmp_path / "parts", LAYERS[name][0]):
+    make = Typed if name == "rgat" else LAYERS[name][0]
+    for found in threads(_traffic, 3, tmp_path / "parts", make):
         assert found["fetch"] == found["refetch"] == found["halo"] * width * 8
         assert found["gradient"] == found["sent"] * width * 8
         assert found["resident"] == found["largest"]
@@ -223,7 +365,7 @@ class Saved:
         return tensor
 
 
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "supergat, MX", "supergat, SD"])
 def test_nothing_per_edge_is_kept(name: str) -> None:
     nodes, edges, saved = 50, 20_000, Saved()
     data = make_graph(nodes, edges)
@@ -252,7 +394,9 @@ def test_scores_of_ten_thousand_stay_finite() -> None:
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer"])
+@pytest.mark.parametrize(
+    "name", ["gat", "gatv2", "transformer", "supergat, MX", "supergat, SD", "fa"]
+)
 def test_nan_and_inf_spread_as_in_pyg(bad: float, name: str) -> None:
     data = make_graph()
     data.x[3, 1] = bad
@@ -263,7 +407,9 @@ def test_nan_and_inf_spread_as_in_pyg(bad: float, name: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("name", ["gat", "gatv2", "transformer", "agnn"])
+@pytest.mark.parametrize(
+    "name", ["gat", "gatv2", "transformer", "agnn", "supergat, MX", "supergat, SD", "fa"]
+)
 def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
     torch.manual_seed(0)
     data = make_graph(200, 3000)
@@ -279,6 +425,45 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
         assert x.grad.dtype == dtype
         assert x.grad.isfinite().all()
     assert worst["here"] <= 2 * worst["pyg"]
+
+
+def _half(layer: torch.nn.Module, root: object) -> tuple[int, Tensor]:
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(copy.deepcopy(layer))
+    with torch.no_grad(), pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        out = model(data.x, data.edge_index, edge_type=data.edge_type)
+    whole = out.new_empty(out.shape)
+    whole[data.n_id] = out
+    return ledger.events("fused attention"), whole
+
+
+def test_the_factors_of_a_hub_do_not_round(tmp_path) -> None:
+    """A key with thousands of edges: their sum has more digits than bfloat16."""
+    data = make_graph(60, 200)
+    data.edge_index[0, 5:] = 7
+    data.edge_index = data.edge_index.repeat(1, 20)
+    data.edge_type = data.edge_type.repeat(20) // 2
+    data.edge_attr = data.edge_weight = None
+    exact = ByRelation(2).double()
+    truth = single_process(exact, data, constants=("edge_type",)).out
+    data.x = data.x.bfloat16()
+    half = copy.deepcopy(exact).bfloat16()
+    with torch.no_grad():
+        plain = half(data.x, data.edge_index, data.edge_type)
+    ((fused, out),) = threads(_half, 1, half, Partitions(tmp_path)(data, 1))
+    assert fused == 1
+    errors = [float((x.double() - truth).norm()) for x in (out, plain)]
+    assert errors[0] <= 2 * errors[1]
+
+
+def test_an_edge_of_no_relation_is_an_error() -> None:
+    data = make_graph()
+    model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double())
+    for bad in (3, -1):
+        kinds = data.edge_type.clone()
+        kinds[7] = bad
+        with pytest.raises(IndexError, match=r"'edge_type' in \[0, 3\)|out of range|index"):
+            model(data.x, data.edge_index, kinds)
 
 
 def test_no_edges_at_all() -> None:

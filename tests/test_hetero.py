@@ -426,19 +426,23 @@ def transformer_worker(layer: Any, root: Any) -> Any:
     halo = [data[key].edge_index.plan.halo_counts for key in data.edge_types]
     shards = [sum(counts) for counts in zip(*halo, strict=True)]
     peak = ledger.peak_resident_rows("DistHGTConv")
-    return ledger.events("bucketing"), ledger.received_bytes(kind="fetch"), peak, shards
+    events = ledger.events("bucketing"), ledger.events("fused attention")
+    moved = ledger.received_bytes(kind="fetch"), ledger.sent_bytes(kind="reduce")
+    return events, moved, peak, shards
 
 
 def test_joined_relations_stream_like_one(tmp_path):
-    """Nothing but the halo rows of all relations travels, and they are joined once."""
+    """The halo rows of all relations travel, and their factors back; they are joined once."""
     data = make_hetero()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
     layer = HGTConv(dict(WIDTHS), OUT, data.metadata(), heads=2).double()
-    for bucketed, received, peak, shards in threads(
+    for events, (received, reduced), peak, shards in threads(
         transformer_worker, 3, layer, tmp_path / "parts"
     ):
-        assert bucketed == 1 and peak == max(shards)
+        assert events == (1, 2) and peak == max(shards)
         assert received == 2 * sum(shards) * 2 * OUT * 8  # passes, rows, keys and values
+        # In each pass a factor of each row and head; once, how many edges a row has.
+        assert reduced == (2 * 2 + 1) * sum(shards) * 8
 
 
 def misuse(root: Any) -> list[str]:

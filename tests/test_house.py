@@ -16,7 +16,8 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
-    "errors policy ledger ops attention_terms attention_fallback attention_ops",
+    "errors policy ledger ops",
+    "attention_terms attention_fallback attention_sums attention_ops functional",
     "rendezvous issuer signals watch backends payload segments neighbours same_host meeting",
     "sharing communicator inprocess comm launch",
     "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
@@ -25,7 +26,8 @@ LAYERS = (
     "shard chunk rounds cover pushed target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program products reverse message_checks",
     "node_reads",
-    "dependence strategy fused fused_attention aggregate autograd_gap owned_rows gradients",
+    "dependence strategy fused fused_attention relational_attention",
+    "aggregate autograd_gap owned_rows gradients",
     "metrics nn.embedding nn.propagation nn.one_process nn.projected",
     "nn.fused_layers nn.message_passing",
     "nn.graph_norm nn.norm",

@@ -13,6 +13,7 @@ from torch_geometric.nn import (
     APPNP,
     ClusterGCNConv,
     EdgeConv,
+    FAConv,
     GATConv,
     GatedGraphConv,
     GATv2Conv,
@@ -23,6 +24,7 @@ from torch_geometric.nn import (
     HeteroConv,
     MessagePassing,
     SAGEConv,
+    SuperGATConv,
     TransformerConv,
 )
 
@@ -30,6 +32,16 @@ import pyg_sar
 from pyg_sar import SARPolicy, ops
 
 NODES, EDGES, WIDTH = 60, 400, 6
+
+
+class Residual(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = FAConv(WIDTH)
+
+    def forward(self, x, edge_index):
+        return self.conv(x, x, edge_index)
+
 
 MAKERS = {
     "SAGEConv": lambda: SAGEConv(WIDTH, 5),
@@ -40,6 +52,8 @@ MAKERS = {
     "GATConv": lambda: GATConv(WIDTH, 5, heads=2),
     "GATv2Conv": lambda: GATv2Conv(WIDTH, 5, heads=2),
     "TransformerConv": lambda: TransformerConv(WIDTH, 5, heads=2),
+    "SuperGATConv": lambda: SuperGATConv(WIDTH, 5, heads=2),
+    "FAConv": lambda: Residual(),
     "GraphConv": lambda: GraphConv(WIDTH, 5),
     "GatedGraphConv": lambda: GatedGraphConv(WIDTH, 2),
     "APPNP": lambda: APPNP(3, 0.1),
@@ -87,6 +101,25 @@ def test_it_equals_pyg(name):
     plain.eval()
     with torch.no_grad():
         assert largest_error([model(x, edge_index)], [plain(x, edge_index)]) < 1e-10
+
+
+@needs_kernels
+@pytest.mark.parametrize(
+    "name, training, passes",
+    [
+        ("TransformerConv", True, 1),
+        ("FAConv", True, 1),
+        ("SuperGATConv", False, 1),
+        ("SuperGATConv", True, 0),  # draws edges, whose scores it keeps
+    ],
+)
+def test_attention_takes_the_kernels_way(name, training, passes):
+    model = pyg_sar.distribute(MAKERS[name]().double()).train(training)
+    x, edge_index = graph()
+    model(x, edge_index)  # finds out
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        model(x, edge_index)
+    assert ledger.events("fused attention") == passes
 
 
 @needs_kernels

@@ -8,32 +8,45 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import (
     AGNNConv,
+    FAConv,
     GATConv,
     GATv2Conv,
+    HGTConv,
     Linear,
     MessagePassing,
+    RGATConv,
     SumAggregation,
+    SuperGATConv,
     TransformerConv,
 )
+from torch_geometric.utils import scatter
 
 from pyg_sar.attention_terms import Attention
+from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.nn.projected import terms_together
 from pyg_sar.ops import takes
 from pyg_sar.program import DeferredEdge
+from pyg_sar.relational_attention import RelationalTerms
 
 
-def attention_of(layer: MessagePassing, kwargs: Mapping[str, Any]) -> Attention | None:
+def attention_of(
+    layer: MessagePassing, edge_index: DistEdgeIndex, kwargs: Mapping[str, Any]
+) -> Attention | RelationalTerms | None:
     """The attention that a call of ``propagate`` computes, or ``None`` where it isn't one.
+
+    All workers call it together.
 
     Args:
         layer: The layer.
-        kwargs: Keyword arguments of ``propagate``.
+        edge_index: The edges of ``propagate``.
+        kwargs: Its keyword arguments.
 
     Returns:
         The attention, with this worker's rows as keys and values; its output is ``[N, H, C]``.
@@ -41,22 +54,24 @@ def attention_of(layer: MessagePassing, kwargs: Mapping[str, Any]) -> Attention 
     make = next((make for kind, make in _LAYERS.items() if _is_plainly(layer, kind)), None)
     if make is None or torch.is_autocast_enabled("cpu"):
         return None
-    found: Attention | None = make(layer, kwargs)
-    if found is None or not takes(found.value):
+    found: Attention | RelationalTerms | None = make(layer, kwargs)
+    if isinstance(found, Attention) and isinstance(layer, HGTConv):
+        found = _by_relation(found, edge_index, kwargs["edge_attr"])
+    if found is None:
         return None
-    tensors = found.tensors().values()
-    alike = all(t.dtype == found.value.dtype and t.device == found.value.device for t in tensors)
-    return found if alike else None
+    first, *others = found.tensors().values()
+    alike = all(t.dtype == first.dtype and t.device == first.device for t in others)
+    return found if alike and takes(first) else None
 
 
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:
     """The attention's output ``[N, H, C]`` in the shape of the layer's aggregated messages."""
-    return out.squeeze(1) if isinstance(layer, AGNNConv) else out  # which has no axis of heads
+    return out.flatten(1) if isinstance(layer, AGNNConv | FAConv | HGTConv) else out
 
 
 def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
     """Whether a layer's messages are those of ``kind``, unwatched."""
-    methods = ("message", "edge_update", "aggregate")
+    methods = ("message", "edge_update", "aggregate", *_METHODS.get(kind, ()))
     return (
         isinstance(layer, kind)
         and all(getattr(type(layer), name) is getattr(kind, name) for name in methods)
@@ -159,4 +174,113 @@ def _agnn(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
     )
 
 
-_LAYERS = {GATConv: _gat, GATv2Conv: _gatv2, TransformerConv: _transformer, AGNNConv: _agnn}
+def _supergat(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
+    x = kwargs["x"]
+    shared = {"value": x, "query": x, "slope": layer.negative_slope, **_dropout(layer)}
+    if layer.attention_type == "MX":
+        return Attention(kind="mixed", att=torch.cat([layer.att_l, layer.att_r]), **shared)
+    return Attention(kind="dot", scale=1 / math.sqrt(layer.out_channels), **shared)
+
+
+def _fa(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
+    x, weight, (key, query) = kwargs["x"], kwargs["edge_weight"], kwargs["alpha"]
+    if x.dim() != 2 or not isinstance(weight, Tensor) or weight.dim() != 1:
+        return None
+    return Attention(
+        kind="tanh",
+        value=x.unsqueeze(1),
+        key=key,
+        query=query,
+        edge_attr=weight.unsqueeze(-1),
+        **_dropout(layer),
+    )
+
+
+def _hgt(layer: Any, kwargs: Mapping[str, Any]) -> Attention | None:
+    key = kwargs["k"]
+    if layer._propagate_forward_pre_hooks or kwargs["edge_attr"].dim() != 2:
+        return None
+    scale = 1 / math.sqrt(key.size(-1))
+    return Attention(kind="dot", value=kwargs["v"], key=key, query=kwargs["q"], scale=scale)
+
+
+def _by_relation(
+    attention: Attention, edge_index: DistEdgeIndex, factor: Tensor
+) -> Attention | None:
+    """With a factor of each edge and head, ``[E, H]``, in the keys: ``None`` where it can't be.
+
+    [Note: HGT's keys] ``forward`` of HGTConv makes a row of keys for each relation and source node,
+    so that a row's edges are of one relation and have its ``p_rel`` in common. Their mean is that
+    factor at the keys' owner, and its gradient, shared among the row's edges, that of the factor.
+    """
+    key = attention.key
+    if key is None or factor.dtype != key.dtype:
+        return None
+    row, rows = edge_index[edge_index.dist_row], key.size(0)
+    wide = torch.float64  # sums of as many equal numbers as a hub has edges
+
+    def count() -> Tensor:
+        return scatter(factor.new_ones(row.numel(), 1, dtype=wide), row, 0, rows).clamp(min=1)
+
+    counts = edge_index.remember_together(("edges of keys", rows), count)
+    mean = (scatter(factor.to(wide), row, 0, rows) / counts).to(key.dtype)
+    # The layer's rows lie apart in memory, head by head.
+    value, key = attention.value.contiguous(), (key * mean.unsqueeze(-1)).contiguous()
+    return replace(attention, value=value, key=key)
+
+
+def _rgat(layer: Any, kwargs: Mapping[str, Any]) -> RelationalTerms | None:
+    x, edge_type = kwargs["x"], kwargs["edge_type"]
+    plain = layer.attention_mode == "additive-self-attention" and layer.mod is None
+    plain &= layer.attention_mechanism == "across-relation"
+    if not plain or not isinstance(x, Tensor) or x.dim() != 2 or not x.is_floating_point():
+        return None
+    if not isinstance(edge_type, Tensor) or edge_type.dim() != 1 or edge_type.dtype != torch.long:
+        return None
+    edges = _edge_term(layer, kwargs["edge_attr"]) if layer.lin_edge is not None else {}
+    if edges is None or (layer.lin_edge is None and kwargs["edge_attr"] is not None):
+        return None
+    if edges:
+        edges["edge_weight"] = edges["edge_weight"].flatten(1) @ layer.e
+    weight = _relation_weights(layer)
+    return RelationalTerms(
+        x=x,
+        weight=weight,
+        key_weight=weight @ layer.k,
+        query=x @ (weight @ layer.q),
+        edge_type=edge_type,
+        slope=layer.negative_slope,
+        **edges,
+        **_dropout(layer),
+    )
+
+
+def _relation_weights(layer: Any) -> Tensor:
+    """RGATConv's transforms of all relations, ``[R, F, H * C]``."""
+    if layer.num_bases is not None:
+        found: Tensor = torch.tensordot(layer.att, layer.basis, 1)
+        return found
+    weight: Tensor = layer.weight
+    if layer.num_blocks is None:
+        return weight
+    blocks = torch.eye(layer.num_blocks, dtype=weight.dtype, device=weight.device)
+    spread = weight.unsqueeze(3) * blocks.view(1, layer.num_blocks, 1, -1, 1)
+    return spread.flatten(3).flatten(1, 2)
+
+
+_LAYERS = {
+    GATConv: _gat,
+    GATv2Conv: _gatv2,
+    TransformerConv: _transformer,
+    AGNNConv: _agnn,
+    SuperGATConv: _supergat,
+    FAConv: _fa,
+    HGTConv: _hgt,
+    RGATConv: _rgat,
+}
+
+# What else must be PyG's own.
+_METHODS = {
+    SuperGATConv: ("get_attention",),
+    HGTConv: ("forward", "_construct_src_node_feat"),
+}

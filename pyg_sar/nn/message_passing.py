@@ -16,7 +16,7 @@ from pyg_sar.aggregate import SequentialAggregation
 from pyg_sar.autograd_gap import aggregate
 from pyg_sar.decompose import Decomposition, decompose
 from pyg_sar.errors import DistributedIndexError, named
-from pyg_sar.fused_attention import FusedAttention, attend
+from pyg_sar.fused_attention import attend
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.joint_index import widened
@@ -37,9 +37,8 @@ from pyg_sar.nn.propagation import (
 from pyg_sar.ops import warn_if_missing
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
+from pyg_sar.relational_attention import attention_run
 from pyg_sar.reverse import reversed_edges
-from pyg_sar.rounds import ShardRounds
-from pyg_sar.shard import shards_of
 from pyg_sar.strategy import (
     Chooser,
     Verdict,
@@ -272,15 +271,14 @@ class DistMessagePassing(MessagePassing):
         """Softmax attention by kernel, where the layer is one that the kernels know."""
         if self.policy.kernels == "off" or verdict.strategy != "sequential":
             return None
-        attention = attention_of(self, kwargs)
+        attention = attention_of(self, edge_index, kwargs)
         if attention is None:
             return None
         if edge_index.plan.rank == 0:
             warn_if_missing()
-        rounds, title = ShardRounds(shards_of(edge_index), verdict.max_edges), title_of(self)
-        title = f"{title} at rank {edge_index.plan.rank}"
-        out = attend(FusedAttention(attention, rounds, self.policy, self.ledger_name, title))
-        return as_aggregated(self, out)
+        title = f"{title_of(self)} at rank {edge_index.plan.rank}"
+        given = (edge_index, verdict.max_edges, self.policy, self.ledger_name, title)
+        return as_aggregated(self, attend(attention_run(attention, *given)))
 
     def _aggregated(
         self,

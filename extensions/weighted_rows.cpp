@@ -1,0 +1,131 @@
+// Columns are taken in tiles of at most eight registers. The sums of a tile stay in registers over a
+// block's edges, as those of a target do in gather_sum.h; a vector belongs to one head. Heads of one,
+// two, four or eight whole vectors share a tile. The last vector of another head begins where a whole
+// one fits, so that it overlaps the one before it; what that has added is left out at the end.
+
+#include "weighted_rows.h"
+
+#include "vectors.h"
+
+namespace pyg_sar::attention {
+namespace {
+
+constexpr int kVectors = 8;
+
+template <class T>
+struct Weighted {
+  Block block;
+  T* acc;
+  const T *w, *base;
+
+  // `heads` heads from `head` on, of `kEach` vectors each, of which the last begins at column `tail`.
+  template <int kLanes, int kHeads, int kEach>
+  PYG_SAR_INLINE void tile(int64_t head, int64_t column, int64_t tail) const {
+    constexpr int kCount = kHeads * kEach;
+    constexpr int64_t kAhead = kCount <= 2 ? 64 : kCount <= 4 ? 32 : 16;
+    const int64_t first = head * block.channels + column, last = block.left - 1;
+    const int64_t bytes = kCount * kLanes * sizeof(T);
+    Vector<T, kLanes> sum[kCount] = {};
+    for (int64_t e = 0; e < block.n; ++e) {
+      if (block.fetches) {
+        const int64_t later = e + kAhead < last ? e + kAhead : last;
+        const T* next = base + static_cast<int64_t>(block.index[later]) * block.stride + first;
+        for (int64_t at = 0; at < bytes; at += kLine) {
+          __builtin_prefetch(reinterpret_cast<const char*>(next) + at);
+        }
+      }
+      const T* row = base + static_cast<int64_t>(block.index[e]) * block.stride + first;
+      const T* weight = w + e * block.heads + head;
+      for (int h = 0; h < kHeads; ++h) {
+        for (int v = 0; v < kEach; ++v) {
+          Vector<T, kLanes> x;
+          load<kLanes>(x, row + h * block.channels + (v + 1 < kEach ? v * kLanes : tail));
+          sum[h * kEach + v] += x * weight[h];
+        }
+      }
+    }
+    const int added = static_cast<int>((kEach - 1) * kLanes - tail);  // lanes of the last vector
+    for (int h = 0; h < kHeads; ++h) {
+      for (int v = 0; v < kEach; ++v) {
+        const bool overlaps = v + 1 == kEach && added > 0;
+        T* to = acc + first + h * block.channels + (overlaps ? tail : v * kLanes);
+        const Vector<T, kLanes>& found = sum[h * kEach + v];
+        if (overlaps) {
+          add_to<kLanes>(to, found, added);
+        } else {
+          Vector<T, kLanes> total;
+          load<kLanes>(total, to);
+          total += found;
+          std::memcpy(to, &total, sizeof(total));
+        }
+      }
+    }
+  }
+
+  // All heads, as many at a time as fit.
+  template <int kLanes, int kHeads, int kEach>
+  PYG_SAR_INLINE void heads_from(int64_t head) const {
+    const int64_t tail = block.channels - kLanes;
+    for (; head + kHeads <= block.heads; head += kHeads) tile<kLanes, kHeads, kEach>(head, 0, tail);
+    if constexpr (kHeads > 1) {
+      if (head < block.heads) heads_from<kLanes, kHeads / 2, kEach>(head);
+    }
+  }
+
+  // One head's columns from `column` on, as many as there are.
+  template <int kLanes>
+  PYG_SAR_INLINE void one_head(int64_t head) const {
+    int64_t column = 0;
+    for (; block.channels - column >= kVectors * kLanes; column += kVectors * kLanes) {
+      tile<kLanes, 1, kVectors>(head, column, (kVectors - 1) * kLanes);
+    }
+    const int64_t left = block.channels - column;
+    if (left == 0) return;
+    // A tail may reach back over columns of the tile before.
+    const int64_t tail = left - kLanes;
+    switch ((left + kLanes - 1) / kLanes) {
+      case 1: return tile<kLanes, 1, 1>(head, column, tail);
+      case 2: return tile<kLanes, 1, 2>(head, column, tail);
+      case 3: return tile<kLanes, 1, 3>(head, column, tail);
+      case 4: return tile<kLanes, 1, 4>(head, column, tail);
+      case 5: return tile<kLanes, 1, 5>(head, column, tail);
+      case 6: return tile<kLanes, 1, 6>(head, column, tail);
+      case 7: return tile<kLanes, 1, 7>(head, column, tail);
+      default: return tile<kLanes, 1, 8>(head, column, tail);
+    }
+  }
+
+  template <int kLanes>
+  PYG_SAR_INLINE void narrow() const {
+    if constexpr (kLanes > 0) {
+      if (block.channels < kLanes) return narrow<kLanes / 2>();
+      if (block.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
+      if constexpr (kLanes > 1) return heads_from<kLanes, kVectors / 2, 2>(0);
+    }
+  }
+
+  PYG_SAR_INLINE void operator()() const {
+    constexpr int kLanes = kFullLanes<T>;
+    if (block.channels < kLanes) return narrow<kLanes / 2>();
+    if (block.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
+    if (block.channels <= 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2>(0);
+    if (block.channels <= 4 * kLanes && block.channels > 3 * kLanes) {
+      return heads_from<kLanes, kVectors / 4, 4>(0);
+    }
+    for (int64_t head = 0; head < block.heads; ++head) one_head<kLanes>(head);
+  }
+};
+
+}  // namespace
+
+PYG_SAR_VERSIONS void accumulate(float* acc, const float* w, const float* base,
+                                 const Block& block) {
+  Weighted<float>{block, acc, w, base}();
+}
+
+PYG_SAR_VERSIONS void accumulate(double* acc, const double* w, const double* base,
+                                 const Block& block) {
+  Weighted<double>{block, acc, w, base}();
+}
+
+}  // namespace pyg_sar::attention

@@ -1,0 +1,210 @@
+"""Sums and attention that autograd records: values, gradients, how PyTorch sees the operators."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from attention_problems import Problem, looped, problem, shards_of
+from torch import Tensor
+
+from pyg_sar import ops
+from pyg_sar.attention_ops import KINDS, arguments_of
+from pyg_sar.functional import attention, gather_sum
+from pyg_sar.shard import Segments, segments_of
+
+ALL = (*KINDS, "tanh")
+MISSING = ops.why_missing()
+NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]
+BOTH = [False, *NATIVE]
+needs_kernels = pytest.mark.skipif(MISSING is not None, reason=str(MISSING))
+
+
+def recorded(given: Problem) -> tuple[Problem, dict[str, Tensor]]:
+    """The problem with leaves that want a gradient."""
+    leaves = {n: t.detach().requires_grad_() for n, t in given.attention.tensors().items()}
+    return replace(given, attention=replace(given.attention, **leaves)), leaves
+
+
+def edges_of(given: Problem, index: torch.dtype = torch.int32, squeezed: bool = False) -> Any:
+    ((_, edges, _),) = shards_of(given, 1, squeezed, index)
+    return edges
+
+
+def small(kind: str, p: float = 0.0) -> Problem:
+    return problem(kind, 2, 3, 2, p, edges=20, sources=5, targets=6)
+
+
+# Attention ####################################################################
+
+
+@pytest.mark.parametrize("native", BOTH)
+@pytest.mark.parametrize("kind", ALL)
+def test_attention_and_its_gradients_equal_a_loop(kind: str, native: bool):
+    for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-4)):
+        for features, p, squeezed, index in (
+            (0, 0.0, False, torch.int32),
+            (3, 0.0, True, torch.int64),
+            (2, 0.4, True, torch.int32),
+        ):
+            given, leaves = recorded(problem(kind, 3, 5, features, p, dtype, seed=features))
+            out = attention(given.attention, edges_of(given, index, squeezed), native=native)
+            found = torch.autograd.grad(out, list(leaves.values()), given.grad_out)
+            expected, gradients = looped(given)
+            assert out.dtype == dtype and out.shape == expected.shape
+            for name, one, other in zip(leaves, found, gradients.values(), strict=True):
+                scale = other.abs().max().clamp(min=1)
+                assert float((one.double() - other).abs().max() / scale) <= tolerance, name
+            assert float((out.detach().double() - expected).abs().max()) <= tolerance * 10
+
+
+@pytest.mark.parametrize("native", BOTH)
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("kind", ALL)
+def test_attention_passes_gradcheck(kind: str, p: float, native: bool):
+    given, leaves = recorded(small(kind, p))
+    edges = edges_of(given)
+
+    def fn(*tensors: Tensor) -> Tensor:
+        changed = dict(zip(leaves, tensors, strict=True))
+        return attention(replace(given.attention, **changed), edges, native=native)
+
+    assert torch.autograd.gradcheck(fn, tuple(leaves.values()))
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_only_wanted_gradients_and_shared_keys(native: bool):
+    """Values that are the keys, and a single leaf at a time."""
+    given = problem("gatv2", 2, 3, 2, own_key=False)
+    expected = looped(given)[1]
+    for name, tensor in given.attention.tensors().items():
+        leaf = tensor.detach().requires_grad_()
+        terms = replace(given.attention, **{name: leaf})
+        out = attention(terms, edges_of(given), given.num_targets, native=native)
+        (found,) = torch.autograd.grad(out, leaf, given.grad_out)
+        torch.testing.assert_close(found, expected[name])
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_half_precision_and_no_edges(native: bool):
+    for kind in ALL:
+        given, leaves = recorded(problem(kind, dtype=torch.bfloat16, edges=0))
+        out = attention(given.attention, edges_of(given), native=native)
+        assert out.dtype == torch.bfloat16 and not bool(out.any())
+        for gradient in torch.autograd.grad(out.sum(), list(leaves.values())):
+            assert gradient.dtype == torch.bfloat16 and not bool(gradient.any())
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_targets_without_a_query(native: bool):
+    given = problem("additive")
+    terms, edges = replace(given.attention, query=None), edges_of(given)
+    expected = looped(replace(given, attention=terms))[0]
+    torch.testing.assert_close(attention(terms, edges, 15, native=native), expected)
+    with pytest.raises(ValueError, match="'num_targets' to be the rows"):
+        attention(terms, edges, native=native)
+    with pytest.raises(ValueError, match="'num_targets' to be the rows"):
+        attention(given.attention, edges, 14, native=native)
+
+
+@needs_kernels
+@pytest.mark.parametrize("p", [0.0, 0.5])
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_attention_operator_passes_opcheck(kind: str, p: float):
+    """Schema, fake and autograd registration, and a trace of both passes with symbolic shapes."""
+    given, _ = recorded(small(kind, p))
+    arguments = (*arguments_of(given.attention, edges_of(given)), given.num_targets)
+    found = torch.library.opcheck(torch.ops.pyg_sar.attention.default, arguments)
+    assert set(found.values()) == {"SUCCESS"} and len(found) == 4
+
+
+@needs_kernels
+def test_second_derivatives_are_refused():
+    given, leaves = recorded(small("dot"))
+    out = attention(given.attention, edges_of(given))
+    with pytest.raises(NotImplementedError, match="attention has no second derivatives"):
+        torch.autograd.grad(out.sum(), leaves["value"], create_graph=True)
+
+
+@needs_kernels
+def test_an_output_that_was_changed_is_noticed():
+    given, _ = recorded(small("dot"))
+    out = attention(given.attention, edges_of(given))
+    out.mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+# Sums #########################################################################
+
+
+def edge_list(seed: int = 0) -> tuple[Tensor, Tensor, Segments]:
+    """Edges among 7 sources and 6 targets, of which the last have none."""
+    draw = torch.Generator().manual_seed(seed)
+    source, target = (
+        torch.randint(6, (30,), generator=draw),
+        torch.randint(5, (30,), generator=draw),
+    )
+    return source, target, segments_of(source, target, 7, 6)
+
+
+@pytest.mark.parametrize("native", BOTH)
+@pytest.mark.parametrize("weighted", [False, True])
+def test_sums_and_their_gradients(weighted: bool, native: bool):
+    source, target, edges = edge_list()
+    rows = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    weight = torch.randn(30, dtype=torch.float64, requires_grad=True)
+    leaves = (rows, weight) if weighted else (rows,)
+
+    def fn(rows: Tensor, weight: Tensor | None = None) -> Tensor:
+        ordered = None if weight is None else weight[edges.edges]
+        return gather_sum(rows, edges, 6, ordered, native=native)
+
+    messages = rows[source] * weight.unsqueeze(-1) if weighted else rows[source]
+    expected = rows.new_zeros(6, 4).index_add(0, target, messages)
+    torch.testing.assert_close(fn(*leaves), expected)
+    assert torch.autograd.gradcheck(fn, leaves)
+    for one in range(len(leaves)):
+        alone = [t if k == one else t.detach() for k, t in enumerate(leaves)]
+        probe = torch.randn(6, 4, dtype=torch.float64)
+        found = torch.autograd.grad(fn(*alone), alone[one], probe)
+        torch.testing.assert_close(found, torch.autograd.grad(expected, leaves[one], probe, True))
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_sums_of_half_precision(native: bool):
+    source, target, edges = edge_list()
+    rows = torch.randn(7, 4).bfloat16().requires_grad_()
+    weight = torch.rand(30).bfloat16().requires_grad_()
+    out = gather_sum(rows, edges, 6, weight[edges.edges], native=native)
+    products = rows.float()[source] * weight.float().unsqueeze(-1)
+    expected = torch.zeros(6, 4).index_add(0, target, products)
+    torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
+    for gradient in torch.autograd.grad(out.float().sum(), (rows, weight)):
+        assert gradient.dtype == torch.bfloat16 and bool(gradient.isfinite().all())
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_bad_sums_raise(native: bool):
+    _, _, edges = edge_list()
+    for rows, weight, match in (
+        (torch.zeros(7), None, r"\[M, F\]"),
+        (torch.zeros(7, 4).long(), None, "floating point"),
+        (torch.zeros(7, 4), torch.zeros(29), "each of the 30 edges"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            gather_sum(rows, edges, 6, weight, native=native)
+
+
+@needs_kernels
+def test_the_operator_of_sums_passes_opcheck():
+    _, _, edges = edge_list()
+    rows = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
+    for weight in (None, torch.randn(30, dtype=torch.float64, requires_grad=True)):
+        arguments = (rows, edges.source, edges.offsets, edges.targets, weight, edges.edges, 6)
+        found = torch.library.opcheck(torch.ops.pyg_sar.gather_sum.default, arguments)
+        assert set(found.values()) == {"SUCCESS"} and len(found) == 4
+    with pytest.raises(NotImplementedError, match="gather_sum has no second derivatives"):
+        torch.autograd.grad(gather_sum(rows, edges, 6).sum(), rows, create_graph=True)
