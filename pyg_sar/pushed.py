@@ -20,7 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_sar.cover import minimum_cover
+from pyg_sar.cover import SUMS
+from pyg_sar.cuts import Cut, Cuts
 from pyg_sar.exchange import flat_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
@@ -34,21 +35,6 @@ from pyg_sar.wire import Wire
 _PLAN: Label = ("", "", "plan")
 _AGREEMENT: Label = ("", "", "agreement")
 _MEMORY = 8  # weights
-_WORTH = 0.95  # of the pulled rows: a cover that saves less is not worth a second sum
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The edges from one owner, as this worker covers them.
-
-    ``rows`` are the halo rows that are pulled, ``slots`` the targets that are pushed to; edges are
-    numbered by their column.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    pulled: Tensor
-    pushed: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +52,7 @@ class Boundary:
 
     Attributes:
         plan: The halo plan of B.
-        rows: Rows that travel to this worker, and those that pulling alone would take.
+        is_worth_it: Whether it saves enough; the same on all workers.
 
     Args:
         edge_index: Distributed edges.
@@ -74,18 +60,13 @@ class Boundary:
 
     def __init__(self, edge_index: DistEdgeIndex) -> None:
         halo = self._halo = edge_index.plan
-        source, target = edge_index.ends()
         self.num_targets = edge_index.num_targets
         self._known: OrderedDict[tuple[int, int], tuple[Tensor, Weights]] = OrderedDict()
-        self._cuts = cuts = [self._cut(halo, q, source, target) for q in range(halo.world_size)]
-        sizes = [[c.rows.numel(), c.slots.numel(), c.pushed.numel()] for c in cuts]
-        device = source.device
-        everyone = halo.comm.all_gather(torch.tensor(sizes, device=device), label=_PLAN)
-        coming = torch.stack(everyone)[:, halo.rank].tolist()
-        requests = self._exchange(halo, cuts, source, target, coming)
-        self._make_sent(halo, requests, [c.rows.numel() + c.slots.numel() for c in cuts])
-        self._make_received(halo, cuts, source, target)
-        self.rows = sum(c.rows.numel() + c.slots.numel() for c in cuts), halo.num_halo
+        cuts = Cuts(edge_index, SUMS)
+        self.is_worth_it = cuts.is_worth_it
+        self._columns = [(cut.pulled, cut.pushed, cut.slots.numel()) for cut in cuts.mine]
+        self._make_sent(halo, cuts)
+        self._make_received(halo, cuts.mine)
 
     def weights(self, weight: Tensor) -> Weights:
         """The weights of the edges of P and R. All workers call this together.
@@ -104,91 +85,36 @@ class Boundary:
     def _send_weights(self, weight: Tensor) -> Weights:
         comm, ones = self._halo.comm, weight.new_ones
         sent: list[Tensor] = [ones(self._shared)]
-        arriving = [weight.new_empty(rows.numel()) for rows in self._partial]
+        arriving = [weight.new_empty(count) for count in self._partial]
         for owner, peer in self._halo.rounds():
-            message = weight[self._cuts[owner].pushed]
+            message = weight[self._columns[owner][1]]
             comm.exchange(message, owner, arriving[peer], peer, label=_PLAN).wait()
         received = []
         for owners in self._order:
-            cuts = [self._cuts[owner] for owner in owners]
-            parts = [p for c in cuts for p in (weight[c.pulled], ones(c.slots.numel()))]
+            cuts = [self._columns[owner] for owner in owners]
+            parts = [p for pulled, _, slots in cuts for p in (weight[pulled], ones(slots))]
             received.append(torch.cat(parts) if parts else weight[:0])
         return Weights(torch.cat(sent + arriving), received)
 
-    # The cut #################################################################
+    # B, P and R #############################################################
 
-    def _cut(self, halo: HaloPlan, owner: int, source: Tensor, target: Tensor) -> _Cut:
-        """Covers the edges from one owner."""
-        part = halo.halo_slice(owner)
-        first = halo.num_local + part.start
-        columns = ((source >= first) & (source < halo.num_local + part.stop)).nonzero().view(-1)
-        place = source[columns] - first
-        targets, number = torch.unique(target[columns], return_inverse=True)
-        cover = minimum_cover(place, number, part.stop - part.start, targets.numel())
-        pulls = cover.pulled.to(place.device)[place]
-        used = torch.zeros(part.stop - part.start, dtype=torch.bool, device=place.device)
-        used[place[pulls]] = True
-        pushed = columns[~pulls]
-        slots = torch.unique(target[pushed])
-        return _Cut(used.nonzero().view(-1), slots, columns[pulls], pushed)
-
-    def _exchange(
-        self,
-        halo: HaloPlan,
-        cuts: Sequence[_Cut],
-        source: Tensor,
-        target: Tensor,
-        coming: Sequence[Sequence[int]],
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Tells owners what to send; returns, per peer, boundary edges as (own row, place)."""
-        found: list[tuple[Tensor, Tensor]] = []
-        arriving: dict[int, Tensor] = {}
-        for owner, peer in halo.rounds():
-            cut = cuts[owner]
-            first = halo.num_local + halo.halo_offsets[owner]
-            place = torch.searchsorted(cut.slots, target[cut.pushed])
-            message = torch.cat([cut.rows, source[cut.pushed] - first, place])
-            rows, _, edges = coming[peer]
-            arriving[peer] = message.new_empty(rows + 2 * edges)
-            halo.comm.exchange(message, owner, arriving[peer], peer, label=_PLAN).wait()
-        for peer in range(halo.world_size):
-            if peer == halo.rank:
-                nothing = torch.empty(0, dtype=torch.long, device=source.device)
-                found.append((nothing, nothing))
-                continue
-            rows, _, edges = coming[peer]
-            pulled, pushed, place = arriving[peer].split([rows, edges, edges])
-            own = halo.send_rows(peer)[torch.cat([pulled, pushed])]
-            at = torch.cat([torch.arange(rows, device=place.device), place + rows])
-            found.append((own, at))
-        self._pulled = [coming[peer][0] for peer in range(halo.world_size)]
-        self._slots = [coming[peer][1] for peer in range(halo.world_size)]
-        return found
-
-    def _make_sent(
-        self, halo: HaloPlan, requests: Sequence[tuple[Tensor, Tensor]], counts: Sequence[int]
-    ) -> None:
+    def _make_sent(self, halo: HaloPlan, cuts: Cuts) -> None:
         """B's rows, P, and the halo plan."""
-        pulled = [own[:n] for (own, _), n in zip(requests, self._pulled, strict=True)]
-        shared = torch.unique(torch.cat(pulled))
-        start, sends = shared.numel(), []
-        self._shared, self._partial = (
-            start,
-            [rows[n:] for (rows, _), n in zip(requests, self._pulled, strict=True)],
-        )
-        own, at = [shared], [torch.arange(start, device=shared.device)]
-        for (rows, place), wanted, slots in zip(requests, self._pulled, self._slots, strict=True):
+        shared = torch.unique(torch.cat([request.rows for request in cuts.requests]))
+        self._shared = start = shared.numel()
+        self._partial = [request.source.numel() for request in cuts.requests]
+        sends, own, at = [], [shared], [torch.arange(start, device=shared.device)]
+        for request, slots in zip(cuts.requests, cuts.slots[:, halo.rank].tolist(), strict=True):
             partial = torch.arange(slots, device=shared.device) + start
-            sends.append(torch.cat([torch.searchsorted(shared, rows[:wanted]), partial]))
-            own.append(rows[wanted:])
-            at.append(place[wanted:] - wanted + start)
+            sends.append(torch.cat([torch.searchsorted(shared, request.rows), partial]))
+            own.append(request.source)
+            at.append(request.place + start)
             start += slots
         self.num_rows = start
-        counts = list(counts)
         self.plan = HaloPlan(
             halo.comm,
             start,
-            counts,
+            (cuts.rows + cuts.slots)[halo.rank].tolist(),
             torch.cat(sends),
             [part.numel() for part in sends],
             halo.timetable,
@@ -197,9 +123,7 @@ class Boundary:
         self.sent = segments_of(x_rows, b_rows, halo.num_local, start)
         self.sent_back = segments_of(b_rows, x_rows, start, halo.num_local)
 
-    def _make_received(
-        self, halo: HaloPlan, cuts: Sequence[_Cut], source: Tensor, target: Tensor
-    ) -> None:
+    def _make_received(self, halo: HaloPlan, cuts: Sequence[Cut]) -> None:
         """R and its transpose, unit by unit."""
         units, places = self.plan.places()
         self._order: list[list[int]] = [[] for _ in self.plan.units()]
@@ -207,15 +131,14 @@ class Boundary:
         for owner, cut in enumerate(cuts):
             if owner == halo.rank or cut.rows.numel() + cut.slots.numel() == 0:
                 continue
-            first = halo.num_local + halo.halo_offsets[owner]
-            row = torch.searchsorted(cut.rows, source[cut.pulled] - first)
+            row = torch.searchsorted(cut.rows, cut.source[0])
             slot = torch.arange(cut.slots.numel(), device=row.device) + cut.rows.numel()
             place = torch.cat([row, slot]) + places[owner]
             self._order[units[owner]].append(owner)
-            parts[units[owner]].append((place, torch.cat([target[cut.pulled], cut.slots])))
+            parts[units[owner]].append((place, torch.cat([cut.target[0], cut.slots])))
         self.received: list[Segments] = []
         self.received_back: list[Segments] = []
-        nothing = source[:0]
+        nothing = cuts[halo.rank].rows
         for unit, found in zip(self.plan.units(), parts, strict=True):
             rows = torch.cat([nothing, *(place for place, _ in found)])
             into = torch.cat([nothing, *(ids for _, ids in found)])
@@ -350,10 +273,10 @@ def cheaper_rounds(
         return None
 
     def make() -> tuple[Boundary | None]:
-        comm, found = edge_index.plan.comm, Boundary(edge_index)
-        numbers = torch.tensor([*found.rows, int(why_missing() is None)], device=edge_index.device)
-        rows, pulled, ready = comm.all_reduce(numbers, label=_PLAN).tolist()
-        return (None if rows > _WORTH * pulled or ready < comm.world_size else found,)
+        found = Boundary(edge_index)
+        ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
+        edge_index.plan.comm.all_reduce(ready, "min", label=_PLAN)
+        return (found if found.is_worth_it and int(ready) else None,)
 
     boundary: Boundary | None = edge_index.remember_together("boundary", make)[0]
     return None if boundary is None else BoundaryRounds(rounds, boundary, weight)

@@ -14,7 +14,7 @@ from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ops import sort_edges, transpose
 
 
-def _narrow(index: Tensor, bound: int) -> Tensor:
+def narrowed(index: Tensor, bound: int) -> Tensor:
     """32-bit indices where they fit: structures are kept, features come and go."""
     return index.int() if bound < 2**31 else index
 
@@ -185,14 +185,14 @@ class Shards:
         """Each source's row in the buffer of its unit, and the unit (32 bits)."""
         plan = self.plan
         if plan.world_size == 1:
-            return _narrow(source, plan.num_ids), source[:0]
+            return narrowed(source, plan.num_ids), source[:0]
         ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
         owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
         units, places = (torch.tensor(t, device=source.device) for t in plan.places())
         moves = ends[:-1] - places
         moves[plan.rank] = 0
-        rows = _narrow(source, plan.num_ids) - _narrow(moves, plan.num_ids)[owner]
+        rows = narrowed(source, plan.num_ids) - narrowed(moves, plan.num_ids)[owner]
         return rows, units.int()[owner]
 
     def edges(self, unit: int) -> slice:

@@ -22,7 +22,7 @@ LAYERS = (
     "timetable partition sparse_matrix attributes parts hetero_partition hetero_parts prepare",
     "storage synthetic graph_files graphs",
     "wire halo exchange shared_rows streams distributed_index joint_index selections index_space",
-    "shard chunk rounds cover pushed target_index collectives graph_index node_rows ring",
+    "shard chunk rounds cover cuts pushed target_index collectives graph_index node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program products reverse message_checks",
     "node_reads",
     "dependence strategy fused fused_attention aggregate autograd_gap owned_rows gradients",
