@@ -23,6 +23,8 @@ from pyg_sar.attention_ops import (
 from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
 from pyg_sar.errors import named
 from pyg_sar.policy import SARPolicy
+from pyg_sar.pushed_attention import PushedAttention
+from pyg_sar.pushed_edges import PulledRounds, PushedEdges
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.wire import Wire
 
@@ -31,7 +33,7 @@ _SALT = 0x9E3779B97F4A7C15  # workers number their edges alike, and must not dro
 
 
 class FusedAttention:
-    """One call of a layer: its attention, edges and policy.
+    """One call of a layer: its attention, edges and policy. Made by all workers together.
 
     Args:
         attention: Scores and values; ``key`` and ``value`` of this worker's nodes, ``edge_attr`` by
@@ -40,10 +42,17 @@ class FusedAttention:
         policy: Its mode and prefetch depth.
         name: The layer's name, for the ledger.
         title: The layer and the rank, for messages.
+        edges: The edges between workers, where some are pushed.
     """
 
     def __init__(
-        self, attention: Attention, rounds: ShardRounds, policy: SARPolicy, name: str, title: str
+        self,
+        attention: Attention,
+        rounds: ShardRounds,
+        policy: SARPolicy,
+        name: str,
+        title: str,
+        edges: PushedEdges | None = None,
     ) -> None:
         seed = (attention.seed + _SALT * rounds.plan.rank) % 2**64
         self.attention = replace(attention, seed=seed)
@@ -52,6 +61,10 @@ class FusedAttention:
         self._sources = [name for name in self.names if name in _SOURCES]
         self._wire = Wire(policy.wire)
         self._kept: list[tuple[int, list[Tensor]]] = []
+        self._pushed: PushedAttention | None = None
+        if edges is not None:
+            self.rounds = PulledRounds(rounds, edges)
+            self._pushed = PushedAttention(edges, self.attention, policy, name)
 
     def forward(self, given: Attention, record: bool) -> tuple[Tensor, AttentionState]:
         """The output ``[N, H, C]`` and the state after the last shard.
@@ -64,11 +77,16 @@ class FusedAttention:
         for ledger in rounds.plan.comm.ledgers:
             ledger.count("fused attention")
         state = AttentionState.start(rounds.in_degree.numel(), given.value)
+        steps: Iterator[None] = iter(())
+        if self._pushed is not None:
+            steps = self._pushed.forward(given, state, record)
+        next(steps, None)  # Slots go first. See [Note: two plans, one timetable].
         for unit, rows in self._stream(given, "forward", "fetch"):
             if record and self.policy.mode > 1:
                 self._kept.append((unit, rows))
             attention_(state, self._shard(given, unit, rows), rounds.segments(unit))
             del rows
+            next(steps, None)
         return state.finish().to(given.value.dtype), state
 
     def backward(
@@ -94,6 +112,10 @@ class FusedAttention:
         returns = self.rounds.returns(
             returned, self.name, self.policy.prefetch, self.policy.mode == 1, self._wire
         )
+        steps: Iterator[None] = iter(())
+        if self._pushed is not None:
+            steps = self._pushed.backward(given, cotangent, totals, last)
+        next(steps, None)
         for unit, rows in self._again(given, last):
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []
@@ -106,6 +128,7 @@ class FusedAttention:
             del rows
             self._send(unit, sums, wanted_sources, sent, returns)
             del sums, sent
+            next(steps, None)
         returns.drain()
         for name, total in zip(wanted_sources, returned, strict=True):
             if total is not totals[name]:

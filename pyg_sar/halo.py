@@ -116,11 +116,6 @@ class HaloPlan:
         """Own row numbers that ``peer`` needs, in the order of its halo numbering."""
         return self._sends[peer].long()
 
-    def rows_of(self, peers: Sequence[int]) -> Tensor:
-        """Own row numbers that these peers need, one after the other."""
-        found = [self.send_rows(peer) for peer in peers]
-        return torch.cat(found) if found else self.send_rows(self.rank)
-
     def halo_slice(self, owner: int) -> slice:
         """The halo rows of ``owner``, counted from the first halo row."""
         return slice(self.halo_offsets[owner], self.halo_offsets[owner + 1])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -104,6 +104,46 @@ def segments_of(source: Tensor, target: Tensor, num_rows: int, num_targets: int)
     narrow = max(num_rows, source.numel()) < 2**31
     index = torch.int32 if narrow else torch.int64
     return _grouped(source[order].to(index), offsets.to(index), order.to(index))
+
+
+class EdgeRun:
+    """Edges for the kernels, by target and, made on first use, by source.
+
+    Args:
+        source: The row that each edge reads, ``[E]``, below ``num_rows``.
+        target: The row that it adds to, ``[E]``, below ``num_targets``.
+        numbers: The number of each edge in a worker's list of edges.
+        num_rows: Rows that are read.
+        num_targets: Rows that are added to.
+
+    Attributes:
+        segments: The edges by target, in the order of the run.
+        numbers: The number of each, in this order.
+    """
+
+    def __init__(
+        self, source: Tensor, target: Tensor, numbers: Tensor, num_rows: int, num_targets: int
+    ) -> None:
+        found = segments_of(source, target, num_rows, num_targets)
+        self.numbers = numbers if found.edges is None else numbers[found.edges]
+        self.segments = replace(found, edges=None)
+        self._size = num_rows, num_targets
+        self._transposed: Segments | None = None
+
+    def transposed(self, numbered: bool = False) -> Segments:
+        """The edges by source.
+
+        Args:
+            numbered: Whether ``edges`` is needed, the places in the run; else it may be ``None``.
+        """
+        found = self._transposed
+        if found is None or (numbered and found.edges is None):
+            given = self.segments
+            source, offsets, edges = transpose(
+                given.source, given.offsets, given.targets, *self._size, numbered=numbered
+            )
+            found = self._transposed = _grouped(source, offsets, edges)
+        return found
 
 
 def _holding(offsets: Tensor, start: int, stop: int) -> tuple[int, int]:

@@ -149,20 +149,20 @@ class ShardStream:
         return works
 
 
-class GradientReturn:
-    r"""Sends each unit's gradient rows to their owners and adds up what the peers send here.
+class RowReturn:
+    r"""Sends rows that each unit was worked out for to their owners, which :meth:`_take` them in.
 
-    Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
+    The other way round as :class:`ShardStream`: a row for each halo row, :math:`H_p F b` bytes out.
 
-    [Note: gradients in flight] What is computed for one unit travels while the next one is worked
+    [Note: rows in flight] What is computed for one unit travels while the next one is worked
     on. Between neighbours that takes no memory: the rows stay where they were computed, and the
-    owner adds them from there. Over a network they take a buffer at either end, which a policy
+    owner takes them from there. Over a network they take a buffer at either end, which a policy
     with one prefetched unit affords where the backward pass fetches none.
 
     Args:
         plan: The halo plan.
-        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        layer: Whom the ledger charges.
+        totals: What the worker's own rows take them into, ``[num_local, *]``, in place.
+        label: Whom the ledger charges.
         prefetch: Units fetched ahead; 0 leaves nothing in flight.
         refetches: Whether rows are fetched meanwhile.
         wire: How rows travel; exactly by default.
@@ -172,15 +172,14 @@ class GradientReturn:
         self,
         plan: HaloPlan,
         totals: Sequence[Tensor],
-        layer: str,
+        label: Label,
         prefetch: int,
         refetches: bool = False,
         wire: Wire | None = None,
     ) -> None:
-        plan.comm.returning()
         self.plan = plan
         self.totals = list(totals)
-        self.label: Label = (layer, "backward", "gradient")
+        self.label = label
         self.prefetch, self.refetches = prefetch, refetches
         self.layout = RowLayout(totals, wire)
         self._units = plan.units()
@@ -190,8 +189,12 @@ class GradientReturn:
         self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
+    def _take(self, peer: int, rows: Sequence[Tensor]) -> None:
+        """Takes in what a peer worked out, a row for each of :meth:`HaloPlan.send_rows`."""
+        raise NotImplementedError
+
     def start(self, unit: int) -> list[Tensor]:
-        """Zeroed gradient rows for the sources of a unit: views of what will be sent.
+        """Zeroed rows for the halo rows of a unit: views of what will be sent.
 
         The worker's own rows are added to directly.
         """
@@ -255,23 +258,52 @@ class GradientReturn:
         return [expect(peer, (n, width), dtype, self.label) for peer, n in counts.items()]
 
     def drain(self) -> None:
-        """Waits for the unit in flight and adds the peers' gradients to the totals."""
+        """Waits for the unit in flight and takes in what came from its peers."""
         if self._pending is None:
             return
         unit, far, near, works = self._pending
         self._pending = None
         for work in works:
             work.wait()
+        self.layout.land(far)
         peers = [peer for peer in unit.peers if peer not in self._near]
-        if peers:
-            self.layout.land(far)
-            self._add(self.plan.rows_of(peers), far)
+        counts = [self.plan.send_counts[peer] for peer in peers]
+        for peer, *part in zip(peers, *(buffer.split(counts) for buffer in far), strict=False):
+            self._take(peer, self.layout.unpack(part))
         for k, peer in enumerate(peer for peer in unit.peers if peer in self._near):
             arrived = near[k :: len(unit.peers) - len(peers)]
-            self._add(self.plan.send_rows(peer), [arrival.rows for arrival in arrived])
+            self._take(peer, self.layout.unpack([arrival.rows for arrival in arrived]))
             for arrival in arrived:
                 arrival.release()
 
-    def _add(self, rows: Tensor, buffers: list[Tensor]) -> None:
-        for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
-            add_rows(total, rows, part)
+
+class GradientReturn(RowReturn):
+    """Sends gradients of source rows to their owners, which add them up.
+
+    Adjoint of :class:`ShardStream`. All workers make one together.
+
+    Args:
+        plan: The halo plan.
+        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
+        layer: Whom the ledger charges.
+        prefetch: Units fetched ahead; 0 leaves nothing in flight.
+        refetches: Whether rows are fetched meanwhile.
+        wire: How rows travel; exactly by default.
+    """
+
+    def __init__(
+        self,
+        plan: HaloPlan,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        plan.comm.returning()
+        label: Label = (layer, "backward", "gradient")
+        super().__init__(plan, totals, label, prefetch, refetches, wire)
+
+    def _take(self, peer: int, rows: Sequence[Tensor]) -> None:
+        for total, part in zip(self.totals, rows, strict=True):
+            add_rows(total, self.plan.send_rows(peer), part)

@@ -37,6 +37,7 @@ from pyg_sar.nn.propagation import (
 from pyg_sar.ops import warn_if_missing
 from pyg_sar.policy import SARPolicy
 from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
+from pyg_sar.pushed_attention import edges_to_push
 from pyg_sar.reverse import reversed_edges
 from pyg_sar.rounds import ShardRounds
 from pyg_sar.shard import shards_of
@@ -279,7 +280,9 @@ class DistMessagePassing(MessagePassing):
             warn_if_missing()
         rounds, title = ShardRounds(shards_of(edge_index), verdict.max_edges), title_of(self)
         title = f"{title} at rank {edge_index.plan.rank}"
-        out = attend(FusedAttention(attention, rounds, self.policy, self.ledger_name, title))
+        edges = edges_to_push(edge_index, attention, self.policy)
+        run = FusedAttention(attention, rounds, self.policy, self.ledger_name, title, edges)
+        out = attend(run)
         return as_aggregated(self, out)
 
     def _aggregated(
