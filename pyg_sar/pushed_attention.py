@@ -72,7 +72,7 @@ def row_bytes(attention: Attention, mode: int) -> Costs:
 
     query = width(attention.query)
     pull = (4 - mode) * (row + width(attention.key)) * narrow
-    there = (3 - mode) * query * narrow + (row + 3 * heads) * wide
+    there = (2 - mode) * query * narrow + (row + 3 * heads) * wide
     return pull, query * narrow + (row + 2 * heads) * wide + there + query * wide
 
 

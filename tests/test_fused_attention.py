@@ -183,7 +183,7 @@ def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
 
 def _traffic(root: object, make: Make) -> dict[str, int]:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0))
+    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0, push="off"))
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         layer(data.x.requires_grad_(), data.edge_index).sum().backward()

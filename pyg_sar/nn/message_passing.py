@@ -278,12 +278,11 @@ class DistMessagePassing(MessagePassing):
             return None
         if edge_index.plan.rank == 0:
             warn_if_missing()
-        rounds, title = ShardRounds(shards_of(edge_index), verdict.max_edges), title_of(self)
-        title = f"{title} at rank {edge_index.plan.rank}"
+        rounds = ShardRounds(shards_of(edge_index), verdict.max_edges)
+        title = f"{title_of(self)} at rank {edge_index.plan.rank}"
         edges = edges_to_push(edge_index, attention, self.policy)
         run = FusedAttention(attention, rounds, self.policy, self.ledger_name, title, edges)
-        out = attend(run)
-        return as_aggregated(self, out)
+        return as_aggregated(self, attend(run))
 
     def _aggregated(
         self,
