@@ -10,8 +10,9 @@ pushed one (it is fetched twice, say), the cheapest cover is a minimum cut (Pica
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,6 +45,65 @@ class Cover:
     def cost(self, pull: int = 1, push: int = 1) -> int:
         """Its cost at these costs per row."""
         return pull * int(self.pulled.sum()) + push * int(self.pushed.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCovers:
+    """Covers of the edges into one part, as a partition holds them.
+
+    Attributes:
+        pulled: Of each halo row, bit k: whether it is pulled at ``costs[k]``. ``[H]``, uint8.
+        costs: The costs that there are covers for.
+        num_edges: The edges from other parts that they were made for.
+    """
+
+    pulled: Tensor
+    costs: tuple[Costs, ...]
+    num_edges: int
+
+    def find(self, costs: Costs, num_edges: int) -> Tensor | None:
+        """Which halo rows are pulled, ``[H]``; ``None``: it is not known of these edges.
+
+        Where a layer left out edges, rows that the others need would be a cover still, and perhaps
+        a dear one.
+        """
+        if costs not in self.costs or num_edges != self.num_edges:
+            return None
+        return (self.pulled >> self.costs.index(costs)) % 2 == 1
+
+
+def stored_covers(row: Tensor, target: Tensor, offsets: Sequence[int]) -> StoredCovers:
+    """The covers that are worth storing, as of :func:`pulled_rows`."""
+    pulled = torch.zeros(offsets[-1], dtype=torch.uint8)
+    for bit, costs in enumerate(COSTS):
+        pulled |= pulled_rows(row, target, offsets, costs).to(torch.uint8) << bit
+    return StoredCovers(pulled, COSTS, row.numel())
+
+
+def pulled_rows(row: Tensor, target: Tensor, offsets: Sequence[int], costs: Costs) -> Tensor:
+    """Which halo rows a cheapest cover of each owner's edges pulls.
+
+    Args:
+        row: Halo row of each edge between parts, ``[E]``.
+        target: Its target, ``[E]``.
+        offsets: Where each owner's halo rows begin, and at last their number H.
+        costs: What a pulled and a pushed row cost.
+
+    Returns:
+        bool ``[H]``.
+    """
+    pulled = torch.zeros(offsets[-1], dtype=torch.bool)
+    row, target = row.cpu(), target.cpu()
+    owner = torch.bucketize(row, torch.tensor(offsets[1:]), right=True)
+    order = owner.sort(stable=True).indices
+    counts = torch.bincount(owner, minlength=len(offsets) - 1).tolist()
+    for part, (first, last) in zip(order.split(counts), pairwise(offsets), strict=True):
+        if part.numel():
+            targets, number = torch.unique(target[part], return_inverse=True)
+            place, count = row[part] - first, last - first
+            cover = minimum_cover(place, number, count, targets.numel(), *costs)
+            pulled[first:last] = cover.pulled
+    return pulled
 
 
 def nearest_costs(pull: int, push: int) -> Costs:

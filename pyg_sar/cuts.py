@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from pyg_sar.cover import Costs, minimum_cover
+from pyg_sar.cover import Costs, pulled_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
@@ -111,26 +111,28 @@ def _covered(edge_index: DistEdgeIndex, costs: Costs) -> list[Cut]:
     """Covers the edges from each owner."""
     halo, (source, target) = edge_index.plan, edge_index.ends()
     columns = (source >= halo.num_local).nonzero().view(-1)
-    row = source[columns] - halo.num_local
+    row, target = source[columns] - halo.num_local, target[columns]
+    covers, pulled = halo.covers, None
+    if covers is not None:
+        pulled = covers.find(costs, columns.numel())
+    if pulled is None:
+        for ledger in halo.comm.ledgers:
+            ledger.count("cover")
+        pulled = pulled_rows(row, target, halo.halo_offsets, costs)
+    pulls = pulled.to(row.device)[row]
     ends = torch.tensor(halo.halo_offsets[1:], device=row.device)
     owner = torch.bucketize(row, ends, right=True)
     order = owner.sort(stable=True).indices
     counts = torch.bincount(owner, minlength=halo.world_size).tolist()
+    columns = narrowed(columns, edge_index.size(1))
     return [
-        _cut(halo, q, columns[part], row[part] - halo.halo_offsets[q], target[columns[part]], costs)
+        _cut(columns[part], row[part] - halo.halo_offsets[q], target[part], pulls[part])
         for q, part in enumerate(order.split(counts))
     ]
 
 
-def _cut(
-    halo: HaloPlan, owner: int, columns: Tensor, row: Tensor, target: Tensor, costs: Costs
-) -> Cut:
-    count = halo.halo_counts[owner]
-    targets, number = torch.unique(target, return_inverse=True)
-    cover = minimum_cover(row, number, count, targets.numel(), *costs)
-    pulls = cover.pulled.to(row.device)[row]
+def _cut(columns: Tensor, row: Tensor, target: Tensor, pulls: Tensor) -> Cut:
     pushes = ~pulls
-    columns = narrowed(columns, int(columns.max()) if columns.numel() else 0)
     return Cut(
         torch.unique(row[pulls]),
         torch.unique(target[pushes]),

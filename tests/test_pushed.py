@@ -129,6 +129,32 @@ def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
     assert all(found["refetch"] == 0 for found in pushed)
 
 
+def _found(root: Path, partly: bool) -> tuple[int, int]:
+    """Covers that were computed, and rows that were received."""
+    data = pyg_sar.load_partition(root)
+    some = torch.arange(0, data.num_edges, 2 if partly else 1)
+    edge_index = data.edge_index[:, some] if partly else data.edge_index
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double())
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        layer(data.x, edge_index)
+        pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT).double())(data.x, edge_index)
+    return ledger.events("cover"), ledger.received_bytes(kind="fetch")
+
+
+def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, roots = stars(), (tmp_path / "stored", tmp_path / "bare")
+    pyg_sar.write_partitions(data, 3, roots[0], "random")
+    monkeypatch.setattr("pyg_sar.cover.COSTS", ())
+    pyg_sar.write_partitions(data, 3, roots[1], "random")
+    monkeypatch.undo()
+    stored, bare = (threads(_found, 3, root, False) for root in roots)
+    assert [made for made, _ in stored] == [0, 0, 0]
+    assert [made for made, _ in bare] == [2, 2, 2]
+    assert [received for _, received in stored] == [received for _, received in bare]
+    # Of other edges the stored covers may be dear.
+    assert sum(made for made, _ in threads(_found, 3, roots[0], True)) > 0
+
+
 def _structures(root: Path) -> int:
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
