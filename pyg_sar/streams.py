@@ -20,7 +20,7 @@ may have some of its peers here and others there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -30,7 +30,7 @@ from torch import Tensor
 from pyg_sar.exchange import RowLayout, add_rows, post_pairs, tracked_buffer
 from pyg_sar.halo import HaloPlan, Unit
 from pyg_sar.ledger import Label
-from pyg_sar.shared_rows import shared_rows
+from pyg_sar.shared_rows import SharedRows, shared_rows
 from pyg_sar.sharing import Incoming, Loan, Sharing
 from pyg_sar.wire import Wire
 
@@ -98,7 +98,7 @@ class ShardStream:
         shared = shared_rows(self.plan, sharing)
         return [
             sharing.publish(
-                partial(shared.fill, tensors=self.tensors, layout=self.layout, dtype=dtype),
+                partial(self._fill, shared, dtype),
                 (shared.count, width),
                 dtype,
                 shared.readers,
@@ -106,6 +106,14 @@ class ShardStream:
             )
             for dtype, width in self.layout.widths()
         ]
+
+    def _fill(self, shared: SharedRows, dtype: torch.dtype, out: Tensor) -> None:
+        """Writes what is published of a dtype, on the issuing thread."""
+        shared.fill(out, self.tensors, self.layout, dtype)
+
+    def _packer(self, peer: int, dtype: torch.dtype) -> Callable[[], Tensor] | None:
+        """Makes a peer's message of a dtype, on the issuing thread; ``None``: it has no rows."""
+        return self.layout.packer(self.tensors, self.plan.send_rows(peer), dtype)
 
     def _post(self, ahead: int) -> None:
         """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
@@ -132,7 +140,7 @@ class ShardStream:
         """Fetches a unit's rows of one dtype, and sends what others fetch of it."""
         plan = self.plan
         sends = [
-            (peer, self.layout.packer(self.tensors, plan.send_rows(peer), buffer.dtype))
+            (peer, self._packer(peer, buffer.dtype))
             for peer in unit.peers
             if peer not in self._near
         ]

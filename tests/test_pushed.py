@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy, ops
 from pyg_sar.cover import minimum_cover
+from pyg_sar.pushed import _BoundaryStream
 
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
 
@@ -153,6 +156,42 @@ def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.Monk
     assert [received for _, received in stored] == [received for _, received in bare]
     # Of other edges the stored covers may be dear.
     assert sum(made for made, _ in threads(_found, 3, roots[0], True)) > 0
+
+
+def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
+    """The most rows of messages alive at a time, those of the largest unit, and all of B."""
+    data = pyg_sar.load_partition(root)
+    policy = SARPolicy(prefetch=prefetch)
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
+    alive, most, pack = [0], [0], _BoundaryStream._pack
+
+    def watched(self: Any, peer: int, dtype: torch.dtype) -> Tensor:
+        out = pack(self, peer, dtype)
+        if self.plan.rank == pyg_sar.current().rank:
+            alive[0] += out.size(0)
+            most[0] = max(most[0], alive[0])
+            weakref.finalize(out, lambda rows: alive.__setitem__(0, alive[0] - rows), out.size(0))
+        return out
+
+    layer(data.x, data.edge_index)
+    plan = data.edge_index.remember_together("boundary", lambda: ())[0].plan
+    _BoundaryStream._pack = watched
+    try:
+        layer(data.x, data.edge_index)
+    finally:
+        _BoundaryStream._pack = pack
+    sent = [sum(plan.send_counts[p] for p in unit.peers) for unit in plan.units()]
+    return most[0], max(sent), sum(sent)
+
+
+def test_messages_are_made_when_it_is_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    pyg_sar.write_partitions(stars(), 4, tmp_path / "parts", "random")
+    for most, largest, everything in pyg_sar.launch(_made_at_once, 4, tmp_path / "parts", 0):
+        assert 0 < most <= largest < everything
 
 
 def _structures(root: Path) -> int:
