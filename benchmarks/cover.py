@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import platform
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Sequence
 from datetime import date
@@ -33,9 +34,11 @@ from tqdm import tqdm
 
 import pyg_sar
 from pyg_sar.attention_terms import Attention
-from pyg_sar.cover import minimum_cover
+from pyg_sar.cover import COSTS, minimum_cover, stored_covers
 from pyg_sar.ledger import HALO_KINDS
+from pyg_sar.partition import assign_nodes
 from pyg_sar.pushed_attention import row_bytes
+from pyg_sar.storage import read_part
 
 GRAPHS = {  # name: to be made undirected
     "pkg_npm_2016": False,
@@ -126,6 +129,22 @@ def bound(data: Data, part: Tensor, parts: int, names: Sequence[str]) -> dict[st
     return dict(total)
 
 
+def seconds(root: str, data: Data, parts: int) -> tuple[float, float]:
+    """CPU time of METIS, and of the covers that go with the partition."""
+    start = time.process_time()
+    assign_nodes(data.edge_index, data.num_nodes, parts)
+    metis, covers = time.process_time() - start, 0.0
+    for p in range(parts):
+        part = read_part(root, p)
+        row = part["edge_index"][0] - part["n_id"].numel()
+        ends = row[row >= 0], part["edge_index"][1, row >= 0]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), part["halo_counts"].cumsum(0)])
+        start = time.process_time()
+        stored_covers(*ends, offsets.tolist())
+        covers += time.process_time() - start
+    return metis, covers
+
+
 def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
     data = read(path, undirected)
     with tempfile.TemporaryDirectory() as folder:
@@ -142,6 +161,7 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
             found[way] = {
                 n: [sum(c) for c in zip(*rows, strict=True)] for n, rows in counts.items()
             }
+        found["seconds"] = {"all": list(seconds(root, data, parts))}
     return {**found, "bound": bound(data, part, parts, list(LAYERS))}
 
 
@@ -174,7 +194,25 @@ def document(results: dict[str, dict[str, Any]], parts: int, command: str) -> st
             f"| {name} | {pull:,} | {forward:,} | {backward:,} | {least:,} "
             f"| {forward / pull:.2f} | {forward / least:.3f} |"
         )
-    return "\n".join([*lines, *attention_lines(results), ""])
+    return "\n".join([*lines, *attention_lines(results), *time_lines(results), ""])
+
+
+def time_lines(results: dict[str, dict[str, Any]]) -> list[str]:
+    return [
+        "",
+        "## Time",
+        "",
+        f"CPU seconds of one thread, once per partition: METIS, and the covers at the {len(COSTS)} "
+        "costs that are stored with it.",
+        "",
+        "| graph | METIS | covers | covers / METIS |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {name} | {metis:.2f} | {covers:.2f} | {covers / metis:.2f} |"
+            for name, found in results.items()
+            for metis, covers in [found["seconds"]["all"]]
+        ),
+    ]
 
 
 def attention_lines(results: dict[str, dict[str, Any]]) -> list[str]:
@@ -186,8 +224,8 @@ def attention_lines(results: dict[str, dict[str, Any]]) -> list[str]:
         "to the heads. Pulling: rows are fetched twice, and their gradients sent. Pushing: queries "
         "go, and states come back; what is known of a target goes, and its query's gradient comes "
         "back (`pyg_sar/pushed_attention.py` has the law). Bound: the sum of the largest flows "
-        "through all cuts, at the exact bytes of both kinds of rows, both passes together. Where the "
-        "cover saves less than 5%, all rows are pulled.",
+        "through all cuts, at the exact bytes of both kinds of rows, both passes together. Where "
+        "the cover saves less than 5%, all rows are pulled.",
         "",
         "| graph | layer | pull, forward | pull, backward | cover, forward | cover, backward "
         "| bound | cover / pull | cover / bound |",
