@@ -56,6 +56,9 @@ class Boundary:
 
     Attributes:
         plan: The halo plan of B.
+        shared: Own rows that anybody pulls: the first rows of B.
+        partial: The edges that are pushed to each peer, from own rows to its targets.
+        places: Where the partial sums for each peer are in B.
         is_worth_it: Whether it saves enough; the same on all workers.
 
     Args:

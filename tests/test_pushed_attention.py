@@ -157,6 +157,30 @@ def test_scores_of_ten_thousand(tmp_path: Path) -> None:
     assert max(found.values()) < 1e-8
 
 
+def _finite(root: Path, layers: list[torch.nn.Module]) -> tuple[Tensor, list[Tensor]]:
+    data = pyg_sar.load_partition(root)
+    found = []
+    for layer in layers:
+        out = pyg_sar.distribute(copy.deepcopy(layer))(data.x, data.edge_index)
+        found.append(out.isfinite())
+    return data.n_id, found
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_inf_spread_as_in_pyg(bad: float, tmp_path: Path) -> None:
+    data = stars()
+    data.x[3, 1] = bad  # a target of all: its query goes to the others
+    data.x[20, 2] = bad
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    layers = [LAYERS[name]().double() for name in ("gat, no loops", "gatv2", "transformer")]
+    workers = threads(_finite, 3, tmp_path / "parts", layers)
+    for k, layer in enumerate(layers):
+        expected = layer(data.x, data.edge_index).isfinite()
+        assert expected.any() and not expected.all()
+        for ids, found in workers:
+            assert torch.equal(found[k], expected[ids])
+
+
 def test_states_merge_exactly() -> None:
     draw = torch.Generator().manual_seed(0)
 
@@ -370,6 +394,7 @@ def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     x = data.x.requires_grad_()
     outs = [layer(x, data.edge_index), layer(2 * x, data.edge_index)]  # the layer is shared
     assert torch.equal(outs[0], before)
+    assert torch.equal(copy.deepcopy(layer)(x, data.edge_index), before)
     loss = sum(out.square().sum() for out in outs)
     found = []
     for keep in (True, False):
