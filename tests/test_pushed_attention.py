@@ -126,6 +126,21 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
     sweep.check()
 
 
+def test_workers_without_kernels_push_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker has none; what it sends and expects is the same."""
+    missing = {0: "not built here"}
+    monkeypatch.setattr(
+        "pyg_sar.attention_ops.why_missing", lambda: missing.get(pyg_sar.current().rank)
+    )
+    data, sweep = stars(), Sweep(3)
+    root = Partitions(tmp_path)(data, 3)
+    for name in ("gat", "gatv2", "transformer"):
+        sweep.add(name, Job(LAYERS[name]().double(), root, (), POLICIES[2:4]), data)
+    sweep.check()
+
+
 def test_targets_without_an_edge_of_their_own_worker(tmp_path: Path) -> None:
     data, part = fan_in()
     root = Partitions(tmp_path)(data, 4, part)  # the last part is empty
@@ -143,13 +158,14 @@ def _extreme(root: Path, layer: torch.nn.Module) -> Any:
     return result
 
 
-def test_scores_of_ten_thousand(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_ten_thousand(sign: int, tmp_path: Path) -> None:
     data = stars()
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
     plain = plain_gat().double()
     with torch.no_grad():
         plain.att_src *= 1e4
-        plain.att_dst *= 1e4
+        plain.att_dst *= sign * 1e5
     expected = single_process(plain, data)
     assert expected.out.isfinite().all()
     # Exponents of numbers like these have a relative error of 1e4 eps.
@@ -281,13 +297,17 @@ def test_who_pushes(tmp_path: Path) -> None:
     assert _total(with_edges, state) == 0
 
 
-def test_a_cover_that_saves_little_is_not_taken(tmp_path: Path) -> None:
-    data = Data(x=torch.randn(40, CHANNELS, dtype=torch.float64), num_nodes=40)
-    data.edge_index = torch.stack([torch.arange(20), torch.arange(20) + 20])  # a matching
-    pyg_sar.write_partitions(data, 2, tmp_path / "parts", torch.arange(40) // 20)
-    found = threads(_traffic, 2, tmp_path / "parts", plain_gat, SARPolicy(), ())
-    assert _total(found, ("forward", "state")) == 0
-    assert _total(found, ("forward", "fetch")) == 20 * HEADS * (OUT + 1) * 8
+@pytest.mark.parametrize("pairs, saves", [(39, False), (20, True)])
+def test_a_cover_that_saves_little_is_not_taken(pairs: int, saves: bool, tmp_path: Path) -> None:
+    """Pairs that can only be pulled, and one target with four sources: 2 instead of 4 rows."""
+    data = Data(x=torch.randn(100, CHANNELS, dtype=torch.float64), num_nodes=100)
+    source, target = torch.arange(pairs + 4), torch.arange(pairs + 4).clamp(max=pairs) + 50
+    data.edge_index = torch.stack([source, target])
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", torch.arange(100) // 50)
+    found = threads(_traffic, 2, tmp_path / "parts", LAYERS["gatv2"], SARPolicy(mode=2), ())
+    assert (_total(found, ("forward", "state")) > 0) == saves
+    rows = pairs if saves else pairs + 4
+    assert _total(found, ("forward", "fetch")) == rows * HEADS * OUT * 8
 
 
 # The law of bytes ############################################################
