@@ -25,9 +25,12 @@ from pyg_sar.cover import Costs
 from pyg_sar.cuts import Cuts
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.ledger import Label
 from pyg_sar.rounds import ShardRounds
 from pyg_sar.shard import EdgeRun, Segments
-from pyg_sar.timetable import make_timetable
+from pyg_sar.timetable import Timetable, make_timetable
+
+_PLAN: Label = ("", "", "plan")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,8 +64,11 @@ class PushedEdges:
 
     def __init__(self, edge_index: DistEdgeIndex, cuts: Cuts) -> None:
         halo, rows, slots = edge_index.plan, cuts.rows, cuts.slots
-        table = make_timetable((rows + slots.T).cpu(), matchings=False)
-        plan = partial(HaloPlan, halo.comm, timetable=table)
+        table = (rows + slots.T).int().cpu()
+        # Made by one: matchings are found with floating-point numbers.
+        units = make_timetable(table).units if halo.rank == 0 else torch.empty_like(table)
+        units = halo.comm.broadcast(units.to(rows.device), label=_PLAN).cpu()
+        plan = partial(HaloPlan, halo.comm, timetable=Timetable(table, units))
         wanted = [request.rows for request in cuts.requests]
         pulls, sends = rows[halo.rank].tolist(), rows[:, halo.rank].tolist()
         self.plan: HaloPlan = plan(halo.num_local, pulls, torch.cat(wanted), sends)

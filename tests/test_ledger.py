@@ -259,9 +259,10 @@ def test_exchanges_are_pairwise(root: Path, monkeypatch: pytest.MonkeyPatch):
     for calls in threads(worker, WORLD, "gat", "off"):
         assert calls == dict.fromkeys((forth, back, again), WORLD - 1)
     for calls in threads(worker, WORLD, "gat", "auto"):
-        assert calls.pop(back) == 2 * (WORLD - 1)  # of source rows, and of queries
-        kinds = (forth, again, there, ("forward", "state"), ("backward", "query"))
-        assert calls == dict.fromkeys(kinds, WORLD - 1)
+        # Some pairs push nothing. Gradients are those of source rows, and those of queries.
+        assert 0 < calls.pop(back) <= 2 * (WORLD - 1)
+        assert set(calls) == {forth, again, there, ("forward", "state"), ("backward", "query")}
+        assert max(calls.values()) <= WORLD - 1
 
 
 def test_workers_without_a_halo_send_nothing(partitions: Partitions):
