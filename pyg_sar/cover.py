@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -74,36 +73,34 @@ class StoredCovers:
 
 def stored_covers(row: Tensor, target: Tensor, offsets: Sequence[int]) -> StoredCovers:
     """The covers that are worth storing, as of :func:`pulled_rows`."""
+    bits = pulled_rows(row, target, offsets, COSTS)
     pulled = torch.zeros(offsets[-1], dtype=torch.uint8)
-    for bit, costs in enumerate(COSTS):
-        pulled |= pulled_rows(row, target, offsets, costs).to(torch.uint8) << bit
+    for bit, rows in enumerate(bits):
+        pulled |= rows.to(torch.uint8) << bit
     return StoredCovers(pulled, COSTS, row.numel())
 
 
-def pulled_rows(row: Tensor, target: Tensor, offsets: Sequence[int], costs: Costs) -> Tensor:
+def pulled_rows(
+    row: Tensor, target: Tensor, offsets: Sequence[int], costs: Sequence[Costs]
+) -> list[Tensor]:
     """Which halo rows a cheapest cover of each owner's edges pulls.
 
     Args:
         row: Halo row of each edge between parts, ``[E]``.
         target: Its target, ``[E]``.
         offsets: Where each owner's halo rows begin, and at last their number H.
-        costs: What a pulled and a pushed row cost.
+        costs: What pulled and pushed rows cost.
 
     Returns:
-        bool ``[H]``.
+        bool ``[H]``, for each of ``costs``.
     """
-    pulled = torch.zeros(offsets[-1], dtype=torch.bool)
     row, target = row.cpu(), target.cpu()
+    # The owners' cuts side by side: no two have a source or a target in common.
     owner = torch.bucketize(row, torch.tensor(offsets[1:]), right=True)
-    order = owner.sort(stable=True).indices
-    counts = torch.bincount(owner, minlength=len(offsets) - 1).tolist()
-    for part, (first, last) in zip(order.split(counts), pairwise(offsets), strict=True):
-        if part.numel():
-            targets, number = torch.unique(target[part], return_inverse=True)
-            place, count = row[part] - first, last - first
-            cover = minimum_cover(place, number, count, targets.numel(), *costs)
-            pulled[first:last] = cover.pulled
-    return pulled
+    key = owner * (int(target.max()) + 1 if target.numel() else 1) + target
+    targets, number = torch.unique(key, return_inverse=True)
+    ends = row, number, offsets[-1], targets.numel()
+    return [minimum_cover(*ends, pull, push).pulled for pull, push in costs]
 
 
 def nearest_costs(pull: int, push: int) -> Costs:

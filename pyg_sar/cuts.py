@@ -118,7 +118,7 @@ def _covered(edge_index: DistEdgeIndex, costs: Costs) -> list[Cut]:
     if pulled is None:
         for ledger in halo.comm.ledgers:
             ledger.count("cover")
-        pulled = pulled_rows(row, target, halo.halo_offsets, costs)
+        pulled = pulled_rows(row, target, halo.halo_offsets, [costs])[0]
     pulls = pulled.to(row.device)[row]
     ends = torch.tensor(halo.halo_offsets[1:], device=row.device)
     owner = torch.bucketize(row, ends, right=True)
