@@ -17,16 +17,18 @@ from oracle import (
     Job,
     Partitions,
     Sweep,
+    error,
     errors,
     make_graph,
     one_pass,
+    probe,
     single_process,
     threads,
 )
 from test_pushed import stars
 from torch import Tensor
 from torch_geometric import nn as gnn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar import SARPolicy
@@ -124,6 +126,41 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
         root = partitions(data, world, "random" if world != 3 else torch.arange(60) % 2 * 2)
         sweep.add(name, Job(make().double(), root, (), policies), data)
     sweep.check()
+
+
+def _two_types(root: Path, layer: torch.nn.Module) -> tuple[Any, ...]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        out = layer((x["a"], x["b"]), data["a", "to", "b"].edge_index)
+        loss = (out * probe(data["b"].n_id, out)).sum(-1)
+        pyg_sar.mean(loss).backward()
+    weights = [p.grad for p in layer.parameters()]
+    ids, state = {name: data[name].n_id for name in x}, ledger.received_bytes(kind="state")
+    return ids, out.detach(), {n: t.grad for n, t in x.items()}, weights, state
+
+
+def test_targets_of_another_type(tmp_path: Path) -> None:
+    data = HeteroData()
+    for name, count in (("a", 40), ("b", 7)):
+        data[name].x = torch.randn(count, CHANNELS, dtype=torch.float64)
+    pairs = torch.cartesian_prod(torch.arange(40), torch.arange(7))
+    data["a", "to", "b"].edge_index = pairs[torch.rand(280) < 0.5].T.contiguous()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    plain = gnn.GATConv((CHANNELS, CHANNELS), OUT, heads=HEADS, add_self_loops=False).double()
+    workers = threads(_two_types, 3, tmp_path / "parts", plain)
+    assert sum(state for *_, state in workers) > 0
+    x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
+    out = plain((x["a"], x["b"]), data["a", "to", "b"].edge_index)
+    (out * probe(torch.arange(7), out)).sum(-1).mean().backward()
+    for ids, found, gradients, weights, _ in workers:
+        assert error(found, out[ids["b"]], float(out.detach().abs().max())) < 1e-10
+        for name, tensor in x.items():
+            largest = float(tensor.grad.abs().max())
+            assert error(gradients[name], tensor.grad[ids[name]], largest) < 1e-10
+        for gradient, parameter in zip(weights, plain.parameters(), strict=True):
+            assert error(gradient, parameter.grad) < 1e-10
 
 
 def test_workers_without_kernels_push_alike(
