@@ -77,16 +77,13 @@ class FusedAttention:
         for ledger in rounds.plan.comm.ledgers:
             ledger.count("fused attention")
         state = AttentionState.start(rounds.in_degree.numel(), given.value)
-        steps: Iterator[None] = iter(())
-        if self._pushed is not None:
-            steps = self._pushed.forward(given, state, record)
-        next(steps, None)  # Slots go first. See [Note: two plans, one timetable].
+        if self._pushed is not None:  # First. See [Note: two plans].
+            self._pushed.forward(given, state, record)
         for unit, rows in self._stream(given, "forward", "fetch"):
             if record and self.policy.mode > 1:
                 self._kept.append((unit, rows))
             attention_(state, self._shard(given, unit, rows), rounds.segments(unit))
             del rows
-            next(steps, None)
         return state.finish().to(given.value.dtype), state
 
     def backward(
@@ -112,10 +109,8 @@ class FusedAttention:
         returns = self.rounds.returns(
             returned, self.name, self.policy.prefetch, self.policy.mode == 1, self._wire
         )
-        steps: Iterator[None] = iter(())
         if self._pushed is not None:
-            steps = self._pushed.backward(given, cotangent, totals, last)
-        next(steps, None)
+            self._pushed.backward(given, cotangent, totals, last)
         for unit, rows in self._again(given, last):
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []
@@ -128,7 +123,6 @@ class FusedAttention:
             del rows
             self._send(unit, sums, wanted_sources, sent, returns)
             del sums, sent
-            next(steps, None)
         returns.drain()
         for name, total in zip(wanted_sources, returned, strict=True):
             if total is not totals[name]:

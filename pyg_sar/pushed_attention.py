@@ -118,8 +118,8 @@ class PushedAttention:
             found = comm.all_gather(halves.to(comm.device), label=_SEEDS)
             self._seeds = [(int(high) << 32) + int(low) for high, low in found]
 
-    def forward(self, given: Attention, state: AttentionState, record: bool) -> Iterator[None]:
-        """Adds the peers' shares to a state, a step per unit and one more.
+    def forward(self, given: Attention, state: AttentionState, record: bool) -> None:
+        """Adds the peers' shares to a state.
 
         Args:
             given: The attention of this worker's rows, detached.
@@ -136,7 +136,6 @@ class PushedAttention:
                 self._make_states(own, unit, rows, returns.start(unit))
                 returns.send(unit)
             del rows
-            yield
         returns.drain()
 
     def _make_states(
@@ -150,8 +149,8 @@ class PushedAttention:
 
     def backward(
         self, given: Attention, cotangent: Cotangent, totals: Mapping[str, Tensor], last: bool
-    ) -> Iterator[None]:
-        """Adds the pushed edges' gradients to those of own rows, a step per unit and one more.
+    ) -> None:
+        """Adds the pushed edges' gradients to those of own rows.
 
         Args:
             given: The attention of this worker's rows, detached.
@@ -178,7 +177,6 @@ class PushedAttention:
                 if sums:
                     returns.send(unit)
             del rows, asked
-            yield
         returns.drain()
 
     def _add_gradients(

@@ -5,18 +5,16 @@ ones it sends the *slots*, its targets of these edges, to q, which goes through 
 own rows and returns a row per slot: in the forward pass a partial state, in the backward pass a
 gradient of the query. See :mod:`pyg_sar.pushed_attention`.
 
-[Note: two plans, one timetable] Slots travel like source rows of a second halo plan: at q they are
-the halo rows of owner p. Both plans run by one timetable of their rows' sums, so that a pair of
-workers has one unit for both. Whoever walks the units posts slots before source rows, in each unit
-and at the start, so that neighbours find publications in the order in which they read them.
+[Note: two plans] Slots travel like source rows of a second halo plan: at q they are the halo rows
+of owner p. Either plan has a timetable of its own, and is walked by itself, the slots' first: then
+what is added to states and gradients comes in the same order however far ahead is fetched.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -29,6 +27,9 @@ from pyg_sar.ledger import Label
 from pyg_sar.rounds import ShardRounds
 from pyg_sar.shard import EdgeRun, Segments
 from pyg_sar.timetable import Timetable, make_timetable
+
+if TYPE_CHECKING:
+    from pyg_sar.comm import Communicator
 
 _PLAN: Label = ("", "", "plan")
 
@@ -64,17 +65,10 @@ class PushedEdges:
 
     def __init__(self, edge_index: DistEdgeIndex, cuts: Cuts) -> None:
         halo, rows, slots = edge_index.plan, cuts.rows, cuts.slots
-        table = (rows + slots.T).int().cpu()
-        # Made by one: matchings are found with floating-point numbers.
-        units = make_timetable(table).units if halo.rank == 0 else torch.empty_like(table)
-        units = halo.comm.broadcast(units.to(rows.device), label=_PLAN).cpu()
-        plan = partial(HaloPlan, halo.comm, timetable=Timetable(table, units))
-        wanted = [request.rows for request in cuts.requests]
-        pulls, sends = rows[halo.rank].tolist(), rows[:, halo.rank].tolist()
-        self.plan: HaloPlan = plan(halo.num_local, pulls, torch.cat(wanted), sends)
-        own = [cut.slots for cut in cuts.mine]
-        serves, asks = slots[:, halo.rank].tolist(), slots[halo.rank].tolist()
-        self.slots: HaloPlan = plan(edge_index.num_targets, serves, torch.cat(own), asks)
+        wanted = torch.cat([request.rows for request in cuts.requests])
+        self.plan = _plan(halo.comm, halo.num_local, rows, wanted)
+        own = torch.cat([cut.slots for cut in cuts.mine])
+        self.slots = _plan(halo.comm, edge_index.num_targets, slots.T, own)
         self.pulled = self._pulled(cuts)
         self.pushed = self._pushed(cuts)
 
@@ -106,6 +100,16 @@ class PushedEdges:
                 run = EdgeRun(asked.source, asked.place, asked.columns, self.plan.num_local, count)
                 found[-1].append(Pushed(peer, slice(start, start + count), run))
         return found
+
+
+def _plan(comm: Communicator, num_local: int, rows: Tensor, send: Tensor) -> HaloPlan:
+    """A halo plan and its timetable, of the rows that p needs of q, ``[W, W]``."""
+    table = rows.int().cpu()
+    # Made by one: matchings are found with floating-point numbers.
+    units = make_timetable(table).units if comm.rank == 0 else torch.empty_like(table)
+    units = comm.broadcast(units.to(rows.device).contiguous(), label=_PLAN).cpu()
+    needs, sends = table[comm.rank].tolist(), table[:, comm.rank].tolist()
+    return HaloPlan(comm, num_local, needs, send, sends, Timetable(table, units))
 
 
 class PulledRounds(ShardRounds):

@@ -382,8 +382,7 @@ def _law(root: Path, kind: str, mode: int) -> tuple[dict[Any, int], dict[Any, in
         ("backward", "gradient"): given * source + slots * query,
     }
     if mode == 1:
-        units = zip(edges.plan.units()[1:], edges.slots.units()[1:], strict=True)
-        assert found["resident"] <= max((a.num_rows + b.num_rows for a, b in units), default=0)
+        assert found["resident"] == max(*edges.plan.halo_counts, *edges.slots.halo_counts)
     del found["resident"]
     return found, {key: 8 * n for key, n in law.items()}, pulled, slots
 
