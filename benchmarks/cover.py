@@ -1,10 +1,12 @@
-"""Rows on the wire: pulling alone, pulling and pushing by a minimum vertex cover, and its bound.
+"""Rows and bytes on the wire: pulling alone, pulling and pushing by a cover, and the bound.
 
     python benchmarks/cover.py --data ../shared/data --out docs/benchmarks/cover.md
 
-A SAGEConv layer (sum) on METIS parts; the ledger counts what each worker receives in one forward
-and one backward pass. The bound is the sum of the largest matchings of all cuts: no choice of
-pulled rows and pushed sums takes fewer. Edge lists are made undirected where the file says so.
+One layer on METIS parts; the ledger counts what each worker receives in one forward and one
+backward pass. Sums: a SAGEConv layer; the bound is the sum of the largest matchings of all cuts: no
+choice of pulled rows and pushed sums takes fewer. Attention: the bound is the sum of the largest
+flows at the bytes that a row of each kind takes in both passes (:mod:`pyg_sar.cover`).
+Edge lists are made undirected where the file says so.
 """
 
 from __future__ import annotations
@@ -12,6 +14,9 @@ from __future__ import annotations
 import argparse
 import platform
 import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -23,11 +28,17 @@ from scipy.sparse import csr_array
 from scipy.sparse.csgraph import maximum_bipartite_matching
 from torch import Tensor
 from torch_geometric.data import Data
-from torch_geometric.nn import SAGEConv
+from torch_geometric.nn import GATConv, GATv2Conv, SAGEConv, TransformerConv
 from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.attention_terms import Attention
+from pyg_sar.cover import COSTS, minimum_cover, stored_covers
+from pyg_sar.ledger import HALO_KINDS
+from pyg_sar.partition import assign_nodes
+from pyg_sar.pushed_attention import row_bytes
+from pyg_sar.storage import read_part
 
 GRAPHS = {  # name: to be made undirected
     "pkg_npm_2016": False,
@@ -52,6 +63,41 @@ def read(path: Path, undirected: bool) -> Data:
     return Data(x=x, edge_index=edge_index, num_nodes=nodes)
 
 
+CHANNELS = 32
+LAYERS = {  # one head; bytes are in proportion to the heads
+    "GATConv": lambda: GATConv(WIDTH, CHANNELS, add_self_loops=False),
+    "GATv2Conv": lambda: GATv2Conv(WIDTH, CHANNELS, add_self_loops=False),
+    "TransformerConv": lambda: TransformerConv(WIDTH, CHANNELS),
+}
+
+
+def costs(name: str) -> tuple[int, int]:
+    """Bytes of a pulled row and of a pushed target, forward and backward, in mode 1."""
+    row = torch.empty(1, 1, CHANNELS)
+    narrow = row[..., 0]
+    if name == "GATConv":
+        return row_bytes(Attention(kind="additive", value=row, key=narrow, query=narrow), 1)
+    if name == "GATv2Conv":
+        return row_bytes(Attention(kind="gatv2", value=row, query=row), 1)
+    return row_bytes(Attention(kind="dot", value=row, key=row, query=row), 1)
+
+
+def attention(root: str, push: str) -> dict[str, tuple[int, int]]:
+    """Bytes that this worker receives, forward and backward, by layer."""
+    data = pyg_sar.load_partition(root)
+    policy = pyg_sar.SARPolicy(prefetch=0, push=push)  # type: ignore[arg-type]
+    x, found = data.x.clone().requires_grad_(), {}
+    for name, make in LAYERS.items():
+        layer = pyg_sar.distribute(make(), policy)
+        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+            layer(x, data.edge_index).sum().backward()
+        found[name] = tuple(
+            sum(ledger.received_bytes(phase=phase, kind=kind) for kind in HALO_KINDS)
+            for phase in ("forward", "backward")
+        )
+    return found
+
+
 def rows(root: str, push: str) -> tuple[int, int]:
     """Rows that this worker receives, forward and backward."""
     data = pyg_sar.load_partition(root)
@@ -67,17 +113,36 @@ def rows(root: str, push: str) -> tuple[int, int]:
     return forward // size, backward // size
 
 
-def bound(data: Data, part: Tensor, parts: int) -> int:
-    """The sum of the largest matchings of the cuts."""
-    total, (j, i) = 0, data.edge_index.numpy()
+def bound(data: Data, part: Tensor, parts: int, names: Sequence[str]) -> dict[str, int]:
+    """The sum of the largest matchings of the cuts, and of the largest flows by layer."""
+    total, (j, i) = Counter({"sums": 0}), data.edge_index.numpy()
     q, p = part.numpy()[j], part.numpy()[i]
     for pair in np.unique(q[q != p] * parts + p[q != p]):
         here = (q == pair // parts) & (p == pair % parts)
         sources, a = np.unique(j[here], return_inverse=True)
         targets, b = np.unique(i[here], return_inverse=True)
         cut = csr_array((np.ones(a.size, np.int8), (a, b)), shape=(sources.size, targets.size))
-        total += int((maximum_bipartite_matching(cut, perm_type="column") >= 0).sum())
-    return total
+        total["sums"] += int((maximum_bipartite_matching(cut, perm_type="column") >= 0).sum())
+        for name in names:
+            ends = torch.from_numpy(a), torch.from_numpy(b), sources.size, targets.size
+            total[name] += minimum_cover(*ends, *costs(name)).bound
+    return dict(total)
+
+
+def seconds(root: str, data: Data, parts: int) -> tuple[float, float]:
+    """CPU time of METIS, and of the covers that go with the partition."""
+    start = time.process_time()
+    assign_nodes(data.edge_index, data.num_nodes, parts)
+    metis, covers = time.process_time() - start, 0.0
+    for p in range(parts):
+        part = read_part(root, p)
+        row = part["edge_index"][0] - part["n_id"].numel()
+        ends = row[row >= 0], part["edge_index"][1, row >= 0]
+        offsets = torch.cat([torch.zeros(1, dtype=torch.long), part["halo_counts"].cumsum(0)])
+        start = time.process_time()
+        stored_covers(*ends, offsets.tolist())
+        covers += time.process_time() - start
+    return metis, covers
 
 
 def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
@@ -88,11 +153,16 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
         part = torch.empty(data.num_nodes, dtype=torch.long)
         for rank, ids in enumerate(pyg_sar.launch(_ids, parts, root, backend="threads")):
             part[ids] = rank
-        found = {}
-        for push in ("off", "auto"):
-            counts = pyg_sar.launch(rows, parts, root, push, backend="threads", timeout=600.0)
-            found[push] = [sum(column) for column in zip(*counts, strict=True)]
-    return {"pull": found["off"], "cover": found["auto"], "bound": bound(data, part, parts)}
+        found: dict[str, dict[str, list[int]]] = {}
+        for way, push in (("pull", "off"), ("cover", "auto")):
+            sums = pyg_sar.launch(rows, parts, root, push, backend="threads", timeout=600.0)
+            layers = pyg_sar.launch(attention, parts, root, push, backend="threads", timeout=600.0)
+            counts = {"sums": sums, **{n: [worker[n] for worker in layers] for n in LAYERS}}
+            found[way] = {
+                n: [sum(c) for c in zip(*rows, strict=True)] for n, rows in counts.items()
+            }
+        found["seconds"] = {"all": list(seconds(root, data, parts))}
+    return {**found, "bound": bound(data, part, parts, list(LAYERS))}
 
 
 def _ids(root: str) -> Tensor:
@@ -102,11 +172,15 @@ def _ids(root: str) -> Tensor:
 
 def document(results: dict[str, dict[str, Any]], parts: int, command: str) -> str:
     lines = [
-        "# Rows on the wire",
+        "# Rows and bytes on the wire",
         "",
         f"{date.today()}, `{command}`, {platform.machine()}, torch {torch.__version__}, "
-        f"torch-geometric {torch_geometric.__version__}. METIS, {parts} parts, one SAGEConv layer. "
-        "Rows that all workers receive; backward: rows of gradients. Bound: the sum of the largest "
+        f"torch-geometric {torch_geometric.__version__}. METIS, {parts} parts. What all workers "
+        "receive in one forward and one backward pass of one layer, counted by the ledger.",
+        "",
+        "## Sums",
+        "",
+        "Rows of a SAGEConv layer; backward: rows of gradients. Bound: the sum of the largest "
         "matchings of all cuts.",
         "",
         "| graph | pull, forward | cover, forward | cover, backward | bound | cover / pull "
@@ -114,12 +188,58 @@ def document(results: dict[str, dict[str, Any]], parts: int, command: str) -> st
         "| --- | --- | --- | --- | --- | --- | --- |",
     ]
     for name, found in results.items():
-        (pull, _), (forward, backward) = found["pull"], found["cover"]
+        (pull, _), (forward, backward) = found["pull"]["sums"], found["cover"]["sums"]
+        least = found["bound"]["sums"]
         lines.append(
-            f"| {name} | {pull:,} | {forward:,} | {backward:,} | {found['bound']:,} "
-            f"| {forward / pull:.2f} | {forward / found['bound']:.3f} |"
+            f"| {name} | {pull:,} | {forward:,} | {backward:,} | {least:,} "
+            f"| {forward / pull:.2f} | {forward / least:.3f} |"
         )
-    return "\n".join([*lines, ""])
+    return "\n".join([*lines, *attention_lines(results), *time_lines(results), ""])
+
+
+def time_lines(results: dict[str, dict[str, Any]]) -> list[str]:
+    return [
+        "",
+        "## Time",
+        "",
+        f"CPU seconds of one thread, once per partition: METIS, and the covers at the {len(COSTS)} "
+        "costs that are stored with it.",
+        "",
+        "| graph | METIS | covers | covers / METIS |",
+        "| --- | --- | --- | --- |",
+        *(
+            f"| {name} | {metis:.2f} | {covers:.2f} | {covers / metis:.2f} |"
+            for name, found in results.items()
+            for metis, covers in [found["seconds"]["all"]]
+        ),
+    ]
+
+
+def attention_lines(results: dict[str, dict[str, Any]]) -> list[str]:
+    lines = [
+        "",
+        "## Attention",
+        "",
+        f"Kilobytes in mode 1, float32, one head of {CHANNELS} channels; bytes are in proportion "
+        "to the heads. Pulling: rows are fetched twice, and their gradients sent. Pushing: queries "
+        "go, and states come back; what is known of a target goes, and its query's gradient comes "
+        "back (`pyg_sar/pushed_attention.py` has the law). Bound: the sum of the largest flows "
+        "through all cuts, at the exact bytes of both kinds of rows, both passes together. Where "
+        "the cover saves less than 5%, all rows are pulled.",
+        "",
+        "| graph | layer | pull, forward | pull, backward | cover, forward | cover, backward "
+        "| bound | cover / pull | cover / bound |",
+        "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
+    ]
+    for name, found in results.items():
+        for layer in LAYERS:
+            pull, cover, least = (found[way][layer] for way in ("pull", "cover", "bound"))
+            cells = [f"{n / 1000:,.0f}" for n in (*pull, *cover, least)]
+            lines.append(
+                f"| {name} | {layer} | {' | '.join(cells)} | {sum(cover) / sum(pull):.2f} "
+                f"| {sum(cover) / least:.3f} |"
+            )
+    return lines
 
 
 def main() -> None:

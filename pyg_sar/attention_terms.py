@@ -198,6 +198,27 @@ class AttentionState:
         maximum = acc.new_full(acc.shape[:2], -torch.inf)
         return cls(acc, maximum, torch.zeros_like(maximum))
 
+    def merge_(self, rows: Tensor, other: AttentionState) -> None:
+        r"""Adds the edges that another state of some targets was made of, in place.
+
+        .. math::
+            m'_i = \max(m_i, m_k), \qquad \mathrm{acc}_i \leftarrow
+                e^{m_i - m'_i} \mathrm{acc}_i + e^{m_k - m'_i} \mathrm{acc}_k
+
+        and the normalisers alike.
+
+        Args:
+            rows: The target i of each row k of ``other``, ``[K]``, int64, none twice.
+            other: A state in which every target has an edge.
+        """
+        before = self.maximum[rows]
+        highest = torch.maximum(before, other.maximum)
+        old, new = (before - highest).exp_(), (other.maximum - highest).exp_()
+        self.maximum[rows] = highest
+        self.normaliser[rows] = self.normaliser[rows] * old + other.normaliser * new
+        acc = self.acc[rows].mul_(old.unsqueeze(-1))
+        self.acc[rows] = acc.addcmul_(other.acc, new.unsqueeze(-1))
+
     def finish(self) -> Tensor:
         """``acc / normaliser`` ``[N, H, C]``, 0 for targets without in-edges; ``acc`` is reused."""
         none = self.maximum == -torch.inf

@@ -10,7 +10,7 @@ pushed one (it is fetched twice, say), the cheapest cover is a minimum cut (Pica
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 _Ints = NDArray[np.int64]
+Costs = tuple[int, int]
+"""What a pulled row costs, and a pushed one."""
+SUMS: Costs = (1, 1)
+COSTS: tuple[Costs, ...] = ((1, 2), (2, 3), SUMS, (4, 3))
+"""The costs for which there are covers. See :func:`nearest_costs`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +44,80 @@ class Cover:
     def cost(self, pull: int = 1, push: int = 1) -> int:
         """Its cost at these costs per row."""
         return pull * int(self.pulled.sum()) + push * int(self.pushed.sum())
+
+
+@dataclass(frozen=True, slots=True)
+class StoredCovers:
+    """Covers of the edges into one part, as a partition holds them.
+
+    Attributes:
+        pulled: Of each halo row, bit k: whether it is pulled at ``costs[k]``. ``[H]``, uint8.
+        costs: The costs that there are covers for.
+        num_edges: The edges from other parts that they were made for.
+    """
+
+    pulled: Tensor
+    costs: tuple[Costs, ...]
+    num_edges: int
+
+    def find(self, costs: Costs, num_edges: int) -> Tensor | None:
+        """Which halo rows are pulled, ``[H]``; ``None``: it is not known of these edges.
+
+        Where a layer left out edges, rows that the others need would be a cover still, and perhaps
+        a dear one.
+        """
+        if costs not in self.costs or num_edges != self.num_edges:
+            return None
+        return (self.pulled >> self.costs.index(costs)) % 2 == 1
+
+
+def stored_covers(row: Tensor, target: Tensor, offsets: Sequence[int]) -> StoredCovers:
+    """The covers that are worth storing, as of :func:`pulled_rows`."""
+    bits = pulled_rows(row, target, offsets, COSTS)
+    pulled = torch.zeros(offsets[-1], dtype=torch.uint8)
+    for bit, rows in enumerate(bits):
+        pulled |= rows.to(torch.uint8) << bit
+    return StoredCovers(pulled, COSTS, row.numel())
+
+
+def pulled_rows(
+    row: Tensor, target: Tensor, offsets: Sequence[int], costs: Sequence[Costs]
+) -> list[Tensor]:
+    """Which halo rows a cheapest cover of each owner's edges pulls.
+
+    Args:
+        row: Halo row of each edge between parts, ``[E]``.
+        target: Its target, ``[E]``.
+        offsets: Where each owner's halo rows begin, and at last their number H.
+        costs: What pulled and pushed rows cost.
+
+    Returns:
+        bool ``[H]``, for each of ``costs``.
+    """
+    row, target = row.cpu(), target.cpu()
+    # The owners' cuts side by side: no two have a source or a target in common.
+    owner = torch.bucketize(row, torch.tensor(offsets[1:]), right=True)
+    key = owner * (int(target.max()) + 1 if target.numel() else 1) + target
+    targets, number = torch.unique(key, return_inverse=True)
+    ends = row, number, offsets[-1], targets.numel()
+    return [minimum_cover(*ends, pull, push).pulled for pull, push in costs]
+
+
+def nearest_costs(pull: int, push: int) -> Costs:
+    """The entry of :data:`COSTS` whose covers are good for other costs.
+
+    [Note: few covers] The cheapest covers of a cut are few: which one is cheapest changes where one
+    row is as much as one, two or three of the other kind, and hardly in between. In between, any
+    ratio's cover is within about a percent of the cheapest.
+
+    Args:
+        pull: What a pulled row costs, such as its bytes.
+        push: What a pushed row costs.
+    """
+    for most, costs in zip((0.58, 0.8, 1.0), COSTS, strict=False):
+        if pull <= most * push:
+            return costs
+    return COSTS[-1]
 
 
 def minimum_cover(

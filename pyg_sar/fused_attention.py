@@ -23,6 +23,8 @@ from pyg_sar.attention_ops import (
 from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
 from pyg_sar.errors import named
 from pyg_sar.policy import SARPolicy
+from pyg_sar.pushed_attention import PushedAttention
+from pyg_sar.pushed_edges import PulledRounds, PushedEdges
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.wire import Wire
 
@@ -30,7 +32,7 @@ _SALT = 0x9E3779B97F4A7C15  # workers number their edges alike, and must not dro
 
 
 class FusedAttention:
-    """One call of a layer: its attention, edges and policy.
+    """One call of a layer: its attention, edges and policy. Made by all workers together.
 
     Args:
         attention: Scores and values (an :class:`~pyg_sar.attention_terms.Attention`, or what a
@@ -40,12 +42,19 @@ class FusedAttention:
         policy: Its mode and prefetch depth.
         name: The layer's name, for the ledger.
         title: The layer and the rank, for messages.
+        edges: The edges between workers, where some are pushed.
     """
 
     sources: tuple[str, ...] = ("value", "key")  # which tensors have a row per source
 
     def __init__(
-        self, attention: Any, rounds: ShardRounds, policy: SARPolicy, name: str, title: str
+        self,
+        attention: Any,
+        rounds: ShardRounds,
+        policy: SARPolicy,
+        name: str,
+        title: str,
+        edges: PushedEdges | None = None,
     ) -> None:
         seed = (attention.seed + _SALT * rounds.plan.rank) % 2**64
         self.attention = replace(attention, seed=seed)
@@ -54,6 +63,10 @@ class FusedAttention:
         self._sources = [name for name in self.names if name in self.sources]
         self._wire = Wire(policy.wire)
         self._kept: list[tuple[int, list[Tensor]]] = []
+        self._pushed: PushedAttention | None = None
+        if edges is not None:
+            self.rounds = PulledRounds(rounds, edges)
+            self._pushed = PushedAttention(edges, self.attention, policy, name)
 
     def forward(self, given: Any, record: bool) -> tuple[Tensor, AttentionState]:
         """The output ``[N, H, C]`` and the state after the last shard.
@@ -66,6 +79,8 @@ class FusedAttention:
         for ledger in rounds.plan.comm.ledgers:
             ledger.count("fused attention")
         state = self.start(given)
+        if self._pushed is not None:  # First. See [Note: two plans].
+            self._pushed.forward(given, state, record)
         for unit, rows in self._stream(given, "forward", "fetch"):
             if record and self.policy.mode > 1:
                 self._kept.append((unit, rows))
@@ -96,6 +111,8 @@ class FusedAttention:
         returns = self.rounds.returns(
             returned, self.name, self.policy.prefetch, self.policy.mode == 1, self._wire
         )
+        if self._pushed is not None:
+            self._pushed.backward(given, cotangent, totals, last)
         for unit, rows in self._again(given, last):
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []

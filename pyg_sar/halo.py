@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from pyg_sar.cover import StoredCovers
 from pyg_sar.timetable import Timetable
 from pyg_sar.wire import Wire
 
@@ -92,6 +93,7 @@ class HaloPlan:
         self.tokens = 0  # things made together by all workers, see distributed_index.py
         self.shared: Any = None  # what neighbours read in place, see shared_rows.py
         self.open_ended = False  # more own rows may follow the last that a relation has
+        self.covers: StoredCovers | None = None  # of the edges that the partition came with
         self.send_counts = [int(n) for n in send_counts]
         self.timetable = timetable
         self._sends = list(send_index.split(self.send_counts))
@@ -115,11 +117,6 @@ class HaloPlan:
     def send_rows(self, peer: int) -> Tensor:
         """Own row numbers that ``peer`` needs, in the order of its halo numbering."""
         return self._sends[peer].long()
-
-    def rows_of(self, peers: Sequence[int]) -> Tensor:
-        """Own row numbers that these peers need, one after the other."""
-        found = [self.send_rows(peer) for peer in peers]
-        return torch.cat(found) if found else self.send_rows(self.rank)
 
     def halo_slice(self, owner: int) -> slice:
         """The halo rows of ``owner``, counted from the first halo row."""
@@ -168,9 +165,11 @@ class HaloPlan:
         return units, places
 
     def _like(self, num_local: int, send: Tensor) -> HaloPlan:
-        return HaloPlan(
+        plan = HaloPlan(
             self.comm, num_local, self.halo_counts, send, self.send_counts, self.timetable
         )
+        plan.covers = self.covers
+        return plan
 
     def to(self, device: torch.device) -> HaloPlan:
         """The same plan with its indices on ``device``."""

@@ -13,12 +13,13 @@ import torch
 
 Label = tuple[str, str, str]
 """(layer, phase, kind): phase is ``'forward'``, ``'backward'`` or ``''``; kind is ``'fetch'``,
-``'refetch'``, ``'gradient'`` (halo rows), ``'sum'`` (collectives), ..."""
+``'refetch'``, ``'gradient'`` (halo rows), ``'query'``, ``'state'`` (pushed targets), ``'sum'``
+(collectives), ..."""
 
 Entry = tuple[Label, int, str]
 """(label, peer, transport) of counted bytes."""
 
-HALO_KINDS = ("fetch", "refetch", "gradient")
+HALO_KINDS = ("fetch", "refetch", "gradient", "query", "state")
 
 
 class Recorder(Protocol):

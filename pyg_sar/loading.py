@@ -12,6 +12,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm import Communicator, Label, current
+from pyg_sar.cover import StoredCovers
 from pyg_sar.errors import PartitionError
 from pyg_sar.graph_index import dist_batch, whole_batch
 from pyg_sar.halo import HaloPlan
@@ -104,11 +105,31 @@ def _check_plan(rank: int, where: str, num_local: int, tensors: dict[str, Tensor
     table = _timetable(tensors)
     if table is not None and not problem:
         problem = table.problem(rank, needed, sent)
+    if not problem and "covers" in tensors:
+        problem = _wrong_covers(tensors)
     if problem:
         raise PartitionError(
             f"The halo plan{where} of part {rank} was altered: {problem}; copy the part again or "
             "partition the graph anew"
         )
+
+
+def _wrong_covers(tensors: dict[str, Tensor]) -> str:
+    """What is wrong with stored covers. Whatever rows they pull, they are covers."""
+    pulled, costs, edges = (tensors.get(k) for k in ("covers", "cover_costs", "cover_edges"))
+    halo = tensors["halo_n_id"].numel()
+    if pulled is None or tuple(pulled.shape) != (halo,) or pulled.dtype != torch.uint8:
+        return f"its covers are not those of {halo} halo rows"
+    if costs is None or costs.dim() != 2 or costs.size(1) != 2 or costs.size(0) > 8:
+        return "it does not say what its covers cost"
+    return "" if edges is not None and edges.numel() == 1 else "its covers are of unknown edges"
+
+
+def _covers(tensors: dict[str, Tensor]) -> StoredCovers | None:
+    if "covers" not in tensors:
+        return None
+    costs = tuple((int(pull), int(push)) for pull, push in tensors["cover_costs"].tolist())
+    return StoredCovers(tensors["covers"], costs, int(tensors["cover_edges"]))
 
 
 def _timetable(tensors: dict[str, Tensor]) -> Timetable | None:
@@ -196,7 +217,7 @@ def _as_data(
 def _plan(
     comm: Communicator, num_local: int, tensors: dict[str, Tensor], device: torch.device
 ) -> HaloPlan:
-    return HaloPlan(
+    plan = HaloPlan(
         comm,
         num_local,
         tensors["halo_counts"].tolist(),
@@ -204,6 +225,8 @@ def _plan(
         tensors["send_counts"].tolist(),
         _timetable(tensors),
     )
+    plan.covers = _covers(tensors)
+    return plan
 
 
 def _as_hetero_data(

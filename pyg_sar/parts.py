@@ -13,6 +13,9 @@ send_index       [sum]          its rows that peers need, by peer, in that peer'
 send_counts      [P]            how many rows each peer needs
 pair_rows        [P, P]         rows that part p needs of part q, the same in all parts (int32)
 pair_units       [P, P]         the unit in which they travel (``timetable.py``), 0: none (int32)
+covers           [H_p]          bit k: does the cover at ``cover_costs[k]`` pull the row? (uint8)
+cover_costs      [K, 2]         what pulled and pushed rows cost in each of K covers (int32)
+cover_edges      [1]            edges from other parts
 edge_index       [2, E_p]       edges whose target it owns: sources are local (< n_p) or
                                 n_p + position in halo_n_id, targets local
 e_id             [E_p]          global edge ids (columns of the whole graph's edge_index)
@@ -22,8 +25,8 @@ graph.NAME       [...]          graph-level tensors, whole in every part
 ===============  =============  ==========================================================
 
 Edges are sorted by (unit of the source's owner, target, source, e_id); the part's own rows are
-unit 0. In versions 1 and 2 there were no units, edges were sorted by (owner, target, source, e_id),
-and ``send_index`` was int64.
+unit 0. Covers are those of ``cover.py``. In version 3 there were none; in versions 1 and 2 there
+were no units, edges were sorted by (owner, target, source, e_id), and ``send_index`` was int64.
 """
 
 from __future__ import annotations
@@ -46,6 +49,7 @@ from pyg_sar.attributes import (
     select_rows,
     tensor_names,
 )
+from pyg_sar.cover import stored_covers
 from pyg_sar.partition import Layout
 
 PartTensors = dict[str, Tensor]
@@ -180,6 +184,10 @@ def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
     halo = layout.halos[p]
     sends = [layout.send_rows(p, q) for q in range(layout.num_parts)]
     local_edges, e_id = _part_edges(edge_index, layout, p)
+    source, target = local_edges
+    row = source - layout.nodes(p).numel()
+    cut = row >= 0
+    covers = stored_covers(row[cut], target[cut], layout.halo_offsets[p].tolist())
     return {
         "halo_n_id": layout.node_order[halo],
         "halo_counts": layout.halo_counts(p),
@@ -187,6 +195,9 @@ def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
         "send_counts": torch.tensor([rows.numel() for rows in sends]),
         "pair_rows": layout.timetable.rows.clone(),
         "pair_units": layout.timetable.units.clone(),
+        "covers": covers.pulled,
+        "cover_costs": torch.tensor(covers.costs, dtype=torch.int32).view(-1, 2),
+        "cover_edges": torch.tensor([covers.num_edges]),
         "edge_index": local_edges,
         "e_id": e_id,
     }

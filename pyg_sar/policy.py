@@ -50,7 +50,10 @@ class SARPolicy:
         push: ``'auto'`` lets sums of source rows, weighted by constants or not, take the fewest
             rows over the wire: for each pair of workers a minimum vertex cover says which source
             rows are pulled and for which targets partial sums are pushed (modes 1 and 2, with the
-            kernels). ``'off'`` pulls all. Must be the same on all workers.
+            kernels). So does the softmax attention that the kernels know, by the bytes that its
+            rows take forward and backward, where there are no edge features and the wire is exact:
+            queries go to the sources' worker, partial softmax states come back. ``'off'`` pulls
+            all. Must be the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):

@@ -20,7 +20,7 @@ from pyg_sar.partition import (
 from pyg_sar.parts import PartTensors, check_graph, part_tensors, with_edges
 
 FORMAT = "pyg_sar.partition"
-VERSION = 3  # before: 1 homogeneous, 2 heterogeneous graphs, without a stored timetable
+VERSION = 4  # 1 homogeneous, 2 heterogeneous graphs, 3 with a timetable, 4 with covers
 
 Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensors]]
 """The metadata without the parts' files, the statistics, and the tensors of each part."""

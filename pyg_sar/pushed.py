@@ -8,7 +8,9 @@ vertex cover says (:mod:`pyg_sar.cover`): one row per covering node is the least
 splitting a sum can do.
 
 [Note: boundary] B holds, once for all peers, the rows that anybody pulls, and the partial sums for
-each peer. To the streams it is a node tensor like any other, with a halo plan of its own.
+each peer. To the streams it is a node tensor like any other, with a halo plan of its own. It is not
+made as a whole: each peer's rows are made when its message is packed, or in the memory that
+neighbours read, and what comes back is added to the gradients of x at once.
 """
 
 from __future__ import annotations
@@ -16,46 +18,34 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from pyg_sar.cover import minimum_cover
-from pyg_sar.exchange import flat_rows
+from pyg_sar.cover import SUMS
+from pyg_sar.cuts import Cut, Cuts
+from pyg_sar.exchange import add_rows, flat_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.ledger import Label
 from pyg_sar.ops import gather_sum_, why_missing
 from pyg_sar.rounds import Returns, ShardRounds
-from pyg_sar.shard import Segments, Tile, segments_of
+from pyg_sar.shard import EdgeRun, Segments, Tile, narrowed, segments_of
+from pyg_sar.shared_rows import SharedRows
 from pyg_sar.streams import GradientReturn, ShardStream
 from pyg_sar.wire import Wire
 
 _PLAN: Label = ("", "", "plan")
 _AGREEMENT: Label = ("", "", "agreement")
 _MEMORY = 8  # weights
-_WORTH = 0.95  # of the pulled rows: a cover that saves less is not worth a second sum
-
-
-@dataclass(frozen=True, slots=True)
-class _Cut:
-    """The edges from one owner, as this worker covers them.
-
-    ``rows`` are the halo rows that are pulled, ``slots`` the targets that are pushed to; edges are
-    numbered by their column.
-    """
-
-    rows: Tensor
-    slots: Tensor
-    pulled: Tensor
-    pushed: Tensor
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """Weights of the edges of P, ``sent``, and of R, ``received`` unit by unit."""
+    """Weights of the edges of P, ``sent`` by peer, and of R, ``received`` by unit."""
 
-    sent: Tensor
+    sent: list[Tensor]
     received: list[Tensor]
 
 
@@ -66,7 +56,10 @@ class Boundary:
 
     Attributes:
         plan: The halo plan of B.
-        rows: Rows that travel to this worker, and those that pulling alone would take.
+        shared: Own rows that anybody pulls: the first rows of B.
+        partial: The edges that are pushed to each peer, from own rows to its targets.
+        places: Where the partial sums for each peer are in B.
+        is_worth_it: Whether it saves enough; the same on all workers.
 
     Args:
         edge_index: Distributed edges.
@@ -74,18 +67,13 @@ class Boundary:
 
     def __init__(self, edge_index: DistEdgeIndex) -> None:
         halo = self._halo = edge_index.plan
-        source, target = edge_index.ends()
         self.num_targets = edge_index.num_targets
         self._known: OrderedDict[tuple[int, int], tuple[Tensor, Weights]] = OrderedDict()
-        self._cuts = cuts = [self._cut(halo, q, source, target) for q in range(halo.world_size)]
-        sizes = [[c.rows.numel(), c.slots.numel(), c.pushed.numel()] for c in cuts]
-        device = source.device
-        everyone = halo.comm.all_gather(torch.tensor(sizes, device=device), label=_PLAN)
-        coming = torch.stack(everyone)[:, halo.rank].tolist()
-        requests = self._exchange(halo, cuts, source, target, coming)
-        self._make_sent(halo, requests, [c.rows.numel() + c.slots.numel() for c in cuts])
-        self._make_received(halo, cuts, source, target)
-        self.rows = sum(c.rows.numel() + c.slots.numel() for c in cuts), halo.num_halo
+        cuts = Cuts(edge_index, SUMS)
+        self.is_worth_it = cuts.is_worth_it
+        self._columns = [(cut.pulled, cut.pushed, cut.slots.numel()) for cut in cuts.mine]
+        self._make_sent(halo, cuts)
+        self._make_received(halo, cuts.mine)
 
     def weights(self, weight: Tensor) -> Weights:
         """The weights of the edges of P and R. All workers call this together.
@@ -103,103 +91,53 @@ class Boundary:
 
     def _send_weights(self, weight: Tensor) -> Weights:
         comm, ones = self._halo.comm, weight.new_ones
-        sent: list[Tensor] = [ones(self._shared)]
-        arriving = [weight.new_empty(rows.numel()) for rows in self._partial]
+        arriving = [weight.new_empty(run.numbers.numel()) for run in self.partial]
         for owner, peer in self._halo.rounds():
-            message = weight[self._cuts[owner].pushed]
+            message = weight[self._columns[owner][1]]
             comm.exchange(message, owner, arriving[peer], peer, label=_PLAN).wait()
+        sent = [found[run.numbers] for found, run in zip(arriving, self.partial, strict=True)]
         received = []
         for owners in self._order:
-            cuts = [self._cuts[owner] for owner in owners]
-            parts = [p for c in cuts for p in (weight[c.pulled], ones(c.slots.numel()))]
+            cuts = [self._columns[owner] for owner in owners]
+            parts = [p for pulled, _, slots in cuts for p in (weight[pulled], ones(slots))]
             received.append(torch.cat(parts) if parts else weight[:0])
-        return Weights(torch.cat(sent + arriving), received)
+        return Weights(sent, received)
 
-    # The cut #################################################################
+    # B, P and R #############################################################
 
-    def _cut(self, halo: HaloPlan, owner: int, source: Tensor, target: Tensor) -> _Cut:
-        """Covers the edges from one owner."""
-        part = halo.halo_slice(owner)
-        first = halo.num_local + part.start
-        columns = ((source >= first) & (source < halo.num_local + part.stop)).nonzero().view(-1)
-        place = source[columns] - first
-        targets, number = torch.unique(target[columns], return_inverse=True)
-        cover = minimum_cover(place, number, part.stop - part.start, targets.numel())
-        pulls = cover.pulled.to(place.device)[place]
-        used = torch.zeros(part.stop - part.start, dtype=torch.bool, device=place.device)
-        used[place[pulls]] = True
-        pushed = columns[~pulls]
-        slots = torch.unique(target[pushed])
-        return _Cut(used.nonzero().view(-1), slots, columns[pulls], pushed)
-
-    def _exchange(
-        self,
-        halo: HaloPlan,
-        cuts: Sequence[_Cut],
-        source: Tensor,
-        target: Tensor,
-        coming: Sequence[Sequence[int]],
-    ) -> list[tuple[Tensor, Tensor]]:
-        """Tells owners what to send; returns, per peer, boundary edges as (own row, place)."""
-        found: list[tuple[Tensor, Tensor]] = []
-        arriving: dict[int, Tensor] = {}
-        for owner, peer in halo.rounds():
-            cut = cuts[owner]
-            first = halo.num_local + halo.halo_offsets[owner]
-            place = torch.searchsorted(cut.slots, target[cut.pushed])
-            message = torch.cat([cut.rows, source[cut.pushed] - first, place])
-            rows, _, edges = coming[peer]
-            arriving[peer] = message.new_empty(rows + 2 * edges)
-            halo.comm.exchange(message, owner, arriving[peer], peer, label=_PLAN).wait()
-        for peer in range(halo.world_size):
-            if peer == halo.rank:
-                nothing = torch.empty(0, dtype=torch.long, device=source.device)
-                found.append((nothing, nothing))
-                continue
-            rows, _, edges = coming[peer]
-            pulled, pushed, place = arriving[peer].split([rows, edges, edges])
-            own = halo.send_rows(peer)[torch.cat([pulled, pushed])]
-            at = torch.cat([torch.arange(rows, device=place.device), place + rows])
-            found.append((own, at))
-        self._pulled = [coming[peer][0] for peer in range(halo.world_size)]
-        self._slots = [coming[peer][1] for peer in range(halo.world_size)]
-        return found
-
-    def _make_sent(
-        self, halo: HaloPlan, requests: Sequence[tuple[Tensor, Tensor]], counts: Sequence[int]
-    ) -> None:
+    def _make_sent(self, halo: HaloPlan, cuts: Cuts) -> None:
         """B's rows, P, and the halo plan."""
-        pulled = [own[:n] for (own, _), n in zip(requests, self._pulled, strict=True)]
-        shared = torch.unique(torch.cat(pulled))
-        start, sends = shared.numel(), []
-        self._shared, self._partial = (
-            start,
-            [rows[n:] for (rows, _), n in zip(requests, self._pulled, strict=True)],
-        )
-        own, at = [shared], [torch.arange(start, device=shared.device)]
-        for (rows, place), wanted, slots in zip(requests, self._pulled, self._slots, strict=True):
-            partial = torch.arange(slots, device=shared.device) + start
-            sends.append(torch.cat([torch.searchsorted(shared, rows[:wanted]), partial]))
-            own.append(rows[wanted:])
-            at.append(place[wanted:] - wanted + start)
+        self.shared = torch.unique(torch.cat([request.rows for request in cuts.requests]))
+        start = self.shared.numel()
+        sends, self.partial, self.places = [], [], []
+        for request, slots in zip(cuts.requests, cuts.slots[:, halo.rank].tolist(), strict=True):
+            order = torch.arange(request.source.numel(), device=self.shared.device)
+            order = narrowed(order, order.numel())
+            ends = request.source, request.place
+            self.partial.append(EdgeRun(*ends, order, halo.num_local, slots))
+            self.places.append(slice(start, start + slots))
+            partial = torch.arange(start, start + slots, device=self.shared.device)
+            sends.append(torch.cat([torch.searchsorted(self.shared, request.rows), partial]))
             start += slots
-        self.num_rows = start
-        counts = list(counts)
         self.plan = HaloPlan(
             halo.comm,
             start,
-            counts,
+            (cuts.rows + cuts.slots)[halo.rank].tolist(),
             torch.cat(sends),
             [part.numel() for part in sends],
             halo.timetable,
         )
-        x_rows, b_rows = torch.cat(own), torch.cat(at)
-        self.sent = segments_of(x_rows, b_rows, halo.num_local, start)
-        self.sent_back = segments_of(b_rows, x_rows, start, halo.num_local)
 
-    def _make_received(
-        self, halo: HaloPlan, cuts: Sequence[_Cut], source: Tensor, target: Tensor
-    ) -> None:
+    def pulled_by(self, peer: int) -> Tensor:
+        """Own rows that a peer pulls: the first that it is sent."""
+        sent = self.plan.send_rows(peer)
+        return self.shared[sent[: sent.numel() - self.slots_of(peer)]]
+
+    def slots_of(self, peer: int) -> int:
+        """Targets of a peer that partial sums are pushed to."""
+        return self.places[peer].stop - self.places[peer].start
+
+    def _make_received(self, halo: HaloPlan, cuts: Sequence[Cut]) -> None:
         """R and its transpose, unit by unit."""
         units, places = self.plan.places()
         self._order: list[list[int]] = [[] for _ in self.plan.units()]
@@ -207,15 +145,14 @@ class Boundary:
         for owner, cut in enumerate(cuts):
             if owner == halo.rank or cut.rows.numel() + cut.slots.numel() == 0:
                 continue
-            first = halo.num_local + halo.halo_offsets[owner]
-            row = torch.searchsorted(cut.rows, source[cut.pulled] - first)
+            row = torch.searchsorted(cut.rows, cut.source[0])
             slot = torch.arange(cut.slots.numel(), device=row.device) + cut.rows.numel()
             place = torch.cat([row, slot]) + places[owner]
             self._order[units[owner]].append(owner)
-            parts[units[owner]].append((place, torch.cat([target[cut.pulled], cut.slots])))
+            parts[units[owner]].append((place, torch.cat([cut.target[0], cut.slots])))
         self.received: list[Segments] = []
         self.received_back: list[Segments] = []
-        nothing = source[:0]
+        nothing = cuts[halo.rank].rows
         for unit, found in zip(self.plan.units(), parts, strict=True):
             rows = torch.cat([nothing, *(place for place, _ in found)])
             into = torch.cat([nothing, *(ids for _, ids in found)])
@@ -260,33 +197,8 @@ class BoundaryRounds(ShardRounds):
     def stream(
         self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        rows = [self._boundary_rows(tensor) for tensor in tensors]
-        stream = iter(ShardStream(self._boundary.plan, rows, label, prefetch, wire))
-        del rows
-        return self._own_first(stream, list(tensors))
-
-    @staticmethod
-    def _own_first(
-        stream: Iterator[tuple[int, list[Tensor]]], tensors: list[Tensor]
-    ) -> Iterator[tuple[int, list[Tensor]]]:
-        for unit, rows in stream:
-            handed = [rows if unit else tensors]
-            del rows
-            yield unit, handed.pop()
-
-    def _boundary_rows(self, tensor: Tensor) -> Tensor:
-        """B of a node tensor."""
-        flat = flat_rows(tensor)
-        out = flat.new_zeros(self._boundary.num_rows, flat.size(1))
-        _add(out, flat, self._boundary.sent, self._sent_weights(flat))
-        return out.view(out.size(0), *tensor.shape[1:])
-
-    def _sent_weights(self, rows: Tensor) -> Tensor | None:
-        if self._weights is None:
-            return None
-        return self._weights.sent.to(
-            torch.float64 if rows.dtype == torch.float64 else torch.float32
-        )
+        sums = self._boundary, self._weights
+        return _BoundaryStream(sums, tensors, label, prefetch, wire)
 
     def returns(
         self,
@@ -296,40 +208,120 @@ class BoundaryRounds(ShardRounds):
         refetches: bool,
         wire: Wire | None = None,
     ) -> Returns:
-        rows = self._boundary.num_rows
-        own = [total.new_zeros(rows, *total.shape[1:]) for total in totals]
-        way = GradientReturn(self._boundary.plan, own, layer, prefetch, refetches, wire)
-
-        def add() -> None:
-            for total, part in zip(totals, own, strict=True):
-                flat = total.view(total.size(0), total.shape[1:].numel())
-                weight = self._sent_weights(total)
-                _add(flat, flat_rows(part), self._boundary.sent_back, weight)
-
-        return _BoundaryReturn(way, list(totals), add)
+        sums = self._boundary, self._weights
+        return _BoundaryReturn(sums, totals, layer, prefetch, refetches, wire)
 
 
-class _BoundaryReturn:
-    """Gradients of B's rows on their way back, then of the rows that B was made of."""
-
-    def __init__(self, way: Returns, totals: list[Tensor], add: Callable[[], None]) -> None:
-        self._way, self._totals, self._finish = way, totals, add
-
-    def start(self, unit: int) -> list[Tensor]:
-        return self._totals if unit == 0 else self._way.start(unit)
-
-    def send(self, unit: int) -> None:
-        self._way.send(unit)
-
-    def drain(self) -> None:
-        self._way.drain()
-        self._finish()
+_Sums = tuple[Boundary, Weights | None]
 
 
-@torch.no_grad()
+class _BoundaryStream(ShardStream):
+    """Own rows as they are, then rows of the peers' B. See [Note: boundary].
+
+    Args:
+        sums: The factorization, and its weights.
+        tensors: Source tensors ``[num_local, *]``, detached.
+        label: Whom the ledger charges.
+        prefetch: Units fetched ahead.
+        wire: How rows travel.
+    """
+
+    def __init__(
+        self,
+        sums: _Sums,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None,
+    ) -> None:
+        super().__init__(sums[0].plan, tensors, label, prefetch, wire)
+        self._sums = sums
+
+    @torch.no_grad()
+    def _fill(self, shared: SharedRows, dtype: torch.dtype, out: Tensor) -> None:
+        boundary = self._sums[0]
+        if shared.rows is None:
+            self._write(dtype, out, boundary.shared, boundary.places)
+            return
+        whole = out.new_empty(boundary.plan.num_local, out.size(1))
+        self._write(dtype, whole, boundary.shared, boundary.places)
+        torch.index_select(whole, 0, shared.rows, out=out)
+
+    def _packer(self, peer: int, dtype: torch.dtype) -> Callable[[], Tensor] | None:
+        count = self.plan.send_counts[peer]
+        return partial(self._pack, peer, dtype) if count else None
+
+    @torch.no_grad()
+    def _pack(self, peer: int, dtype: torch.dtype) -> Tensor:
+        boundary, width = self._sums[0], dict(self.layout.widths())[dtype]
+        pulled, count = boundary.pulled_by(peer), self.plan.send_counts[peer]
+        out = torch.empty(count, width, dtype=dtype, device=pulled.device)
+        places = [slice(0, 0)] * self.plan.world_size
+        places[peer] = slice(pulled.numel(), count)
+        self._write(dtype, out, pulled, places)
+        return self.layout.wire.encode(out)
+
+    def _write(
+        self, dtype: torch.dtype, out: Tensor, pulled: Tensor, places: Sequence[slice]
+    ) -> None:
+        """Writes pulled rows, then at each peer's place the partial sums for it."""
+        for k, start, stop in self.layout.groups[dtype]:
+            flat, columns = flat_rows(self.tensors[k]), out[:, start:stop]
+            columns[: pulled.numel()] = flat[pulled]
+            columns[pulled.numel() :] = 0
+            for peer, place in enumerate(places):
+                weight = _weight_of(self._sums, peer, flat)
+                _add(columns[place], flat, self._sums[0].partial[peer].segments, weight)
+
+
+class _BoundaryReturn(GradientReturn):
+    """Gradients of B's rows, added to those of the rows that B is made of. See [Note: boundary].
+
+    Args:
+        sums: The factorization, and its weights.
+        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
+        layer: Whom the ledger charges.
+        prefetch: Units fetched ahead.
+        refetches: Whether rows are fetched meanwhile.
+        wire: How rows travel.
+    """
+
+    in_pieces = False  # a partial sum's gradient goes to many rows
+
+    def __init__(
+        self,
+        sums: _Sums,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool,
+        wire: Wire | None,
+    ) -> None:
+        super().__init__(sums[0].plan, totals, layer, prefetch, refetches, wire)
+        self._sums = sums
+
+    @torch.no_grad()
+    def _take(self, peer: int, place: slice, rows: Sequence[Tensor]) -> None:
+        boundary = self._sums[0]
+        pulled, run = boundary.pulled_by(peer), boundary.partial[peer]
+        for total, part in zip(self.totals, rows, strict=True):
+            add_rows(total, pulled, part[: pulled.numel()])
+            flat = total.view(total.size(0), total.shape[1:].numel())
+            weight = _weight_of(self._sums, peer, total)
+            back = run.transposed(weight is not None)
+            _add(flat, flat_rows(part[pulled.numel() :]), back, weight)
+
+
+def _weight_of(sums: _Sums, peer: int, rows: Tensor) -> Tensor | None:
+    """Weights of the edges that are pushed to a peer, in what kernels add up in."""
+    if sums[1] is None:
+        return None
+    return sums[1].sent[peer].to(torch.float64 if rows.dtype == torch.float64 else torch.float32)
+
+
 def _add(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None) -> None:
     """Adds gathered rows to their targets, ``[N, F]`` both."""
-    if out.numel():
+    if out.numel() and segments.source.numel():
         source, offsets, targets = segments.source, segments.offsets, segments.targets
         gather_sum_(out, rows, source, offsets, targets, weight, segments.edges)
 
@@ -350,10 +342,10 @@ def cheaper_rounds(
         return None
 
     def make() -> tuple[Boundary | None]:
-        comm, found = edge_index.plan.comm, Boundary(edge_index)
-        numbers = torch.tensor([*found.rows, int(why_missing() is None)], device=edge_index.device)
-        rows, pulled, ready = comm.all_reduce(numbers, label=_PLAN).tolist()
-        return (None if rows > _WORTH * pulled or ready < comm.world_size else found,)
+        found = Boundary(edge_index)
+        ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
+        edge_index.plan.comm.all_reduce(ready, "min", label=_PLAN)
+        return (found if found.is_worth_it and int(ready) else None,)
 
     boundary: Boundary | None = edge_index.remember_together("boundary", make)[0]
     return None if boundary is None else BoundaryRounds(rounds, boundary, weight)

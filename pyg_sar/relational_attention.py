@@ -25,6 +25,7 @@ from pyg_sar.attention_terms import (
 from pyg_sar.fused_attention import FusedAttention
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.policy import SARPolicy
+from pyg_sar.pushed_attention import edges_to_push
 from pyg_sar.rounds import ShardRounds
 from pyg_sar.shard import Segments, shards_of
 
@@ -209,7 +210,8 @@ def attention_run(
     """
     if isinstance(attention, Attention):
         rounds = ShardRounds(shards_of(edge_index), max_edges)
-        return FusedAttention(attention, rounds, policy, name, title)
+        pushed = edges_to_push(edge_index, attention, policy)
+        return FusedAttention(attention, rounds, policy, name, title, pushed)
     kinds, count = attention.edge_type, attention.weight.size(0)
     if kinds.numel() and not 0 <= int(kinds.min()) <= int(kinds.max()) < count:
         raise IndexError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bisect import bisect_right
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ops import sort_edges, transpose
 
 
-def _narrow(index: Tensor, bound: int) -> Tensor:
+def narrowed(index: Tensor, bound: int) -> Tensor:
     """32-bit indices where they fit: structures are kept, features come and go."""
     return index.int() if bound < 2**31 else index
 
@@ -106,6 +106,46 @@ def segments_of(source: Tensor, target: Tensor, num_rows: int, num_targets: int)
     return _grouped(source[order].to(index), offsets.to(index), order.to(index))
 
 
+class EdgeRun:
+    """Edges for the kernels, by target and, made on first use, by source.
+
+    Args:
+        source: The row that each edge reads, ``[E]``, below ``num_rows``.
+        target: The row that it adds to, ``[E]``, below ``num_targets``.
+        numbers: The number of each edge in a worker's list of edges.
+        num_rows: Rows that are read.
+        num_targets: Rows that are added to.
+
+    Attributes:
+        segments: The edges by target, in the order of the run.
+        numbers: The number of each, in this order.
+    """
+
+    def __init__(
+        self, source: Tensor, target: Tensor, numbers: Tensor, num_rows: int, num_targets: int
+    ) -> None:
+        found = segments_of(source, target, num_rows, num_targets)
+        self.numbers = numbers if found.edges is None else numbers[found.edges]
+        self.segments = replace(found, edges=None)
+        self._size = num_rows, num_targets
+        self._transposed: Segments | None = None
+
+    def transposed(self, numbered: bool = False) -> Segments:
+        """The edges by source.
+
+        Args:
+            numbered: Whether ``edges`` is needed, the places in the run; else it may be ``None``.
+        """
+        found = self._transposed
+        if found is None or (numbered and found.edges is None):
+            given = self.segments
+            source, offsets, edges = transpose(
+                given.source, given.offsets, given.targets, *self._size, numbered=numbered
+            )
+            found = self._transposed = _grouped(source, offsets, edges)
+        return found
+
+
 def _holding(offsets: Tensor, start: int, stop: int) -> tuple[int, int]:
     """The run of targets that has the run of edges. Reads a few of the numbers."""
     if start == stop:
@@ -185,14 +225,14 @@ class Shards:
         """Each source's row in the buffer of its unit, and the unit (32 bits)."""
         plan = self.plan
         if plan.world_size == 1:
-            return _narrow(source, plan.num_ids), source[:0]
+            return narrowed(source, plan.num_ids), source[:0]
         ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
         owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
         units, places = (torch.tensor(t, device=source.device) for t in plan.places())
         moves = ends[:-1] - places
         moves[plan.rank] = 0
-        rows = _narrow(source, plan.num_ids) - _narrow(moves, plan.num_ids)[owner]
+        rows = narrowed(source, plan.num_ids) - narrowed(moves, plan.num_ids)[owner]
         return rows, units.int()[owner]
 
     def edges(self, unit: int) -> slice:

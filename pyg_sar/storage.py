@@ -6,7 +6,7 @@
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
 The tensors of a part are those of ``parts.py``, or of ``hetero_parts.py`` for a heterogeneous
-graph. Versions 1 and 2, which had no timetable, are still read.
+graph. Versions 1 and 2, which had no timetable, and 3, which had no covers, are still read.
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder

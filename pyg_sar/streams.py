@@ -20,7 +20,7 @@ may have some of its peers here and others there.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ from pyg_sar.exchange import RowLayout, add_rows, post_pairs, tracked_buffer
 from pyg_sar.halo import HaloPlan, Unit
 from pyg_sar.ledger import Label
 from pyg_sar.neighbours import pieces_of
-from pyg_sar.shared_rows import shared_rows
+from pyg_sar.shared_rows import SharedRows, shared_rows
 from pyg_sar.sharing import Incoming, Loan, Sharing
 from pyg_sar.wire import Wire
 
@@ -99,7 +99,7 @@ class ShardStream:
         shared = shared_rows(self.plan, sharing)
         return [
             sharing.publish(
-                partial(shared.fill, tensors=self.tensors, layout=self.layout, dtype=dtype),
+                partial(self._fill, shared, dtype),
                 (shared.count, width),
                 dtype,
                 shared.readers,
@@ -107,6 +107,14 @@ class ShardStream:
             )
             for dtype, width in self.layout.widths()
         ]
+
+    def _fill(self, shared: SharedRows, dtype: torch.dtype, out: Tensor) -> None:
+        """Writes what is published of a dtype, on the issuing thread."""
+        shared.fill(out, self.tensors, self.layout, dtype)
+
+    def _packer(self, peer: int, dtype: torch.dtype) -> Callable[[], Tensor] | None:
+        """Makes a peer's message of a dtype, on the issuing thread; ``None``: it has no rows."""
+        return self.layout.packer(self.tensors, self.plan.send_rows(peer), dtype)
 
     def _post(self, ahead: int) -> None:
         """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
@@ -133,7 +141,7 @@ class ShardStream:
         """Fetches a unit's rows of one dtype, and sends what others fetch of it."""
         plan = self.plan
         sends = [
-            (peer, self.layout.packer(self.tensors, plan.send_rows(peer), buffer.dtype))
+            (peer, self._packer(peer, buffer.dtype))
             for peer in unit.peers
             if peer not in self._near
         ]
@@ -150,38 +158,39 @@ class ShardStream:
         return works
 
 
-class GradientReturn:
-    r"""Sends each unit's gradient rows to their owners and adds up what the peers send here.
+class RowReturn:
+    r"""Sends rows that each unit was worked out for to their owners, which :meth:`_take` them in.
 
-    Adjoint of :class:`ShardStream`. Traffic: the halo rows' gradients, :math:`H_p F b` bytes out.
+    The other way round as :class:`ShardStream`: a row for each halo row, :math:`H_p F b` bytes out.
 
-    [Note: gradients in flight] What is computed for one unit travels while the next one is worked
+    [Note: rows in flight] What is computed for one unit travels while the next one is worked
     on. Between neighbours that takes no memory: the rows stay where they were computed, and the
-    owner adds them from there. Over a network they take a buffer at either end, which a policy
+    owner takes them from there. Over a network they take a buffer at either end, which a policy
     with one prefetched unit affords where the backward pass fetches none.
 
     Args:
         plan: The halo plan.
-        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        layer: Whom the ledger charges.
+        totals: What the worker's own rows take them into, ``[num_local, *]``, in place.
+        label: Whom the ledger charges.
         prefetch: Units fetched ahead; 0 leaves nothing in flight.
         refetches: Whether rows are fetched meanwhile.
         wire: How rows travel; exactly by default.
     """
 
+    in_pieces = True  # rows of neighbours are taken in some at a time
+
     def __init__(
         self,
         plan: HaloPlan,
         totals: Sequence[Tensor],
-        layer: str,
+        label: Label,
         prefetch: int,
         refetches: bool = False,
         wire: Wire | None = None,
     ) -> None:
-        plan.comm.returning()
         self.plan = plan
         self.totals = list(totals)
-        self.label: Label = (layer, "backward", "gradient")
+        self.label = label
         self.prefetch, self.refetches = prefetch, refetches
         self.layout = RowLayout(totals, wire)
         self._units = plan.units()
@@ -191,8 +200,12 @@ class GradientReturn:
         self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
+    def _take(self, peer: int, place: slice, rows: Sequence[Tensor]) -> None:
+        """Takes in rows of a peer: those for this place of :meth:`HaloPlan.send_rows`."""
+        raise NotImplementedError
+
     def start(self, unit: int) -> list[Tensor]:
-        """Zeroed gradient rows for the sources of a unit: views of what will be sent.
+        """Zeroed rows for the halo rows of a unit: views of what will be sent.
 
         The worker's own rows are added to directly.
         """
@@ -256,27 +269,59 @@ class GradientReturn:
         return [expect(peer, (n, width), dtype, self.label) for peer, n in counts.items()]
 
     def drain(self) -> None:
-        """Waits for the unit in flight and adds the peers' gradients to the totals."""
+        """Waits for the unit in flight and takes in what came from its peers."""
         if self._pending is None:
             return
         unit, far, near, works = self._pending
         self._pending = None
         for work in works:
             work.wait()
+        self.layout.land(far)
         peers = [peer for peer in unit.peers if peer not in self._near]
-        if peers:
-            self.layout.land(far)
-            self._add(self.plan.rows_of(peers), far)
+        counts = [self.plan.send_counts[peer] for peer in peers]
+        for peer, *part in zip(peers, *(buffer.split(counts) for buffer in far), strict=False):
+            self._take(peer, slice(None), self.layout.unpack(part))
         for k, peer in enumerate(peer for peer in unit.peers if peer in self._near):
             arrived = near[k :: len(unit.peers) - len(peers)]
-            rows = self.plan.send_rows(peer)
-            for piece in pieces_of(arrived[0].rows):
-                self._add(rows[piece], [arrival.rows[piece] for arrival in arrived])
+            everything = [slice(0, arrived[0].rows.size(0))]
+            for piece in pieces_of(arrived[0].rows) if self.in_pieces else everything:
+                parts = [arrival.rows[piece] for arrival in arrived]
+                self._take(peer, piece, self.layout.unpack(parts))
+                del parts
                 for arrival in arrived:
                     arrival.pause()
             for arrival in arrived:
                 arrival.release()
 
-    def _add(self, rows: Tensor, buffers: list[Tensor]) -> None:
-        for total, part in zip(self.totals, self.layout.unpack(buffers), strict=True):
-            add_rows(total, rows, part)
+
+class GradientReturn(RowReturn):
+    """Sends gradients of source rows to their owners, which add them up.
+
+    Adjoint of :class:`ShardStream`. All workers make one together.
+
+    Args:
+        plan: The halo plan.
+        totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
+        layer: Whom the ledger charges.
+        prefetch: Units fetched ahead; 0 leaves nothing in flight.
+        refetches: Whether rows are fetched meanwhile.
+        wire: How rows travel; exactly by default.
+    """
+
+    def __init__(
+        self,
+        plan: HaloPlan,
+        totals: Sequence[Tensor],
+        layer: str,
+        prefetch: int,
+        refetches: bool = False,
+        wire: Wire | None = None,
+    ) -> None:
+        plan.comm.returning()
+        label: Label = (layer, "backward", "gradient")
+        super().__init__(plan, totals, label, prefetch, refetches, wire)
+
+    def _take(self, peer: int, place: slice, rows: Sequence[Tensor]) -> None:
+        own = self.plan.send_rows(peer)[place]
+        for total, part in zip(self.totals, rows, strict=True):
+            add_rows(total, own, part)

@@ -314,7 +314,7 @@ def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
 
 def _traffic(root: object, make: Make) -> dict[str, int]:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0))
+    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0, push="off"))
     assert fused_passes(layer, data) == 1
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:

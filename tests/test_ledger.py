@@ -7,7 +7,7 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -229,11 +229,11 @@ def test_exchanges_are_pairwise(root: Path, monkeypatch: pytest.MonkeyPatch):
     """W - 1 exchanges per layer and direction: no padded all-to-all, no barrier, per round."""
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
 
-    def worker(kind: str) -> Counter[Any]:
+    def worker(kind: str, push: Literal["auto", "off"]) -> Counter[Any]:
         comm = pyg_sar.current()
         data = pyg_sar.load_partition(root)
         make = LAWS[kind][0]
-        model = pyg_sar.distribute(One(make().double()))
+        model = pyg_sar.distribute(One(make().double()), SARPolicy(push=push))
         x = data.x.clone().requires_grad_()
         model(x, data.edge_index).sum().backward()
         calls: Counter[Any] = Counter()
@@ -253,10 +253,18 @@ def test_exchanges_are_pairwise(root: Path, monkeypatch: pytest.MonkeyPatch):
         return calls
 
     forth, back = ("forward", "fetch"), ("backward", "gradient")
-    for calls in threads(worker, WORLD, "sage"):
-        assert calls == {forth: WORLD - 1, back: WORLD - 1}
-    for calls in threads(worker, WORLD, "gat"):
-        assert calls == {forth: WORLD - 1, back: WORLD - 1, ("backward", "refetch"): WORLD - 1}
+    again, there = ("backward", "refetch"), ("forward", "query")
+    for calls in threads(worker, WORLD, "sage", "auto"):
+        assert calls == dict.fromkeys((forth, back), WORLD - 1)
+    for calls in threads(worker, WORLD, "gat", "off"):
+        assert calls == dict.fromkeys((forth, back, again), WORLD - 1)
+    for calls in threads(worker, WORLD, "gat", "auto"):
+        # Some pairs push nothing, and small ones share a unit. Gradients are those of source rows,
+        # and those of queries.
+        assert 0 < calls.pop(back) <= 2 * (WORLD - 1)
+        del calls["all"]
+        assert set(calls) == {forth, again, there, ("forward", "state"), ("backward", "query")}
+        assert max(calls.values()) <= WORLD - 1
 
 
 def test_workers_without_a_halo_send_nothing(partitions: Partitions):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy, ops
 from pyg_sar.cover import minimum_cover
+from pyg_sar.pushed import _BoundaryStream
 
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
 
@@ -127,6 +130,68 @@ def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
         assert sum(found[kind] for found in pushed) == bound
         assert sum(found[kind] for found in pulled) > bound * 1.2
     assert all(found["refetch"] == 0 for found in pushed)
+
+
+def _found(root: Path, partly: bool) -> tuple[int, int]:
+    """Covers that were computed, and rows that were received."""
+    data = pyg_sar.load_partition(root)
+    some = torch.arange(0, data.num_edges, 2 if partly else 1)
+    edge_index = data.edge_index[:, some] if partly else data.edge_index
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double())
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        layer(data.x, edge_index)
+        pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT).double())(data.x, edge_index)
+    return ledger.events("cover"), ledger.received_bytes(kind="fetch")
+
+
+def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data, roots = stars(), (tmp_path / "stored", tmp_path / "bare")
+    pyg_sar.write_partitions(data, 3, roots[0], "random")
+    monkeypatch.setattr("pyg_sar.cover.COSTS", ())
+    pyg_sar.write_partitions(data, 3, roots[1], "random")
+    monkeypatch.undo()
+    stored, bare = (threads(_found, 3, root, False) for root in roots)
+    assert [made for made, _ in stored] == [0, 0, 0]
+    assert [made for made, _ in bare] == [2, 2, 2]
+    assert [received for _, received in stored] == [received for _, received in bare]
+    # Of other edges the stored covers may be dear.
+    assert sum(made for made, _ in threads(_found, 3, roots[0], True)) > 0
+
+
+def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
+    """The most rows of messages alive at a time, those of the largest unit, and all of B."""
+    data = pyg_sar.load_partition(root)
+    policy = SARPolicy(prefetch=prefetch)
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
+    alive, most, pack = [0], [0], _BoundaryStream._pack
+
+    def watched(self: Any, peer: int, dtype: torch.dtype) -> Tensor:
+        out = pack(self, peer, dtype)
+        if self.plan.rank == pyg_sar.current().rank:
+            alive[0] += out.size(0)
+            most[0] = max(most[0], alive[0])
+            weakref.finalize(out, lambda rows: alive.__setitem__(0, alive[0] - rows), out.size(0))
+        return out
+
+    layer(data.x, data.edge_index)
+    plan = data.edge_index.remember_together("boundary", lambda: ())[0].plan
+    _BoundaryStream._pack = watched
+    try:
+        layer(data.x, data.edge_index)
+    finally:
+        _BoundaryStream._pack = pack
+    sent = [sum(plan.send_counts[p] for p in unit.peers) for unit in plan.units()]
+    return most[0], max(sent), sum(sent)
+
+
+def test_messages_are_made_when_it_is_their_turn(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    pyg_sar.write_partitions(stars(), 4, tmp_path / "parts", "random")
+    for most, largest, everything in pyg_sar.launch(_made_at_once, 4, tmp_path / "parts", 0):
+        assert 0 < most <= largest < everything
 
 
 def _structures(root: Path) -> int:

@@ -532,8 +532,8 @@ def test_missing_or_foreign_metadata(tmp_path):
 def test_a_newer_version_says_so(root):
     path = root / METADATA
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "version": 4, "parts": "of another kind"}))
-    with pytest.raises(PartitionError, match=r"format version 4, newer than 3.*update pyg_sar"):
+    path.write_text(json.dumps({**content, "version": 5, "parts": "of another kind"}))
+    with pytest.raises(PartitionError, match=r"format version 5, newer than 4.*update pyg_sar"):
         read_metadata(root)
 
 

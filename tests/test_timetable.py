@@ -171,7 +171,8 @@ def test_exact_with_shared_units(world: int, partitions: Partitions):
 def messages(root: Path, prefetch: int) -> Any:
     comm = pyg_sar.current()
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), SARPolicy(prefetch=prefetch))
+    policy = SARPolicy(prefetch=prefetch, push="off")
+    layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), policy)
     x = data.x.clone().requires_grad_()
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(comm) as ledger:
@@ -239,33 +240,45 @@ def rewrite(root: Path, change: Callable[[int, dict[str, Tensor]], None], versio
     storage._write_metadata(root, {**content, "version": version, "parts": rows})
 
 
+COVERS = ("covers", "cover_costs", "cover_edges")
+
+
+def without_covers(p: int, tensors: dict[str, Tensor]) -> None:
+    """As version 3 was."""
+    for name in [name for name in tensors if name.endswith(COVERS)]:
+        del tensors[name]
+
+
 def as_before(p: int, tensors: dict[str, Tensor]) -> None:
     """As versions 1 and 2 were."""
     for name in list(tensors):
-        if name.endswith(("pair_rows", "pair_units")):
+        if name.endswith(("pair_rows", "pair_units", *COVERS)):
             del tensors[name]
         elif name.endswith("send_index"):
             tensors[name] = tensors[name].long()
 
 
-def test_older_partitions_load(tmp_path: Path, graph: Data):
+@pytest.mark.parametrize("change, version", [(as_before, 1), (without_covers, 3)])
+def test_older_partitions_load(change: Any, version: int, tmp_path: Path, graph: Data):
     data, part = clusters()
     pyg_sar.write_partitions(data, 5, tmp_path / "old", part)
-    rewrite(tmp_path / "old", as_before, 1)
+    rewrite(tmp_path / "old", change, version)
     sweep = Sweep(5)
     for name, (make, edge) in LAYERS.items():
         sweep.add(name, Job(make().double(), tmp_path / "old", edge, MODES), data)
     sweep.check()
     hetero = make_hetero()
     pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
-    rewrite(tmp_path / "hetero", as_before, 2)
+    rewrite(tmp_path / "hetero", change, max(version, 2))
 
     def worker() -> int:
         found = pyg_sar.load_partition(tmp_path / "hetero")
         plans = [found[key].edge_index.plan for key in found.edge_types]
+        assert all(plan.covers is None for plan in plans)
         return max(len(plan.units()) for plan in plans)
 
-    assert threads(worker, 3) == [3, 3, 3]
+    if version < 3:
+        assert threads(worker, 3) == [3, 3, 3]
 
 
 def other_units(p: int, tensors: dict[str, Tensor]) -> None:
@@ -288,11 +301,29 @@ def fewer_rows(p: int, tensors: dict[str, Tensor]) -> None:
         tensors["send_counts"][0] -= 1
 
 
+def other_covers(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["covers"] = tensors["covers"].view(torch.int8)
+
+
+def other_costs(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["cover_costs"] = tensors["cover_costs"].view(-1)
+
+
+def no_edges(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["cover_edgex"] = tensors.pop("cover_edges")
+
+
 ALTERED: dict[str, tuple[Callable[[int, dict[str, Tensor]], None], str]] = {
     "units": (other_units, "at rank 1 is not that of .* at rank 0: one was altered"),
     "counts": (other_counts, "rank 1: The halo plan of part 1 was altered: its counts differ"),
     "index": (row_beyond, "part 1 was altered: it names rows beyond"),
     "sums": (fewer_rows, "part 1 was altered: its counts don't sum up"),
+    "covers": (other_covers, "part 1 was altered: its covers are not those of"),
+    "costs": (other_costs, "part 1 was altered: it does not say what its covers cost"),
+    "edges": (no_edges, "part 1 was altered: its covers are of unknown edges"),
 }
 
 

@@ -1,0 +1,515 @@
+"""Attention of which partial states are pushed: exact, the same masks, and bytes by the law."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import (
+    CHANNELS,
+    EDGE_DIM,
+    OUT,
+    Job,
+    Partitions,
+    Sweep,
+    error,
+    errors,
+    make_graph,
+    one_pass,
+    probe,
+    single_process,
+    threads,
+)
+from test_pushed import stars
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data, HeteroData
+
+import pyg_sar
+from pyg_sar import SARPolicy
+from pyg_sar.attention_terms import Attention, AttentionState
+from pyg_sar.cover import minimum_cover, nearest_costs
+from pyg_sar.ledger import HALO_KINDS
+from pyg_sar.pushed_attention import row_bytes
+from pyg_sar.pushed_edges import pushed_edges
+
+Make = Callable[[], torch.nn.Module]
+POLICIES = (
+    SARPolicy(mode=1, prefetch=0),
+    SARPolicy(mode=1, prefetch=1),
+    SARPolicy(mode=1, prefetch=2),
+    SARPolicy(mode=2, prefetch=0),
+    SARPolicy(mode=2, prefetch=2),
+)
+HEADS = 2
+DROPPING = ("gat", "gatv2", "transformer")
+
+
+class InPlace(torch.nn.Module):
+    """Writes into what the attention gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.GATConv(CHANNELS, OUT, heads=HEADS, bias=False)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x, edge_index)
+        out *= 2
+        return out
+
+
+class TwoTypes(torch.nn.Module):
+    """Sources and targets with inputs of their own, or sources with one alone."""
+
+    def __init__(self, conv: torch.nn.Module, targets: bool) -> None:
+        super().__init__()
+        self.conv, self.targets = conv, targets
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        size = (x.size(0), x.size(0))
+        other = x.sin() if self.targets else None
+        out: Tensor = self.conv((x, other), edge_index, size=size)
+        return out
+
+
+def plain_gat(**options: Any) -> gnn.GATConv:
+    return gnn.GATConv(CHANNELS, OUT, heads=HEADS, add_self_loops=False, **options)
+
+
+LAYERS: dict[str, Make] = {
+    "gat": lambda: gnn.GATConv(CHANNELS, OUT, heads=HEADS),
+    "gat, no loops": plain_gat,
+    "gat, mean of heads": lambda: gnn.GATConv(CHANNELS, OUT, heads=3, concat=False),
+    "gat, at the sources": lambda: plain_gat(flow="target_to_source"),
+    "gat, two inputs": lambda: TwoTypes(
+        gnn.GATConv((CHANNELS, CHANNELS), OUT, add_self_loops=False), True
+    ),
+    "gat, no query": lambda: TwoTypes(
+        gnn.GATConv((CHANNELS, CHANNELS), OUT, add_self_loops=False), False
+    ),
+    "gat, written into": InPlace,
+    "gatv2": lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=HEADS, add_self_loops=False),
+    "gatv2, shared": lambda: gnn.GATv2Conv(CHANNELS, OUT, share_weights=True),
+    "transformer": lambda: gnn.TransformerConv(CHANNELS, OUT, heads=HEADS, beta=True),
+    "agnn": lambda: gnn.AGNNConv(add_self_loops=False),
+    "gat stack": lambda: gnn.GAT(CHANNELS, 8, 3, OUT, heads=HEADS, v2=False),
+}
+
+
+def fan_in() -> tuple[Data, Tensor]:
+    """Targets all of whose in-edges come from another part, and one target alone in a third."""
+    data = make_graph(30, 0)
+    source, hubs = torch.arange(20), torch.tensor([20, 21, 29])
+    data.edge_index = torch.cat([torch.stack([source, h.expand(20)]) for h in hubs], 1)
+    data.train_mask[:] = True
+    del data.edge_attr, data.edge_weight, data.edge_type
+    part = torch.zeros(30, dtype=torch.long)
+    part[20:29], part[29] = 1, 2
+    return data, part
+
+
+# Exactness ###################################################################
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+    partitions = Partitions(tmp_path_factory.mktemp("parts"))
+    data, sweep = stars(), Sweep(world)
+    torch.manual_seed(0)
+    policies = POLICIES if world == 3 else POLICIES[1::3]
+    for name, make in LAYERS.items():
+        root = partitions(data, world, "random" if world != 3 else torch.arange(60) % 2 * 2)
+        sweep.add(name, Job(make().double(), root, (), policies), data)
+    sweep.check()
+
+
+def _two_types(root: Path, layer: torch.nn.Module) -> tuple[Any, ...]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        out = layer((x["a"], x["b"]), data["a", "to", "b"].edge_index)
+        loss = (out * probe(data["b"].n_id, out)).sum(-1)
+        pyg_sar.mean(loss).backward()
+    weights = [p.grad for p in layer.parameters()]
+    ids, state = {name: data[name].n_id for name in x}, ledger.received_bytes(kind="state")
+    return ids, out.detach(), {n: t.grad for n, t in x.items()}, weights, state
+
+
+def test_targets_of_another_type(tmp_path: Path) -> None:
+    data = HeteroData()
+    for name, count in (("a", 40), ("b", 7)):
+        data[name].x = torch.randn(count, CHANNELS, dtype=torch.float64)
+    pairs = torch.cartesian_prod(torch.arange(40), torch.arange(7))
+    data["a", "to", "b"].edge_index = pairs[torch.rand(280) < 0.5].T.contiguous()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    plain = gnn.GATConv((CHANNELS, CHANNELS), OUT, heads=HEADS, add_self_loops=False).double()
+    workers = threads(_two_types, 3, tmp_path / "parts", plain)
+    assert sum(state for *_, state in workers) > 0
+    x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
+    out = plain((x["a"], x["b"]), data["a", "to", "b"].edge_index)
+    (out * probe(torch.arange(7), out)).sum(-1).mean().backward()
+    for ids, found, gradients, weights, _ in workers:
+        assert error(found, out[ids["b"]], float(out.detach().abs().max())) < 1e-10
+        for name, tensor in x.items():
+            largest = float(tensor.grad.abs().max())
+            assert error(gradients[name], tensor.grad[ids[name]], largest) < 1e-10
+        for gradient, parameter in zip(weights, plain.parameters(), strict=True):
+            assert error(gradient, parameter.grad) < 1e-10
+
+
+def test_workers_without_kernels_push_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One worker has none; what it sends and expects is the same."""
+    missing = {0: "not built here"}
+    monkeypatch.setattr("pyg_sar.ops.why_missing", lambda: missing.get(pyg_sar.current().rank))
+    data, sweep = stars(), Sweep(3)
+    root = Partitions(tmp_path)(data, 3)
+    for name in ("gat", "gatv2", "transformer"):
+        sweep.add(name, Job(LAYERS[name]().double(), root, (), POLICIES[2:4]), data)
+    sweep.check()
+
+
+def test_targets_without_an_edge_of_their_own_worker(tmp_path: Path) -> None:
+    data, part = fan_in()
+    root = Partitions(tmp_path)(data, 4, part)  # the last part is empty
+    sweep = Sweep(4)
+    for name in ("gat", "gat, no loops", "gatv2", "transformer", "agnn"):
+        sweep.add(name, Job(LAYERS[name]().double(), root, (), POLICIES[1:4]), data)
+    sweep.check()
+
+
+def _extreme(root: Path, layer: torch.nn.Module) -> Any:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    result = one_pass(layer, data, data.n_id, pyg_sar.mean)
+    result.n_id, result.e_id = data.n_id, data.e_id
+    return result
+
+
+@pytest.mark.parametrize("sign", [1, -1])
+def test_scores_of_ten_thousand(sign: int, tmp_path: Path) -> None:
+    data = stars()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    plain = plain_gat().double()
+    with torch.no_grad():
+        plain.att_src *= 1e4
+        plain.att_dst *= sign * 1e5
+    expected = single_process(plain, data)
+    assert expected.out.isfinite().all()
+    # Exponents of numbers like these have a relative error of 1e4 eps.
+    found = errors(threads(_extreme, 3, tmp_path / "parts", plain), expected)
+    assert max(found.values()) < 1e-8
+
+
+def _finite(root: Path, layers: list[torch.nn.Module]) -> tuple[Tensor, list[Tensor]]:
+    data = pyg_sar.load_partition(root)
+    found = []
+    for layer in layers:
+        out = pyg_sar.distribute(copy.deepcopy(layer))(data.x, data.edge_index)
+        found.append(out.isfinite())
+    return data.n_id, found
+
+
+@pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])
+def test_nan_and_inf_spread_as_in_pyg(bad: float, tmp_path: Path) -> None:
+    data = stars()
+    data.x[3, 1] = bad  # a target of all: its query goes to the others
+    data.x[20, 2] = bad
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    layers = [LAYERS[name]().double() for name in ("gat, no loops", "gatv2", "transformer")]
+    workers = threads(_finite, 3, tmp_path / "parts", layers)
+    for k, layer in enumerate(layers):
+        expected = layer(data.x, data.edge_index).isfinite()
+        assert expected.any() and not expected.all()
+        for ids, found in workers:
+            assert torch.equal(found[k], expected[ids])
+
+
+def test_states_merge_exactly() -> None:
+    draw = torch.Generator().manual_seed(0)
+
+    def state(rows: int, level: float) -> AttentionState:
+        acc = torch.randn(rows, 2, 3, generator=draw, dtype=torch.float64)
+        maximum = torch.randn(rows, 2, generator=draw, dtype=torch.float64) + level
+        return AttentionState(acc, maximum, torch.rand(rows, 2, generator=draw).double() + 1)
+
+    for level in (0.0, 700.0, -700.0):
+        into, other, rows = state(5, 0.0), state(3, level), torch.tensor([4, 0, 2])
+        into.acc[4], into.maximum[4], into.normaliser[4] = 0, -torch.inf, 0  # no edge yet
+        out = [into.acc.clone(), into.normaliser.clone()]
+        before = into.maximum.clone()
+        into.merge_(rows, other)
+        highest = torch.maximum(before[rows], other.maximum)
+        for total, first, second in zip(
+            (into.acc, into.normaliser), out, (other.acc, other.normaliser), strict=True
+        ):
+            old = (before[rows] - highest).exp().view(3, 2, *[1] * (first.dim() - 2))
+            new = (other.maximum - highest).exp().view_as(old)
+            assert torch.allclose(total[rows], first[rows] * old + second * new, rtol=1e-14)
+            assert torch.equal(total[[1, 3]], first[[1, 3]])
+        assert torch.equal(into.maximum[rows], highest)
+
+
+# The same mask whichever way #################################################
+
+
+def _masks(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
+    data = pyg_sar.load_partition(root)
+    found = []
+    for name, policy in itertools.product(DROPPING, policies):
+        torch.manual_seed(0)
+        layer = pyg_sar.distribute(LAYERS[name]().double(), policy)
+        layer.dropout = 0.5
+        x = data.x.clone().requires_grad_()
+        torch.manual_seed(pyg_sar.current().rank + 3)  # workers' random states may differ
+        out = layer(x, data.edge_index)
+        pyg_sar.mean(out.square().sum(-1)).backward()
+        gradients = [p.grad for p in layer.parameters() if p.grad is not None]
+        found.append([out.detach(), x.grad, *gradients])
+    return found
+
+
+def test_pulled_and_pushed_edges_drop_the_same(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
+    policies = (SARPolicy(push="off"), *POLICIES[1:4])
+    for found in pyg_sar.launch(_masks, 3, tmp_path / "parts", policies, timeout=60.0):
+        for start in range(0, len(found), len(policies)):
+            first, *others = found[start : start + len(policies)]
+            for other in others:
+                for a, b in zip(first, other, strict=True):
+                    assert torch.allclose(a, b, rtol=1e-11, atol=1e-13)
+
+
+# When #########################################################################
+
+
+def _traffic(root: Path, make: Make, policy: SARPolicy, edge: tuple[str, ...]) -> dict[Any, int]:
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(make().double(), policy)
+    x, kwargs = data.x.requires_grad_(), {name: data[name] for name in edge}
+    layer(x, data.edge_index, **kwargs).sum().backward()
+    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        layer(x, data.edge_index, **kwargs).square().sum().backward()
+    assert ledger.received_bytes(kind="plan") == 0  # made once
+    found = {
+        (phase, kind): ledger.received_bytes(phase=phase, kind=kind)
+        for phase in ("forward", "backward")
+        for kind in HALO_KINDS
+    }
+    found["all"] = sum(found.values())
+    found["resident"] = ledger.peak_resident_rows()
+    found["left"] = ledger.resident_rows()
+    return found
+
+
+def _total(rows: list[dict[Any, int]], key: Any) -> int:
+    return sum(row[key] for row in rows)
+
+
+def test_who_pushes(tmp_path: Path) -> None:
+    data = stars()
+    data.edge_attr = torch.randn(data.num_edges, EDGE_DIM, dtype=torch.float64)
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    root = tmp_path / "parts"
+    auto, state = SARPolicy(), ("forward", "state")
+    for make in (plain_gat, LAYERS["gatv2"], LAYERS["transformer"], LAYERS["agnn"]):
+        pushed = threads(_traffic, 3, root, make, auto, ())
+        pulled = threads(_traffic, 3, root, make, SARPolicy(push="off"), ())
+        assert _total(pushed, state) > 0
+        assert _total(pushed, "all") < 0.95 * _total(pulled, "all")
+        assert _total(pushed, "left") == 0
+    for policy in (SARPolicy(push="off"), SARPolicy(kernels="off"), SARPolicy(wire="bfloat16")):
+        assert _total(threads(_traffic, 3, root, plain_gat, policy, ()), state) == 0
+    edges = ("edge_attr",)
+    with_edges = threads(_traffic, 3, root, lambda: plain_gat(edge_dim=EDGE_DIM), auto, edges)
+    assert _total(with_edges, state) == 0
+
+
+@pytest.mark.parametrize("pairs, saves", [(39, False), (20, True)])
+def test_a_cover_that_saves_little_is_not_taken(pairs: int, saves: bool, tmp_path: Path) -> None:
+    """Pairs that can only be pulled, and one target with four sources: 2 instead of 4 rows."""
+    data = Data(x=torch.randn(100, CHANNELS, dtype=torch.float64), num_nodes=100)
+    source, target = torch.arange(pairs + 4), torch.arange(pairs + 4).clamp(max=pairs) + 50
+    data.edge_index = torch.stack([source, target])
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", torch.arange(100) // 50)
+    found = threads(_traffic, 2, tmp_path / "parts", LAYERS["gatv2"], SARPolicy(mode=2), ())
+    assert (_total(found, ("forward", "state")) > 0) == saves
+    rows = pairs if saves else pairs + 4
+    assert _total(found, ("forward", "fetch")) == rows * HEADS * OUT * 8
+
+
+# The law of bytes ############################################################
+
+
+def _terms(kind: str) -> Attention:
+    """An attention of the shapes that the layers below have."""
+    row = torch.zeros(1, HEADS, OUT, dtype=torch.float64)
+    narrow = row[..., 0]
+    if kind == "gat":
+        return Attention(kind="additive", value=row, key=narrow, query=narrow)
+    if kind == "gatv2":
+        return Attention(kind="gatv2", value=row, query=row, att=row[0])
+    return Attention(kind="dot", value=row, key=row, query=row)
+
+
+def _law(root: Path, kind: str, mode: int) -> tuple[dict[Any, int], dict[Any, int], int]:
+    """What the ledger says, what the law says, and rows of the two plans."""
+    make = plain_gat if kind == "gat" else LAYERS[kind]
+    found = _traffic(root, make, SARPolicy(mode=mode, prefetch=0), ())
+    terms = _terms(kind)
+    data = pyg_sar.load_partition(root)
+    edges = pushed_edges(data.edge_index, nearest_costs(*row_bytes(terms, mode)))
+    assert edges is not None
+    pulled, served = edges.plan.num_halo, edges.slots.num_halo
+    given, slots = sum(edges.plan.send_counts), sum(edges.slots.send_counts)
+    row, query = HEADS * OUT, terms.query[0].numel()
+    source = row + (0 if terms.key is None else terms.key[0].numel())
+    law = {
+        ("forward", "fetch"): pulled * source,
+        ("forward", "query"): served * query,
+        ("forward", "state"): slots * (row + 2 * HEADS),
+        ("backward", "refetch"): pulled * source * (mode == 1),
+        ("backward", "query"): served * (row + 3 * HEADS + query * (mode == 1)),
+        ("backward", "gradient"): given * source + slots * query,
+    }
+    if mode == 1:
+        assert found["resident"] == max(*edges.plan.halo_counts, *edges.slots.halo_counts)
+    del found["resident"]
+    return found, {key: 8 * n for key, n in law.items()}, pulled, slots
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+@pytest.mark.parametrize("kind", ["gat", "gatv2", "transformer"])
+def test_bytes_by_the_law(kind: str, mode: int, tmp_path: Path) -> None:
+    data, world = stars(), 3
+    assignment = torch.randint(world, (60,), generator=torch.Generator().manual_seed(1))
+    pyg_sar.write_partitions(data, world, tmp_path / "parts", assignment)
+    workers = threads(_law, world, tmp_path / "parts", kind, mode)
+    for found, law, _, _ in workers:
+        assert {key: n for key, n in found.items() if n and key != "all"} == {
+            key: n for key, n in law.items() if n
+        }
+    pull, push = row_bytes(_terms(kind), mode)
+    total = _total([found for found, *_ in workers], "all")
+    assert total == sum(pull * pulled + push * slots for *_, pulled, slots in workers)
+    assert _bound(data, assignment, world, pull, push) <= total
+    assert total <= 1.05 * _bound(data, assignment, world, pull, push)
+
+
+def _bound(data: Data, assignment: Tensor, world: int, pull: int, push: int) -> int:
+    """The cheapest covers of the whole graph's cuts, by what the tests say and not the plan."""
+    total = 0
+    owner_j, owner_i = assignment[data.edge_index]
+    for q, p in itertools.permutations(range(world), 2):
+        j, i = data.edge_index[:, (owner_j == q) & (owner_i == p)]
+        total += minimum_cover(j, i, data.num_nodes, data.num_nodes, pull, push).bound
+    return total
+
+
+def test_costs_by_hand() -> None:
+    heads, channels, size = HEADS, OUT, 8
+    row = heads * channels
+    rows = {  # pulled, there forward, back forward, there backward, back backward
+        "gat": (row + heads, heads, row + 2 * heads, row + 4 * heads, heads),
+        "gatv2": (row, row, row + 2 * heads, 2 * row + 3 * heads, row),
+        "transformer": (2 * row, row, row + 2 * heads, 2 * row + 3 * heads, row),
+    }
+    for kind, (pull, *push) in rows.items():
+        assert row_bytes(_terms(kind), 1) == (3 * pull * size, sum(push) * size)
+        kept = _terms(kind).query[0].numel()
+        assert row_bytes(_terms(kind), 2) == (2 * pull * size, (sum(push) - kept) * size)
+
+
+def test_near_costs_have_good_covers() -> None:
+    draw = torch.Generator().manual_seed(0)
+    j, i = (torch.randint(60, (200,), generator=draw).square() // 60 for _ in range(2))
+    for pull, push in ((1, 2), (2, 3), (4, 5), (1, 1), (8, 7), (11, 8), (3, 2)):
+        best = minimum_cover(j, i, 60, 60, pull, push).bound
+        near = minimum_cover(j, i, 60, 60, *nearest_costs(pull, push)).cost(pull, push)
+        assert best <= near <= 1.05 * best
+
+
+# Passes #######################################################################
+
+
+def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    layer = pyg_sar.distribute(LAYERS["gatv2"]().double(), SARPolicy(mode=mode))
+    with torch.inference_mode():
+        before = layer(data.x, data.edge_index).clone()
+    x = data.x.requires_grad_()
+    outs = [layer(x, data.edge_index), layer(2 * x, data.edge_index)]  # the layer is shared
+    assert torch.equal(outs[0], before)
+    assert torch.equal(copy.deepcopy(layer)(x, data.edge_index), before)
+    loss = sum(out.square().sum() for out in outs)
+    found = []
+    for keep in (True, False):
+        x.grad = None
+        layer.zero_grad()
+        loss.backward(retain_graph=keep)
+        found.append((x.grad.clone(), layer.att.grad.clone()))
+    return found
+
+
+@pytest.mark.parametrize("mode", [1, 2])
+def test_several_backward_passes(mode: int, tmp_path: Path) -> None:
+    pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
+    for first, second in threads(_twice, 3, tmp_path / "parts", mode):
+        assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+        assert all(a.abs().max() > 0 for a in first)
+
+
+def _half(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    exact = LAYERS["gat"]().double()
+    found = []
+    for dtype, policy in zip(
+        (torch.float64, torch.bfloat16, torch.bfloat16), policies, strict=True
+    ):
+        layer = pyg_sar.distribute(LAYERS["gat"]().to(dtype), policy)
+        layer.load_state_dict(exact.state_dict())
+        x = data.x.to(dtype).clone().requires_grad_()
+        out = layer(x, data.edge_index)
+        out.float().square().sum().backward()
+        assert out.dtype == x.grad.dtype == dtype
+        found.append([out.detach().double(), x.grad.double()])
+    return found
+
+
+def test_half_precision_loses_no_more_than_pulling(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
+    policies = (SARPolicy(), SARPolicy(push="off"), SARPolicy())
+    workers = threads(_half, 3, tmp_path / "parts", policies)
+    for k in range(2):
+        exact, pulled, pushed = (
+            torch.cat([worker[which][k] for worker in workers]) for which in range(3)
+        )
+        assert (pushed - exact).norm() <= 2 * (pulled - exact).norm()
+
+
+# Processes ####################################################################
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_over_a_network_and_shared_memory(
+    switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    data = stars()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    torch.manual_seed(0)
+    sweep = Sweep(3)
+    for name in ("gat", "transformer"):
+        job = Job(LAYERS[name]().double(), tmp_path / "parts", (), POLICIES[::2])
+        sweep.add(name, job, data)
+    sweep.check(backend="gloo")
