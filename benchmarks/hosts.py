@@ -4,11 +4,11 @@
 
 Each namespace is a host with an address and a host name of its own and runs one worker, started by
 ``torchrun``; the bridge is in a namespace too, so that the machine's own network stays as it is.
-Both ends of each link pass ``tc tbf``. Per number of hosts and prefetch depth: the time of an
-epoch; of its compute alone (the same epoch with nothing sent: rows that would come are zeros); of
-its transfer alone (bytes of the busiest direction of any worker over the bandwidth measured between
-workers); and the losses, which must be those of one process. Needs root, ``ip``, ``tc`` and
-``unshare``.
+Both ends of each link pass ``tc tbf``. Per number of hosts and prefetch depth, with all rows pulled
+and with covers (push): the time of an epoch; of its compute alone (the same epoch with nothing
+sent: rows that would come are zeros); of its transfer alone (bytes of the busiest direction of any
+worker over the bandwidth measured between workers); and the losses, which must be those of one
+process. Needs root, ``ip``, ``tc`` and ``unshare``.
 """
 
 from __future__ import annotations
@@ -284,7 +284,10 @@ def one_process(spec: dict[str, Any], data: Data) -> list[float]:
 def over_hosts(arguments: argparse.Namespace, data: Data, hosts: int, model: str) -> list[str]:
     """Rows of the table for one number of hosts and one model."""
     cases: list[dict[str, Any]] = [
-        {"prefetch": depth, "wire": wire} for wire in arguments.wires for depth in (0, 1)
+        {"push": push, "wire": wire, "prefetch": depth}
+        for push in arguments.push
+        for wire in arguments.wires
+        for depth in (0, 1)
     ]
     spec = {
         "model": model,
@@ -311,9 +314,9 @@ def row_of(first: str, speed: float, case: dict[str, Any], expected: list[float]
     transfer = case["bytes"] / speed
     ratio = case["epoch"] / max(case["compute"], transfer)
     return (
-        f"| {first} | {case['wire']} | {case['prefetch']} | {case['total'] / 1e6:.1f} "
-        f"| {speed * 8 / 1e9:.2f} | {case['compute']:.2f} | {transfer:.2f} | {case['epoch']:.2f} "
-        f"| {ratio:.2f} | {error:.1e} |"
+        f"| {first} | {case['push']} | {case['wire']} | {case['prefetch']} "
+        f"| {case['total'] / 1e6:.1f} | {speed * 8 / 1e9:.2f} | {case['compute']:.2f} "
+        f"| {transfer:.2f} | {case['epoch']:.2f} | {ratio:.2f} | {error:.1e} |"
     )
 
 
@@ -321,6 +324,7 @@ COLUMNS = (
     *(
         "hosts",
         "model",
+        "push",
         "wire",
         "prefetch",
         "MB sent, all workers",
@@ -372,6 +376,7 @@ def main() -> None:
     add("--hidden", type=int, default=128, metavar="N", help="width")
     add("--epochs", type=int, default=8, metavar="N", help="measured")
     add("--wires", nargs="+", default=["exact"], metavar="WIRE", help="exact, bfloat16, float16")
+    add("--push", nargs="+", default=["off", "auto"], help="off: all rows are pulled")
     add("--timeout", type=float, default=900, metavar="S", help="of each run")
     add("--out", metavar="FILE", help="write the table here")
     arguments = parser.parse_args()

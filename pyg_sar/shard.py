@@ -227,7 +227,7 @@ class Shards:
         if plan.world_size == 1:
             return narrowed(source, plan.num_ids), source[:0]
         ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
-        owner = torch.bucketize(source, ends[1:], right=True, out_int32=True)
+        owner = torch.bucketize(source.contiguous(), ends[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
         units, places = (torch.tensor(t, device=source.device) for t in plan.places())
         moves = ends[:-1] - places

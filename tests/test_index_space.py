@@ -257,6 +257,21 @@ def reorder(result: tuple[Tensor, Tensor | None], data: Data) -> tuple[Tensor, D
     return edge_index, data, values if values is not None else torch.zeros(edge_index.size(1))
 
 
+def test_edges_by_a_step(graph: Data, root: Path):
+    """Their ends are not in one piece."""
+    layer = gnn.SAGEConv(graph.num_features, 4).double()
+
+    def worker(data: Data) -> Any:
+        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        return data.n_id, mine(data.x, data.edge_index[:, ::2]).detach(), data.e_id[::2]
+
+    found = on_workers(worker, root)
+    kept = torch.cat([edges for *_, edges in found])
+    expected = layer(graph.x, graph.edge_index[:, kept]).detach()
+    for n_id, out, _ in found:
+        assert torch.allclose(out, expected[n_id], rtol=1e-10, atol=1e-12)
+
+
 def test_self_loops_without_the_number_of_nodes(root: Path):
     """All own nodes get one: the space knows their number."""
 
