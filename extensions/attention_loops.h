@@ -155,15 +155,31 @@ PYG_SAR_INLINE void leak(T* out, const T* s, T slope, int64_t count) {
   PYG_SAR_LANES(count, kLanes, (void)o; out[k] = leaky(s[k], slope);)
 }
 
-// lanes = max(lanes, s), where NaN is passed over
+// lanes = max(lanes, s), where NaN is passed over. A tile of a register's lanes stays in one.
 template <class T>
 PYG_SAR_INLINE void raise_lanes(T* lanes, const T* s, int64_t count, int64_t length) {
+  if (length == kLanes) {
+    T most[kLanes];
+    std::memcpy(most, lanes, sizeof(most));
+    PYG_SAR_LANES(count, kLanes, (void)o; most[l] = s[k] > most[l] ? s[k] : most[l];)
+    std::memcpy(lanes, most, sizeof(most));
+    return;
+  }
   PYG_SAR_LANES(count, length, lanes[o] = s[k] > lanes[o] ? s[k] : lanes[o];)
 }
 
 // s = exp(s - top), summed by lane
 template <class T>
 PYG_SAR_INLINE void exp_sum(T* s, const T* top, T* lanes, int64_t count, int64_t length) {
+  if (length == kLanes) {
+    T sum[kLanes], highest[kLanes];
+    std::memcpy(sum, lanes, sizeof(sum));
+    std::memcpy(highest, top, sizeof(highest));
+    PYG_SAR_LANES(count, kLanes, (void)o; const T x = exponential(s[k] - highest[l]); s[k] = x;
+                  sum[l] += x;)
+    std::memcpy(lanes, sum, sizeof(sum));
+    return;
+  }
   PYG_SAR_LANES(count, length, const T x = exponential(s[k] - top[o]); s[k] = x; lanes[o] += x;)
 }
 
@@ -229,7 +245,11 @@ PYG_SAR_INLINE void copy_rows_of(T* out, const Rows<T>& rows, int64_t n, int64_t
   for (int64_t e = 0; e < n; ++e) {
     rows.ahead(e);
     const T* row = rows.at(e);
-    for (int64_t h = 0; h < heads; ++h) out[e * heads + h] = row[h];
+    if constexpr (kHeads > 0) {
+      std::memcpy(out + e * kHeads, row, kHeads * sizeof(T));
+    } else {
+      for (int64_t h = 0; h < heads; ++h) out[e * heads + h] = row[h];
+    }
   }
 }
 
@@ -247,6 +267,14 @@ PYG_SAR_INLINE void split_rows_of(T* a, T* b, T* c, T* d, const Rows<T>& rows, i
     rows.ahead(e, 4 * heads);
     const T* row = rows.at(e);
     const int64_t at = e * heads;
+    if constexpr (kHeads > 0) {
+      constexpr size_t kBytes = kHeads * sizeof(T);
+      std::memcpy(a + at, row, kBytes);
+      std::memcpy(b + at, row + kHeads, kBytes);
+      std::memcpy(c + at, row + 2 * kHeads, kBytes);
+      std::memcpy(d + at, row + 3 * kHeads, kBytes);
+      continue;
+    }
     for (int64_t h = 0; h < heads; ++h) a[at + h] = row[h];
     for (int64_t h = 0; h < heads; ++h) b[at + h] = row[heads + h];
     for (int64_t h = 0; h < heads; ++h) c[at + h] = row[2 * heads + h];

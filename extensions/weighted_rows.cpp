@@ -18,9 +18,14 @@ struct Weighted {
   T* acc;
   const T *w, *base;
 
-  // `heads` heads from `head` on, of `kEach` vectors each, of which the last begins at column `tail`.
-  template <int kLanes, int kHeads, int kEach>
+  // `kHeads` heads from `head` on, of `kEach` vectors each, of which the last begins at column `tail`;
+  // `kWhole`: the vectors of these heads follow each other.
+  template <int kLanes, int kHeads, int kEach, bool kWhole = false>
   PYG_SAR_INLINE void tile(int64_t head, int64_t column, int64_t tail) const {
+    const auto place = [&](int h, int v) __attribute__((always_inline)) -> int64_t {
+      if constexpr (kWhole) return (h * kEach + v) * kLanes;
+      return h * block.channels + (v + 1 < kEach ? v * kLanes : tail);
+    };
     constexpr int kCount = kHeads * kEach;
     constexpr int64_t kAhead = kCount <= 2 ? 64 : kCount <= 4 ? 32 : 16;
     const int64_t first = head * block.channels + column, last = block.left - 1;
@@ -39,16 +44,17 @@ struct Weighted {
       for (int h = 0; h < kHeads; ++h) {
         for (int v = 0; v < kEach; ++v) {
           Vector<T, kLanes> x;
-          load<kLanes>(x, row + h * block.channels + (v + 1 < kEach ? v * kLanes : tail));
+          load<kLanes>(x, row + place(h, v));
           sum[h * kEach + v] += x * weight[h];
         }
       }
     }
-    const int added = static_cast<int>((kEach - 1) * kLanes - tail);  // lanes of the last vector
+    // Lanes of the last vector that the one before it has added.
+    const int added = kWhole ? 0 : static_cast<int>((kEach - 1) * kLanes - tail);
     for (int h = 0; h < kHeads; ++h) {
       for (int v = 0; v < kEach; ++v) {
         const bool overlaps = v + 1 == kEach && added > 0;
-        T* to = acc + first + h * block.channels + (overlaps ? tail : v * kLanes);
+        T* to = acc + first + place(h, v);
         const Vector<T, kLanes>& found = sum[h * kEach + v];
         if (overlaps) {
           add_to<kLanes>(to, found, added);
@@ -66,7 +72,11 @@ struct Weighted {
   template <int kLanes, int kHeads, int kEach>
   PYG_SAR_INLINE void heads_from(int64_t head) const {
     const int64_t tail = block.channels - kLanes;
-    for (; head + kHeads <= block.heads; head += kHeads) tile<kLanes, kHeads, kEach>(head, 0, tail);
+    const bool whole = block.channels == kEach * kLanes;
+    for (; head + kHeads <= block.heads; head += kHeads) {
+      whole ? tile<kLanes, kHeads, kEach, true>(head, 0, tail)
+            : tile<kLanes, kHeads, kEach>(head, 0, tail);
+    }
     if constexpr (kHeads > 1) {
       if (head < block.heads) heads_from<kLanes, kHeads / 2, kEach>(head);
     }
