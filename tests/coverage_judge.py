@@ -306,12 +306,20 @@ def shards(data: Data, parts: Sequence[Tensor], reverse: bool) -> list[list[int]
 
 
 def _laws(outcome: Outcome, case: Case, data: Data, workers: Sequence[Worker]) -> None:
-    """One shard of remote rows; the bytes, relative to the one-shot way's."""
+    """One shard of remote rows; the bytes, relative to the one-shot way's.
+
+    Attention that is pushed has rows of a peer's targets instead: its law is a shard that the
+    worker pulls, or one that a peer would pull from it.
+    """
     parts = [w.exact.n_id for w in workers]
     ways = [False, True] if any(w.reverses for w in workers) else [False]
-    each = zip(*(shards(data, parts, way) for way in ways), strict=True)
-    laws = [case.relations * max(max(counts) for counts in ways) for ways in each]
-    for rank, (w, law) in enumerate(zip(workers, laws, strict=True)):
+    counts = [shards(data, parts, way) for way in ways]
+    for rank, w in enumerate(workers):
+        most = max(max(of[rank]) for of in counts)
+        if w.serves:
+            asked = (c[rank - (p < rank)] for of in counts for p, c in enumerate(of) if p != rank)
+            most = max(most, *asked)
+        law = case.relations * most
         peak = max(w.resident.values(), default=0)
         if not outcome.resident or peak * outcome.resident[1] > outcome.resident[0] * law:
             outcome.resident = [peak, law]

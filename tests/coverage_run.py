@@ -155,6 +155,7 @@ class Worker:
     one_shot_bytes: int
     resident: dict[str, int]
     reverses: bool
+    serves: bool
     gathers: int
     left: int
 
@@ -210,6 +211,7 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
             getattr(m, "flow", "") == "target_to_source" or isinstance(m, DirGNNConv)
             for m in module.modules()
         ),
+        serves=ledger.received_bytes(kind="query") > 0,
         gathers=ledger.events("halo_gather") + ledger.events("halo_reduce"),
         left=ledger.resident_rows(),
     )
@@ -224,7 +226,8 @@ def counted_pass(case: Case, module: torch.nn.Module, data: Data) -> pyg_sar.Led
 
 def halo_bytes(ledger: pyg_sar.Ledger) -> int:
     """Bytes of halo rows received."""
-    return sum(ledger.received_bytes(kind=kind) for kind in ("fetch", "refetch", "gradient"))
+    kinds = ("fetch", "refetch", "gradient", "query", "state")
+    return sum(ledger.received_bytes(kind=kind) for kind in kinds)
 
 
 def run_low(

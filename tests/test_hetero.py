@@ -419,7 +419,8 @@ def test_relations_that_are_equal_on_one_worker_only(tmp_path):
 
 def transformer_worker(layer: Any, root: Any) -> Any:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer), pyg_sar.SARPolicy(mode=1, prefetch=0))
+    policy = pyg_sar.SARPolicy(mode=1, prefetch=0, push="off")
+    layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         for _ in range(2):
             layer(data.x_dict, data.edge_index_dict)
