@@ -154,7 +154,7 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
         for rank, ids in enumerate(pyg_sar.launch(_ids, parts, root, backend="threads")):
             part[ids] = rank
         found: dict[str, dict[str, list[int]]] = {}
-        for way, push in (("pull", "off"), ("cover", "auto")):
+        for way, push in (("pull", "off"), ("cover", "always")):
             sums = pyg_sar.launch(rows, parts, root, push, backend="threads", timeout=600.0)
             layers = pyg_sar.launch(attention, parts, root, push, backend="threads", timeout=600.0)
             counts = {"sums": sums, **{n: [worker[n] for worker in layers] for n in LAYERS}}

@@ -209,7 +209,7 @@ def fused_sum(
         return None
     # All workers get here together; whether each has the kernels, they find out together.
     constant = None if weight is None else operands[weight].tensor
-    pushes = policy.push == "auto" and len(program.numbers("source")) == 1
+    pushes = policy.push != "off" and len(program.numbers("source")) == 1
     pushes &= constant is None or not constant.requires_grad
     pushes &= all(isinstance(reducer, SumReducer) for reducer in reducers[0])
     way = rounds.for_sums(constant) if pushes else rounds

@@ -51,9 +51,10 @@ class SARPolicy:
             rows over the wire: for each pair of workers a minimum vertex cover says which source
             rows are pulled and for which targets partial sums are pushed (modes 1 and 2, with the
             kernels). So does the softmax attention that the kernels know, by the bytes that its
-            rows take forward and backward, where there are no edge features and the wire is exact:
-            queries go to the sources' worker, partial softmax states come back. ``'off'`` pulls
-            all. Must be the same on all workers.
+            rows take forward and backward, where there are no edge features, the wire is exact, and
+            workers are on several hosts: queries go to the sources' worker, partial softmax states
+            come back. Between workers that read each other's memory that saves no time;
+            ``'always'`` does it there, too. ``'off'`` pulls all. Must be the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
@@ -75,7 +76,7 @@ class SARPolicy:
     message_budget: int | None = None
     strategy: Literal["auto", "chunked"] = "auto"
     kernels: Literal["auto", "off"] = "auto"
-    push: Literal["auto", "off"] = "auto"
+    push: Literal["auto", "always", "off"] = "auto"
     wire: Literal["exact", "bfloat16", "float16"] = "exact"
     measure_every: int | None = None
 
@@ -88,8 +89,8 @@ class SARPolicy:
             raise ValueError(
                 f"Expected 'strategy' to be 'auto' or 'chunked' (got {self.strategy!r})"
             )
-        if self.push not in ("auto", "off"):
-            raise ValueError(f"Expected 'push' to be 'auto' or 'off' (got {self.push!r})")
+        if self.push not in ("auto", "always", "off"):
+            raise ValueError(f"Expected 'push' to be 'auto', 'always' or 'off' (got {self.push!r})")
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
         if self.wire not in WIRES:

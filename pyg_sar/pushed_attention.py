@@ -93,7 +93,8 @@ def edges_to_push(
     exact &= attention.kind != "tanh"  # which is no softmax: there are no states to merge
     if policy.push == "off" or not exact or attention.value.shape[1:].numel() == 0:
         return None
-    return pushed_edges(edge_index, nearest_costs(*row_bytes(attention, policy.mode)))
+    costs = nearest_costs(*row_bytes(attention, policy.mode))
+    return pushed_edges(edge_index, costs, policy.push == "always")
 
 
 class PushedAttention:

@@ -137,7 +137,9 @@ class PulledRounds(ShardRounds):
         return run.transposed(numbered) if transposed else run.segments
 
 
-def pushed_edges(edge_index: DistEdgeIndex, costs: Costs) -> PushedEdges | None:
+def pushed_edges(
+    edge_index: DistEdgeIndex, costs: Costs, everywhere: bool = True
+) -> PushedEdges | None:
     """The edges between workers by a cover, or ``None`` where it saves too little.
 
     All workers call this together; it is made once per structure and costs, and kept with it.
@@ -145,14 +147,24 @@ def pushed_edges(edge_index: DistEdgeIndex, costs: Costs) -> PushedEdges | None:
     Args:
         edge_index: Distributed edges.
         costs: What a pulled and a pushed row cost.
+        everywhere: Also where all workers read each other's memory.
     """
     if edge_index.plan.world_size == 1:
         return None
 
     def make() -> tuple[PushedEdges | None]:
+        if not everywhere and not _travels(edge_index.plan.comm):
+            return (None,)
         with torch.inference_mode(False):
             cuts = Cuts(edge_index, costs)
             return (PushedEdges(edge_index, cuts) if cuts.is_worth_it else None,)
 
-    found: PushedEdges | None = edge_index.remember_together(("pushed", costs), make)[0]
+    found: PushedEdges | None = edge_index.remember_together(("pushed", costs, everywhere), make)[0]
     return found
+
+
+def _travels(comm: Communicator) -> bool:
+    """Whether rows of any worker go over a network."""
+    near = 1 if comm.sharing is None else 1 + len(comm.sharing.ranks)
+    far = torch.tensor(int(near < comm.world_size), device=comm.device)
+    return bool(comm.all_reduce(far, "max", label=_PLAN))

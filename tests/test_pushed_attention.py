@@ -40,11 +40,11 @@ from pyg_sar.pushed_edges import pushed_edges
 
 Make = Callable[[], torch.nn.Module]
 POLICIES = (
-    SARPolicy(mode=1, prefetch=0),
-    SARPolicy(mode=1, prefetch=1),
-    SARPolicy(mode=1, prefetch=2),
-    SARPolicy(mode=2, prefetch=0),
-    SARPolicy(mode=2, prefetch=2),
+    SARPolicy(mode=1, prefetch=0, push="always"),
+    SARPolicy(mode=1, prefetch=1, push="always"),
+    SARPolicy(mode=1, prefetch=2, push="always"),
+    SARPolicy(mode=2, prefetch=0, push="always"),
+    SARPolicy(mode=2, prefetch=2, push="always"),
 )
 HEADS = 2
 DROPPING = ("gat", "gatv2", "transformer")
@@ -318,14 +318,19 @@ def test_who_pushes(tmp_path: Path) -> None:
     data.edge_attr = torch.randn(data.num_edges, EDGE_DIM, dtype=torch.float64)
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
     root = tmp_path / "parts"
-    auto, state = SARPolicy(), ("forward", "state")
+    auto, state = SARPolicy(push="always"), ("forward", "state")
     for make in (plain_gat, LAYERS["gatv2"], LAYERS["transformer"], LAYERS["agnn"]):
         pushed = threads(_traffic, 3, root, make, auto, ())
         pulled = threads(_traffic, 3, root, make, SARPolicy(push="off"), ())
         assert _total(pushed, state) > 0
         assert _total(pushed, "all") < 0.95 * _total(pulled, "all")
         assert _total(pushed, "left") == 0
-    for policy in (SARPolicy(push="off"), SARPolicy(kernels="off"), SARPolicy(wire="bfloat16")):
+    for policy in (
+        SARPolicy(),  # these workers read each other's memory
+        SARPolicy(push="off"),
+        SARPolicy(push="always", kernels="off"),
+        SARPolicy(push="always", wire="bfloat16"),
+    ):
         assert _total(threads(_traffic, 3, root, plain_gat, policy, ()), state) == 0
     edges = ("edge_attr",)
     with_edges = threads(_traffic, 3, root, lambda: plain_gat(edge_dim=EDGE_DIM), auto, edges)
@@ -339,7 +344,9 @@ def test_a_cover_that_saves_little_is_not_taken(pairs: int, saves: bool, tmp_pat
     source, target = torch.arange(pairs + 4), torch.arange(pairs + 4).clamp(max=pairs) + 50
     data.edge_index = torch.stack([source, target])
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", torch.arange(100) // 50)
-    found = threads(_traffic, 2, tmp_path / "parts", LAYERS["gatv2"], SARPolicy(mode=2), ())
+    found = threads(
+        _traffic, 2, tmp_path / "parts", LAYERS["gatv2"], SARPolicy(mode=2, push="always"), ()
+    )
     assert (_total(found, ("forward", "state")) > 0) == saves
     rows = pairs if saves else pairs + 4
     assert _total(found, ("forward", "fetch")) == rows * HEADS * OUT * 8
@@ -362,7 +369,7 @@ def _terms(kind: str) -> Attention:
 def _law(root: Path, kind: str, mode: int) -> tuple[dict[Any, int], dict[Any, int], int]:
     """What the ledger says, what the law says, and rows of the two plans."""
     make = plain_gat if kind == "gat" else LAYERS[kind]
-    found = _traffic(root, make, SARPolicy(mode=mode, prefetch=0), ())
+    found = _traffic(root, make, SARPolicy(mode=mode, prefetch=0, push="always"), ())
     terms = _terms(kind)
     data = pyg_sar.load_partition(root)
     edges = pushed_edges(data.edge_index, nearest_costs(*row_bytes(terms, mode)))
@@ -442,7 +449,7 @@ def test_near_costs_have_good_covers() -> None:
 def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(LAYERS["gatv2"]().double(), SARPolicy(mode=mode))
+    layer = pyg_sar.distribute(LAYERS["gatv2"]().double(), SARPolicy(mode=mode, push="always"))
     with torch.inference_mode():
         before = layer(data.x, data.edge_index).clone()
     x = data.x.requires_grad_()
@@ -487,7 +494,8 @@ def _half(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
 
 def test_half_precision_loses_no_more_than_pulling(tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    policies = (SARPolicy(), SARPolicy(push="off"), SARPolicy())
+    pushed = SARPolicy(push="always")
+    policies = (pushed, SARPolicy(push="off"), pushed)
     workers = threads(_half, 3, tmp_path / "parts", policies)
     for k in range(2):
         exact, pulled, pushed = (

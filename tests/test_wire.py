@@ -103,7 +103,7 @@ POLICIES = {
     "no prefetch": {"mode": 1, "prefetch": 0, "push": "off"},
     "mode 2": {"mode": 2, "prefetch": 2, "push": "off"},
     "mode 3": {"mode": 3},
-    "pushed": {"mode": 1, "push": "auto"},
+    "pushed": {"mode": 1, "push": "always"},
     "chunked": {"mode": 1, "strategy": "chunked", "message_budget": 10**7},
 }
 
