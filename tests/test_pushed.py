@@ -140,7 +140,8 @@ def _found(root: Path, partly: bool) -> tuple[int, int]:
     layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double())
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         layer(data.x, edge_index)
-        pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT).double())(data.x, edge_index)
+        attention = gnn.GATConv(CHANNELS, OUT).double()
+        pyg_sar.distribute(attention, SARPolicy(push="always"))(data.x, edge_index)
     return ledger.events("cover"), ledger.received_bytes(kind="fetch")
 
 

@@ -130,7 +130,7 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
 
 def _two_types(root: Path, layer: torch.nn.Module) -> tuple[Any, ...]:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    layer = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(push="always"))
     x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         out = layer((x["a"], x["b"]), data["a", "to", "b"].edge_index)
