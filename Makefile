@@ -13,6 +13,8 @@ BIN := $(VENV)/bin
 STAMPS := $(VENV)/.stamps
 # Kernels and extras are built against the PyTorch that is installed, not against another one.
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation
+# Extras alone: the kernels are built by the first installation.
+EXTRA := PYG_SAR_KERNELS=keep $(INSTALL)
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -68,13 +70,13 @@ $(STAMPS)/core: pyproject.toml setup.py $(wildcard extensions/*.cpp extensions/*
 	@mkdir -p $(STAMPS) && touch $@
 
 $(STAMPS)/plot: $(STAMPS)/core
-	$(INSTALL) -e '.[plot]'
+	$(EXTRA) -e '.[plot]'
 	@touch $@
 
 $(STAMPS)/test: $(STAMPS)/core
-	$(INSTALL) -e '.[test]'
+	$(EXTRA) -e '.[test]'
 	@touch $@
 
 $(STAMPS)/full: $(STAMPS)/test
-	$(INSTALL) -e '.[test,sparse,ogb]'
+	$(EXTRA) -e '.[test,sparse,ogb]'
 	@touch $@

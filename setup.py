@@ -39,7 +39,12 @@ def options(sanitizer: str) -> tuple[list[str], list[str]]:
 
 
 def kernels() -> dict[str, Any]:
-    """The arguments of ``setup`` that build ``pyg_sar/_kernels.so``."""
+    """The arguments of ``setup`` that build ``pyg_sar/_kernels.so``.
+
+    ``PYG_SAR_KERNELS=keep``: none, as an editable install in place has it already.
+    """
+    if os.environ.get("PYG_SAR_KERNELS") == "keep":
+        return {}
     try:
         from torch.utils.cpp_extension import BuildExtension, CppExtension
     except ImportError as error:
