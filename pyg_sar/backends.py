@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pyg_sar.errors import PygSarError
 from pyg_sar.rendezvous import Place, interface_to
+from pyg_sar.turns import Free, Turns
 
 Parcel = tuple[int, Tensor]
 """(peer, contiguous tensor)"""
@@ -45,6 +46,7 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.device = device
+        self.turns: Turns | Free = Free()
 
     @abstractmethod
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:

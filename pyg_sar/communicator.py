@@ -302,7 +302,7 @@ class GroupCommunicator(Communicator):
         self._watch = watch
         self._lane = Lane()
         name = f"pyg_sar issuer {self.rank}"
-        self._issuer = Issuer(name, timeout, self._diagnose, self._abort)
+        self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.turns)
         self._neighbours = neighbours
         if neighbours is not None:
             self.sharing = Sharing(neighbours, self.rank, self._submit, self.ledgers)

@@ -1,7 +1,7 @@
 """Workers as threads of one process: for notebooks, debugging and fast tests.
 
-All threads share one default random generator: seed what must be reproducible from generators of
-its own.
+They compute one at a time (see [Note: Taking turns]). All threads share one default random
+generator: seed what must be reproducible from generators of its own.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from torch import Tensor
 from pyg_sar.backends import Parcel, Transport, TransportError
 from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.neighbours import Letter, Neighbours, Page, Subject
+from pyg_sar.turns import Turns
 from pyg_sar.watch import GetProgress, OnFailure, Watch, failed, is_consequence, lost, to_error
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Hub:
             (*pair, subject): queue.SimpleQueue() for pair in self.boxes for subject in Subject
         }
         self.slots: list[Tensor | None] = [None] * world_size
+        self.turns = Turns()
         self.changed = threading.Condition()
         self.arrived = self.meetings = 0
         self.left: set[int] = set()
@@ -67,7 +69,7 @@ class Hub:
     def meet(self) -> None:
         """Waits until all threads came here."""
         end = time.monotonic() + self.timeout
-        with self.changed:
+        with self.turns.passed(), self.changed:
             meeting = self.meetings
             self.arrived += 1
             if self.arrived == self.world_size:
@@ -81,12 +83,13 @@ class Hub:
     def take(self, box: queue.SimpleQueue[T], peer: int, end: float | None = None) -> T:
         """Waits for what ``peer`` puts into a box."""
         end = time.monotonic() + self.timeout if end is None else end
-        while True:
-            try:
-                return box.get(timeout=0.05)
-            except queue.Empty:
-                # It may have put something and left since.
-                self.check(end, f"rank {peer} to send", [peer] if box.empty() else [])
+        with self.turns.passed():
+            while True:
+                try:
+                    return box.get(timeout=0.05)
+                except queue.Empty:
+                    # It may have put something and left since.
+                    self.check(end, f"rank {peer} to send", [peer] if box.empty() else [])
 
     def check(self, end: float, what: str, needed: Sequence[int]) -> None:
         """Raises when the group has failed, is late, or lacks a thread that is needed."""
@@ -115,6 +118,7 @@ class ThreadTransport(Transport):
     def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
         super().__init__(rank, hub.world_size, device)
         self.hub = hub
+        self.turns = hub.turns
 
     def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
         end = time.monotonic() + self.hub.timeout
@@ -125,9 +129,10 @@ class ThreadTransport(Transport):
             read.append((peer, event))
         for peer, target in recvs:
             self._receive(peer, target, end)
-        for peer, event in read:
-            while not event.wait(0.05):
-                self.hub.check(end, f"rank {peer} to receive", [peer])
+        with self.turns.passed():
+            for peer, event in read:
+                while not event.wait(0.05):
+                    self.hub.check(end, f"rank {peer} to receive", [peer])
 
     def _receive(self, peer: int, target: Tensor, end: float) -> None:
         tensor, event = self.hub.take(self.hub.boxes[peer, self.rank], peer, end)

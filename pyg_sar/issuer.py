@@ -19,6 +19,7 @@ from typing import NamedTuple
 import torch
 
 from pyg_sar.errors import CommTimeoutError, PygSarError
+from pyg_sar.turns import Free, Turns
 
 Task = Callable[[], None]
 
@@ -83,19 +84,23 @@ class Work:
             raise self._error
 
     def _block(self, timeout: float | None) -> None:
-        if timeout is not None:
-            if not self._ended.wait(timeout):
-                raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")
-            return
         issuer = self._issuer
         assert issuer is not None  # Handles without one are born ended.
+        if timeout is not None:
+            if not self._await(issuer, timeout):
+                raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")
+            return
         seen = issuer.progress().started
-        while not self._ended.wait(issuer.timeout + GRACE):
+        while not self._await(issuer, issuer.timeout + GRACE):
             now = issuer.progress().started
             if now == seen:
                 issuer.stuck(self.doing)
                 return
             seen = now
+
+    def _await(self, issuer: Issuer, seconds: float) -> bool:
+        with issuer.turns.passed():
+            return self._ended.wait(seconds)
 
     def _end(self, error: BaseException | None = None) -> None:
         """Ends the transfer; the first call counts (the failure watch may be faster)."""
@@ -112,6 +117,7 @@ class Issuer:
         timeout: Seconds that one task may take.
         diagnose: Turns an error of a task and what it was doing into the error to raise.
         abort: Makes a task that is under way end, if it can.
+        turns: Of threads that compute one at a time.
     """
 
     def __init__(
@@ -120,8 +126,10 @@ class Issuer:
         timeout: float,
         diagnose: Callable[[BaseException, str], BaseException],
         abort: Callable[[], None],
+        turns: Turns | Free,
     ) -> None:
         self.timeout = timeout
+        self.turns = turns
         self.broken: BaseException | None = None
         self._diagnose = diagnose
         self._abort = abort
@@ -182,7 +190,8 @@ class Issuer:
         # the process: have it back before a waiter learns of the error, and ends the program.
         self._abort()
         if threading.current_thread() is not self._thread:
-            self._idle.wait(SETTLE)
+            with self.turns.passed():
+                self._idle.wait(SETTLE)
         with self._lock:
             for work in self._open.values():
                 work._end(self.broken)
@@ -201,16 +210,18 @@ class Issuer:
             self._closed = True
             self._queue.put(None)
         if self.broken is None and threading.current_thread() is not self._thread:
-            self._thread.join(self.timeout + GRACE)
+            with self.turns.passed():
+                self._thread.join(self.timeout + GRACE)
 
     def _loop(self) -> None:
         while (entry := self._queue.get()) is not None:
-            work, handed = entry[0], [entry[1]]
-            del entry
-            if self.broken is None:
-                self._run(work, handed)
-            # Hold no buffer while waiting for the next task.
-            del work, handed
+            with self.turns.taken():
+                work, handed = entry[0], [entry[1]]
+                del entry
+                if self.broken is None:
+                    self._run(work, handed)
+                # Hold no buffer while waiting for the next task.
+                del work, handed
 
     def _run(self, work: Work, handed: list[Task]) -> None:
         self._doing = work.doing

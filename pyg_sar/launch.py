@@ -350,14 +350,15 @@ def _run_threads(fn: Callable[..., T], num: int, args: tuple[Any, ...], timeout:
         transport = ThreadTransport(hub, rank, torch.device("cpu"))
         comm = GroupCommunicator(transport, HubWatch(hub, rank), timeout, neighbours[rank])
         adopt(comm)
-        try:
-            results[rank] = fn(*args)
-        except BaseException as error:  # SystemExit included: the caller must learn of it.
-            comm.report(error)
-            failure, consequence = _describe(error, rank)
-            failures.append((consequence, failure, error))
-        finally:
-            comm.close()
+        with hub.turns.taken():
+            try:
+                results[rank] = fn(*args)
+            except BaseException as error:  # SystemExit included: the caller must learn of it.
+                comm.report(error)
+                failure, consequence = _describe(error, rank)
+                failures.append((consequence, failure, error))
+            finally:
+                comm.close()
 
     threads = [
         threading.Thread(target=run, args=(rank,), name=f"pyg_sar rank {rank}", daemon=True)

@@ -201,3 +201,45 @@ def test_first_error_of_threads():
     with pytest.raises(WorkerError, match="Rank 2 failed: KeyError: 'b'") as caught:
         launch(work, 3, backend="threads")
     assert isinstance(caught.value.__cause__, KeyError)
+
+
+def test_threads_compute_one_at_a_time():
+    """Between two waits no other thread of the group runs: neither a worker's nor an issuer's."""
+    running: list[str] = []
+
+    def compute() -> torch.Tensor:
+        mine = threading.current_thread().name
+        running.append(mine)
+        for _ in range(2000):
+            assert running == [mine]
+        running.clear()
+        return torch.ones(3)
+
+    def work() -> None:
+        comm = current()
+        for _ in range(5):
+            other, recv = 1 - comm.rank, torch.empty(3)
+            under_way = comm.exchange(compute, other, recv, other, label=("", "", "fetch"))
+            compute()
+            under_way.wait()
+            compute()
+            comm.barrier()
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        launch(work, 2, backend="threads", timeout=60)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_a_thread_that_keeps_its_turn_loses_it():
+    first, second = threading.Event(), threading.Event()
+
+    def work() -> None:
+        mine, other = (first, second) if current().rank == 0 else (second, first)
+        mine.set()
+        assert other.wait(60)  # The other sets it before it waits for a worker.
+        current().barrier()
+
+    launch(work, 2, backend="threads", timeout=60)
