@@ -1,8 +1,8 @@
 """Threads of one process that compute one at a time.
 
 [Note: Taking turns]
-Workers as threads gain little by computing at once: the interpreter runs one of them at a time. They
-lose by it: PyTorch's Python layer (dispatch modes, tensor subclasses, lazily written code) and
+Workers as threads gain little by computing at once: the interpreter runs one of them at a time.
+They lose by it: PyTorch's Python layer (dispatch modes, tensor subclasses, lazily written code) and
 PyTorch Geometric's generated modules are not made for several threads at the same instant, and a
 debugger's prompt is of no use while others print into it. A thread therefore computes while it has
 the turn, and passes it on wherever it waits for another worker. Who keeps it for long without
