@@ -39,6 +39,8 @@ from torch_geometric.nn import (
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.attention_ops import attention_
+from pyg_sar.attention_terms import Attention, AttentionState
 from pyg_sar.ops import gather_sum_
 from pyg_sar.shard import segments_of
 from pyg_sar.synthetic import SyntheticGraph, synthetic_graph
@@ -182,6 +184,24 @@ def sums(x: Tensor, edge_index: Tensor, width: int) -> tuple[Callable[[], Any], 
     return fused, product
 
 
+def attention_of(edge_index: Tensor, heads: int, channels: int) -> tuple[int, Callable[[], Any]]:
+    """GAT's attention alone, forward, without what the layer does to each node before and after."""
+    nodes, width = int(edge_index.max()) + 1, heads * channels
+    segments = segments_of(edge_index[0], edge_index[1], nodes, nodes)
+    terms = Attention(
+        kind="additive",
+        value=torch.randn(nodes, heads, channels),
+        key=torch.randn(nodes, heads),
+        query=torch.randn(nodes, heads),
+        slope=0.2,
+    )
+
+    def forward() -> None:
+        attention_(AttentionState.start(nodes, terms.value), terms, segments)
+
+    return width, forward
+
+
 def real_graphs(folder: Path, rounds: int) -> list[str]:
     """Layers on real graphs of any size, with their self loops, hubs and empty rows."""
     kinds = {
@@ -213,7 +233,7 @@ def measure(args: argparse.Namespace, graph: str) -> list[str]:
     lines = ["| layer | PyG / here, forward and backward | PyG, MiB | here, MiB |"]
     lines += ["| --- | --- | --- | --- |"]
     names = args.layers or list(SHAPES)
-    bar = tqdm(total=len(names) + 6 * (not args.layers))
+    bar = tqdm(total=len(names) + 9 * (not args.layers))
     for name in names:
         here = Pass(pyg_sar.distribute(make(name)), x, edge_index)
         mine = peak(name, True, graph)
@@ -237,6 +257,12 @@ def measure(args: argparse.Namespace, graph: str) -> list[str]:
             f"| {name}, forward and backward / torch.sparse CSR product of width {width} "
             f"| {(forward + back) / csr:.2f} |"
         )
+        bar.update()
+    for heads, channels in ((4, 8), (4, 32), (8, 100)):
+        width, alone = attention_of(edge_index, heads, channels)
+        forward, one, _ = least(args.rounds, alone, *sums(x, edge_index, width))
+        name = f"attention {heads}x{channels} alone, forward"
+        lines.append(f"| {name} / fused sum of width {width} | {forward / one:.2f} |")
         bar.update()
     for heads in (2, 4, 8):
         here = Pass(pyg_sar.distribute(make(f"GATConv {heads}x100")), x, edge_index)
