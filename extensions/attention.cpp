@@ -267,8 +267,7 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
 
 // Threads and processors #######################################################
 
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(PYG_SAR_ONE_VERSION)
-#define PYG_SAR_LEVELS 1
+#ifdef PYG_SAR_LEVELS
 #define PYG_SAR_AVX512 \
   __attribute__((target("avx512f,avx512vl,avx512dq,avx512bw,fma,bmi2,prefer-vector-width=512")))
 #define PYG_SAR_AVX2 __attribute__((target("avx2,fma,bmi2")))

@@ -15,6 +15,7 @@ namespace pyg_sar {
 // One build runs on any x86-64: the loader picks the version that the processor at hand can run. Named
 // by feature: by architecture (arch=haswell) another maker's processor would get the default.
 #if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(PYG_SAR_ONE_VERSION)
+#define PYG_SAR_LEVELS 1
 #define PYG_SAR_VERSIONS __attribute__((target_clones("avx512f", "avx2", "default")))
 #else
 #define PYG_SAR_VERSIONS

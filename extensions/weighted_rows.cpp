@@ -5,6 +5,8 @@
 
 #include "weighted_rows.h"
 
+#include <utility>
+
 #include "vectors.h"
 
 namespace pyg_sar::attention {
@@ -126,11 +128,86 @@ struct Weighted {
   }
 };
 
+#ifdef PYG_SAR_LEVELS
+// Narrow heads side by side, `kLanes / kChannels` of them in a vector: weights are spread over its
+// lanes, which other processors do slowly.
+template <int kChannels>
+struct SideBySide {
+  static constexpr int kLanes = 16;
+  using Lanes = Vector<float, kLanes>;
+  Block block;
+  float* acc;
+  const float *w, *base;
+
+  template <int... lane>
+  PYG_SAR_INLINE static Lanes spread(const Lanes& weight, std::integer_sequence<int, lane...>) {
+    return __builtin_shufflevector(weight, weight, lane / kChannels...);
+  }
+
+  // `kCount` vectors from `head` on.
+  template <int kCount>
+  PYG_SAR_INLINE void run(int64_t head) const {
+    constexpr int64_t kAhead = kCount <= 2 ? 64 : 32;
+    const int64_t first = head * kChannels, last = block.left - 1;
+    Lanes sum[kCount] = {};
+    for (int64_t e = 0; e < block.n; ++e) {
+      if (block.fetches) {
+        const int64_t later = e + kAhead < last ? e + kAhead : last;
+        const float* next = base + static_cast<int64_t>(block.index[later]) * block.stride + first;
+        for (int v = 0; v < kCount; ++v) __builtin_prefetch(next + v * kLanes);
+      }
+      const float* row = base + static_cast<int64_t>(block.index[e]) * block.stride + first;
+      const float* weight = w + e * block.heads + head;
+      for (int v = 0; v < kCount; ++v) {
+        Lanes x, by;
+        load<kLanes>(x, row + v * kLanes);
+        load<kLanes>(by, weight + v * (kLanes / kChannels));
+        sum[v] += x * spread(by, std::make_integer_sequence<int, kLanes>{});
+      }
+    }
+    for (int v = 0; v < kCount; ++v) {
+      float* to = acc + first + v * kLanes;
+      Lanes total;
+      load<kLanes>(total, to);
+      total += sum[v];
+      std::memcpy(to, &total, sizeof(total));
+    }
+  }
+
+  PYG_SAR_INLINE void operator()() const {
+    constexpr int kHeads = kLanes / kChannels;
+    int64_t head = 0;
+    for (; head + 4 * kHeads <= block.heads; head += 4 * kHeads) run<4>(head);
+    for (; head + 2 * kHeads <= block.heads; head += 2 * kHeads) run<2>(head);
+    for (; head < block.heads; head += kHeads) run<1>(head);
+  }
+};
+
+// Whether it was done.
+__attribute__((target("avx512f"))) bool side_by_side(float* acc, const float* w, const float* base,
+                                                     const Block& block) {
+  if (block.heads * block.channels % 16 != 0) return false;
+  switch (block.channels) {
+    case 8: return SideBySide<8>{block, acc, w, base}(), true;
+    case 4: return SideBySide<4>{block, acc, w, base}(), true;
+    case 2: return SideBySide<2>{block, acc, w, base}(), true;
+    default: return false;
+  }
+}
+#endif
+
 }  // namespace
 
-PYG_SAR_VERSIONS void accumulate(float* acc, const float* w, const float* base,
-                                 const Block& block) {
+PYG_SAR_VERSIONS void accumulate_tiles(float* acc, const float* w, const float* base,
+                                       const Block& block) {
   Weighted<float>{block, acc, w, base}();
+}
+
+void accumulate(float* acc, const float* w, const float* base, const Block& block) {
+#ifdef PYG_SAR_LEVELS
+  if (__builtin_cpu_supports("avx512f") && side_by_side(acc, w, base, block)) return;
+#endif
+  accumulate_tiles(acc, w, base, block);
 }
 
 PYG_SAR_VERSIONS void accumulate(double* acc, const double* w, const double* base,

@@ -6,7 +6,8 @@
 namespace pyg_sar::attention {
 
 // acc[h, c] += sum over e < n of w[e, h] * base[index[e] * stride + h * channels + c]. Rows are asked for
-// some edges ahead where `fetches`, up to the `left` edges that follow.
+// some edges ahead where `fetches`, up to the `left` edges that follow. Up to a line behind the weights
+// may be read (and is not used).
 struct Block {
   const int32_t* index;
   int64_t n, left, stride, heads, channels;
