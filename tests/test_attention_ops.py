@@ -103,6 +103,10 @@ def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
             (16, 3, 0, 0.0, 2),
             (1, 32, 2, 0.5, 1),
             (20, 64, 0, 0.0, 1),
+            (14, 8, 0, 0.0, 2),  # narrow heads: four, two and one register of them
+            (28, 4, 2, 0.3, 1),
+            (40, 2, 0, 0.0, 1),
+            (8, 1, 0, 0.0, 2),
         ):
             given = problem(kind, heads, channels, features, p, dtype, seed=channels)
             found = computed(given, native, shards)
