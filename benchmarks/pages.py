@@ -3,8 +3,8 @@
     python benchmarks/pages.py
 
 One worker and several, the models and the graph of benchmarks/wire.py; the two settings take turns.
-Printed only: what a system makes of the setting (/sys/kernel/mm/transparent_hugepage/enabled) is its
-own affair.
+Printed only: what a system makes of them (/sys/kernel/mm/transparent_hugepage/enabled) is its own
+affair.
 """
 
 from __future__ import annotations

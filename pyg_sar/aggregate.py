@@ -132,8 +132,9 @@ class SequentialAggregation:
         reducers = self.reducers()
         sources = [tensors[k] for k in program.numbers("source")]
         label = (self.name, "forward", "fetch")
-        stream = self.rounds.stream(sources, label, self.policy.prefetch, self.wire)
         keep = record and self.keeps_graphs and not self.no_graph
+        prefetch, reuse = self.policy.prefetch, not keep
+        stream = self.rounds.stream(sources, label, prefetch, self.wire, reuse)
         seen = False
         with self._message_scope(keep) as parameters:
             for unit, rows in stream:
@@ -287,8 +288,9 @@ class SequentialAggregation:
             if self.needs.needs_sources:
                 sources = [_like(tensors[k]) for k in self.program.numbers("source")]
                 label = (self.name, "backward", "refetch")
-                prefetch = self.policy.prefetch
-                for unit, rows in self.rounds.stream(sources, label, prefetch, self.wire):
+                prefetch, reuse = self.policy.prefetch, self.fused is not None
+                stream = self.rounds.stream(sources, label, prefetch, self.wire, reuse)
+                for unit, rows in stream:
                     handed = [rows]
                     del rows
                     yield unit, handed, self._remade(unit, tensors, handed, parameters)

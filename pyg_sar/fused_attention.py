@@ -187,9 +187,9 @@ class FusedAttention:
 
     def _stream(self, given: Any, phase: str, kind: str) -> Iterable[tuple[int, list[Tensor]]]:
         sources = [given.tensors()[name] for name in self._sources]
-        return self.rounds.stream(
-            sources, (self.name, phase, kind), self.policy.prefetch, self._wire
-        )
+        label, prefetch = (self.name, phase, kind), self.policy.prefetch
+        reuse = self.policy.mode == 1  # Else rows may be kept for the backward pass.
+        return self.rounds.stream(sources, label, prefetch, self._wire, reuse)
 
     def _again(self, given: Any, last: bool) -> Iterator[tuple[int, list[Tensor]]]:
         """Each unit's source rows once more."""

@@ -195,10 +195,15 @@ class BoundaryRounds(ShardRounds):
         return self._weights.received[unit]
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
+        self,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
+        reuse: bool = False,
     ) -> Iterable[tuple[int, list[Tensor]]]:
         sums = self._boundary, self._weights
-        return _BoundaryStream(sums, tensors, label, prefetch, wire)
+        return _BoundaryStream(sums, tensors, label, prefetch, wire, reuse)
 
     def returns(
         self,
@@ -224,6 +229,7 @@ class _BoundaryStream(ShardStream):
         label: Whom the ledger charges.
         prefetch: Units fetched ahead.
         wire: How rows travel.
+        reuse: As :class:`ShardStream`.
     """
 
     def __init__(
@@ -233,8 +239,9 @@ class _BoundaryStream(ShardStream):
         label: Label,
         prefetch: int,
         wire: Wire | None,
+        reuse: bool,
     ) -> None:
-        super().__init__(sums[0].plan, tensors, label, prefetch, wire)
+        super().__init__(sums[0].plan, tensors, label, prefetch, wire, reuse)
         self._sums = sums
 
     @torch.no_grad()

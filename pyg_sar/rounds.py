@@ -50,9 +50,14 @@ class Rounds(ABC):
 
     @abstractmethod
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
+        self,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
+        reuse: bool = False,
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        """Fetches the units' source rows."""
+        """Fetches the units' source rows; those handed out are overwritten where ``reuse``."""
 
     @abstractmethod
     def returns(
@@ -127,9 +132,14 @@ class ShardRounds(Rounds):
         return shards.transposed(unit, numbered) if transposed else shards.segments(unit)
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
+        self,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
+        reuse: bool = False,
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ShardStream(self.plan, tensors, label, prefetch, wire)
+        return ShardStream(self.plan, tensors, label, prefetch, wire, reuse)
 
     def returns(
         self,
@@ -162,7 +172,12 @@ class ChunkRounds(Rounds):
             yield tile
 
     def stream(
-        self, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire | None = None
+        self,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
+        reuse: bool = False,
     ) -> Iterable[tuple[int, list[Tensor]]]:
         return ChunkStream(self._chunks, tensors, label, prefetch, wire)
 

@@ -9,7 +9,9 @@ counts as fetched ahead, too), or its neighbours would change their order; nothi
 [Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
 stream drops its own reference before it allocates the next one, and consumers must do so too
 (``del rows``), or two shards are resident where the policy promises one. The ledger follows the
-storage, not a counter that the code would have to keep right.
+storage, not a counter that the code would have to keep right. A consumer that keeps nothing of the
+rows may let the stream reuse their buffer, as long as it is large enough for a later unit: the
+system would otherwise clear each new one's pages, which takes as long as filling them.
 
 [Note: neighbours in a stream] Rows of a worker of the same host are read from what it published
 (see sharing): the stream publishes its own tensors once, when it starts, and a unit's fetch
@@ -51,6 +53,7 @@ class ShardStream:
         label: Whom the ledger charges.
         prefetch: Units fetched ahead.
         wire: How rows travel; exactly by default.
+        reuse: Rows that were handed out are overwritten once the next unit is asked for.
     """
 
     def __init__(
@@ -60,15 +63,19 @@ class ShardStream:
         label: Label,
         prefetch: int,
         wire: Wire | None = None,
+        reuse: bool = False,
     ) -> None:
         self.plan = plan
         self.tensors = list(tensors)
+        self.reuse = reuse
         self.label = label
         self.prefetch = prefetch
         self.layout = RowLayout(tensors, wire)
         self._units = plan.units()
         self._posted = 1
         self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
+        self._spare: list[Tensor] = []
+        self._lent: list[Tensor] = []
         # What is read in place is not rounded, and results shall not depend on who is near.
         self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
@@ -85,12 +92,17 @@ class ShardStream:
             for work in works:
                 work.wait()
             self._post(self.prefetch)
-            self.layout.land(buffers)
-            rows = self.layout.unpack(buffers)
+            filled = [buffer[: self._units[unit].num_rows] for buffer in buffers]
+            self.layout.land(filled)
+            rows = self.layout.unpack(filled)
+            del filled
+            if self.reuse and self._posted < len(self._units):
+                self._lent = buffers
             del buffers, works
             handed = [rows]
             del rows
             yield unit, handed.pop()
+            self._spare, self._lent = self._lent, []
         for work in published:
             work.wait()
 
@@ -124,17 +136,24 @@ class ShardStream:
             count = unit.num_rows
             buffers: list[Tensor] = []
             works: list[Work] = []
+            spare, self._spare = self._spare, []
+            if spare and spare[0].size(0) < count:
+                spare = []
             for k, (dtype, width) in enumerate(self.layout.widths()):
-                buffer = tracked_buffer(
-                    self.plan.comm,
-                    self.label[0],
-                    count if k == 0 else 0,
-                    (count, width),
-                    dtype,
-                    self.tensors[0].device,
-                )
-                works += self._fetch(unit, buffer)
+                if spare:
+                    buffer = spare[k]
+                else:
+                    buffer = tracked_buffer(
+                        self.plan.comm,
+                        self.label[0],
+                        count if k == 0 else 0,
+                        (count, width),
+                        dtype,
+                        self.tensors[0].device,
+                    )
+                works += self._fetch(unit, buffer[:count])
                 buffers.append(buffer)
+            del spare
             self._pending.append((number, buffers, works))
 
     def _fetch(self, unit: Unit, buffer: Tensor) -> list[Work]:
