@@ -323,7 +323,8 @@ def _add_partition(commands: Any) -> None:
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
     add("--parts", type=int, required=True, metavar="N", help="number of parts: one per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
-    add("--method", choices=METHODS, default="metis", help="who gets which node")
+    of_method = "who gets which node (metis-work: edges count as work, too)"
+    add("--method", choices=METHODS, default="metis", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     add("--overwrite", action="store_true", help="replace a partition in DIR")

@@ -37,7 +37,8 @@ def assign_node_types(
         edges: Edges (source, target) of each relation, ``[2, E]``.
         num_nodes: Nodes of each type.
         num_parts: The number of parts.
-        method: ``'metis'``: few cut edges in the graph of all types together. ``'random'`` and
+        method: ``'metis'`` and ``'metis-work'``: few cut edges in the graph of all types
+            together, as of :func:`~pyg_sar.partition.assign_nodes`. ``'random'`` and
             ``'contiguous'``: each type by itself, so that its node counts differ by at most one.
             Or the assignment itself: an integer vector for each node type.
         seed: Seed of ``'metis'`` and ``'random'``.
@@ -61,7 +62,7 @@ def assign_node_types(
             f"{type(method).__name__})"
         )
     nothing = torch.empty(2, 0, dtype=torch.long)
-    if method != "metis":
+    if not method.startswith("metis"):
         return {
             name: assign_nodes(nothing, count, num_parts, method, (seed + k) % 2**31)
             for k, (name, count) in enumerate(num_nodes.items())

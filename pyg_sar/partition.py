@@ -11,8 +11,10 @@ from torch import Tensor
 
 from pyg_sar.timetable import Timetable, make_timetable
 
-Method = Literal["metis", "random", "contiguous"]
-METHODS: tuple[str, ...] = ("metis", "random", "contiguous")
+Method = Literal["metis", "metis-work", "random", "contiguous"]
+METHODS: tuple[str, ...] = ("metis", "metis-work", "random", "contiguous")
+
+_MOST_WEIGHT = 2**30  # of all nodes together: METIS may count in 32 bits
 
 
 def assign_nodes(
@@ -32,7 +34,10 @@ def assign_nodes(
             them.
         num_nodes: The number of nodes :math:`N`.
         num_parts: The number of parts :math:`P \geq 1`.
-        method: ``'metis'``: few cut edges, parts of nearly equal node counts. ``'random'``:
+        method: ``'metis'``: few cut edges, parts of nearly equal node counts. ``'metis-work'``:
+            few cut edges, parts of nearly equal :math:`\sum_i (1 + d_i / \bar d)` with the
+            in-degrees :math:`d_i` and their mean: where degrees are skewed, the part with the
+            hubs gets fewer nodes, as its edges take time too. ``'random'``:
             node counts that differ by at most one, drawn from ``seed``. ``'contiguous'``: part
             :math:`\lfloor i P / N \rfloor` for node :math:`i`. Or the assignment itself, an
             integer vector of shape ``[num_nodes]``.
@@ -65,7 +70,8 @@ def assign_nodes(
         return blocks[torch.randperm(num_nodes, generator=generator)]
     if num_parts >= num_nodes:
         return blocks
-    return _metis(edge_index, num_nodes, num_parts, seed)
+    weights = _work(edge_index[1], num_nodes) if method == "metis-work" else None
+    return _metis(edge_index, num_nodes, num_parts, seed, weights)
 
 
 def check_num_parts(num_parts: int) -> None:
@@ -116,7 +122,16 @@ def check_assignment(
     return part
 
 
-def _metis(edge_index: Tensor, num_nodes: int, num_parts: int, seed: int) -> Tensor:
+def _work(target: Tensor, num_nodes: int) -> Tensor:
+    """What a node weighs: as much as an average node's in-edges, and its own in-edges."""
+    degree = torch.bincount(target, minlength=num_nodes)
+    scale = min(16.0, _MOST_WEIGHT / (2 * num_nodes))
+    return (scale * (1 + degree / max(float(degree.double().mean()), 1e-9))).round().long()
+
+
+def _metis(
+    edge_index: Tensor, num_nodes: int, num_parts: int, seed: int, weights: Tensor | None
+) -> Tensor:
     """METIS on the undirected graph without duplicate edges and self loops."""
     import pymetis
 
@@ -124,6 +139,7 @@ def _metis(edge_index: Tensor, num_nodes: int, num_parts: int, seed: int) -> Ten
     _, part = pymetis.part_graph(
         num_parts,
         pymetis.CSRAdjacency(starts.numpy(), adjacent.numpy()),
+        vweights=None if weights is None else weights.clamp(min=1).tolist(),
         options=pymetis.Options(seed=seed, contig=0),
     )
     return torch.from_numpy(np.array(part, dtype=np.int64))

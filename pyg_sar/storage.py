@@ -114,7 +114,7 @@ def write_partitions(
         data: The graph.
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
-        method: ``'metis'``, ``'random'``, ``'contiguous'``, or an integer vector
+        method: ``'metis'``, ``'metis-work'``, ``'random'``, ``'contiguous'``, or an integer vector
             ``[num_nodes]`` (see :func:`~pyg_sar.partition.assign_nodes`); of a ``HeteroData`` a
             dict of such vectors by node type
             (:func:`~pyg_sar.hetero_partition.assign_node_types`).

@@ -61,7 +61,7 @@ def assert_same(found: HeteroData, data: HeteroData) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3, 5])
-@pytest.mark.parametrize("method", ["metis", "random", "contiguous", "vectors"])
+@pytest.mark.parametrize("method", ["metis", "metis-work", "random", "contiguous", "vectors"])
 def test_parts_give_the_graph_back(method, parts, tmp_path):
     data = rich()
     chosen = random_parts(data, parts) if method == "vectors" else method
