@@ -169,8 +169,8 @@ def markdown(arguments: argparse.Namespace, table: Sequence[Sequence[str]]) -> s
         f"torch {torch.__version__}, torch-geometric {torch_geometric.__version__}. Graph with "
         f"power-law degrees of {arguments.nodes:,} nodes and {arguments.edges:,} edges. One "
         "worker has two threads, several have one each. Peak memory is the resident set of the "
-        "largest worker; with shared memory it counts what a worker maps of others. "
-        + arguments.note,
+        "largest worker; with shared memory it counts what a worker maps of others."
+        + f" {arguments.note}".rstrip(),
         "",
         "| " + " | ".join(HEADER) + " |",
         "| " + " | ".join("---" for _ in HEADER) + " |",

@@ -57,7 +57,7 @@ class Rounds(ABC):
         wire: Wire | None = None,
         reuse: bool = False,
     ) -> Iterable[tuple[int, list[Tensor]]]:
-        """Fetches the units' source rows; those handed out are overwritten where ``reuse``."""
+        """Fetches the units' source rows; where ``reuse``, those handed out may be overwritten."""
 
     @abstractmethod
     def returns(

@@ -53,7 +53,7 @@ class ShardStream:
         label: Whom the ledger charges.
         prefetch: Units fetched ahead.
         wire: How rows travel; exactly by default.
-        reuse: Rows that were handed out are overwritten once the next unit is asked for.
+        reuse: Rows that were handed out may be overwritten once the next unit is asked for.
     """
 
     def __init__(

@@ -52,11 +52,12 @@ def exists(pid: int) -> bool:
 def test_results_and_surroundings(monkeypatch):
     """Order of results, arguments, closures and lambdas, environment, tensors both ways."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    monkeypatch.delenv("THP_MEM_ALLOC_ENABLE", raising=False)
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "of another launcher")
     before = dict(os.environ)
     factor = 10
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
-    names += ("MALLOC_MMAP_THRESHOLD_", "TORCHELASTIC_RUN_ID")
+    names += ("MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE", "TORCHELASTIC_RUN_ID")
 
     def work(x, function):
         comm = current()
@@ -72,7 +73,7 @@ def test_results_and_surroundings(monkeypatch):
     for rank, (_, _, env, facts) in enumerate(results):
         assert env["RANK"] == env["LOCAL_RANK"] == str(rank)
         assert (env["WORLD_SIZE"], env["MASTER_ADDR"]) == ("2", "127.0.0.1")
-        assert env["MALLOC_MMAP_THRESHOLD_"] == "1048576"
+        assert (env["MALLOC_MMAP_THRESHOLD_"], env["THP_MEM_ALLOC_ENABLE"]) == ("1048576", "1")
         assert env["OMP_NUM_THREADS"] == str(max(1, cores // 2))
         assert (env["EXTRA"], env["TORCHELASTIC_RUN_ID"]) == ("yes", None)
         assert facts[:3] == ("gloo", 77, max(1, cores // 2))

@@ -164,6 +164,46 @@ def ring_plan(comm: Communicator, rows: int) -> HaloPlan:
     return HaloPlan(comm, rows, halo, index, sends)
 
 
+@pytest.mark.parametrize("switch", ["0", "1"])
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_a_stream_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch):
+    """The same rows; one buffer more than there are units fetched ahead, unless a unit is larger.
+
+    Without reuse a buffer for each of the four units, whose rows stay as they were handed out.
+    """
+    monkeypatch.setenv(SWITCH, switch)
+
+    def even_plan(comm: Communicator, rows: int) -> HaloPlan:
+        counts = [0 if q == comm.rank else 3 for q in range(comm.world_size)]
+        return HaloPlan(comm, rows, counts, torch.arange(3).repeat(comm.world_size - 1), counts)
+
+    def work(make: Callable[[Communicator, int], HaloPlan]) -> list[tuple[int, int]]:
+        comm = current()
+        plan = make(comm, 20)
+        own = torch.arange(20.0).view(20, 1) + 100 * comm.rank
+        found, counts = [], []
+        for reuse in (False, True):
+            starts, copies, kept = set(), [], []
+            with Ledger(comm) as ledger:
+                stream = ShardStream(plan, [own, own.double()], LABEL, prefetch, reuse=reuse)
+                for unit, rows in stream:
+                    copies += [part.clone() for part in rows]
+                    if unit > 0 and not reuse:
+                        kept.append(rows)  # No storage is freed and made again at its place.
+                    starts |= {rows[0].data_ptr()} if unit > 0 else set()
+                    del rows
+            found.append(copies)
+            counts.append((len(starts), ledger.peak_resident_rows()))
+            assert all(map(torch.equal, (t for rows in kept for t in rows), copies[2:]))
+        assert all(map(torch.equal, *found))
+        return counts
+
+    for (every, _), (few, resident) in threads(work, 5, even_plan):
+        assert (every, few, resident) == (4, 1 + prefetch, 3 * (1 + prefetch))
+    for _, (few, resident) in threads(work, 5, ring_plan):
+        assert few <= 4 and resident <= 5 * (1 + prefetch)
+
+
 @pytest.mark.parametrize("piece", [neighbours.PIECE, 40])
 def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
     """One page per dtype and stream, with just the rows that anybody needs, and one per loan.
