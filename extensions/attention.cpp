@@ -40,6 +40,7 @@ struct Given {
   const OptionalTensor &targets, &edges, &drop_key;
   int64_t seed_low, seed_high;
   double p;
+  OptionalTensor places = std::nullopt;  // transposed: where keys and values lie
 };
 
 #define PYG_SAR_GIVEN                                                                             \
@@ -63,6 +64,11 @@ void expect(const char* name, const OptionalTensor& tensor, at::IntArrayRef shap
                     " (got ", tensor->sizes(), ")");
   TORCH_CHECK_TYPE(tensor->scalar_type() == dtype, "attention: expected '", name, "' of dtype ",
                    dtype, " (got ", tensor->scalar_type(), ")");
+}
+
+// Rows of keys and values that edges name.
+int64_t source_rows(const Given& g) {
+  return g.places.has_value() ? g.places->size(0) : g.value.size(0);
 }
 
 int64_t features(const Given& g) { return g.edge_attr.has_value() ? g.edge_attr->size(1) : 0; }
@@ -195,6 +201,7 @@ struct Written {
 // What was given, dense and checked.
 struct Dense {
   Tensor value, key, query, att, edge_attr, edge_weight, source, offsets, targets, edges, drop_key;
+  Tensor places;
   Tensor query_edges, grad_edges;
   int64_t num_targets;
 
@@ -210,7 +217,7 @@ struct Dense {
     edge_weight = dense(g.edge_weight);
     drop_key = g.p > 0 ? dense(g.drop_key) : Tensor();
     const int64_t read = transposed ? num_targets : value.size(0);
-    const int64_t added = transposed ? value.size(0) : num_targets;
+    const int64_t added = transposed ? source_rows(g) : num_targets;
     TORCH_CHECK_VALUE(std::max(read, added) <= std::numeric_limits<int32_t>::max(),
                       "attention: more rows than int32 can name");
     const SegmentTensors segments =
@@ -219,6 +226,11 @@ struct Dense {
     const OptionalTensor numbers = edges.defined() ? OptionalTensor(edges) : std::nullopt;
     segments.is_narrow() ? check_indices<int32_t>(g, segments, numbers, read, added)
                          : check_indices<int64_t>(g, segments, numbers, read, added);
+    if (g.places.has_value()) {
+      places = g.places->to(at::kInt).contiguous();
+      TORCH_CHECK_INDEX(within(places.const_data_ptr<int32_t>(), places.numel(), value.size(0)),
+                        "attention: 'places' names a row outside [0, ", value.size(0), ")");
+    }
     targets = segments.targets.value_or(Tensor());
     offsets = segments.offsets.to(at::kLong);
     source = segments.source.to(at::kInt);
@@ -254,6 +266,7 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
     t.edges_long = narrow ? nullptr : d.edges.const_data_ptr<int64_t>();
   }
   t.drop_key = data<int32_t>(d.drop_key);
+  t.places = data<int32_t>(d.places);
   t.seed_low = static_cast<uint32_t>(g.seed_low);
   t.seed_high = static_cast<uint32_t>(g.seed_high);
   t.threshold = static_cast<uint32_t>(std::min(g.p * 4294967296.0, 4294967295.0));
@@ -469,11 +482,23 @@ void check_written(const char* name, const OptionalTensor& gradient, const Optio
   expect(name, gradient, of->sizes(), of->scalar_type());
 }
 
+void check_of_sources(const char* name, const OptionalTensor& gradient, const OptionalTensor& of,
+                      const Given& g) {
+  if (!gradient.has_value() || !of.has_value()) return check_written(name, gradient, of);
+  auto shape = of->sizes().vec();
+  shape[0] = source_rows(g);
+  expect(name, gradient, shape, of->scalar_type());
+}
+
 void check_sources(const OptionalTensor& grad_value, const OptionalTensor& grad_key,
                    const OptionalTensor& grad_query, const OptionalTensor& grad_edge_attr,
                    const OptionalTensor& grad_edge_weight, const Given& g) {
-  check_written("grad_value", grad_value, g.value);
-  check_written("grad_key", grad_key, g.key);
+  if (g.places.has_value()) {
+    TORCH_CHECK_VALUE(g.places->dim() == 1, "attention: expected 'places' of shape [M] (got ",
+                      g.places->sizes(), ")");
+  }
+  check_of_sources("grad_value", grad_value, g.value, g);
+  check_of_sources("grad_key", grad_key, g.key, g);
   check_written("grad_query", grad_query, g.query);
   check_written("grad_edge_attr", grad_edge_attr, g.edge_attr);
   check_written("grad_edge_weight", grad_edge_weight, g.edge_weight);
@@ -484,8 +509,10 @@ void check_sources(const OptionalTensor& grad_value, const OptionalTensor& grad_
 
 void backward_sources_cpu(const OptionalTensor& grad_value, const OptionalTensor& grad_key,
                           const OptionalTensor& grad_query, const OptionalTensor& grad_edge_attr,
-                          const OptionalTensor& grad_edge_weight, PYG_SAR_KNOWN, PYG_SAR_GIVEN) {
-  const Given g = PYG_SAR_GIVEN_NAMES;
+                          const OptionalTensor& grad_edge_weight, PYG_SAR_KNOWN, PYG_SAR_GIVEN,
+                          const OptionalTensor& places) {
+  Given g = PYG_SAR_GIVEN_NAMES;
+  g.places = places;
   check_known(grad_out, maximum, normaliser, delta, g);
   check_sources(grad_value, grad_key, grad_query, grad_edge_attr, grad_edge_weight, g);
   const Backward all(g, grad_out, maximum, normaliser, delta, true);
@@ -557,8 +584,10 @@ void attention_meta(Tensor& acc, Tensor& maximum, Tensor& normaliser, PYG_SAR_GI
 
 void backward_sources_meta(const OptionalTensor& grad_value, const OptionalTensor& grad_key,
                            const OptionalTensor& grad_query, const OptionalTensor& grad_edge_attr,
-                           const OptionalTensor& grad_edge_weight, PYG_SAR_KNOWN, PYG_SAR_GIVEN) {
-  const Given g = PYG_SAR_GIVEN_NAMES;
+                           const OptionalTensor& grad_edge_weight, PYG_SAR_KNOWN, PYG_SAR_GIVEN,
+                           const OptionalTensor& places) {
+  Given g = PYG_SAR_GIVEN_NAMES;
+  g.places = places;
   check_known(grad_out, maximum, normaliser, delta, g);
   check_sources(grad_value, grad_key, grad_query, grad_edge_attr, grad_edge_weight, g);
 }
@@ -574,23 +603,24 @@ void backward_targets_meta(const OptionalTensor& grad_query, const OptionalTenso
 #define PYG_SAR_SCHEMA                                                                          \
   "int kind, Tensor value, Tensor? key, Tensor? query, Tensor? att, Tensor? edge_attr, "        \
   "Tensor? edge_weight, float slope, float scale, Tensor source, Tensor offsets, "              \
-  "Tensor? targets, Tensor? edges, Tensor? drop_key, int seed_low, int seed_high, float p) -> ()"
+  "Tensor? targets, Tensor? edges, Tensor? drop_key, int seed_low, int seed_high, float p"
 #define PYG_SAR_KNOWN_SCHEMA "Tensor grad_out, Tensor maximum, Tensor normaliser, Tensor delta, "
 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
-  m.def("attention_(Tensor(a!) acc, Tensor(b!) maximum, Tensor(c!) normaliser, " PYG_SAR_SCHEMA,
+  m.def("attention_(Tensor(a!) acc, Tensor(b!) maximum, Tensor(c!) normaliser, " PYG_SAR_SCHEMA ") -> ()",
         {at::Tag::pt2_compliant_tag});
   m.def(
       "attention_backward_sources_(Tensor(a!)? grad_value, Tensor(b!)? grad_key, "
       "Tensor(c!)? grad_query, Tensor(d!)? grad_edge_attr, "
-      "Tensor(e!)? grad_edge_weight, " PYG_SAR_KNOWN_SCHEMA PYG_SAR_SCHEMA,
+      "Tensor(e!)? grad_edge_weight, " PYG_SAR_KNOWN_SCHEMA PYG_SAR_SCHEMA
+      ", Tensor? places=None) -> ()",
       {at::Tag::pt2_compliant_tag});
   m.def(
       "attention_backward_targets_(Tensor(a!)? grad_query, Tensor(b!)? grad_att, "
       "Tensor(c!)? grad_edge_attr, "
-      "Tensor(d!)? grad_edge_weight, " PYG_SAR_KNOWN_SCHEMA PYG_SAR_SCHEMA,
+      "Tensor(d!)? grad_edge_weight, " PYG_SAR_KNOWN_SCHEMA PYG_SAR_SCHEMA ") -> ()",
       {at::Tag::pt2_compliant_tag});
 }
 

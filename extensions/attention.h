@@ -36,6 +36,7 @@ struct Terms {
   const int32_t* edges_int;          // each edge's number; both null: 0, 1, ...
   const int64_t* edges_long;
   const int32_t* drop_key;           // null: no dropout
+  const int32_t* places;             // transposed: where keys and values lie; null: 0, 1, ...
   uint32_t seed_low, seed_high, threshold;
   T kept;                            // the factor of what isn't dropped
   int64_t num_segments, num_edges, chunks;
@@ -43,6 +44,7 @@ struct Terms {
 
   PYG_SAR_INLINE int64_t width() const { return heads * channels; }
   PYG_SAR_INLINE int64_t target(int64_t u) const { return targets == nullptr ? u : targets[u]; }
+  PYG_SAR_INLINE int64_t place(int64_t j) const { return places == nullptr ? j : places[j]; }
   PYG_SAR_INLINE int64_t number(int64_t e) const {
     return edges_int != nullptr ? edges_int[e] : edges_long != nullptr ? edges_long[e] : e;
   }
@@ -401,9 +403,10 @@ struct Sources {
       const int64_t start = t.offsets[u], stop = t.offsets[u + 1];
       if (start == stop) continue;
       const int64_t j = t.target(u);
-      if constexpr (kKind == kAdditive) fill_tile(b.fixed, t.key.row(j), t.heads, b.size);
+      const T* key = t.key.row(t.place(j));
+      if constexpr (kKind == kAdditive) fill_tile(b.fixed, key, t.heads, b.size);
       if constexpr (kKind == kMixed) {
-        fix_sum(t, b, t.att, t.key.row(j));
+        fix_sum(t, b, t.att, key);
         std::fill_n(b.heads, t.heads, T(0));
       }
       if constexpr (kKind == kGatv2) std::fill_n(b.row2, t.width(), T(0));
@@ -433,9 +436,10 @@ struct Sources {
       scores<kKind, kChannels>(t, b, static_cast<const T*>(nullptr), packed, first, n);
     } else {
       const T* att = kKind == kMixed ? t.att + t.width() : nullptr;
-      scores<kKind, kChannels>(t, b, t.key.row(j), queries, first, n, att);
+      scores<kKind, kChannels>(t, b, t.key.row(t.place(j)), queries, first, n, att);
     }
-    inner_products<kChannels, true>(b.inner, t.value.row(j), grads, n, t.heads, t.channels);
+    const T* value = t.value.row(t.place(j));
+    inner_products<kChannels, true>(b.inner, value, grads, n, t.heads, t.channels);
     if constexpr (kKind == kDot) {
       if (t.features > 0) {
         for (int64_t e = 0; e < n; ++e) {
@@ -503,12 +507,13 @@ struct Sources {
       accumulate<false>(grad_key.row(j), b.inner, queries, n, t.heads, t.channels);
     } else {
       T* none = nullptr;
+      const T* key = t.key.row(t.place(j));
       if (t.features == 0) {
-        return gatv2_gradients<kChannels, false>(b.row2, none, b.inner, t.key.row(j), queries,
-                                                 t.slope, n, t.heads, t.channels);
+        return gatv2_gradients<kChannels, false>(b.row2, none, b.inner, key, queries, t.slope, n,
+                                                 t.heads, t.channels);
       }
       for (int64_t e = 0; e < n; ++e) {
-        gatv2_gradients<kChannels, false>(b.row2, none, b.inner + e * t.heads, t.key.row(j),
+        gatv2_gradients<kChannels, false>(b.row2, none, b.inner + e * t.heads, key,
                                           with_edge(t, b, queries, e, first), t.slope, 1, t.heads,
                                           t.channels);
       }

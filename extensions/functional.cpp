@@ -204,13 +204,13 @@ struct Attention : torch::autograd::Function<Attention> {
     const Tensor delta = grad_out.mul(out).sum(-1);
     const OptionalTensor targets = optional(kept[8]), edges = optional(kept[9]), nothing;
     const bool additive = integers[0] == kAdditive;
-    const auto given = [&](auto run, const Tensor& source, const Tensor& offsets,
+    const auto given = [&](const auto& call, const Tensor& source, const Tensor& offsets,
                            const OptionalTensor& rows, const OptionalTensor& order,
                            auto&... written) {
-      run.call(written..., grad_out, maximum, normaliser, delta, integers[0], value,
-               optional(kept[1]), optional(kept[2]), optional(kept[3]), optional(kept[4]),
-               optional(kept[5]), numbers[0], numbers[1], source, offsets, rows, order,
-               optional(kept[10]), integers[1], integers[2], numbers[2]);
+      call(written..., grad_out, maximum, normaliser, delta, integers[0], value,
+           optional(kept[1]), optional(kept[2]), optional(kept[3]), optional(kept[4]),
+           optional(kept[5]), numbers[0], numbers[1], source, offsets, rows, order,
+           optional(kept[10]), integers[1], integers[2], numbers[2]);
     };
     OptionalTensor query = additive ? wanted[2] : nothing, attr = additive ? wanted[4] : nothing;
     OptionalTensor weight = additive ? wanted[5] : nothing;
@@ -221,9 +221,10 @@ struct Attention : torch::autograd::Function<Attention> {
       static const auto run =
           op<void(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                   const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                  const Tensor&, const Tensor&, PYG_SAR_GIVEN_TYPES)>(
+                  const Tensor&, const Tensor&, PYG_SAR_GIVEN_TYPES, const OptionalTensor&)>(
               "pyg_sar::attention_backward_sources_");
-      given(run, reads, first, nothing, numbered ? OptionalTensor(order) : nothing, wanted[0],
+      const auto in_order = [&](const auto&... all) { run.call(all..., nothing); };
+      given(in_order, reads, first, nothing, numbered ? OptionalTensor(order) : nothing, wanted[0],
             wanted[1], query, attr, weight);
     }
     if (additive || !(wanted[2] || wanted[3] || wanted[4] || wanted[5])) return;
@@ -231,7 +232,8 @@ struct Attention : torch::autograd::Function<Attention> {
         op<void(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
                 const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                 PYG_SAR_GIVEN_TYPES)>("pyg_sar::attention_backward_targets_");
-    given(run, kept[6], kept[7], targets, edges, wanted[2], wanted[3], wanted[4], wanted[5]);
+    const auto call = [&](const auto&... all) { run.call(all...); };
+    given(call, kept[6], kept[7], targets, edges, wanted[2], wanted[3], wanted[4], wanted[5]);
   }
 };
 

@@ -28,7 +28,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_
 
 from pyg_sar.decompose import Decomposition
 from pyg_sar.dependence import Dependence, Inject, token_for
-from pyg_sar.exchange import add_rows
+from pyg_sar.exchange import Use, add_rows
 from pyg_sar.fused import fused_sum
 from pyg_sar.layer_state import AmbientState, detached_parameters, preserved_attributes
 from pyg_sar.policy import SARPolicy
@@ -133,8 +133,9 @@ class SequentialAggregation:
         sources = [tensors[k] for k in program.numbers("source")]
         label = (self.name, "forward", "fetch")
         keep = record and self.keeps_graphs and not self.no_graph
-        prefetch, reuse = self.policy.prefetch, not keep
-        stream = self.rounds.stream(sources, label, prefetch, self.wire, reuse)
+        use = Use.PASSES if self.fused is None else Use.IN_PLACE
+        use = Use.KEEPS if keep else use
+        stream = self.rounds.stream(sources, label, self.policy.prefetch, self.wire, use)
         seen = False
         with self._message_scope(keep) as parameters:
             for unit, rows in stream:
@@ -143,8 +144,8 @@ class SequentialAggregation:
                 )
                 seen |= fused
                 for tile in () if fused else self.rounds.tiles(unit):
-                    seen = True
-                    values = program.gather(tile, tensors, rows)
+                    seen, rows = True, rows.alone()
+                    values = program.gather(tile, tensors, rows.tensors)
                     graph = self._run(tile, values, parameters, keep)
                     del values
                     self._merge(graph, reducers)
@@ -288,10 +289,11 @@ class SequentialAggregation:
             if self.needs.needs_sources:
                 sources = [_like(tensors[k]) for k in self.program.numbers("source")]
                 label = (self.name, "backward", "refetch")
-                prefetch, reuse = self.policy.prefetch, self.fused is not None
-                stream = self.rounds.stream(sources, label, prefetch, self.wire, reuse)
+                use = Use.KEEPS if self.fused is None else Use.PASSES
+                prefetch = self.policy.prefetch
+                stream = self.rounds.stream(sources, label, prefetch, self.wire, use)
                 for unit, rows in stream:
-                    handed = [rows]
+                    handed = [rows.tensors]
                     del rows
                     yield unit, handed, self._remade(unit, tensors, handed, parameters)
             else:

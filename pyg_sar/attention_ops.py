@@ -32,6 +32,9 @@ for one number of threads they are always the same.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any, cast
+
 import torch
 from torch import Tensor
 
@@ -91,6 +94,7 @@ def attention_(
     attention.check(segments)
     state.check(attention)
     _check_grad(attention)
+    attention, segments = _in_place(attention, segments)
     if attention.kind == "tanh":
         sums.attention_(state, attention, segments, native=native)
     elif not use_kernel(native, takes_attention(attention, state.acc.size(0))):
@@ -207,21 +211,35 @@ def _backward(
     gradients = gradients.only(names)
     if not gradients.wanted():
         return
+    if not transposed:
+        attention, segments = _in_place(attention, segments)
     if attention.kind == "tanh":
-        sums.backward_(gradients, attention, cotangent, segments, native=native)
+        sums.backward_(gradients, attention.in_order(), cotangent, segments, native=native)
         return
     if not use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0))):
+        attention = attention.in_order()
         _check_offsets(segments)
         fallback.backward_(gradients, attention, cotangent, segments, transposed)
         return
-    run = torch.ops.pyg_sar.attention_backward_targets_
-    written = [gradients.query, gradients.att, gradients.edge_attr, gradients.edge_weight]
-    if transposed:
-        run = torch.ops.pyg_sar.attention_backward_sources_
-        written = [gradients.value, gradients.key, gradients.query]
-        written += [gradients.edge_attr, gradients.edge_weight]
     known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
-    run(*written, *known, *_detached(attention, segments))
+    given = *known, *_detached(attention, segments)
+    by_edge = gradients.edge_attr, gradients.edge_weight
+    if transposed:
+        by_source = gradients.value, gradients.key, gradients.query, *by_edge
+        run = torch.ops.pyg_sar.attention_backward_sources_
+        run(*by_source, *given, attention.places)
+    else:
+        run = torch.ops.pyg_sar.attention_backward_targets_
+        run(gradients.query, gradients.att, *by_edge, *given)
+
+
+def _in_place(attention: Attention, segments: Segments) -> tuple[Attention, Segments]:
+    """Edges that read source rows where they lie."""
+    places = attention.places
+    if places is None:
+        return attention, segments
+    source = places.index_select(0, segments.source).to(segments.source.dtype)
+    return replace(attention, places=None), replace(cast(Any, segments), source=source)
 
 
 def _detached(attention: Attention, segments: Segments) -> tuple[object, ...]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -66,10 +66,13 @@ class Attention:
 
     Attributes:
         kind: ``'additive'``, ``'gatv2'``, ``'dot'``, ``'mixed'`` or ``'tanh'``.
-        value: ``[M, H, C]``, floating point.
+        value: ``[M, H, C]``, floating point; more rows with ``places``.
         query: ``[N, H]`` (additive, for which ``None`` is 0, and tanh), else ``[N, H, C]``.
         key: ``[M, H]`` (additive and tanh), else ``[M, H, C]``, or ``None`` where the values are
-            the keys: the gradients of both then add up in that of ``value``.
+            the keys: the gradients of both then add up in that of ``value``. As many rows as there
+            are of ``value``.
+        places: Where in ``value`` and ``key`` source rows 0 to M - 1 lie, ``[M]``, int32 or int64;
+            ``None``: in order, and no others.
         att: ``[H, C]`` (gatv2), ``[2, H, C]`` (mixed), else ``None``.
         edge_attr: ``[E, D]``, row e for edge number e; ``None``: no edge term. Not of ``mixed``;
             of ``tanh`` ``[E, 1]``, and ``None`` is 1.
@@ -95,6 +98,19 @@ class Attention:
     drop_key: Tensor | None = None
     seed: int = 0
     p: float = 0.0
+    places: Tensor | None = None
+
+    @property
+    def num_sources(self) -> int:
+        """M."""
+        return self.value.size(0) if self.places is None else self.places.numel()
+
+    def in_order(self) -> Attention:
+        """The same without ``places``: a copy of these rows."""
+        if self.places is None:
+            return self
+        key = None if self.key is None else self.key.index_select(0, self.places)
+        return replace(self, value=self.value.index_select(0, self.places), key=key, places=None)
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of floating point that are there, by name."""
@@ -118,6 +134,10 @@ class Attention:
                     f"attention: expected '{name}' of the dtype of 'value', {self.value.dtype} "
                     f"(got {tensor.dtype})"
                 )
+        if self.places is not None and self.places.dim() != 1:
+            raise ValueError(
+                f"attention: expected 'places' of shape [M] (got {list(self.places.shape)})"
+            )
         self._check_shapes()
         self._check_edges(segments)
 
@@ -284,7 +304,7 @@ class AttentionGradients:
 
     Attributes:
         value: ``[M, H, C]``.
-        key: The shape of ``key``; ``None`` where the values are the keys.
+        key: M rows of those of ``key``; ``None`` where the values are the keys.
         query: The shape of ``query``.
         att: The shape of ``att``.
         edge_attr: ``[E, D]``; the rows of the shard's edges are written, not added to.
@@ -312,7 +332,10 @@ class AttentionGradients:
         for name, tensor in self.wanted().items():
             if name not in given:
                 raise ValueError(f"attention: a gradient of '{name}' is wanted, and it is None")
-            expect(f"gradient of {name}", tensor, list(given[name].shape), wide)
+            shape = list(given[name].shape)
+            if name in ("value", "key"):
+                shape[0] = attention.num_sources
+            expect(f"gradient of {name}", tensor, shape, wide)
 
 
 def fits(tensor: Tensor, shape: list[int]) -> bool:

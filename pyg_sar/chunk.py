@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.exchange import RowLayout, add_rows, post_all, tracked_buffer
+from pyg_sar.exchange import RowLayout, UnitRows, add_rows, post_all, tracked_buffer
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
@@ -191,7 +191,7 @@ class ChunkStream:
         self._posted = 0
         self._pending: deque[tuple[list[Tensor], list[Work]]] = deque()
 
-    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
+    def __iter__(self) -> Iterator[tuple[int, UnitRows]]:
         """Yields ``(chunk number, rows)``. Drop the rows before asking for more."""
         count = len(self.chunks.chunks)
         for number in range(count):
@@ -202,7 +202,7 @@ class ChunkStream:
             self._post(self.prefetch)
             local = self.chunks.chunks[number].local_rows.numel()
             self.layout.land([buffer[local:] for buffer in buffers])
-            handed = [self.layout.unpack(buffers)]
+            handed = [UnitRows(self.layout.unpack(buffers))]
             del buffers, works
             yield number, handed.pop()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -59,6 +61,38 @@ def tracked_buffer(
         ledger.hold(layer, remote_rows)
         weakref.finalize(owner, ledger.hold, layer, -remote_rows).atexit = False
     return buffer
+
+
+class Use(Enum):
+    """What a consumer of streamed rows does with them."""
+
+    KEEPS = "they are its own"
+    PASSES = "it has done with them when it asks for the next unit"
+    IN_PLACE = "the same, and it finds them by an index"
+
+
+@dataclass(frozen=True, slots=True)
+class UnitRows:
+    """A unit's rows of some source tensors.
+
+    Attributes:
+        tensors: One for each source tensor.
+        index: Where in these the unit's rows lie, ``[num_rows]``; ``None``: in order, and nothing
+            else. Rows that a neighbour published are read where they are.
+    """
+
+    tensors: list[Tensor]
+    index: Tensor | None = None
+
+    def alone(self) -> UnitRows:
+        """The unit's rows without others, in order; copied for that."""
+        if self.index is None:
+            return self
+        return UnitRows([tensor.index_select(0, self.index) for tensor in self.tensors])
+
+    def places(self, rows: Tensor) -> Tensor:
+        """Where in :attr:`tensors` rows of the unit lie, of the same dtype."""
+        return rows if self.index is None else self.index.index_select(0, rows).to(rows.dtype)
 
 
 class RowLayout:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from pyg_sar.dependence import Dependence
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.exchange import UnitRows
 from pyg_sar.ops import takes, warn_if_missing, why_missing
 from pyg_sar.policy import SARPolicy
 from pyg_sar.products import Products
@@ -56,7 +58,7 @@ class FusedSum:
         self,
         unit: int,
         tensors: Sequence[Tensor],
-        rows: Sequence[Tensor],
+        rows: UnitRows,
         reducers: Sequence[Reducer],
     ) -> bool:
         """Adds a unit's messages to the reducers' states.
@@ -76,7 +78,8 @@ class FusedSum:
         tile = self.rounds.first_edge(unit)
         if tile is None:
             return False
-        values = self._program.gather(tile, tensors, rows)
+        tile = replace(tile, source=rows.places(tile.source))
+        values = self._program.gather(tile, tensors, rows.tensors)
         with Products(self._program, values) as products:
             mapped = self._program.run(tile, values, Reductions())
         if self.weight is None:
@@ -97,7 +100,7 @@ class FusedSum:
         self,
         unit: int,
         tensors: Sequence[Tensor],
-        rows: Sequence[Tensor],
+        rows: UnitRows,
         reducers: Sequence[Reducer],
     ) -> bool:
         segments = self.rounds.segments(unit)
@@ -106,9 +109,10 @@ class FusedSum:
         wide = segments.source.dtype == torch.int64
         if wide and any(isinstance(r, ExtremumReducer) for r in reducers):
             return False
+        segments = replace(segments, source=rows.places(segments.source))
         weight = self._weights(unit, tensors)
         for reducer in _of_rows(reducers):
-            reducer.merge_rows(segments, rows[self._place], weight)
+            reducer.merge_rows(segments, rows.tensors[self._place], weight)
         self.units.add(unit)
         return True
 

@@ -22,6 +22,7 @@ from pyg_sar.attention_ops import (
 )
 from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
 from pyg_sar.errors import named
+from pyg_sar.exchange import UnitRows, Use
 from pyg_sar.policy import SARPolicy
 from pyg_sar.pushed_attention import PushedAttention
 from pyg_sar.pushed_edges import PulledRounds, PushedEdges
@@ -46,6 +47,7 @@ class FusedAttention:
     """
 
     sources: tuple[str, ...] = ("value", "key")  # which tensors have a row per source
+    use = Use.IN_PLACE  # how fetched rows are read
 
     def __init__(
         self,
@@ -62,7 +64,7 @@ class FusedAttention:
         self.names = list(attention.tensors())
         self._sources = [name for name in self.names if name in self.sources]
         self._wire = Wire(policy.wire)
-        self._kept: list[tuple[int, list[Tensor]]] = []
+        self._kept: list[tuple[int, UnitRows]] = []
         self._pushed: PushedAttention | None = None
         if edges is not None:
             self.rounds = PulledRounds(rounds, edges)
@@ -138,7 +140,7 @@ class FusedAttention:
         """The state before the first unit."""
         return AttentionState.start(self.rounds.in_degree.numel(), given.value)
 
-    def add(self, state: AttentionState, given: Any, unit: int, rows: list[Tensor]) -> None:
+    def add(self, state: AttentionState, given: Any, unit: int, rows: UnitRows) -> None:
         """Adds a unit's edges to the state; ``rows`` are its rows of each source tensor."""
         attention_(state, self._shard(given, unit, rows), self.rounds.segments(unit))
 
@@ -148,7 +150,7 @@ class FusedAttention:
         given: Any,
         cotangent: Cotangent,
         unit: int,
-        rows: list[Tensor],
+        rows: UnitRows,
     ) -> None:
         """Adds a unit's gradients, by name: of source tensors, those of the unit's rows."""
         shard = self._shard(given, unit, rows)
@@ -185,13 +187,13 @@ class FusedAttention:
 
     # Shards ##################################################################
 
-    def _stream(self, given: Any, phase: str, kind: str) -> Iterable[tuple[int, list[Tensor]]]:
+    def _stream(self, given: Any, phase: str, kind: str) -> Iterable[tuple[int, UnitRows]]:
         sources = [given.tensors()[name] for name in self._sources]
         label, prefetch = (self.name, phase, kind), self.policy.prefetch
-        reuse = self.policy.mode == 1  # Else rows may be kept for the backward pass.
-        return self.rounds.stream(sources, label, prefetch, self._wire, reuse)
+        use = self.use if self.policy.mode == 1 else Use.KEEPS  # for the backward pass
+        return self.rounds.stream(sources, label, prefetch, self._wire, use)
 
-    def _again(self, given: Any, last: bool) -> Iterator[tuple[int, list[Tensor]]]:
+    def _again(self, given: Any, last: bool) -> Iterator[tuple[int, UnitRows]]:
         """Each unit's source rows once more."""
         if self.policy.mode == 1:
             for ledger in self.rounds.plan.comm.ledgers:
@@ -204,9 +206,10 @@ class FusedAttention:
         while kept:
             yield kept.pop()
 
-    def _shard(self, given: Attention, unit: int, rows: list[Tensor]) -> Attention:
+    def _shard(self, given: Attention, unit: int, rows: UnitRows) -> Attention:
         """The attention of one shard."""
-        own = dict(zip(self._sources, rows, strict=True))
+        own: dict[str, Any] = dict(zip(self._sources, rows.tensors, strict=True))
+        own["places"] = rows.index
         if given.edge_attr is None and given.p == 0:
             return _with(given, own)
         columns = self.rounds.columns(unit)

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from pyg_sar.cover import SUMS
 from pyg_sar.cuts import Cut, Cuts
-from pyg_sar.exchange import add_rows, flat_rows
+from pyg_sar.exchange import UnitRows, Use, add_rows, flat_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.ledger import Label
@@ -200,10 +200,10 @@ class BoundaryRounds(ShardRounds):
         label: Label,
         prefetch: int,
         wire: Wire | None = None,
-        reuse: bool = False,
-    ) -> Iterable[tuple[int, list[Tensor]]]:
+        use: Use = Use.KEEPS,
+    ) -> Iterable[tuple[int, UnitRows]]:
         sums = self._boundary, self._weights
-        return _BoundaryStream(sums, tensors, label, prefetch, wire, reuse)
+        return _BoundaryStream(sums, tensors, label, prefetch, wire, use)
 
     def returns(
         self,
@@ -229,7 +229,7 @@ class _BoundaryStream(ShardStream):
         label: Whom the ledger charges.
         prefetch: Units fetched ahead.
         wire: How rows travel.
-        reuse: As :class:`ShardStream`.
+        use: As :class:`ShardStream`.
     """
 
     def __init__(
@@ -239,9 +239,9 @@ class _BoundaryStream(ShardStream):
         label: Label,
         prefetch: int,
         wire: Wire | None,
-        reuse: bool,
+        use: Use,
     ) -> None:
-        super().__init__(sums[0].plan, tensors, label, prefetch, wire, reuse)
+        super().__init__(sums[0].plan, tensors, label, prefetch, wire, use)
         self._sums = sums
 
     @torch.no_grad()

@@ -208,7 +208,8 @@ class PushedAttention:
         if not tensors:
             return iter([(unit, []) for unit in range(len(plan.units()))])
         label = (self.name, phase, "query")
-        return iter(ShardStream(plan, tensors, label, self.policy.prefetch))
+        stream = ShardStream(plan, tensors, label, self.policy.prefetch)
+        return ((unit, rows.tensors) for unit, rows in stream)
 
     def _there(self, own: Attention, pushed: Pushed, queries: Sequence[Tensor]) -> Attention:
         """The attention of the edges that are pushed to a peer."""

@@ -22,6 +22,7 @@ from pyg_sar.attention_terms import (
     Cotangent,
     wide_dtype,
 )
+from pyg_sar.exchange import UnitRows, Use
 from pyg_sar.fused_attention import FusedAttention
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.policy import SARPolicy
@@ -88,6 +89,7 @@ class RelationalAttention(FusedAttention):
     """
 
     sources = ("x",)
+    use = Use.PASSES
 
     def __init__(
         self,
@@ -105,16 +107,17 @@ class RelationalAttention(FusedAttention):
         value = given.x.new_empty(0, heads, given.weight.size(2) // heads)
         return AttentionState.start(self.rounds.in_degree.numel(), value)
 
-    def add(self, state: AttentionState, given: Any, unit: int, rows: list[Tensor]) -> None:
+    def add(self, state: AttentionState, given: Any, unit: int, rows: UnitRows) -> None:
+        (every,) = rows.tensors
         for number, relation in enumerate(self._relations):
             edges = relation.rounds.segments(unit)
             if edges.source.numel() == 0:
                 continue
-            used = torch.zeros(rows[0].size(0), dtype=torch.bool, device=rows[0].device)
+            used = torch.zeros(every.size(0), dtype=torch.bool, device=every.device)
             used[edges.source.long()] = True
             place = used.cumsum(0).sub_(1).to(edges.source.dtype)
             source = place.index_select(0, edges.source)
-            x = rows[0][used]
+            x = every[used]
             shard = self._of_relation(given, number, unit, x)
             attention_(state, shard, Segments(source, edges.offsets, edges.targets, edges.edges))
 
@@ -124,14 +127,15 @@ class RelationalAttention(FusedAttention):
         given: Any,
         cotangent: Cotangent,
         unit: int,
-        rows: list[Tensor],
+        rows: UnitRows,
     ) -> None:
+        (every,) = rows.tensors
         for number, relation in enumerate(self._relations):
             numbered = given.edge_attr is not None or given.p > 0
             edges = relation.rounds.segments(unit, transposed=True, numbered=numbered)
             if edges.source.numel() == 0:
                 continue
-            x = rows[0] if edges.targets is None else rows[0].index_select(0, edges.targets)
+            x = every if edges.targets is None else every.index_select(0, edges.targets)
             shard = self._of_relation(given, number, unit, x)
             alone = Segments(edges.source, edges.offsets, None, edges.edges)
             found = self._gradients(sums, shard, number)

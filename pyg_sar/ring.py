@@ -130,8 +130,9 @@ def _shards(
     """Keys, values and graphs by unit; graphs travel where there are several."""
     tensors = [k.detach(), v.detach()] + [call.graph] * call.several
     for unit, rows in ShardStream(call.plan, tensors, label, call.prefetch):
-        handed = [(rows[0], rows[1], rows[2] if call.several else call.graph[:0])]
-        del rows
+        keys, values, *graph = rows.tensors
+        handed = [(keys, values, graph[0] if graph else call.graph[:0])]
+        del rows, keys, values, graph
         yield unit, handed.pop()
 
 

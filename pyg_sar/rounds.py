@@ -9,6 +9,7 @@ from typing import Protocol
 from torch import Tensor
 
 from pyg_sar.chunk import ChunkReturn, Chunks, ChunkStream
+from pyg_sar.exchange import UnitRows, Use
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
 from pyg_sar.shard import Segments, Shards, Tile
@@ -55,9 +56,9 @@ class Rounds(ABC):
         label: Label,
         prefetch: int,
         wire: Wire | None = None,
-        reuse: bool = False,
-    ) -> Iterable[tuple[int, list[Tensor]]]:
-        """Fetches the units' source rows; where ``reuse``, those handed out may be overwritten."""
+        use: Use = Use.KEEPS,
+    ) -> Iterable[tuple[int, UnitRows]]:
+        """Fetches the units' source rows for a consumer that does ``use`` with them."""
 
     @abstractmethod
     def returns(
@@ -137,9 +138,9 @@ class ShardRounds(Rounds):
         label: Label,
         prefetch: int,
         wire: Wire | None = None,
-        reuse: bool = False,
-    ) -> Iterable[tuple[int, list[Tensor]]]:
-        return ShardStream(self.plan, tensors, label, prefetch, wire, reuse)
+        use: Use = Use.KEEPS,
+    ) -> Iterable[tuple[int, UnitRows]]:
+        return ShardStream(self.plan, tensors, label, prefetch, wire, use)
 
     def returns(
         self,
@@ -177,8 +178,8 @@ class ChunkRounds(Rounds):
         label: Label,
         prefetch: int,
         wire: Wire | None = None,
-        reuse: bool = False,
-    ) -> Iterable[tuple[int, list[Tensor]]]:
+        use: Use = Use.KEEPS,
+    ) -> Iterable[tuple[int, UnitRows]]:
         return ChunkStream(self._chunks, tensors, label, prefetch, wire)
 
     def returns(

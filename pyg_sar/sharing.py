@@ -1,9 +1,10 @@
 """Operations between workers that read each other's memory: publish, read in place, lend, take in.
 
 [Note: publication] Where rows of one node tensor are wanted by several neighbours, the owner
-publishes them once, and each neighbour gathers the rows that it needs from there: nothing is packed
-per reader, nothing goes through a socket. Gradients go back the other way round: a reader computes
-them in memory that it lends, and the owner adds them up from there.
+publishes them once, and each neighbour reads the rows that it needs from there, in place or by a
+copy of these: nothing is packed per reader, nothing goes through a socket. Gradients go back the
+other way round: a reader computes them in memory that it lends, and the owner adds them up from
+there.
 """
 
 from __future__ import annotations
@@ -43,6 +44,13 @@ class Incoming:
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
         self.letter: Letter | None = None
+        self._held: tuple[list[Any], str, int] = [], "", 0
+
+    def hold(self, ledgers: Sequence[Any], layer: str, count: int) -> None:
+        """Has ledgers count remote rows as resident until :meth:`release`."""
+        self._held = list(ledgers), layer, count
+        for ledger in self._held[0]:
+            ledger.hold(layer, count)
 
     def pause(self) -> None:
         """Gives up what was read so far of the memory, as :meth:`Letter.pause`."""
@@ -55,6 +63,10 @@ class Incoming:
         if self.letter is not None:
             self.letter.release()
         self.letter = None
+        ledgers, layer, count = self._held
+        for ledger in ledgers:
+            ledger.hold(layer, -count)
+        self._held = [], "", 0
 
 
 class Sharing:
@@ -143,6 +155,21 @@ class Sharing:
 
         return self._submit(task, label, f"reading rows of rank {src}")
 
+    def borrow(
+        self, src: int, shape: tuple[int, int], rows: int, dtype: torch.dtype, label: Label
+    ) -> Incoming:
+        """Reads what ``src`` published where it lies.
+
+        Args:
+            src: The owner.
+            shape: Of the whole publication, ``(rows, width)``.
+            rows: How many of them are read, by which the ledgers count.
+            dtype: Of the publication.
+            label: Whom the ledgers charge.
+        """
+        size = rows * shape[1] * dtype.itemsize
+        return self._await(src, shape, dtype, size, Subject.PUBLICATION, label)
+
     def lend(self, shape: tuple[int, int], dtype: torch.dtype) -> Loan:
         """Uninitialized memory for rows that a neighbour will read."""
         page = self.neighbours.take(shape[0] * shape[1] * dtype.itemsize)
@@ -177,17 +204,30 @@ class Sharing:
         self, src: int, shape: tuple[int, int], dtype: torch.dtype, label: Label
     ) -> Incoming:
         """Expects a loan from ``src``."""
+        size = shape[0] * shape[1] * dtype.itemsize
+        return self._await(src, shape, dtype, size, Subject.LOAN, label)
+
+    def _await(
+        self,
+        src: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        size: int,
+        subject: Subject,
+        label: Label,
+    ) -> Incoming:
+        """Expects rows of which ``size`` bytes will be read."""
         found = Incoming(torch.empty(shape[0], 0, dtype=dtype))
         found.work = Work.completed()
-        if shape[0] * shape[1] == 0:
+        if size == 0:
             found.rows = found.rows.new_empty(shape)
             return found
         ledgers = list(self._ledgers)
 
         def task() -> None:
-            found.letter = self.neighbours.receive(src, Subject.LOAN)
+            found.letter = self.neighbours.receive(src, subject)
             found.rows = as_rows(found.letter.data, *shape, dtype, src, self.rank)
-            count(ledgers, label, {}, {src: num_bytes(found.rows)}, self.neighbours.name)
+            count(ledgers, label, {}, {src: size}, self.neighbours.name)
 
         found.work = self._submit(task, label, f"rows of rank {src}")
         return found

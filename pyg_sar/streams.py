@@ -10,26 +10,28 @@ counts as fetched ahead, too), or its neighbours would change their order; nothi
 stream drops its own reference before it allocates the next one, and consumers must do so too
 (``del rows``), or two shards are resident where the policy promises one. The ledger follows the
 storage, not a counter that the code would have to keep right. A consumer that keeps nothing of the
-rows may let the stream reuse their buffer, as long as it is large enough for a later unit: the
-system would otherwise clear each new one's pages, which takes as long as filling them.
+rows lets the stream reuse their buffers, each of which has room for all units that it will serve:
+the system would otherwise clear a new one's pages, which takes as long as filling them.
 
 [Note: neighbours in a stream] Rows of a worker of the same host are read from what it published
-(see sharing): the stream publishes its own tensors once, when it starts, and a unit's fetch
-gathers from its owners' publications. Between other workers rows are packed for each peer. A unit
-may have some of its peers here and others there.
+(see sharing): the stream publishes its own tensors once, when it starts. A consumer that finds rows
+by an index reads them where they are, if all of a unit's rows are of one neighbour; for others a
+unit's fetch gathers from its owners' publications. Between other workers rows are packed for each
+peer. A unit may have some of its peers here and others there.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from pyg_sar.exchange import RowLayout, add_rows, post_pairs, tracked_buffer
+from pyg_sar.exchange import RowLayout, UnitRows, Use, add_rows, post_pairs, tracked_buffer
 from pyg_sar.halo import HaloPlan, Unit
 from pyg_sar.ledger import Label
 from pyg_sar.neighbours import pieces_of
@@ -39,6 +41,16 @@ from pyg_sar.wire import Wire
 
 if TYPE_CHECKING:
     from pyg_sar.comm import Work
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A unit's rows on their way: into buffers, one per dtype, or where a neighbour has them."""
+
+    unit: int
+    buffers: list[Tensor]
+    borrowed: list[Incoming] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
 
 
 class ShardStream:
@@ -53,7 +65,7 @@ class ShardStream:
         label: Whom the ledger charges.
         prefetch: Units fetched ahead.
         wire: How rows travel; exactly by default.
-        reuse: Rows that were handed out may be overwritten once the next unit is asked for.
+        use: What the consumer does with the rows.
     """
 
     def __init__(
@@ -63,48 +75,57 @@ class ShardStream:
         label: Label,
         prefetch: int,
         wire: Wire | None = None,
-        reuse: bool = False,
+        use: Use = Use.KEEPS,
     ) -> None:
         self.plan = plan
         self.tensors = list(tensors)
-        self.reuse = reuse
+        self.use = use
         self.label = label
         self.prefetch = prefetch
         self.layout = RowLayout(tensors, wire)
         self._units = plan.units()
         self._posted = 1
-        self._pending: deque[tuple[int, list[Tensor], list[Work]]] = deque()
+        self._pending: deque[_Fetch] = deque()
         self._spare: list[Tensor] = []
         self._lent: list[Tensor] = []
         # What is read in place is not rounded, and results shall not depend on who is near.
         self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
-    def __iter__(self) -> Iterator[tuple[int, list[Tensor]]]:
+    def __iter__(self) -> Iterator[tuple[int, UnitRows]]:
         """Yields ``(unit, rows)``: rows of each tensor, by owner, in its halo order."""
         published = [] if self._sharing is None else self._publish(self._sharing)
         self._post(self.prefetch)
-        yield 0, self.tensors
+        yield 0, UnitRows(self.tensors)
         while self._posted < len(self._units) or self._pending:
             if not self._pending:
                 self._post(1)
-            unit, buffers, works = self._pending.popleft()
-            for work in works:
+            fetch = self._pending.popleft()
+            for work in fetch.works:
                 work.wait()
             self._post(self.prefetch)
-            filled = [buffer[: self._units[unit].num_rows] for buffer in buffers]
-            self.layout.land(filled)
-            rows = self.layout.unpack(filled)
-            del filled
-            if self.reuse and self._posted < len(self._units):
-                self._lent = buffers
-            del buffers, works
-            handed = [rows]
-            del rows
+            unit, borrowed = fetch.unit, fetch.borrowed
+            handed = [self._arrived(fetch)]
+            del fetch
             yield unit, handed.pop()
             self._spare, self._lent = self._lent, []
+            for rows in borrowed:
+                rows.release()
         for work in published:
             work.wait()
+
+    def _arrived(self, fetch: _Fetch) -> UnitRows:
+        """A unit's rows, and what is to be used again after them."""
+        unit = self._units[fetch.unit]
+        if fetch.borrowed and self._sharing is not None:
+            fetch.borrowed[0].hold(self.plan.comm.ledgers, self.label[0], unit.num_rows)
+            index = shared_rows(self.plan, self._sharing).index[unit.owners[0]]
+            return UnitRows(self.layout.unpack([rows.rows for rows in fetch.borrowed]), index)
+        filled = [buffer[: unit.num_rows] for buffer in fetch.buffers]
+        self.layout.land(filled)
+        if self.use is not Use.KEEPS and self._posted < len(self._units):
+            self._lent = fetch.buffers
+        return UnitRows(self.layout.unpack(filled))
 
     def _publish(self, sharing: Sharing) -> list[Work]:
         """Lets the neighbours read the own rows. See [Note: neighbours in a stream]."""
@@ -131,43 +152,58 @@ class ShardStream:
     def _post(self, ahead: int) -> None:
         """Posts fetches until ``ahead`` are in flight. See [Note: rounds]."""
         while len(self._pending) < ahead and self._posted < len(self._units):
-            number, unit = self._posted, self._units[self._posted]
+            unit = self._units[self._posted]
+            in_place = self.use is Use.IN_PLACE and len(unit.owners) == 1
+            in_place &= self._near.issuperset(unit.owners)
+            fetch = _Fetch(self._posted, [] if in_place else self._buffers())
             self._posted += 1
-            count = unit.num_rows
-            buffers: list[Tensor] = []
-            works: list[Work] = []
-            spare, self._spare = self._spare, []
-            if spare and spare[0].size(0) < count:
-                spare = []
             for k, (dtype, width) in enumerate(self.layout.widths()):
-                if spare:
-                    buffer = spare[k]
+                if in_place:
+                    self._borrow(fetch, unit, dtype, width)
                 else:
-                    buffer = tracked_buffer(
-                        self.plan.comm,
-                        self.label[0],
-                        count if k == 0 else 0,
-                        (count, width),
-                        dtype,
-                        self.tensors[0].device,
-                    )
-                works += self._fetch(unit, buffer[:count])
-                buffers.append(buffer)
-            del spare
-            self._pending.append((number, buffers, works))
+                    fetch.works += self._fetch(unit, fetch.buffers[k][: unit.num_rows])
+            self._pending.append(fetch)
+
+    def _buffers(self) -> list[Tensor]:
+        """Room for the next unit's rows, and if it is used again for those of later ones."""
+        spare, self._spare = self._spare, []
+        count = self._units[self._posted].num_rows
+        if spare and spare[0].size(0) >= count:
+            return spare
+        del spare
+        if self.use is not Use.KEEPS:
+            count = max(unit.num_rows for unit in self._units[self._posted :: 1 + self.prefetch])
+        comm, device = self.plan.comm, self.tensors[0].device
+        found = []
+        for k, (dtype, width) in enumerate(self.layout.widths()):
+            counted = count if k == 0 else 0
+            shape = count, width
+            found.append(tracked_buffer(comm, self.label[0], counted, shape, dtype, device))
+        return found
+
+    def _borrow(self, fetch: _Fetch, unit: Unit, dtype: torch.dtype, width: int) -> None:
+        """Has a neighbour's rows read where they are, and sends what others fetch of a unit."""
+        assert self._sharing is not None  # Or there would be no neighbours.
+        fetch.works += post_pairs(self.plan, self._sends(unit, dtype), [], self.label)
+        (owner,), (count,) = unit.owners, unit.counts
+        shape = shared_rows(self.plan, self._sharing).counts[owner], width
+        found = self._sharing.borrow(owner, shape, count, dtype, self.label)
+        fetch.borrowed.append(found)
+        fetch.works.append(found.work)
+
+    def _sends(
+        self, unit: Unit, dtype: torch.dtype
+    ) -> list[tuple[int, Callable[[], Tensor] | None]]:
+        """A unit's rows for peers that are no neighbours."""
+        return [(peer, self._packer(peer, dtype)) for peer in unit.peers if peer not in self._near]
 
     def _fetch(self, unit: Unit, buffer: Tensor) -> list[Work]:
         """Fetches a unit's rows of one dtype, and sends what others fetch of it."""
         plan = self.plan
-        sends = [
-            (peer, self._packer(peer, buffer.dtype))
-            for peer in unit.peers
-            if peer not in self._near
-        ]
         landing = self.layout.wire.landing(buffer)
         receives = list(zip(unit.owners, landing.split(unit.counts), strict=True))
         far = [(owner, rows) for owner, rows in receives if owner not in self._near]
-        works = post_pairs(plan, sends, far, self.label)
+        works = post_pairs(plan, self._sends(unit, buffer.dtype), far, self.label)
         for owner, rows in receives:
             if self._sharing is not None and owner in self._near:
                 shared = shared_rows(plan, self._sharing)

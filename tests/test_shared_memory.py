@@ -29,6 +29,7 @@ import pyg_sar.neighbours as neighbours
 import pyg_sar.rendezvous as rendezvous
 from pyg_sar import Ledger, SARPolicy
 from pyg_sar.comm import Communicator, current, finalize, init
+from pyg_sar.exchange import Use
 from pyg_sar.halo import HaloPlan
 from pyg_sar.launch import launch
 from pyg_sar.shared_rows import shared_rows
@@ -182,16 +183,17 @@ def test_a_stream_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch)
         plan = make(comm, 20)
         own = torch.arange(20.0).view(20, 1) + 100 * comm.rank
         found, counts = [], []
-        for reuse in (False, True):
+        for use in (Use.KEEPS, Use.PASSES):
             starts, copies, kept = set(), [], []
             with Ledger(comm) as ledger:
-                stream = ShardStream(plan, [own, own.double()], LABEL, prefetch, reuse=reuse)
-                for unit, rows in stream:
+                stream = ShardStream(plan, [own, own.double()], LABEL, prefetch, use=use)
+                for unit, fetched in stream:
+                    rows = fetched.tensors
                     copies += [part.clone() for part in rows]
-                    if unit > 0 and not reuse:
+                    if unit > 0 and use is Use.KEEPS:
                         kept.append(rows)  # No storage is freed and made again at its place.
                     starts |= {rows[0].data_ptr()} if unit > 0 else set()
-                    del rows
+                    del rows, fetched
             found.append(copies)
             counts.append((len(starts), ledger.peak_resident_rows()))
             assert all(map(torch.equal, (t for rows in kept for t in rows), copies[2:]))
@@ -227,7 +229,8 @@ def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
         near.take = taking  # type: ignore[method-assign]
         own = torch.arange(40.0).view(40, 1) + 100 * comm.rank
         tensors = [own.expand(40, 3), own.double().view(40, 1, 1).expand(40, 2, 2), own[:, 0]]
-        for unit, rows in ShardStream(plan, tensors, LABEL, 1):
+        for unit, fetched in ShardStream(plan, tensors, LABEL, 1):
+            rows = fetched.tensors
             (owner,) = plan.units()[unit].owners
             count = plan.halo_counts[owner] or 40
             there = torch.arange(40.0) if owner == comm.rank else torch.arange(count).flip(0) * 2.0
@@ -235,7 +238,7 @@ def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
                 expected = (there + 100 * owner).to(part.dtype)
                 for column in part.reshape(count, -1).unbind(1):
                     assert torch.equal(column, expected), (k, owner)
-            del part, rows
+            del part, rows, fetched
         published, sizes[:] = sizes[:], []
         totals = [torch.zeros(40, 3), torch.zeros(40, 2, dtype=torch.float64)]
         back = GradientReturn(plan, totals, "conv", 1)
@@ -267,7 +270,7 @@ def test_most_rows_are_published_as_they_are():
         counts = [0 if q == comm.rank else number for q in range(2)]
         plan = HaloPlan(comm, 5, counts, torch.tensor([4, 2, 0, 1])[:number], counts)
         own = torch.arange(5.0).view(5, 1) + 10 * comm.rank
-        fetched = [rows[0].clone() for _, rows in ShardStream(plan, [own], LABEL, 0)][1]
+        fetched = [rows.tensors[0].clone() for _, rows in ShardStream(plan, [own], LABEL, 0)][1]
         shared = shared_rows(plan, comm.sharing)
         return None if shared.rows is None else shared.rows.tolist(), shared.count, fetched
 
