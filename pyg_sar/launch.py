@@ -8,6 +8,7 @@ isn't run again, and functions defined in it, or in a notebook's cell, travel by
 from __future__ import annotations
 
 import contextlib
+import gc
 import importlib
 import io
 import os
@@ -188,7 +189,7 @@ class _Worker:
         here, there = Pipe()
         paths = [os.path.abspath(path) for path in sys.path]
         command = (
-            f"import sys; sys.path[:] = {paths!r}; "
+            f"import gc, sys; gc.disable(); sys.path[:] = {paths!r}; "
             f"from pyg_sar.launch import _worker_main; _worker_main({there.fileno()})"
         )
         process = subprocess.Popen(
@@ -301,6 +302,9 @@ def _worker_main(descriptor: int) -> None:
     rank = int(os.environ["RANK"])
     try:
         fn, args, backend, timeout = cloudpickle.loads(pipe.recv_bytes())
+        # What is imported by now stays: going through it time and again takes a second.
+        gc.freeze()
+        gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         init(backend, timeout=timeout)
         message = _pack(("result", fn(*args)), "the result", rank)

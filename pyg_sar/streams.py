@@ -31,7 +31,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.exchange import RowLayout, UnitRows, Use, add_rows, post_pairs, tracked_buffer
+from pyg_sar.exchange import (
+    RowLayout,
+    UnitRows,
+    Use,
+    add_distinct_rows,
+    post_pairs,
+    tracked_buffer,
+)
 from pyg_sar.halo import HaloPlan, Unit
 from pyg_sar.ledger import Label
 from pyg_sar.neighbours import pieces_of
@@ -379,4 +386,4 @@ class GradientReturn(RowReturn):
     def _take(self, peer: int, place: slice, rows: Sequence[Tensor]) -> None:
         own = self.plan.send_rows(peer)[place]
         for total, part in zip(self.totals, rows, strict=True):
-            add_rows(total, own, part)
+            add_distinct_rows(total, own, part)

@@ -45,8 +45,12 @@ def computed(
     names: tuple[str, ...] | None = None,
     squeezed: bool = False,
     index: torch.dtype = torch.int32,
+    places: torch.dtype | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output and the gradients of ``names`` by the operators."""
+    """Output and the gradients of ``names`` by the operators.
+
+    With ``places``, keys and values lie among others, in any order.
+    """
     whole = given.attention
     wide = wide_dtype(whole.value.dtype)
     state = AttentionState.start(given.num_targets, whole.value)
@@ -59,6 +63,12 @@ def computed(
     for rows, forward, backward in shards_of(given, shards, squeezed, index):
         by_source = ("value", "key")
         mine = {n: t[rows] for n, t in whole.tensors().items() if n in by_source}
+        if places is not None:
+            count = mine["value"].size(0)
+            mine = {n: torch.cat([t, torch.full_like(t, torch.nan)]) for n, t in mine.items()}
+            order = torch.randperm(2 * count)
+            mine = {n: t[order] for n, t in mine.items()}
+            mine["places"] = order.argsort()[:count].to(places)
         gradients = {n: t[rows] if n in by_source else t for n, t in found.items()}
         parts.append((replace(whole, **mine), forward, backward, AttentionGradients(**gradients)))
     for attention, forward, _, _ in parts:
@@ -113,6 +123,48 @@ def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
             assert found[0].dtype == wide_dtype(dtype)
             apart, name = worst(found, looped(given))
             assert apart <= TOLERANCES[dtype], (dtype, heads, channels, features, p, name)
+
+
+@pytest.mark.parametrize("native", BOTH)
+@pytest.mark.parametrize("kind", ALL)
+def test_keys_and_values_may_lie_among_others(kind: str, native: bool):
+    """The same numbers to the bit."""
+    for dtype in DTYPES:
+        for features, p, shards, places in (
+            (0, 0.0, 1, torch.int32),
+            (2, 0.3, 3, torch.int64),
+            (0, 0.5, 2, torch.int32),
+        ):
+            given = problem(kind, 4, 8, features, p, dtype, seed=features)
+            for names in (None, ("query",)):
+                found = computed(given, native, shards, names, places=places)
+                expected = computed(given, native, shards, names)
+                assert torch.equal(found[0], expected[0])
+                for name, gradient in found[1].items():
+                    assert torch.equal(gradient, expected[1][name]), (dtype, features, name)
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_places_outside_raise(native: bool):
+    given = problem("gatv2")
+    ((_, forward, backward),) = shards_of(given, 1)
+    state = AttentionState.start(given.num_targets, given.attention.value)
+    cotangent = Cotangent.of(given.grad_out, state.acc, state.maximum, state.normaliser)
+    count = given.attention.value.size(0)
+    gradients = AttentionGradients(value=torch.zeros_like(given.attention.value))
+    for places, kind in (
+        (torch.full((count,), count, dtype=torch.int32), IndexError),
+        (torch.full((count,), -1), IndexError),
+        (torch.zeros(count, 1, dtype=torch.int32), ValueError),
+    ):
+        attention = replace(given.attention, places=places)
+        with pytest.raises(kind, match="attention: |out of range"):
+            attention_(state, attention, forward, native=native)
+        with pytest.raises(kind, match="attention: |out of range"):
+            attention_backward_sources_(gradients, attention, cotangent, backward, native=native)
+    few = replace(given.attention, places=torch.arange(count - 1))
+    with pytest.raises(ValueError, match="gradient of value"):
+        attention_backward_sources_(gradients, few, cotangent, backward, native=native)
 
 
 @pytest.mark.parametrize("native", BOTH)

@@ -206,6 +206,45 @@ def test_a_stream_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch)
         assert few <= 4 and resident <= 5 * (1 + prefetch)
 
 
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("world", [2, 4])
+def test_rows_are_read_where_they_are(world, prefetch):
+    """By who finds them by an index: no buffer is made, and what is counted is the same."""
+
+    def work() -> None:
+        comm = current()
+        plan = ring_plan(comm, 40)
+        assert comm.sharing is not None
+        tensors = [torch.rand(40, 3), torch.rand(40, 2, 2).double(), torch.rand(40)]
+        counted = []
+        for use in (Use.PASSES, Use.IN_PLACE):
+            borrowed, found = [], []
+            with Ledger(comm) as ledger:
+                stream = ShardStream(plan, tensors, LABEL, prefetch, use=use)
+                for unit, rows in stream:
+                    found += [part.clone() for part in rows.alone().tensors]
+                    published = shared_rows(plan, comm.sharing).count
+                    in_place = unit > 0 and use is Use.IN_PLACE
+                    assert (rows.index is not None) == in_place
+                    if in_place:
+                        borrowed.append(rows.tensors[0].data_ptr())
+                        assert {part.size(0) for part in rows.tensors} == {published}
+                        some = torch.arange(rows.index.numel(), dtype=rows.index.dtype)
+                        assert torch.equal(rows.places(some), rows.index)
+                        assert ledger.resident_rows() == rows.index.numel()
+                    del rows
+                assert ledger.resident_rows() == 0
+            largest = max(unit.num_rows for unit in plan.units()[1:])
+            assert use is Use.PASSES or ledger.peak_resident_rows() == largest
+            ways = ledger.received_bytes(kind="fetch"), ledger.sent_bytes(kind="fetch")
+            counted.append((found, *ways))
+            assert len(set(borrowed)) == len(borrowed)
+        assert all(map(torch.equal, counted[0][0], counted[1][0]))
+        assert counted[0][1:] == counted[1][1:]
+
+    threads(work, world)
+
+
 @pytest.mark.parametrize("piece", [neighbours.PIECE, 40])
 def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
     """One page per dtype and stream, with just the rows that anybody needs, and one per loan.
