@@ -42,6 +42,7 @@ from pyg_sar.graphs import load_graph
 REPOSITORY = Path(__file__).resolve().parent.parent
 PORT = 29511
 MEGABYTE = 1 << 20
+PLAIN_EDGES = 3_000_000  # GAT needs 3 kB for each
 
 # The network #################################################################
 
@@ -275,8 +276,10 @@ def worker(spec_file: str) -> None:
 
 
 def one_process(spec: dict[str, Any], data: Data) -> list[float]:
-    """The losses of plain PyG."""
+    """The losses of plain PyG; where its messages would not fit, of one worker's kernels."""
     model = make_model(spec, data.num_features, spec["classes"])
+    if data.num_edges > PLAIN_EDGES:
+        model = pyg_sar.distribute(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     return [train_epoch(model, optimizer, data, torch.mean) for _ in range(spec["epochs"] + 1)]
 

@@ -268,7 +268,7 @@ class SequentialAggregation:
             kept = self._graphs
             if last:
                 self._graphs = []
-            for unit in self.rounds.units():
+            for unit in self.rounds.units_back(self.policy.prefetch):
                 if self.no_graph:
                     yield unit, [], (self._bare(tile) for tile in self.rounds.tiles(unit))
                 else:

@@ -45,6 +45,10 @@ class Rounds(ABC):
     def units(self) -> list[int]:
         """The units, in order."""
 
+    def units_back(self, prefetch: int) -> list[int]:
+        """The units in the order in which gradients go back; of the policy's ``prefetch``."""
+        return self.units()
+
     @abstractmethod
     def tiles(self, unit: int) -> Iterator[Tile]:
         """A unit's tiles, if it has any."""
@@ -103,6 +107,15 @@ class ShardRounds(Rounds):
 
     def units(self) -> list[int]:
         return list(range(len(self.plan.units())))
+
+    def units_back(self, prefetch: int) -> list[int]:
+        """The worker's own edges come while the last unit's gradients are on their way.
+
+        Where none are left on their way, before these: gradients are added up in the same order.
+        """
+        own, *others = self.units()
+        place = max(len(others) - (prefetch == 0), 0)
+        return [*others[:place], own, *others[place:]]
 
     def tiles(self, unit: int) -> Iterator[Tile]:
         for edges in self.shards.tiles(unit, self._max_edges):

@@ -287,7 +287,7 @@ class RowReturn:
         return self.layout.unpack(found)
 
     def send(self, unit: int) -> None:
-        """Sends what was started; call once per unit, in the order of the units."""
+        """Sends what was started; call once per unit, in the order of the units but for the own."""
         if unit == 0:
             return
         self.drain()
