@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -13,6 +14,9 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
 from pyg_sar.shard import narrowed
+
+if TYPE_CHECKING:
+    from pyg_sar.comm import Communicator
 
 _PLAN: Label = ("", "", "plan")
 _WORTH = 0.95  # of what pulling alone costs: a cover that saves less is not worth the work
@@ -141,3 +145,10 @@ def _cut(columns: Tensor, row: Tensor, target: Tensor, pulls: Tensor) -> Cut:
         (row[pulls], row[pushes]),
         (target[pulls], target[pushes]),
     )
+
+
+def rows_travel(comm: Communicator) -> bool:
+    """Whether rows of any worker go over a network. All workers call this together."""
+    near = 1 if comm.sharing is None else 1 + len(comm.sharing.ranks)
+    far = torch.tensor(int(near < comm.world_size), device=comm.device)
+    return bool(comm.all_reduce(far, "max", label=_PLAN))

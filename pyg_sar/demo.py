@@ -198,7 +198,7 @@ def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
 def _show_bytes(
     workers: list[Run], halos: list[int], config: DemoConfig, write: Callable[[str], object]
 ) -> bool:
-    write("\nAll rows are pulled here; SARPolicy(push='auto'), the default, takes fewer bytes.")
+    write("\nAll rows are pulled here. Between hosts the default, SARPolicy(push='auto'), takes fewer.")
     write("\nbytes            halo rows          fetched    fetched again   gradients sent")
     law = _law(halos, config)
     for p, (figures, expected) in enumerate(zip(workers, law, strict=True)):

@@ -216,7 +216,7 @@ def fused_sum(
     pushes = policy.push != "off" and len(program.numbers("source")) == 1
     pushes &= constant is None or not constant.requires_grad
     pushes &= all(isinstance(reducer, SumReducer) for reducer in reducers[0])
-    way = rounds.for_sums(constant) if pushes else rounds
+    way = rounds.for_sums(constant, policy.push == "always") if pushes else rounds
     if why_missing() is not None:
         if rounds.plan.rank == 0:
             warn_if_missing()

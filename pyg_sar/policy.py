@@ -48,13 +48,14 @@ class SARPolicy:
             message is materialized. With a warning where they were not built. On one process they
             also take plain edges. ``'off'``: by PyTorch's operators alone.
         push: ``'auto'`` lets sums of source rows, weighted by constants or not, take the fewest
-            rows over the wire: for each pair of workers a minimum vertex cover says which source
-            rows are pulled and for which targets partial sums are pushed (modes 1 and 2, with the
-            kernels). So does the softmax attention that the kernels know, by the bytes that its
-            rows take forward and backward, where there are no edge features, the wire is exact, and
-            workers are on several hosts: queries go to the sources' worker, partial softmax states
-            come back. Between workers that read each other's memory that saves no time;
-            ``'always'`` does it there, too. ``'off'`` pulls all. Must be the same on all workers.
+            rows over the wire where workers are on several hosts: for each pair of workers a
+            minimum vertex cover says which source rows are pulled and for which targets partial
+            sums are pushed (modes 1 and 2, with the kernels). So does the softmax attention that
+            the kernels know, by the bytes that its rows take forward and backward, where there are
+            no edge features and the wire is exact: queries go to the sources' worker, partial
+            softmax states come back. Between workers that read each other's memory that saves
+            hardly any time and takes memory; ``'always'`` does it there, too. ``'off'`` pulls all.
+            Must be the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.cover import SUMS
-from pyg_sar.cuts import Cut, Cuts
+from pyg_sar.cuts import Cut, Cuts, rows_travel
 from pyg_sar.exchange import UnitRows, Use, add_rows, flat_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
@@ -334,7 +334,7 @@ def _add(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None) -
 
 
 def cheaper_rounds(
-    edge_index: DistEdgeIndex, rounds: ShardRounds, weight: Tensor | None
+    edge_index: DistEdgeIndex, rounds: ShardRounds, weight: Tensor | None, everywhere: bool
 ) -> BoundaryRounds | None:
     """The way through the edges by a cover, or ``None`` where it saves too little.
 
@@ -344,15 +344,18 @@ def cheaper_rounds(
         edge_index: Distributed edges.
         rounds: The way where source rows come.
         weight: Constant weights of the edges ``[E]``.
+        everywhere: Also where all workers read each other's memory.
     """
     if edge_index.plan.world_size == 1:
         return None
 
     def make() -> tuple[Boundary | None]:
+        if not everywhere and not rows_travel(edge_index.plan.comm):
+            return (None,)
         found = Boundary(edge_index)
         ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
         edge_index.plan.comm.all_reduce(ready, "min", label=_PLAN)
         return (found if found.is_worth_it and int(ready) else None,)
 
-    boundary: Boundary | None = edge_index.remember_together("boundary", make)[0]
+    boundary: Boundary | None = edge_index.remember_together(("boundary", everywhere), make)[0]
     return None if boundary is None else BoundaryRounds(rounds, boundary, weight)

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.cover import Costs
-from pyg_sar.cuts import Cuts
+from pyg_sar.cuts import Cuts, rows_travel
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
@@ -153,7 +153,7 @@ def pushed_edges(
         return None
 
     def make() -> tuple[PushedEdges | None]:
-        if not everywhere and not _travels(edge_index.plan.comm):
+        if not everywhere and not rows_travel(edge_index.plan.comm):
             return (None,)
         with torch.inference_mode(False):
             cuts = Cuts(edge_index, costs)
@@ -161,10 +161,3 @@ def pushed_edges(
 
     found: PushedEdges | None = edge_index.remember_together(("pushed", costs, everywhere), make)[0]
     return found
-
-
-def _travels(comm: Communicator) -> bool:
-    """Whether rows of any worker go over a network."""
-    near = 1 if comm.sharing is None else 1 + len(comm.sharing.ranks)
-    far = torch.tensor(int(near < comm.world_size), device=comm.device)
-    return bool(comm.all_reduce(far, "max", label=_PLAN))

@@ -9,7 +9,8 @@ both: whoever waits for it knows at once.
 
 [Note: resident memory] What a reader touches of a mapped segment counts as resident in the reader
 as well. It gives these pages up with each piece that it has read and with each release (the memory
-stays the writer's), so that a reader has a mebibyte or two of its neighbours' rows mapped.
+stays the writer's), so that a reader has a mebibyte or two of its neighbours' rows mapped, or the
+rows of one neighbour where it reads them in place, as many as it would else have copied.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -24,9 +24,9 @@ from pyg_sar.pushed import _BoundaryStream
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
 
 POLICIES = (
-    SARPolicy(mode=1, prefetch=0),
-    SARPolicy(mode=1, prefetch=2),
-    SARPolicy(mode=2, prefetch=1),
+    SARPolicy(mode=1, prefetch=0, push="always"),
+    SARPolicy(mode=1, prefetch=2, push="always"),
+    SARPolicy(mode=2, prefetch=1, push="always"),
     SARPolicy(mode=1, prefetch=1, push="off"),
 )
 WEIGHT = ("edge_weight",)
@@ -119,17 +119,24 @@ def _bound(data: Data, assignment: Tensor, world: int) -> int:
     return total
 
 
-def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
+def test_as_many_rows_as_the_matching_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, world = stars(), 3
     assignment = torch.randint(world, (60,), generator=torch.Generator().manual_seed(1))
     pyg_sar.write_partitions(data, world, tmp_path / "parts", assignment)
     bound = _bound(data, assignment, world)
-    pushed = threads(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0))
-    pulled = threads(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0, push="off"))
+
+    def rows(push: Literal["auto", "always", "off"]) -> list[dict[str, int]]:
+        return threads(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0, push=push))
+
+    pushed, pulled = rows("always"), rows("off")
     for kind in ("fetch", "gradient"):
         assert sum(found[kind] for found in pushed) == bound
         assert sum(found[kind] for found in pulled) > bound * 1.2
     assert all(found["refetch"] == 0 for found in pushed)
+    # By itself where rows travel; what is read in place is pulled.
+    assert rows("auto") == pulled
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
+    assert rows("auto") == pushed
 
 
 def _found(root: Path, partly: bool) -> tuple[int, int]:
@@ -137,11 +144,12 @@ def _found(root: Path, partly: bool) -> tuple[int, int]:
     data = pyg_sar.load_partition(root)
     some = torch.arange(0, data.num_edges, 2 if partly else 1)
     edge_index = data.edge_index[:, some] if partly else data.edge_index
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double())
+    policy = SARPolicy(push="always")
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         layer(data.x, edge_index)
         attention = gnn.GATConv(CHANNELS, OUT).double()
-        pyg_sar.distribute(attention, SARPolicy(push="always"))(data.x, edge_index)
+        pyg_sar.distribute(attention, policy)(data.x, edge_index)
     return ledger.events("cover"), ledger.received_bytes(kind="fetch")
 
 
@@ -175,7 +183,7 @@ def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
         return out
 
     layer(data.x, data.edge_index)
-    plan = data.edge_index.remember_together("boundary", lambda: ())[0].plan
+    plan = data.edge_index.remember_together(("boundary", False), lambda: ())[0].plan
     _BoundaryStream._pack = watched
     try:
         layer(data.x, data.edge_index)
@@ -197,7 +205,7 @@ def test_messages_are_made_when_it_is_their_turn(
 
 def _structures(root: Path) -> int:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
+    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy(push="always"))
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.current()) as ledger:
         for _ in range(3):
