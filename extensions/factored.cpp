@@ -22,6 +22,7 @@ namespace pyg_sar::attention {
 
 #ifdef PYG_SAR_LEVELS
 #define PYG_SAR_512 __attribute__((target("avx512f,fma,prefer-vector-width=512")))
+#define PYG_SAR_INLINE_512 PYG_SAR_INLINE PYG_SAR_512  // vectors of others are taken apart at once
 
 namespace {
 
@@ -38,13 +39,14 @@ using Places = Vector<int32_t, kFull>;
 
 // kCount numbers, over and over.
 template <int kCount>
-PYG_SAR_INLINE Lanes repeated(const float* from) {
+PYG_SAR_INLINE_512 Lanes repeated(const float* from) {
   if constexpr (kCount == 1) {
-    return *from - Lanes{};
+    const float x = *from;
+    return Lanes{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
   } else if constexpr (kCount == 2) {
-    double both;
-    std::memcpy(&both, from, sizeof(both));
-    return std::bit_cast<Lanes>(both - Vector<double, 8>{});
+    double x;
+    std::memcpy(&x, from, sizeof(x));
+    return std::bit_cast<Lanes>(Vector<double, 8>{x, x, x, x, x, x, x, x});
   } else if constexpr (kCount == 4) {
     Vector<float, 4> x;
     load<4>(x, from);
@@ -63,13 +65,13 @@ PYG_SAR_INLINE Lanes repeated(const float* from) {
 
 // The lanes from kFirst on, around the end.
 template <int kFirst, int... lane>
-PYG_SAR_INLINE Lanes turned(const Lanes& x, std::integer_sequence<int, lane...>) {
+PYG_SAR_INLINE_512 Lanes turned(const Lanes& x, std::integer_sequence<int, lane...>) {
   return __builtin_shufflevector(x, x, (kFirst + lane) % kFull...);
 }
 
 // Two numbers of a head, as pairs of rows of kHeads: numbers of heads are padded.
 template <int kHeads>
-PYG_SAR_INLINE void interleave(float* out, const float* a, const float* b, int64_t rows) {
+PYG_SAR_INLINE_512 void interleave(float* out, const float* a, const float* b, int64_t rows) {
   for (int64_t r = 0; r < rows; ++r) {
     std::memcpy(out + r * 2 * kHeads, a + r * kHeads, kHeads * sizeof(float));
     std::memcpy(out + r * 2 * kHeads + kHeads, b + r * kHeads, kHeads * sizeof(float));
@@ -82,7 +84,7 @@ struct Factors {
   float highest[kHeads];  // key of each head
 
   // out[row] = exp(key), exp(slope * key); the highest keys; whether all are small
-  PYG_SAR_INLINE bool of_keys(float* out, float* most, int64_t first, int64_t last) const {
+  PYG_SAR_INLINE_512 bool of_keys(float* out, float* most, int64_t first, int64_t last) const {
     constexpr int64_t kSize = kTargets * kHeads;
     float key[kSize] = {}, small[kSize], high[kSize];
     std::fill_n(high, kSize, -kLargestKey);
@@ -113,7 +115,7 @@ struct Factors {
     float both[kTargets * 2 * kHeads], old[kTargets * kHeads], top[kTargets * kHeads];
   };
 
-  PYG_SAR_INLINE void of_targets(Of& out, const float* maximum, int64_t first, int64_t n) const {
+  PYG_SAR_INLINE_512 void of_targets(Of& out, const float* maximum, int64_t first, int64_t n) const {
     constexpr float kLowest = std::numeric_limits<float>::lowest();
     float query[kTargets * kHeads] = {}, small[kTargets * kHeads], shift[kTargets * kHeads] = {};
     for (int64_t r = 0; r < n; ++r) {
@@ -160,7 +162,7 @@ struct FactoredForward {
     }
   }
 
-  PYG_SAR_INLINE void operator()(int64_t chunk) const {
+  PYG_SAR_INLINE_512 void operator()(int64_t chunk) const {
     const int64_t first = t.first_segment(chunk), end = t.first_segment(chunk + 1);
     typename Factors<kHeads>::Of of;
     for (int64_t u = first; u < end; u += kTargets) {
@@ -173,7 +175,7 @@ struct FactoredForward {
     }
   }
 
-  PYG_SAR_INLINE void add(int64_t u, const float* both, const float* old, const float* top) const {
+  PYG_SAR_INLINE_512 void add(int64_t u, const float* both, const float* old, const float* top) const {
     constexpr int64_t kAhead = kVectors <= 2 ? 96 : kVectors <= 4 ? 48 : 24;
     constexpr auto kAll = std::make_integer_sequence<int, kFull>{};
     const int64_t last = t.num_edges - 1;
@@ -198,7 +200,7 @@ struct FactoredForward {
   }
 
   // Columns of two vectors are the same in both: all are read before one is written.
-  PYG_SAR_INLINE void finish(int64_t i, const Lanes* sum, const Lanes& total, const float* old,
+  PYG_SAR_INLINE_512 void finish(int64_t i, const Lanes* sum, const Lanes& total, const float* old,
                              const float* top) const {
     const Lanes before = repeated<kHeads>(old);
     float* out = acc + i * t.width();
