@@ -2,10 +2,10 @@
 //
 //   exp(leaky(k_j + q_i) - m_i) = max(exp(k_j) exp(q_i - m_i), exp(slope k_j) exp(slope q_i - m_i)):
 //
-// two exponentials for each source row and two for each target, none for an edge. With them an edge
-// is a load, a product and a maximum away from its weights, in the loop that sums the values. m_i is
-// leaky(max_j k_j + q_i), which no score of the shard exceeds; none is so far below it that its weight
-// is no normal number, as keys are small or this isn't done.
+// two exponentials for each source row and two for each target, none for an edge. An edge's weights
+// are a load, a product and a maximum, in the loop that sums the values. m_i is
+// leaky(max_j k_j + q_i), which no score of the shard exceeds, and of which none falls far short:
+// keys are small, or this isn't done.
 
 #include "factored.h"
 
@@ -22,7 +22,8 @@ namespace pyg_sar::attention {
 
 #ifdef PYG_SAR_LEVELS
 #define PYG_SAR_512 __attribute__((target("avx512f,fma,prefer-vector-width=512")))
-#define PYG_SAR_INLINE_512 PYG_SAR_INLINE PYG_SAR_512  // vectors of others are taken apart at once
+// Of this target themselves: else vectors are taken apart before functions are inlined.
+#define PYG_SAR_INLINE_512 PYG_SAR_INLINE PYG_SAR_512
 
 namespace {
 
@@ -32,7 +33,7 @@ constexpr int64_t kMostVectors = 8;   // of a row
 constexpr int64_t kTargets = 32;      // at a time
 constexpr int64_t kEdgesPerRow = 2;   // at least, on average
 constexpr int64_t kRowsPerTask = 1 << 13;
-constexpr float kLargestKey = 20;
+constexpr float kLargestKey = 12;     // weights of 4e-11, at least
 
 using Lanes = Vector<float, kFull>;
 using Places = Vector<int32_t, kFull>;
@@ -106,7 +107,9 @@ struct Factors {
       if (t.heads < kHeads) std::fill_n(key, kSize, 0.0f);
     }
     std::copy_n(high, kHeads, most);
-    for (int64_t k = kHeads; k < kSize; ++k) most[k % kHeads] = std::max(most[k % kHeads], high[k]);
+    for (int64_t k = kHeads; k < kSize; ++k) {
+      most[k % kHeads] = std::max(most[k % kHeads], high[k]);
+    }
     return large == 0;
   }
 
@@ -115,7 +118,8 @@ struct Factors {
     float both[kTargets * 2 * kHeads], old[kTargets * kHeads], top[kTargets * kHeads];
   };
 
-  PYG_SAR_INLINE_512 void of_targets(Of& out, const float* maximum, int64_t first, int64_t n) const {
+  PYG_SAR_INLINE_512 void of_targets(Of& out, const float* maximum, int64_t first,
+                                     int64_t n) const {
     constexpr float kLowest = std::numeric_limits<float>::lowest();
     float query[kTargets * kHeads] = {}, small[kTargets * kHeads], shift[kTargets * kHeads] = {};
     for (int64_t r = 0; r < n; ++r) {
@@ -141,8 +145,9 @@ struct Factors {
   }
 };
 
-// Rows of kVectors vectors of kLanes; the last begins where a whole one fits.
-template <int kHeads, int kVectors, int kLanes>
+// Rows of kVectors vectors of kLanes; the last begins where a whole one fits. kCrosses: a row may
+// lie in one line more than there are vectors.
+template <int kHeads, int kVectors, int kLanes, bool kCrosses>
 struct FactoredForward {
   const Terms<float>& t;
   const Factors<kHeads>& factors;
@@ -175,8 +180,9 @@ struct FactoredForward {
     }
   }
 
-  PYG_SAR_INLINE_512 void add(int64_t u, const float* both, const float* old, const float* top) const {
-    constexpr int64_t kAhead = kVectors <= 2 ? 96 : kVectors <= 4 ? 48 : 24;
+  PYG_SAR_INLINE_512 void add(int64_t u, const float* both, const float* old,
+                              const float* top) const {
+    constexpr int64_t kAhead = kVectors <= 2 ? 96 : kVectors <= 4 ? 64 : 32;
     constexpr auto kAll = std::make_integer_sequence<int, kFull>{};
     const int64_t last = t.num_edges - 1;
     const Lanes by = repeated<2 * kHeads>(both);
@@ -185,6 +191,7 @@ struct FactoredForward {
       const int64_t later = t.source[e + kAhead < last ? e + kAhead : last];
       const float* next = t.value.data + later * t.value.stride;
       for (int v = 0; v < kVectors; ++v) __builtin_prefetch(next + v * kLanes);
+      if constexpr (kCrosses) __builtin_prefetch(next + t.width() - 1);
       __builtin_prefetch(pairs + later * 2 * kHeads);
       const int64_t j = t.source[e];
       const float* row = t.value.data + j * t.value.stride;
@@ -230,10 +237,18 @@ PYG_SAR_512 bool on_keys(const Factors<kHeads>& factors, float* out, float* most
   return factors.of_keys(out, most, first, last);
 }
 
+template <int kHeads, int kVectors, int kLanes, bool kCrosses>
+void run(const Factors<kHeads>& factors, const float* pairs, const State& state) {
+  const FactoredForward<kHeads, kVectors, kLanes, kCrosses> pass(factors, pairs, state);
+  for_chunks(factors.t.chunks, [&](int64_t chunk) { on_chunk(pass, chunk); });
+}
+
 template <int kHeads, int kVectors, int kLanes = kFull>
 void run(const Factors<kHeads>& factors, const float* pairs, const State& state) {
-  const FactoredForward<kHeads, kVectors, kLanes> pass(factors, pairs, state);
-  for_chunks(factors.t.chunks, [&](int64_t chunk) { on_chunk(pass, chunk); });
+  const Terms<float>& t = factors.t;
+  crosses_lines(t.value.data, t.value.stride, t.width())
+      ? run<kHeads, kVectors, kLanes, true>(factors, pairs, state)
+      : run<kHeads, kVectors, kLanes, false>(factors, pairs, state);
 }
 
 template <int kHeads>

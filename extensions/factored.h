@@ -10,8 +10,8 @@ struct State {
   float *acc, *maximum, *normaliser;
 };
 
-// What Forward<float, kAdditive> adds to the state, where the processor, the shapes and the numbers are
-// such that it is faster and as exact; else nothing is done. Returns whether it was done.
+// What Forward<float, kAdditive> adds to the state, where the processor, the shapes and the numbers
+// are such that it is faster and as exact; else nothing is done. Returns whether it was done.
 bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state);
 
 }  // namespace pyg_sar::attention
