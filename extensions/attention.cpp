@@ -8,6 +8,7 @@
 // All indices are checked before anything is read or written.
 
 #include "attention.h"
+#include "factored.h"
 #include "segments.h"
 
 #include <ATen/ATen.h>
@@ -128,6 +129,7 @@ void check(const Given& g, int64_t num_targets) {
 template <class Index>
 void check_numbers(const Given& g, int64_t num_edges, const OptionalTensor& edges) {
   int64_t rows = std::numeric_limits<int64_t>::max();
+  if (!g.edge_attr.has_value() && !g.drop_key.has_value()) return;
   if (g.edge_attr.has_value()) rows = std::min(rows, g.edge_attr->size(0));
   if (g.drop_key.has_value()) rows = std::min(rows, g.drop_key->size(0));
   if (!edges.has_value()) {
@@ -311,18 +313,6 @@ void on_any(const Pass& pass, int64_t chunk) {
   pass(chunk);
 }
 
-// Calls work(chunk) for all chunks: one thread takes one after the other, since hubs and other
-// processes make some slower.
-template <class Work>
-void for_chunks(int64_t chunks, const Work& work) {
-  const int64_t threads =
-      std::min<int64_t>(at::in_parallel_region() ? 1 : at::get_num_threads(), chunks);
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t chunk = next++; chunk < chunks; chunk = next++) work(chunk);
-  });
-}
-
 template <class Pass>
 void run(const Pass& pass) {
 #ifdef PYG_SAR_LEVELS
@@ -424,13 +414,19 @@ void attention_cpu(Tensor& acc, Tensor& maximum, Tensor& normaliser, PYG_SAR_GIV
   const Dense dense(g, acc.size(0), false);
   if (nothing(g)) return;
   const Written sums(acc), top(maximum), total(normaliser);
+  const int64_t chunks = num_chunks(g, kMostChunks);
   const auto make = [&]<class Pass>() {
     using T = typename Pass::T;
-    return Pass{terms<T>(g, dense, num_chunks(g, kMostChunks)), sums.data<T>(), top.data<T>(), total.data<T>(),
+    return Pass{terms<T>(g, dense, chunks), sums.data<T>(), top.data<T>(), total.data<T>(),
                 data<T>(dense.query_edges)};
   };
-  value.scalar_type() == at::kFloat ? dispatch<Forward, float>(kind, value.size(2), make)
-                                    : dispatch<Forward, double>(kind, value.size(2), make);
+  if (value.scalar_type() == at::kDouble) {
+    dispatch<Forward, double>(kind, value.size(2), make);
+  } else if (kind != kAdditive ||
+             !add_factored(terms<float>(g, dense, chunks), value.size(0),
+                           {sums.data<float>(), top.data<float>(), total.data<float>()})) {
+    dispatch<Forward, float>(kind, value.size(2), make);
+  }
   for (const Written* written : {&sums, &top, &total}) written->write();
 }
 

@@ -28,12 +28,13 @@ struct SumTile {
   int64_t out_stride, row_stride;
   const Wide<Row>* weight;  // in the order of the edges; null: 1
   int width;
+  bool crosses;  // see crosses_lines()
 
   PYG_SAR_INLINE int64_t offset(int64_t t) const {
     return wide_offsets == nullptr ? segments.offsets[t] : wide_offsets[t];
   }
 
-  template <int kLanes, int kVectors, bool kWeighted>
+  template <int kLanes, int kVectors, bool kWeighted, bool kCrosses>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
     using Acc = Wide<Row>;
     // Sums that don't wait for each other; distances that keep about as many lines in flight.
@@ -49,6 +50,7 @@ struct SumTile {
         const Row* row = rows + source[e] * row_stride;
         constexpr int64_t kBytes = kLanes * sizeof(Row);
         for (int64_t at = 0; at < kVectors * kBytes; at += kLine) __builtin_prefetch(next + at);
+        if constexpr (kCrosses) __builtin_prefetch(next + (width - 1) * sizeof(Row));
         for (int v = 0; v < kVectors; ++v) {
           Vector<Acc, kLanes> x;
           load<kLanes>(x, row + (v + 1 < kVectors ? v * kLanes : tail));
@@ -75,10 +77,16 @@ struct SumTile {
     }
   }
 
+  template <int kLanes, int kVectors, bool kWeighted>
+  PYG_SAR_INLINE void run_crossing(int64_t first, int64_t last) const {
+    crosses ? run<kLanes, kVectors, kWeighted, true>(first, last)
+            : run<kLanes, kVectors, kWeighted, false>(first, last);
+  }
+
   template <int kLanes, int kVectors>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
-    weight == nullptr ? run<kLanes, kVectors, false>(first, last)
-                      : run<kLanes, kVectors, true>(first, last);
+    if (weight != nullptr) return run_crossing<kLanes, kVectors, true>(first, last);
+    run_crossing<kLanes, kVectors, false>(first, last);
   }
 
   // Narrow rows: one or two vectors of fewer lanes.

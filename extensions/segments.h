@@ -63,8 +63,19 @@ template <class Index>
 Segments<Index> checked(const char* op, const SegmentTensors& given, int64_t num_rows,
                         int64_t num_out);
 
-// Calls work(first, last) for runs of targets, with about as many edges each: one thread takes one
-// run after the other, since hubs and other processes make some slower.
+// Calls work(chunk) for all chunks: one thread takes one after the other, since hubs and other
+// processes make some slower.
+template <class Work>
+void for_chunks(int64_t chunks, const Work& work) {
+  const int64_t threads =
+      std::min<int64_t>(at::in_parallel_region() ? 1 : at::get_num_threads(), chunks);
+  std::atomic<int64_t> next{0};
+  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
+    for (int64_t chunk = next++; chunk < chunks; chunk = next++) work(chunk);
+  });
+}
+
+// Calls work(first, last) for runs of targets, with about as many edges each.
 template <class Index, class Work>
 void for_targets(const Segments<Index>& segments, int64_t edges_per_run, const Work& work) {
   // An edge and a target count alike: there may be many targets with hardly an edge.
@@ -79,14 +90,10 @@ void for_targets(const Segments<Index>& segments, int64_t edges_per_run, const W
     }
     return low;
   };
-  const int64_t threads = std::min<int64_t>(at::in_parallel_region() ? 1 : at::get_num_threads(), runs);
-  std::atomic<int64_t> next{0};
-  at::parallel_for(0, threads, 1, [&](int64_t, int64_t) {
-    for (int64_t run = next++; run < runs; run = next++) {
-      const int64_t first = begin(run);
-      const int64_t last = run + 1 == runs ? segments.num_targets : begin(run + 1);
-      if (first < last) work(first, last);
-    }
+  for_chunks(runs, [&](int64_t run) {
+    const int64_t first = begin(run);
+    const int64_t last = run + 1 == runs ? segments.num_targets : begin(run + 1);
+    if (first < last) work(first, last);
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <type_traits>
 
 #include "segments.h"
@@ -25,6 +26,15 @@ using Vector = typename VectorOf<T, kLanes>::type;
 // Numbers in a register of one cache line.
 template <class Acc>
 constexpr int kFullLanes = static_cast<int>(kLine / sizeof(Acc));
+
+// Whether rows may lie in more lines than as many bytes take that begin with one.
+template <class Row>
+bool crosses_lines(const Row* rows, int64_t stride, int64_t width) {
+  constexpr int64_t kBytes = sizeof(Row);
+  const auto at = static_cast<int64_t>(reinterpret_cast<uintptr_t>(rows) % kLine);
+  const int64_t latest = kLine - std::gcd(std::gcd(at, stride * kBytes), kLine);
+  return latest + width * kBytes > (width * kBytes + kLine - 1) / kLine * kLine;
+}
 
 template <int kLanes, class Acc, class = std::enable_if_t<std::is_floating_point_v<Acc>>>
 PYG_SAR_INLINE void load(Vector<Acc, kLanes>& to, const Acc* from) {

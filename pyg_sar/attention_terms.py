@@ -196,7 +196,8 @@ class AttentionState:
 
     Attributes:
         acc: ``[N, H, C]``, float32 for half precision, else of the inputs' dtype.
-        maximum: Largest score so far, ``[N, H]``; minus infinity without an edge, else at least the
+        maximum: What the scores so far are measured from, ``[N, H]``: the largest, or a number that
+            none exceeds by more than rounding; minus infinity without an edge, else at least the
             lowest finite number.
         normaliser: Sum of exp(score - maximum), ``[N, H]``.
     """

@@ -233,6 +233,51 @@ def test_no_edges_and_no_rows(native: bool):
             assert not any(bool(t.any()) for t in found.values())
 
 
+@pytest.mark.parametrize("native", BOTH)
+@pytest.mark.parametrize("squeezed", [False, True])
+def test_additive_scores_of_many_edges_per_row(native: bool, squeezed: bool):
+    """Rows of all widths that the kernels tell apart, tiny segments and a hub."""
+    for heads, channels, slope, scale, shards in (
+        (1, 8, 0.2, 1.0, 1),  # half a register
+        (2, 4, 0.0, 3.0, 2),
+        (1, 16, 1.0, 1.0, 1),
+        (2, 8, 0.2, 1.0, 3),
+        (4, 8, 0.2, 3.5, 1),
+        (3, 10, 0.2, 1.0, 2),  # lines that a row shares with the next
+        (1, 47, 0.1, 3.0, 1),
+        (5, 7, 0.2, 1.0, 2),
+        (7, 9, 0.2, 1.0, 1),
+        (8, 10, 0.9, 2.0, 1),
+        (6, 16, 0.2, 1.0, 3),
+        (4, 25, 0.2, 1.0, 1),
+        (8, 16, 0.2, 3.0, 2),
+        (9, 8, 0.2, 1.0, 1),  # more heads than that
+        (4, 8, 2.0, 1.0, 1),  # slopes with which a leaky ReLU is no maximum
+        (4, 8, -0.5, 1.0, 2),
+        (4, 8, 0.2, 9.0, 1),  # keys too large
+    ):
+        given = problem(
+            "additive", heads, channels, dtype=torch.float32, edges=1500, sources=40, targets=400
+        )
+        tensors = given.attention.tensors()
+        changed = {n: tensors[n] * scale for n in ("key", "query")}
+        given = replace(given, attention=replace(given.attention, slope=slope, **changed))
+        apart, name = worst(computed(given, native, shards, squeezed=squeezed), looped(given))
+        assert apart <= TOLERANCES[torch.float32], (heads, channels, slope, scale, name)
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_additive_scores_of_shards_far_apart(native: bool):
+    for step in (11, -11):
+        given = problem("additive", 4, 8, dtype=torch.float32, edges=2000, sources=40)
+        key = given.attention.key
+        assert key is not None
+        key = key / 4 + torch.linspace(-1, 1, 40).view(-1, 1) * step
+        given = replace(given, attention=replace(given.attention, key=key))
+        for shards in (1, 4):
+            assert worst(computed(given, native, shards), looped(given))[0] <= 2e-4
+
+
 # Numbers at the edge ##########################################################
 
 

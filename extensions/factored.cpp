@@ -1,0 +1,308 @@
+// A leaky ReLU with a slope from 0 to 1 is max(x, slope * x), and exp() ascends, so that
+//
+//   exp(leaky(k_j + q_i) - m_i) = max(exp(k_j) exp(q_i - m_i), exp(slope k_j) exp(slope q_i - m_i)):
+//
+// two exponentials for each source row and two for each target, none for an edge. An edge's weights
+// are a load, a product and a maximum, in the loop that sums the values. m_i is
+// leaky(max_j k_j + q_i), which no score of the shard exceeds, and of which none falls far short:
+// keys are small, or this isn't done.
+
+#include "factored.h"
+
+#include <ATen/ops/empty.h>
+
+#include <atomic>
+#include <bit>
+#include <utility>
+#include <vector>
+
+#include "vectors.h"
+
+namespace pyg_sar::attention {
+
+#ifdef PYG_SAR_LEVELS
+#define PYG_SAR_512 __attribute__((target("avx512f,fma,prefer-vector-width=512")))
+// Of this target themselves: else vectors are taken apart before functions are inlined.
+#define PYG_SAR_INLINE_512 PYG_SAR_INLINE PYG_SAR_512
+
+namespace {
+
+constexpr int kFull = 16;             // values of a register
+constexpr int64_t kMostHeads = 8;     // two numbers of each fit into a register
+constexpr int64_t kMostVectors = 8;   // of a row
+constexpr int64_t kTargets = 32;      // at a time
+constexpr int64_t kEdgesPerRow = 2;   // at least, on average
+constexpr int64_t kRowsPerTask = 1 << 13;
+constexpr float kLargestKey = 12;     // weights of 4e-11, at least
+
+using Lanes = Vector<float, kFull>;
+using Places = Vector<int32_t, kFull>;
+
+// kCount numbers, over and over.
+template <int kCount>
+PYG_SAR_INLINE_512 Lanes repeated(const float* from) {
+  if constexpr (kCount == 1) {
+    const float x = *from;
+    return Lanes{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
+  } else if constexpr (kCount == 2) {
+    double x;
+    std::memcpy(&x, from, sizeof(x));
+    return std::bit_cast<Lanes>(Vector<double, 8>{x, x, x, x, x, x, x, x});
+  } else if constexpr (kCount == 4) {
+    Vector<float, 4> x;
+    load<4>(x, from);
+    const auto y = __builtin_shufflevector(x, x, 0, 1, 2, 3, 0, 1, 2, 3);
+    return __builtin_shufflevector(y, y, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+  } else if constexpr (kCount == 8) {
+    Vector<float, 8> x;
+    load<8>(x, from);
+    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
+  } else {
+    Lanes x;
+    load<kFull>(x, from);
+    return x;
+  }
+}
+
+// The lanes from kFirst on, around the end.
+template <int kFirst, int... lane>
+PYG_SAR_INLINE_512 Lanes turned(const Lanes& x, std::integer_sequence<int, lane...>) {
+  return __builtin_shufflevector(x, x, (kFirst + lane) % kFull...);
+}
+
+// Two numbers of a head, as pairs of rows of kHeads: numbers of heads are padded.
+template <int kHeads>
+PYG_SAR_INLINE_512 void interleave(float* out, const float* a, const float* b, int64_t rows) {
+  for (int64_t r = 0; r < rows; ++r) {
+    std::memcpy(out + r * 2 * kHeads, a + r * kHeads, kHeads * sizeof(float));
+    std::memcpy(out + r * 2 * kHeads + kHeads, b + r * kHeads, kHeads * sizeof(float));
+  }
+}
+
+template <int kHeads>
+struct Factors {
+  const Terms<float>& t;
+  float highest[kHeads];  // key of each head
+
+  // out[row] = exp(key), exp(slope * key); the highest keys; whether all are small
+  PYG_SAR_INLINE_512 bool of_keys(float* out, float* most, int64_t first, int64_t last) const {
+    constexpr int64_t kSize = kTargets * kHeads;
+    float key[kSize] = {}, small[kSize], high[kSize];
+    std::fill_n(high, kSize, -kLargestKey);
+    int large = 0;
+    for (int64_t j = first; j < last; j += kTargets) {
+      const int64_t n = std::min(kTargets, last - j);
+      for (int64_t r = 0; r < n; ++r) {
+        for (int64_t h = 0; h < t.heads; ++h) key[r * kHeads + h] = t.key.row(j + r)[h];
+      }
+#pragma omp simd reduction(| : large)
+      for (int64_t k = 0; k < n * kHeads; ++k) {
+        const float x = key[k];
+        high[k] = x > high[k] ? x : high[k];
+        large |= !(std::abs(x) <= kLargestKey);
+        small[k] = exponential(t.slope * x);
+        key[k] = exponential(x);
+      }
+      interleave<kHeads>(out + j * 2 * kHeads, key, small, n);
+      if (t.heads < kHeads) std::fill_n(key, kSize, 0.0f);
+    }
+    std::copy_n(high, kHeads, most);
+    for (int64_t k = kHeads; k < kSize; ++k) {
+      most[k % kHeads] = std::max(most[k % kHeads], high[k]);
+    }
+    return large == 0;
+  }
+
+  // Of each target: what keys' factors are multiplied by, and what was summed before.
+  struct Of {
+    float both[kTargets * 2 * kHeads], old[kTargets * kHeads], top[kTargets * kHeads];
+  };
+
+  PYG_SAR_INLINE_512 void of_targets(Of& out, const float* maximum, int64_t first,
+                                     int64_t n) const {
+    constexpr float kLowest = std::numeric_limits<float>::lowest();
+    float query[kTargets * kHeads] = {}, small[kTargets * kHeads], shift[kTargets * kHeads] = {};
+    for (int64_t r = 0; r < n; ++r) {
+      const int64_t i = t.target(first + r);
+      const float* row = t.query.row(i);
+      for (int64_t h = 0; h < t.heads; ++h) {
+        query[r * kHeads + h] = row == nullptr ? 0.0f : row[h];
+        shift[r * kHeads + h] = highest[h];
+        out.old[r * kHeads + h] = maximum[i * t.heads + h];
+      }
+    }
+#pragma omp simd
+    for (int64_t k = 0; k < n * kHeads; ++k) {
+      const float bound = leaky(query[k] + shift[k], t.slope);
+      const float top = bound > kLowest ? bound : kLowest;  // a finite number for NaN
+      const float old = out.old[k], now = old > top ? old : top;
+      out.top[k] = now;
+      out.old[k] = exponential(old - now);
+      small[k] = exponential(t.slope * query[k] - now);
+      query[k] = exponential(query[k] - now);
+    }
+    interleave<kHeads>(out.both, query, small, n);
+  }
+};
+
+// Rows of kVectors vectors of kLanes; the last begins where a whole one fits. kCrosses: a row may
+// lie in one line more than there are vectors.
+template <int kHeads, int kVectors, int kLanes, bool kCrosses>
+struct FactoredForward {
+  const Terms<float>& t;
+  const Factors<kHeads>& factors;
+  const float* pairs;
+  float *acc, *maximum, *normaliser;
+  int64_t place[kVectors];
+  Places head[kVectors];  // of each lane
+
+  FactoredForward(const Factors<kHeads>& of, const float* keys, const State& state)
+      : t(of.t), factors(of), pairs(keys), acc(state.acc), maximum(state.maximum),
+        normaliser(state.normaliser) {
+    for (int v = 0; v < kVectors; ++v) {
+      place[v] = v + 1 < kVectors ? v * kLanes : t.width() - kLanes;
+      for (int l = 0; l < kFull; ++l) {
+        head[v][l] = static_cast<int32_t>((place[v] + l % kLanes) / t.channels);
+      }
+    }
+  }
+
+  PYG_SAR_INLINE_512 void operator()(int64_t chunk) const {
+    const int64_t first = t.first_segment(chunk), end = t.first_segment(chunk + 1);
+    typename Factors<kHeads>::Of of;
+    for (int64_t u = first; u < end; u += kTargets) {
+      const int64_t n = std::min(kTargets, end - u);
+      factors.of_targets(of, maximum, u, n);
+      for (int64_t r = 0; r < n; ++r) {
+        if (t.offsets[u + r] == t.offsets[u + r + 1]) continue;
+        add(u + r, of.both + r * 2 * kHeads, of.old + r * kHeads, of.top + r * kHeads);
+      }
+    }
+  }
+
+  PYG_SAR_INLINE_512 void add(int64_t u, const float* both, const float* old,
+                              const float* top) const {
+    constexpr int64_t kAhead = kVectors <= 2 ? 96 : kVectors <= 4 ? 64 : 32;
+    constexpr auto kAll = std::make_integer_sequence<int, kFull>{};
+    const int64_t last = t.num_edges - 1;
+    const Lanes by = repeated<2 * kHeads>(both);
+    Lanes sum[kVectors] = {}, total = {};
+    for (int64_t e = t.offsets[u], stop = t.offsets[u + 1]; e < stop; ++e) {
+      const int64_t later = t.source[e + kAhead < last ? e + kAhead : last];
+      const float* next = t.value.data + later * t.value.stride;
+      for (int v = 0; v < kVectors; ++v) __builtin_prefetch(next + v * kLanes);
+      if constexpr (kCrosses) __builtin_prefetch(next + t.width() - 1);
+      __builtin_prefetch(pairs + later * 2 * kHeads);
+      const int64_t j = t.source[e];
+      const float* row = t.value.data + j * t.value.stride;
+      const Lanes x = repeated<2 * kHeads>(pairs + j * 2 * kHeads) * by;
+      const Lanes y = turned<kHeads>(x, kAll);
+      const Lanes weight = x > y ? x : y;
+      total += weight;
+      for (int v = 0; v < kVectors; ++v) {
+        sum[v] += repeated<kLanes>(row + place[v]) * __builtin_shuffle(weight, head[v]);
+      }
+    }
+    finish(t.target(u), sum, total, old, top);
+  }
+
+  // Columns of two vectors are the same in both: all are read before one is written.
+  PYG_SAR_INLINE_512 void finish(int64_t i, const Lanes* sum, const Lanes& total, const float* old,
+                             const float* top) const {
+    const Lanes before = repeated<kHeads>(old);
+    float* out = acc + i * t.width();
+    Lanes x[kVectors];
+    for (int v = 0; v < kVectors; ++v) {
+      x[v] = repeated<kLanes>(out + place[v]) * __builtin_shuffle(before, head[v]) + sum[v];
+    }
+    for (int v = 0; v < kVectors; ++v) std::memcpy(out + place[v], &x[v], kLanes * sizeof(float));
+    float totals[kFull];
+    std::memcpy(totals, &total, sizeof(totals));
+    for (int64_t h = 0; h < t.heads; ++h) {
+      float& normal = normaliser[i * t.heads + h];
+      normal = normal * old[h] + totals[h];
+      maximum[i * t.heads + h] = top[h];
+    }
+  }
+};
+
+template <class Pass>
+PYG_SAR_512 void on_chunk(const Pass& pass, int64_t chunk) {
+  pass(chunk);
+}
+
+template <int kHeads>
+PYG_SAR_512 bool on_keys(const Factors<kHeads>& factors, float* out, float* most, int64_t first,
+                         int64_t last) {
+  return factors.of_keys(out, most, first, last);
+}
+
+template <int kHeads, int kVectors, int kLanes, bool kCrosses>
+void run(const Factors<kHeads>& factors, const float* pairs, const State& state) {
+  const FactoredForward<kHeads, kVectors, kLanes, kCrosses> pass(factors, pairs, state);
+  for_chunks(factors.t.chunks, [&](int64_t chunk) { on_chunk(pass, chunk); });
+}
+
+template <int kHeads, int kVectors, int kLanes = kFull>
+void run(const Factors<kHeads>& factors, const float* pairs, const State& state) {
+  const Terms<float>& t = factors.t;
+  crosses_lines(t.value.data, t.value.stride, t.width())
+      ? run<kHeads, kVectors, kLanes, true>(factors, pairs, state)
+      : run<kHeads, kVectors, kLanes, false>(factors, pairs, state);
+}
+
+template <int kHeads>
+void run_width(const Factors<kHeads>& factors, const float* pairs, const State& state) {
+  const int64_t width = factors.t.width();
+  if (width == 8) return run<kHeads, 1, 8>(factors, pairs, state);
+  switch ((width + kFull - 1) / kFull) {
+    case 1: return run<kHeads, 1>(factors, pairs, state);
+    case 2: return run<kHeads, 2>(factors, pairs, state);
+    case 3: return run<kHeads, 3>(factors, pairs, state);
+    case 4: return run<kHeads, 4>(factors, pairs, state);
+    case 5: return run<kHeads, 5>(factors, pairs, state);
+    case 6: return run<kHeads, 6>(factors, pairs, state);
+    case 7: return run<kHeads, 7>(factors, pairs, state);
+    default: return run<kHeads, 8>(factors, pairs, state);
+  }
+}
+
+template <int kHeads>
+bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
+  Factors<kHeads> factors{t, {}};
+  const at::Tensor pairs = at::empty({num_rows, 2 * kHeads}, at::kFloat);
+  const int64_t tasks = (num_rows + kRowsPerTask - 1) / kRowsPerTask;
+  std::vector<float> most(tasks * kHeads);
+  std::atomic<bool> small{true};
+  float* out = pairs.mutable_data_ptr<float>();
+  for_chunks(tasks, [&](int64_t task) {
+    const int64_t first = task * kRowsPerTask, last = std::min(first + kRowsPerTask, num_rows);
+    if (!on_keys(factors, out, &most[task * kHeads], first, last)) small = false;
+  });
+  if (!small) return false;
+  std::copy_n(most.begin(), kHeads, factors.highest);
+  for (size_t k = kHeads; k < most.size(); ++k) {
+    factors.highest[k % kHeads] = std::max(factors.highest[k % kHeads], most[k]);
+  }
+  run_width(factors, out, state);
+  return true;
+}
+
+}  // namespace
+
+bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state) {
+  const int64_t width = t.width();
+  const bool fits = t.heads <= kMostHeads && (width >= kFull || width == kFull / 2) &&
+                    width <= kMostVectors * kFull;
+  const bool plain = t.features == 0 && t.drop_key == nullptr && t.slope >= 0 && t.slope <= 1;
+  if (!fits || !plain || t.num_edges < kEdgesPerRow * num_rows) return false;
+  if (!__builtin_cpu_supports("avx512f")) return false;
+  if (t.heads > 4) return run_heads<8>(t, num_rows, state);
+  if (t.heads > 2) return run_heads<4>(t, num_rows, state);
+  return t.heads == 2 ? run_heads<2>(t, num_rows, state) : run_heads<1>(t, num_rows, state);
+}
+#else
+bool add_factored(const Terms<float>&, int64_t, const State&) { return false; }
+#endif
+
+}  // namespace pyg_sar::attention
