@@ -90,13 +90,14 @@ class SequentialAggregation:
         self.plan, self.out_rows = rounds.plan, list(out_rows)
         self.wire = Wire(policy.wire)
         self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
-        self.keeps_graphs = needs.needs_gradient and (
-            policy.mode > 1
-            or (not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES)
-        )
+        light = not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES
+        self.keeps_graphs = needs.needs_gradient and (policy.mode > 1 or light)
         groups = self.reducers()
         readers = [reducer for group in groups for reducer in group]
         self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
+        # Where a mode remakes graphs it does so in the order of the forward pass, and all add up in
+        # the same order.
+        self._own_last = self.no_graph or light
         self.fused = fused_sum(program, rounds, needs, self.keeps_graphs, groups, policy)
         if self.fused is not None:
             self.rounds = self.fused.rounds
@@ -268,7 +269,8 @@ class SequentialAggregation:
             kept = self._graphs
             if last:
                 self._graphs = []
-            for unit in self.rounds.units_back(self.policy.prefetch):
+            units, prefetch = self.rounds.units(), self.policy.prefetch
+            for unit in self.rounds.units_back(prefetch) if self._own_last else units:
                 if self.no_graph:
                     yield unit, [], (self._bare(tile) for tile in self.rounds.tiles(unit))
                 else:
