@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
 POLICIES = {
     "1, prefetch 0": pyg_sar.SARPolicy(prefetch=0),
     "1, prefetch 1": pyg_sar.SARPolicy(prefetch=1),
-    "1, prefetch 1, all pulled": pyg_sar.SARPolicy(prefetch=1, push="off"),
+    "1, prefetch 1, pushed": pyg_sar.SARPolicy(prefetch=1, push="always"),
     "2": pyg_sar.SARPolicy(mode=2),
     "3": pyg_sar.SARPolicy(mode=3),
 }
