@@ -7,6 +7,8 @@
 // leaky(max_j k_j + q_i), which no score of the shard exceeds, and of which none falls far short:
 // keys are small, or this isn't done.
 
+#undef PYG_SAR_ONE_VERSION  // There is but one, for the widest processors: sanitizers see it, too.
+
 #include "factored.h"
 
 #include <ATen/ops/empty.h>
