@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
@@ -27,9 +28,9 @@ from torch_geometric import nn as gnn
 
 import pyg_sar.neighbours as neighbours
 import pyg_sar.rendezvous as rendezvous
-from pyg_sar import Ledger, SARPolicy
+from pyg_sar import Ledger, SARPolicy, distribute, load_partition
 from pyg_sar.comm import Communicator, current, finalize, init
-from pyg_sar.exchange import Use
+from pyg_sar.exchange import Use, add_distinct_rows, add_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.launch import launch
 from pyg_sar.shared_rows import shared_rows
@@ -370,3 +371,50 @@ def test_gradients_stay_in_flight(switch, monkeypatch):
 
     assert threads(drains, 3, 0, False) == [False] * 3
     assert threads(drains, 3, 1, True) == [switch == "1"] * 3
+
+
+# What comes back #############################################################
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("ascending", [True, False])
+def test_distinct_rows_are_added_as_any_others(ascending, dtype):
+    """To the bit; also columns of wider rows, and where the index is in no order."""
+    buffer, index = torch.randn(7, 18).to(dtype), torch.randperm(13)[:7]
+    index = index.sort()[0] if ascending else index.sort(descending=True)[0]
+    for rows in (buffer, buffer[:, :15].unflatten(1, (3, 5)), buffer[:, 15:], buffer[:0, :4]):
+        total = torch.randn(13, *rows.shape[1:]).to(dtype)
+        expected = total.clone()
+        add_rows(expected, index[: rows.size(0)], rows)
+        add_distinct_rows(total, index[: rows.size(0)], rows)
+        assert torch.equal(total, expected)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "off"])
+def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions, monkeypatch):
+    """Nothing is left to travel at depth 0; the gradients are the same to the bit."""
+    data = make_graph(41, 220)
+    root, layer = partitions(data, 3, "random"), LAYERS["sage"]().double()
+    started: dict[int, list[int]] = {}
+    start = GradientReturn.start
+
+    def starting(self: GradientReturn, unit: int) -> list[torch.Tensor]:
+        started.setdefault(current().rank, []).append(unit)
+        return start(self, unit)
+
+    monkeypatch.setattr(GradientReturn, "start", starting)
+
+    def work(prefetch: int) -> torch.Tensor:
+        mine = load_partition(root)
+        policy = SARPolicy(prefetch=prefetch, kernels=kernels)
+        x = mine.x.clone().requires_grad_()
+        distribute(copy.deepcopy(layer), policy)(x, mine.edge_index).square().sum().backward()
+        return x.grad
+
+    gradients = []
+    for prefetch, order in ((0, [1, 0, 2]), (1, [1, 2, 0]), (2, [1, 2, 0])):
+        started.clear()
+        gradients.append(threads(work, 3, prefetch))
+        assert list(started.values()) == [order] * 3
+    for others in gradients[1:]:
+        assert all(map(torch.equal, gradients[0], others))
