@@ -229,8 +229,12 @@ class SequentialAggregation:
         totals = [self._total(k) for k in range(len(self.requires_grad))]
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         own = [_like(totals[k]) for k in numbers]
+        depth = self.policy.prefetch
+        if self.fused is not None and own:
+            if self.fused.add_by_owners(own[0], reducers[0], self.name, depth):
+                return totals, {}
         refetches = self.needs.needs_sources and not (self.no_graph or self.keeps_graphs)
-        returns = self.rounds.returns(own, self.name, self.policy.prefetch, refetches, self.wire)
+        returns = self.rounds.returns(own, self.name, depth, refetches, self.wire)
         sums: dict[int, Tensor] = {}
         for unit, handed, graphs in self._graph_rounds(tensors, last):
             unit_totals = list(totals)

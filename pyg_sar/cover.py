@@ -23,6 +23,7 @@ _Ints = NDArray[np.int64]
 Costs = tuple[int, int]
 """What a pulled row costs, and a pushed one."""
 SUMS: Costs = (1, 1)
+ALL_PUSHED: Costs = (1, 0)
 COSTS: tuple[Costs, ...] = ((1, 2), (2, 3), SUMS, (4, 3))
 """The costs for which there are covers. See :func:`nearest_costs`."""
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.cover import Costs, pulled_rows
+from pyg_sar.cover import ALL_PUSHED, Costs, pulled_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
@@ -119,7 +119,9 @@ def _covered(edge_index: DistEdgeIndex, costs: Costs) -> list[Cut]:
     covers, pulled = halo.covers, None
     if covers is not None:
         pulled = covers.find(costs, columns.numel())
-    if pulled is None:
+    if costs == ALL_PUSHED:
+        pulled = torch.zeros(halo.num_halo, dtype=torch.bool)
+    elif pulled is None:
         for ledger in halo.comm.ledgers:
             ledger.count("cover")
         pulled = pulled_rows(row, target, halo.halo_offsets, [costs])[0]

@@ -12,6 +12,7 @@ from pyg_sar.dependence import Dependence
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange import UnitRows
 from pyg_sar.ops import takes, warn_if_missing, why_missing
+from pyg_sar.owner_gradients import OwnerRounds
 from pyg_sar.policy import SARPolicy
 from pyg_sar.products import Products
 from pyg_sar.program import TileProgram
@@ -91,7 +92,7 @@ class FusedSum:
         if self.rounds is not self._pulled:
             raise DistributedIndexError(
                 f"the message of {type(self._program.layer).__name__} was a weighted source row "
-                "when it was analysed, and is not now; partial sums of it are on their way. Set "
+                "when it was analysed, and is not now; other workers sum rows for this one. Set "
                 "`layer.policy = pyg_sar.SARPolicy(push='off')`"
             )
         return False
@@ -125,6 +126,25 @@ class FusedSum:
             raise RuntimeError("The weights of a sum were not kept for its backward pass")
         found = self.rounds.in_shard_order(unit, weight.reshape(-1))
         return found.float() if found.dtype == torch.bfloat16 else found
+
+    def add_by_owners(
+        self, total: Tensor, reducers: Sequence[Reducer], layer: str, prefetch: int
+    ) -> bool:
+        """Adds the gradients of own source rows over all edges, if that is the way it takes.
+
+        Args:
+            total: Of the source operand.
+            reducers: A sum or a mean.
+            layer: Whom the ledger charges.
+            prefetch: Units fetched ahead.
+        """
+        if not isinstance(self.rounds, OwnerRounds):
+            return False
+        for reducer in reducers:
+            if isinstance(reducer, SumReducer):
+                gradient, scale = reducer.gradient()
+                self.rounds.add_gradients(total, gradient, scale, layer, prefetch)
+        return True
 
     def add_gradients(
         self,
@@ -216,7 +236,12 @@ def fused_sum(
     pushes = policy.push != "off" and len(program.numbers("source")) == 1
     pushes &= constant is None or not constant.requires_grad
     pushes &= all(isinstance(reducer, SumReducer) for reducer in reducers[0])
-    way = rounds.for_sums(constant, policy.push == "always") if pushes else rounds
+    if pushes:
+        by_owners = len(reducers[0]) == 1 and policy.wire == "exact" and torch.is_grad_enabled()
+        by_owners &= rows.requires_grad
+        way = rounds.for_sums(constant, policy.push == "always", by_owners)
+    else:
+        way = rounds
     if why_missing() is not None:
         if rounds.plan.rank == 0:
             warn_if_missing()

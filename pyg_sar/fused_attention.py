@@ -7,7 +7,7 @@ from the state's maximum and normaliser. See :mod:`pyg_sar.attention_ops` for th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionStat
 from pyg_sar.errors import named
 from pyg_sar.exchange import UnitRows, Use
 from pyg_sar.policy import SARPolicy
-from pyg_sar.pushed_attention import PushedAttention
+from pyg_sar.pushed_attention import Covers, PushedAttention
 from pyg_sar.pushed_edges import PulledRounds, PushedEdges
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.wire import Wire
@@ -43,7 +43,7 @@ class FusedAttention:
         policy: Its mode and prefetch depth.
         name: The layer's name, for the ledger.
         title: The layer and the rank, for messages.
-        edges: The edges between workers, where some are pushed.
+        covers: The edges between workers, where some are pushed.
     """
 
     sources: tuple[str, ...] = ("value", "key")  # which tensors have a row per source
@@ -56,7 +56,7 @@ class FusedAttention:
         policy: SARPolicy,
         name: str,
         title: str,
-        edges: PushedEdges | None = None,
+        covers: Covers | None = None,
     ) -> None:
         seed = (attention.seed + _SALT * rounds.plan.rank) % 2**64
         self.attention = replace(attention, seed=seed)
@@ -65,10 +65,20 @@ class FusedAttention:
         self._sources = [name for name in self.names if name in self.sources]
         self._wire = Wire(policy.wire)
         self._kept: list[tuple[int, UnitRows]] = []
-        self._pushed: PushedAttention | None = None
-        if edges is not None:
-            self.rounds = PulledRounds(rounds, edges)
-            self._pushed = PushedAttention(edges, self.attention, policy, name)
+        self.covers = covers or Covers()
+        self._there, self.rounds = self._way(rounds, self.covers.forward)
+        self._back, self.rounds_back = self._there, self.rounds
+        if self.covers.backward is not self.covers.forward:
+            self._back, self.rounds_back = self._way(rounds, self.covers.backward)
+
+    def _way(
+        self, rounds: ShardRounds, edges: PushedEdges | None
+    ) -> tuple[PushedAttention | None, ShardRounds]:
+        """The pushed edges of a pass, and the way through the others."""
+        if edges is None:
+            return None, rounds
+        pushed = PushedAttention(edges, self.attention, self.policy, self.name)
+        return pushed, PulledRounds(rounds, edges)
 
     def forward(self, given: Any, record: bool) -> tuple[Tensor, AttentionState]:
         """The output ``[N, H, C]`` and the state after the last shard.
@@ -81,12 +91,14 @@ class FusedAttention:
         for ledger in rounds.plan.comm.ledgers:
             ledger.count("fused attention")
         state = self.start(given)
-        if self._pushed is not None:  # First. See [Note: two plans].
-            self._pushed.forward(given, state, record)
-        for unit, rows in self._stream(given, "forward", "fetch"):
+        if self._there is not None:
+            pushed = self._there.forward(given, state, record)
+            self._around(pushed, lambda own: self.add(state, given, 0, own), given)
+        for unit, rows in self._stream(rounds, given, "forward", "fetch"):
             if record and self.policy.mode > 1:
                 self._kept.append((unit, rows))
-            self.add(state, given, unit, rows)
+            if unit != 0 or self._there is None:
+                self.add(state, given, unit, rows)
             del rows
         return state.finish().to(given.tensors()[self._sources[0]].dtype), state
 
@@ -110,12 +122,17 @@ class FusedAttention:
             totals[name] if tensors[name].dtype == wide else _zeros(tensors[name])
             for name in wanted_sources
         ]
-        returns = self.rounds.returns(
+        returns = self.rounds_back.returns(
             returned, self.name, self.policy.prefetch, self.policy.mode == 1, self._wire
         )
-        if self._pushed is not None:
-            self._pushed.backward(given, cotangent, totals, last)
+        if self._back is not None:
+            pushed = self._back.backward(given, cotangent, totals, last)
+            self._around(
+                pushed, lambda own: self.add_gradients(totals, given, cotangent, 0, own), given
+            )
         for unit, rows in self._again(given, last):
+            if unit == 0 and self._back is not None:
+                continue
             sums = dict(totals)
             sent = returns.start(unit) if wanted_sources else []
             if unit != 0:
@@ -134,6 +151,13 @@ class FusedAttention:
                 totals[name] += total
         return {name: total.to(tensors[name].dtype) for name, total in totals.items()}
 
+    def _around(self, pushed: Iterator[None], own: Callable[[UnitRows], None], given: Any) -> None:
+        """Goes through the own edges between the steps of the pushed ones."""
+        next(pushed)
+        own(UnitRows([given.tensors()[name] for name in self._sources]))
+        for _ in pushed:
+            pass
+
     # One unit ################################################################
 
     def start(self, given: Any) -> AttentionState:
@@ -142,7 +166,8 @@ class FusedAttention:
 
     def add(self, state: AttentionState, given: Any, unit: int, rows: UnitRows) -> None:
         """Adds a unit's edges to the state; ``rows`` are its rows of each source tensor."""
-        attention_(state, self._shard(given, unit, rows), self.rounds.segments(unit))
+        shard = self._shard(given, unit, rows, self.rounds)
+        attention_(state, shard, self.rounds.segments(unit))
 
     def add_gradients(
         self,
@@ -153,8 +178,9 @@ class FusedAttention:
         rows: UnitRows,
     ) -> None:
         """Adds a unit's gradients, by name: of source tensors, those of the unit's rows."""
-        shard = self._shard(given, unit, rows)
-        columns = self.rounds.columns(unit) if "edge_attr" in sums else slice(0, 0)
+        rounds = self.rounds_back
+        shard = self._shard(given, unit, rows, rounds)
+        columns = rounds.columns(unit) if "edge_attr" in sums else slice(0, 0)
         gradients = AttentionGradients(**sums)
         if "edge_attr" in sums:
             total = sums["edge_attr"]
@@ -163,9 +189,10 @@ class FusedAttention:
             part = part if isinstance(columns, slice) else torch.zeros_like(part)
             gradients = replace(gradients, edge_attr=part)
         numbered = shard.edge_attr is not None or shard.drop_key is not None
-        transposed = self.rounds.segments(unit, transposed=True, numbered=numbered)
+        transposed = rounds.segments(unit, transposed=True, numbered=numbered)
         attention_backward_sources_(gradients, shard, cotangent, transposed)
-        attention_backward_targets_(gradients, shard, cotangent, self.rounds.segments(unit))
+        if shard.kind != "additive":
+            attention_backward_targets_(gradients, shard, cotangent, rounds.segments(unit))
         if "edge_attr" in sums and not isinstance(columns, slice):
             sums["edge_attr"][columns] = _present(gradients.edge_attr)
 
@@ -187,18 +214,20 @@ class FusedAttention:
 
     # Shards ##################################################################
 
-    def _stream(self, given: Any, phase: str, kind: str) -> Iterable[tuple[int, UnitRows]]:
+    def _stream(
+        self, rounds: ShardRounds, given: Any, phase: str, kind: str
+    ) -> Iterable[tuple[int, UnitRows]]:
         sources = [given.tensors()[name] for name in self._sources]
         label, prefetch = (self.name, phase, kind), self.policy.prefetch
         use = self.use if self.policy.mode == 1 else Use.KEEPS  # for the backward pass
-        return self.rounds.stream(sources, label, prefetch, self._wire, use)
+        return rounds.stream(sources, label, prefetch, self._wire, use)
 
     def _again(self, given: Any, last: bool) -> Iterator[tuple[int, UnitRows]]:
         """Each unit's source rows once more."""
         if self.policy.mode == 1:
             for ledger in self.rounds.plan.comm.ledgers:
                 ledger.count("recompute")
-            yield from self._stream(given, "backward", "refetch")
+            yield from self._stream(self.rounds_back, given, "backward", "refetch")
             return
         kept = list(reversed(self._kept))
         if last:
@@ -206,13 +235,15 @@ class FusedAttention:
         while kept:
             yield kept.pop()
 
-    def _shard(self, given: Attention, unit: int, rows: UnitRows) -> Attention:
+    def _shard(
+        self, given: Attention, unit: int, rows: UnitRows, rounds: ShardRounds
+    ) -> Attention:
         """The attention of one shard."""
         own: dict[str, Any] = dict(zip(self._sources, rows.tensors, strict=True))
         own["places"] = rows.index
         if given.edge_attr is None and given.p == 0:
             return _with(given, own)
-        columns = self.rounds.columns(unit)
+        columns = rounds.columns(unit)
         edge_attr = given.edge_attr
         if edge_attr is not None:
             edge_attr = edge_attr[columns]

@@ -23,13 +23,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from pyg_sar.cover import SUMS
+from pyg_sar.cover import ALL_PUSHED, SUMS
 from pyg_sar.cuts import Cut, Cuts, rows_travel
 from pyg_sar.exchange import UnitRows, Use, add_rows, flat_rows
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.ledger import Label
 from pyg_sar.ops import gather_sum_, why_missing
+from pyg_sar.owner_gradients import OwnerRounds
+from pyg_sar.pushed_edges import pushed_edges
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.shard import EdgeRun, Segments, Tile, narrowed, segments_of
 from pyg_sar.shared_rows import SharedRows
@@ -334,28 +336,41 @@ def _add(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None) -
 
 
 def cheaper_rounds(
-    edge_index: DistEdgeIndex, rounds: ShardRounds, weight: Tensor | None, everywhere: bool
-) -> BoundaryRounds | None:
-    """The way through the edges by a cover, or ``None`` where it saves too little.
+    edge_index: DistEdgeIndex,
+    rounds: ShardRounds,
+    weight: Tensor | None,
+    everywhere: bool,
+    by_owners: bool,
+) -> ShardRounds | None:
+    """A better way through the edges, or ``None`` where there is none that saves enough.
 
-    All workers call this together; the factorization is made once per structure and kept with it.
+    By a cover, where rows travel; where all are read in place, by :class:`OwnerRounds`. All workers
+    call this together; what it takes is made once per structure and kept with it.
 
     Args:
         edge_index: Distributed edges.
-        rounds: The way where source rows come.
+        rounds: The way where source rows come, and their gradients go.
         weight: Constant weights of the edges ``[E]``.
-        everywhere: Also where all workers read each other's memory.
+        everywhere: By a cover also where all workers read each other's memory.
+        by_owners: Whether owners may add up the gradients of their rows.
     """
-    if edge_index.plan.world_size == 1:
+    comm = edge_index.plan.comm
+    if comm.world_size == 1:
         return None
 
-    def make() -> tuple[Boundary | None]:
-        if not everywhere and not rows_travel(edge_index.plan.comm):
-            return (None,)
-        found = Boundary(edge_index)
+    def make() -> tuple[bool, Boundary | None]:
         ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
-        edge_index.plan.comm.all_reduce(ready, "min", label=_PLAN)
-        return (found if found.is_worth_it and int(ready) else None,)
+        can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
+        if not everywhere and not rows_travel(comm):
+            return can, None
+        found = Boundary(edge_index)
+        return False, found if found.is_worth_it and can else None
 
-    boundary: Boundary | None = edge_index.remember_together(("boundary", everywhere), make)[0]
-    return None if boundary is None else BoundaryRounds(rounds, boundary, weight)
+    near, boundary = edge_index.remember_together(("boundary", everywhere), make)
+    if boundary is not None:
+        return BoundaryRounds(rounds, boundary, weight)
+    if near and by_owners and weight is None:
+        # The same as for additive attention, which will find it.
+        edges = pushed_edges(edge_index, ALL_PUSHED, ALL_PUSHED, by_source=True)
+        return None if edges is None else OwnerRounds(rounds, edges)
+    return None

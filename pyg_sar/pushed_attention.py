@@ -22,12 +22,20 @@ pass        pulled row                   pushed slot
 forward     (H C + K) b                  Q b there, (H C + 2 H) w back
 backward    2 or 1 times (H C + K) b     (H C + 3 H) w and Q b (mode 1) there, Q w back
 ==========  ===========================  =====================================================
+
+[Note: a cover for each pass] In mode 1 nothing of the forward pass is left that the backward pass
+would find at one end of an edge, so each pass has a cover of its own. That of the backward pass is
+mostly pushed: a pulled row is twice as dear, as it comes and its gradient goes. Where all cuts are
+so dense that covers save nothing, bytes fall from 3 (H C + K) b per halo row, the law of SAR's case
+2, to (H C + K) b and about as much for each target in a pair of workers. Between workers that read
+each other's memory all of the backward pass is pushed: targets are read where they lie, and none
+but gradients of queries are written for others. Mode 2 keeps rows, hence one cover for both.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -45,7 +53,8 @@ from pyg_sar.attention_terms import (
     Cotangent,
     wide_dtype,
 )
-from pyg_sar.cover import Costs, nearest_costs
+from pyg_sar.cover import ALL_PUSHED, Costs, nearest_costs
+from pyg_sar.exchange import Use
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
@@ -56,12 +65,15 @@ from pyg_sar.streams import GradientReturn, RowReturn, ShardStream
 _SEEDS: Label = ("", "", "agreement")
 
 
-def row_bytes(attention: Attention, mode: int) -> Costs:
+def row_bytes(attention: Attention, mode: int) -> tuple[Costs, Costs]:
     """Bytes of a pulled row and of a pushed slot, forward and backward. See [Note: law of bytes].
 
     Args:
         attention: For its shapes and dtypes.
         mode: The policy's mode, 1 or 2.
+
+    Returns:
+        ``(pulled, pushed)`` of the forward pass, and of the backward pass.
     """
     narrow, wide = attention.value.element_size(), wide_dtype(attention.value.dtype).itemsize
     heads, channels = attention.value.shape[1:]
@@ -71,30 +83,56 @@ def row_bytes(attention: Attention, mode: int) -> Costs:
         return 0 if tensor is None else tensor.shape[1:].numel()
 
     query = width(attention.query)
-    pull = (4 - mode) * (row + width(attention.key)) * narrow
+    pull = (row + width(attention.key)) * narrow
+    forward = pull, query * narrow + (row + 2 * heads) * wide
     there = (2 - mode) * query * narrow + (row + 3 * heads) * wide
-    return pull, query * narrow + (row + 2 * heads) * wide + there + query * wide
+    return forward, ((3 - mode) * pull, there + query * wide)
+
+
+@dataclass(frozen=True, slots=True)
+class Covers:
+    """The edges between workers in each pass; ``None`` where all rows are pulled.
+
+    See [Note: a cover for each pass].
+    """
+
+    forward: PushedEdges | None = None
+    backward: PushedEdges | None = None
 
 
 def edges_to_push(
-    edge_index: DistEdgeIndex, attention: Attention, policy: SARPolicy
-) -> PushedEdges | None:
-    """The edges by the cover for an attention; ``None`` where all rows are to be pulled.
+    edge_index: DistEdgeIndex, attention: Attention, policy: SARPolicy, record: bool
+) -> Covers:
+    """The edges by the covers for an attention.
 
     All workers call this together. Edge features stay with the targets' workers, and maxima and
-    normalisers would not stand a narrow wire: then all rows are pulled, too.
+    normalisers would not stand a narrow wire: then all rows are pulled.
 
     Args:
         edge_index: Distributed edges.
         attention: For its shapes and dtypes.
         policy: Its mode, wire and switch.
+        record: Whether a backward pass may follow.
     """
     exact = policy.wire == "exact" and attention.edge_attr is None
     exact &= attention.kind != "tanh"  # which is no softmax: there are no states to merge
     if policy.push == "off" or not exact or attention.value.shape[1:].numel() == 0:
-        return None
-    costs = nearest_costs(*row_bytes(attention, policy.mode))
-    return pushed_edges(edge_index, costs, policy.push == "always")
+        return Covers()
+    forward, backward = row_bytes(attention, policy.mode)
+    numbered, everywhere = attention.p > 0, policy.push == "always"
+    if policy.mode > 1:
+        both = nearest_costs(forward[0] + backward[0], forward[1] + backward[1])
+        edges = pushed_edges(edge_index, both, both if everywhere else None, numbered=numbered)
+        return Covers(edges, edges)
+    costs = nearest_costs(*forward)
+    there = pushed_edges(edge_index, costs, costs if everywhere else None, numbered=numbered)
+    if not record:
+        return Covers(there)
+    costs = nearest_costs(*backward)
+    near = costs if everywhere else ALL_PUSHED
+    by_source = attention.kind == "additive"
+    back = pushed_edges(edge_index, costs, near, numbered=numbered, by_source=by_source)
+    return Covers(there, back)
 
 
 class PushedAttention:
@@ -120,8 +158,8 @@ class PushedAttention:
             found = comm.all_gather(halves.to(comm.device), label=_SEEDS)
             self._seeds = [(int(high) << 32) + int(low) for high, low in found]
 
-    def forward(self, given: Attention, state: AttentionState, record: bool) -> None:
-        """Adds the peers' shares to a state.
+    def forward(self, given: Attention, state: AttentionState, record: bool) -> Iterator[None]:
+        """Adds the peers' shares to a state, in two steps: after the first, slots are on their way.
 
         Args:
             given: The attention of this worker's rows, detached.
@@ -131,10 +169,14 @@ class PushedAttention:
         own = _widened(given)
         returns = _StateReturn(self.edges.slots, state, self.name, self.policy.prefetch)
         queries = [] if given.query is None else [given.query]
-        for unit, rows in self._slots(queries, "forward"):
-            if record and self.policy.mode > 1:
+        keep = record and self.policy.mode > 1
+        use = Use.KEEPS if keep else Use.PASSES
+        for unit, (rows, _) in self._slots(queries, "forward", use):
+            if keep:
                 self._kept.append((unit, rows))
-            if unit != 0:
+            if unit == 0:
+                yield
+            else:
                 self._make_states(own, unit, rows, returns.start(unit))
                 returns.send(unit)
             del rows
@@ -151,8 +193,10 @@ class PushedAttention:
 
     def backward(
         self, given: Attention, cotangent: Cotangent, totals: Mapping[str, Tensor], last: bool
-    ) -> None:
-        """Adds the pushed edges' gradients to those of own rows.
+    ) -> Iterator[None]:
+        """Adds the pushed edges' gradients to those of own rows, in two steps.
+
+        After the first, slots are on their way.
 
         Args:
             given: The attention of this worker's rows, detached.
@@ -169,53 +213,85 @@ class PushedAttention:
         sent = known if kept else [*known, *queries]
         sums = [totals["query"]] if "query" in totals else []
         returns = GradientReturn(self.edges.slots, sums, self.name, self.policy.prefetch)
-        for unit, rows in self._slots(sent, "backward"):
-            asked = kept.pop(unit) if unit in kept else rows[len(known) :]
-            if unit != 0:
-                parts = returns.start(unit) if sums else []
-                about = Cotangent(*rows[: len(known)])
-                self._add_gradients(own, unit, asked, about, totals, parts)
-                del parts, about
-                if sums:
-                    returns.send(unit)
-            del rows, asked
+        # Edges that are gone through by source alone find slots by an index.
+        in_place = given.kind == "additive" and not kept
+        use = Use.IN_PLACE if in_place else Use.PASSES
+        for unit, (rows, index) in self._slots(sent, "backward", use):
+            if unit == 0:
+                yield
+                continue
+            about, asked = rows[: len(known)], rows[len(known) :]
+            slots = _Slots(Cotangent(*about), kept.pop(unit) if unit in kept else asked, index)
+            del rows, about, asked
+            parts = returns.start(unit) if sums else []
+            for pushed in self.edges.pushed[unit]:
+                into = dict(totals)
+                for part in parts:
+                    into["query"] = part[pushed.rows]
+                self._add_gradients(own, pushed, slots, into)
+                del into
+            del parts, slots
+            if sums:
+                returns.send(unit)
         returns.drain()
 
     def _add_gradients(
-        self,
-        own: Attention,
-        unit: int,
-        queries: Sequence[Tensor],
-        cotangent: Cotangent,
-        totals: Mapping[str, Tensor],
-        parts: Sequence[Tensor],
+        self, own: Attention, pushed: Pushed, slots: _Slots, into: dict[str, Tensor]
     ) -> None:
-        """Adds a unit's gradients to those of own rows, and to its slots', ``parts``."""
-        for pushed in self.edges.pushed[unit]:
-            there = self._there(own, pushed, queries)
-            about = Cotangent(*(getattr(cotangent, f.name)[pushed.rows] for f in fields(Cotangent)))
-            into = dict(totals)
-            for part in parts:
-                into["query"] = part[pushed.rows]
-            gradients = AttentionGradients(**into)
-            by_source = pushed.run.transposed(there.drop_key is not None)
+        """Adds the gradients of a peer's edges to those of own rows and of its slots' queries."""
+        numbered = own.p > 0
+        if slots.index is None:
+            there = self._there(own, pushed, slots.queries)
+            known = (getattr(slots.cotangent, f.name)[pushed.rows] for f in fields(Cotangent))
+            about, gradients = Cotangent(*known), AttentionGradients(**into)
+            by_source = pushed.run.transposed(numbered)
             attention_backward_sources_(gradients, there, about, by_source)
-            attention_backward_targets_(gradients, there, about, pushed.run.segments)
+            if own.kind != "additive":
+                attention_backward_targets_(gradients, there, about, pushed.run.segments)
+            return
+        # The unit has one peer, whose slots are read where they lie.
+        there = self._there(own, replace(pushed, rows=slice(None)), slots.queries)
+        slot = into.pop("query", None)
+        if slot is not None:
+            into["query"] = torch.zeros_like(there.query, dtype=slot.dtype)
+        edges = pushed.run.transposed(numbered)
+        by_source = replace(edges, source=slots.index.index_select(0, edges.source))
+        gradients = AttentionGradients(**into)
+        attention_backward_sources_(gradients, there, slots.cotangent, by_source)
+        if slot is not None:
+            torch.index_select(into["query"], 0, slots.index, out=slot)
 
-    def _slots(self, tensors: Sequence[Tensor], phase: str) -> Iterator[tuple[int, list[Tensor]]]:
-        """What peers say of their slots, unit by unit."""
+    def _slots(
+        self, tensors: Sequence[Tensor], phase: str, use: Use
+    ) -> Iterator[tuple[int, tuple[list[Tensor], Tensor | None]]]:
+        """What peers say of their slots, unit by unit, and where in it they lie."""
         plan = self.edges.slots
         if not tensors:
-            return iter([(unit, []) for unit in range(len(plan.units()))])
+            return iter([(unit, ([], None)) for unit in range(len(plan.units()))])
         label = (self.name, phase, "query")
-        stream = ShardStream(plan, tensors, label, self.policy.prefetch)
-        return ((unit, rows.tensors) for unit, rows in stream)
+        stream = ShardStream(plan, tensors, label, self.policy.prefetch, use=use)
+        return ((unit, (rows.tensors, rows.index)) for unit, rows in stream)
 
     def _there(self, own: Attention, pushed: Pushed, queries: Sequence[Tensor]) -> Attention:
         """The attention of the edges that are pushed to a peer."""
         query = queries[0][pushed.rows].to(own.value.dtype) if queries else None
         key = pushed.run.numbers if own.p > 0 else None
         return replace(own, query=query, drop_key=key, seed=self._seeds[pushed.peer])
+
+
+@dataclass(frozen=True, slots=True)
+class _Slots:
+    """What peers say of a unit's slots.
+
+    Attributes:
+        cotangent: What the backward pass knows of them.
+        queries: Their query rows, if there are any.
+        index: Where in these the slots lie, ``[num_rows]``; ``None``: in order.
+    """
+
+    cotangent: Cotangent
+    queries: list[Tensor]
+    index: Tensor | None
 
 
 class _StateReturn(RowReturn):

@@ -6,8 +6,9 @@ own rows and returns a row per slot: in the forward pass a partial state, in the
 gradient of the query. See :mod:`pyg_sar.pushed_attention`.
 
 [Note: two plans] Slots travel like source rows of a second halo plan: at q they are the halo rows
-of owner p. Either plan has a timetable of its own, and is walked by itself, the slots' first: then
-what is added to states and gradients comes in the same order however far ahead is fetched.
+of owner p. Either plan has a timetable of its own, and is walked by itself: the worker's own edges
+come first, while the first slots travel, then the slots', then pulled edges. So what is added to
+states and gradients comes in the same order however far ahead is fetched.
 """
 
 from __future__ import annotations
@@ -55,6 +56,8 @@ class PushedEdges:
     Args:
         edge_index: Distributed edges.
         cuts: How they are covered.
+        numbered: Whether the edges' numbers will be asked for.
+        by_source: Whether the edges will be asked for by source alone.
 
     Attributes:
         plan: The halo plan of pulled rows.
@@ -63,7 +66,10 @@ class PushedEdges:
         pushed: The edges of each unit that this worker goes through for its peers.
     """
 
-    def __init__(self, edge_index: DistEdgeIndex, cuts: Cuts) -> None:
+    def __init__(
+        self, edge_index: DistEdgeIndex, cuts: Cuts, numbered: bool, by_source: bool
+    ) -> None:
+        self._numbered, self._by_source = numbered, by_source
         halo, rows, slots = edge_index.plan, cuts.rows, cuts.slots
         wanted = torch.cat([request.rows for request in cuts.requests])
         self.plan = _plan(halo.comm, halo.num_local, rows, wanted)
@@ -87,8 +93,14 @@ class PushedEdges:
             columns = [cut.pulled for cut in mine]
             run = [torch.cat([nothing, *part]) for part in (source, target)]
             numbers = torch.cat(columns) if columns else nothing
-            found.append(EdgeRun(run[0], run[1], numbers, unit.num_rows, self.slots.num_local))
+            found.append(self._run(*run, numbers, unit.num_rows, self.slots.num_local))
         return found
+
+    def _run(
+        self, source: Tensor, target: Tensor, numbers: Tensor, num_rows: int, num_targets: int
+    ) -> EdgeRun:
+        known = numbers if self._numbered else None
+        return EdgeRun(source, target, known, num_rows, num_targets, self._by_source)
 
     def _pushed(self, cuts: Cuts) -> list[list[Pushed]]:
         found: list[list[Pushed]] = [[]]
@@ -97,7 +109,8 @@ class PushedEdges:
             starts = accumulate(unit.counts, initial=0)
             for peer, start, count in zip(unit.owners, starts, unit.counts, strict=False):
                 asked = cuts.requests[peer]
-                run = EdgeRun(asked.source, asked.place, asked.columns, self.plan.num_local, count)
+                ends = asked.source, asked.place
+                run = self._run(*ends, asked.columns, self.plan.num_local, count)
                 found[-1].append(Pushed(peer, slice(start, start + count), run))
         return found
 
@@ -128,7 +141,12 @@ class PulledRounds(ShardRounds):
         raise NotImplementedError("Pulled edges are for kernels")
 
     def columns(self, unit: int) -> Tensor | slice:
-        return self._edges.pulled[unit].numbers if unit else super().columns(unit)
+        if unit == 0:
+            return super().columns(unit)
+        numbers = self._edges.pulled[unit].numbers
+        if numbers is None:
+            raise RuntimeError("The numbers of pulled edges were not kept")
+        return numbers
 
     def segments(self, unit: int, transposed: bool = False, numbered: bool = False) -> Segments:
         if unit == 0:
@@ -138,26 +156,37 @@ class PulledRounds(ShardRounds):
 
 
 def pushed_edges(
-    edge_index: DistEdgeIndex, costs: Costs, everywhere: bool = True
+    edge_index: DistEdgeIndex,
+    costs: Costs,
+    near: Costs | None,
+    *,
+    numbered: bool = False,
+    by_source: bool = False,
 ) -> PushedEdges | None:
     """The edges between workers by a cover, or ``None`` where it saves too little.
 
-    All workers call this together; it is made once per structure and costs, and kept with it.
+    All workers call this together; it is made once per structure and arguments, and kept with it.
 
     Args:
         edge_index: Distributed edges.
         costs: What a pulled and a pushed row cost.
-        everywhere: Also where all workers read each other's memory.
+        near: The same where all workers read each other's memory; ``None``: nothing is pushed then.
+        numbered: Whether the edges' numbers will be asked for.
+        by_source: Whether the edges will be asked for by source alone.
     """
     if edge_index.plan.world_size == 1:
         return None
 
     def make() -> tuple[PushedEdges | None]:
-        if not everywhere and not rows_travel(edge_index.plan.comm):
+        chosen = costs if costs == near or rows_travel(edge_index.plan.comm) else near
+        if chosen is None:
             return (None,)
         with torch.inference_mode(False):
-            cuts = Cuts(edge_index, costs)
-            return (PushedEdges(edge_index, cuts) if cuts.is_worth_it else None,)
+            cuts = Cuts(edge_index, chosen)
+            if not cuts.is_worth_it:
+                return (None,)
+            return (PushedEdges(edge_index, cuts, numbered, by_source),)
 
-    found: PushedEdges | None = edge_index.remember_together(("pushed", costs, everywhere), make)[0]
+    key = "pushed", costs, near, numbered, by_source
+    found: PushedEdges | None = edge_index.remember_together(key, make)[0]
     return found

@@ -152,6 +152,10 @@ class SumReducer(RowReducer):
     ) -> None:
         gather_into(total, present(self._gradient), transposed, weight)
 
+    def gradient(self) -> tuple[Tensor, Tensor | None]:
+        """Each message's gradient by target: :math:`g`, and what its rows are multiplied by."""
+        return present(self._gradient), None
+
     def weight_gradient(self, segments: Segments, rows: Tensor) -> Tensor:
         """The gradients of the weights that :meth:`merge_rows` took, in shard order, ``[E]``."""
         gradient = flat_rows(self._shares())
@@ -169,6 +173,11 @@ class MeanReducer(SumReducer):
     def __init__(self, rounds: Rounds) -> None:
         super().__init__(rounds)
         self._divided: Tensor | None = None
+
+    def gradient(self) -> tuple[Tensor, Tensor | None]:
+        gradient = present(self._gradient)
+        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        return gradient, self.in_degree.clamp(min=1).to(wide).reciprocal_()
 
     def _count(self, like: Tensor) -> Tensor:
         return trailing(self.in_degree.clamp(min=1).to(like.dtype), like)
@@ -198,9 +207,7 @@ class MeanReducer(SumReducer):
         if self._divided is not None or transposed.source.numel() > gradient.numel():
             gather_into(total, self._shares(), transposed, weight)
             return
-        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-        shares = self.in_degree.clamp(min=1).to(wide).reciprocal_()
-        shares = shares.index_select(0, transposed.source)
+        shares = present(self.gradient()[1]).index_select(0, transposed.source)
         if weight is not None:
             edges = transposed.edges
             shares *= weight if edges is None else weight.index_select(0, edges)

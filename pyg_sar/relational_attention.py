@@ -214,8 +214,8 @@ def attention_run(
     """
     if isinstance(attention, Attention):
         rounds = ShardRounds(shards_of(edge_index), max_edges)
-        pushed = edges_to_push(edge_index, attention, policy)
-        return FusedAttention(attention, rounds, policy, name, title, pushed)
+        covers = edges_to_push(edge_index, attention, policy, torch.is_grad_enabled())
+        return FusedAttention(attention, rounds, policy, name, title, covers)
     kinds, count = attention.edge_type, attention.weight.size(0)
     if kinds.numel() and not 0 <= int(kinds.min()) <= int(kinds.max()) < count:
         raise IndexError(

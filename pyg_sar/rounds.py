@@ -82,28 +82,32 @@ class ShardRounds(Rounds):
     Args:
         shards: The edges.
         max_edges: Edges per tile.
-        cheaper: Gives the way, if there is one, in which sums need fewer rows: of ``self``, the
-            edges' weights and whether also between neighbours. All workers call it together.
+        cheaper: Gives a better way for sums, if there is one: of ``self`` and the
+            arguments of :meth:`for_sums`. All workers call it together.
     """
 
     def __init__(
         self,
         shards: Shards,
         max_edges: int,
-        cheaper: Callable[[ShardRounds, Tensor | None, bool], ShardRounds | None] | None = None,
+        cheaper: Callable[[ShardRounds, Tensor | None, bool, bool], ShardRounds | None]
+        | None = None,
     ) -> None:
         self.plan, self.in_degree = shards.plan, shards.in_degree
         self.shards, self._max_edges = shards, max_edges
         self._cheaper = cheaper
 
-    def for_sums(self, weight: Tensor | None, everywhere: bool) -> ShardRounds:
+    def for_sums(self, weight: Tensor | None, everywhere: bool, by_owners: bool) -> ShardRounds:
         """The way through the edges that sums of rows, times constant weights ``[E]``, take.
 
         Args:
             weight: The weights.
             everywhere: Whether fewer rows are worth it where all are read in place, too.
+            by_owners: Whether owners may add up the gradients of their rows.
         """
-        found = None if self._cheaper is None else self._cheaper(self, weight, everywhere)
+        if self._cheaper is None:
+            return self
+        found = self._cheaper(self, weight, everywhere, by_owners)
         return self if found is None else found
 
     def sums_arrive(self, unit: int) -> bool:

@@ -107,28 +107,43 @@ def segments_of(source: Tensor, target: Tensor, num_rows: int, num_targets: int)
 
 
 class EdgeRun:
-    """Edges for the kernels, by target and, made on first use, by source.
+    """Edges for the kernels, by target and by source: one of both, and the other on first use.
 
     Args:
         source: The row that each edge reads, ``[E]``, below ``num_rows``.
         target: The row that it adds to, ``[E]``, below ``num_targets``.
-        numbers: The number of each edge in a worker's list of edges.
+        numbers: The number of each edge in a worker's list of edges, if they will be asked for.
         num_rows: Rows that are read.
         num_targets: Rows that are added to.
+        by_source: Which of both is made at once.
 
     Attributes:
-        segments: The edges by target, in the order of the run.
-        numbers: The number of each, in this order.
+        numbers: The number of each edge, in the order of the run.
     """
 
     def __init__(
-        self, source: Tensor, target: Tensor, numbers: Tensor, num_rows: int, num_targets: int
+        self,
+        source: Tensor,
+        target: Tensor,
+        numbers: Tensor | None,
+        num_rows: int,
+        num_targets: int,
+        by_source: bool = False,
     ) -> None:
-        found = segments_of(source, target, num_rows, num_targets)
-        self.numbers = numbers if found.edges is None else numbers[found.edges]
-        self.segments = replace(found, edges=None)
-        self._size = num_rows, num_targets
-        self._transposed: Segments | None = None
+        self._by_source, self._size = by_source, (num_rows, num_targets)
+        if by_source:
+            source, target, self._size = target, source, (num_targets, num_rows)
+        found = segments_of(source, target, *self._size)
+        self.numbers = numbers
+        if numbers is not None and found.edges is not None:
+            self.numbers = numbers[found.edges]
+        self._first = replace(found, edges=None)
+        self._other: Segments | None = None
+
+    @property
+    def segments(self) -> Segments:
+        """The edges by target."""
+        return self._sorted(by_source=False, numbered=True)
 
     def transposed(self, numbered: bool = False) -> Segments:
         """The edges by source.
@@ -136,13 +151,18 @@ class EdgeRun:
         Args:
             numbered: Whether ``edges`` is needed, the places in the run; else it may be ``None``.
         """
-        found = self._transposed
+        return self._sorted(by_source=True, numbered=numbered)
+
+    def _sorted(self, by_source: bool, numbered: bool) -> Segments:
+        if by_source == self._by_source:
+            return self._first
+        found = self._other
         if found is None or (numbered and found.edges is None):
-            given = self.segments
+            given = self._first
             source, offsets, edges = transpose(
                 given.source, given.offsets, given.targets, *self._size, numbered=numbered
             )
-            found = self._transposed = _grouped(source, offsets, edges)
+            found = self._other = _grouped(source, offsets, edges)
         return found
 
 

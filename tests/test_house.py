@@ -23,7 +23,7 @@ LAYERS = (
     "timetable cover partition sparse_matrix attributes parts hetero_partition hetero_parts",
     "prepare storage synthetic graph_files graphs",
     "wire halo exchange shared_rows streams distributed_index joint_index selections index_space",
-    "shard chunk rounds cuts pushed pushed_edges target_index collectives graph_index",
+    "shard chunk rounds cuts pushed_edges owner_gradients pushed target_index collectives graph_index",
     "node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program products reverse message_checks",
     "node_reads",

@@ -23,6 +23,8 @@ from torch_geometric.nn.conv import gcn_conv
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.cover import ALL_PUSHED
+from pyg_sar.pushed_edges import pushed_edges
 
 WORLD = 4
 HEADS = 3
@@ -336,7 +338,10 @@ def epoch(model: torch.nn.Module, data: Data, optimizer: torch.optim.Optimizer |
 @pytest.mark.parametrize("prefetch", [0, 1, 2])
 @pytest.mark.parametrize("budget", [None, 3000])
 def test_resident_rows_in_mode_1(prefetch: int, budget: int | None, root: Path):
-    """One shard without prefetch, ``1 + prefetch`` with: in each layer, and in the whole model."""
+    """One shard without prefetch, ``1 + prefetch`` with: in each layer, and in the whole model.
+
+    In the backward pass these may be targets of a peer's shard in place of its sources.
+    """
     policy = SARPolicy(mode=1, prefetch=prefetch, message_budget=budget)
 
     def worker() -> Any:
@@ -347,11 +352,15 @@ def test_resident_rows_in_mode_1(prefetch: int, budget: int | None, root: Path):
         with pyg_sar.Ledger(comm) as ledger:
             epoch(model, data, None)
         layers = {k: ledger.peak_resident_rows(f"convs.{k}") for k in range(5)}
-        return layers, ledger.peak_resident_rows(), ledger.resident_rows(), data.edge_index.plan
+        edges = pushed_edges(data.edge_index, ALL_PUSHED, ALL_PUSHED, by_source=True)
+        plans = data.edge_index.plan, edges.slots
+        return layers, ledger.peak_resident_rows(), ledger.resident_rows(), plans
 
-    for layers, peak, left, plan in threads(worker, WORLD):
-        halo = [unit.num_rows for unit in plan.units()[1:]]
-        windows = [sum(halo[k : k + 1 + prefetch]) for k in range(len(halo))]
+    for layers, peak, left, (plan, slots) in threads(worker, WORLD):
+        windows = []
+        for units in (plan.units()[1:], slots.units()[1:]):
+            rows = [unit.num_rows for unit in units]
+            windows += [sum(rows[k : k + 1 + prefetch]) for k in range(len(rows))]
         assert left == 0
         for layer, rows in layers.items():
             assert 0 < rows <= max(windows), (layer, rows, windows)

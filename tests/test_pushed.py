@@ -133,8 +133,14 @@ def test_as_many_rows_as_the_matching_says(tmp_path: Path, monkeypatch: pytest.M
         assert sum(found[kind] for found in pushed) == bound
         assert sum(found[kind] for found in pulled) > bound * 1.2
     assert all(found["refetch"] == 0 for found in pushed)
-    # By itself where rows travel; what is read in place is pulled.
-    assert rows("auto") == pulled
+    # Where rows are read in place they are pulled, and each owner reads the gradients of targets.
+    found = rows("auto")
+    assert [way["fetch"] for way in found] == [way["fetch"] for way in pulled]
+    owner_j, owner_i = assignment[data.edge_index]
+    for rank, way in enumerate(found):
+        targets = data.edge_index[1, (owner_j == rank) & (owner_i != rank)]
+        assert way["gradient"] == targets.unique().numel() > 0 == way["refetch"]
+    # By a cover where rows travel.
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
     assert rows("auto") == pushed
 
@@ -161,7 +167,7 @@ def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.undo()
     stored, bare = (threads(_found, 3, root, False) for root in roots)
     assert [made for made, _ in stored] == [0, 0, 0]
-    assert [made for made, _ in bare] == [2, 2, 2]
+    assert [made for made, _ in bare] == [3, 3, 3]  # sums; attention forward, and backward
     assert [received for _, received in stored] == [received for _, received in bare]
     # Of other edges the stored covers may be dear.
     assert sum(made for made, _ in threads(_found, 3, roots[0], True)) > 0
@@ -183,7 +189,7 @@ def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
         return out
 
     layer(data.x, data.edge_index)
-    plan = data.edge_index.remember_together(("boundary", False), lambda: ())[0].plan
+    plan = data.edge_index.remember_together(("boundary", False), lambda: ())[1].plan
     _BoundaryStream._pack = watched
     try:
         layer(data.x, data.edge_index)

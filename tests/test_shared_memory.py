@@ -406,7 +406,7 @@ def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions, mon
 
     def work(prefetch: int) -> torch.Tensor:
         mine = load_partition(root)
-        policy = SARPolicy(prefetch=prefetch, kernels=kernels)
+        policy = SARPolicy(prefetch=prefetch, kernels=kernels, push="off")
         x = mine.x.clone().requires_grad_()
         distribute(copy.deepcopy(layer), policy)(x, mine.edge_index).square().sum().backward()
         return x.grad
