@@ -5,7 +5,7 @@
 One layer on METIS parts; the ledger counts what each worker receives in one forward and one
 backward pass. Sums: a SAGEConv layer; the bound is the sum of the largest matchings of all cuts: no
 choice of pulled rows and pushed sums takes fewer. Attention: the bound is the sum of the largest
-flows at the bytes that a row of each kind takes in both passes (:mod:`pyg_sar.cover`).
+flows at the bytes that a row of each kind takes, over both passes (:mod:`pyg_sar.cover`).
 Edge lists are made undirected where the file says so.
 """
 
@@ -71,7 +71,7 @@ LAYERS = {  # one head; bytes are in proportion to the heads
 }
 
 
-def costs(name: str) -> tuple[int, int]:
+def costs(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
     """Bytes of a pulled row and of a pushed target, forward and backward, in mode 1."""
     row = torch.empty(1, 1, CHANNELS)
     narrow = row[..., 0]
@@ -125,7 +125,7 @@ def bound(data: Data, part: Tensor, parts: int, names: Sequence[str]) -> dict[st
         total["sums"] += int((maximum_bipartite_matching(cut, perm_type="column") >= 0).sum())
         for name in names:
             ends = torch.from_numpy(a), torch.from_numpy(b), sources.size, targets.size
-            total[name] += minimum_cover(*ends, *costs(name)).bound
+            total[name] += sum(minimum_cover(*ends, *cost).bound for cost in costs(name))
     return dict(total)
 
 
@@ -223,9 +223,9 @@ def attention_lines(results: dict[str, dict[str, Any]]) -> list[str]:
         f"Kilobytes in mode 1, float32, one head of {CHANNELS} channels; bytes are in proportion "
         "to the heads. Pulling: rows are fetched twice, and their gradients sent. Pushing: queries "
         "go, and states come back; what is known of a target goes, and its query's gradient comes "
-        "back (`pyg_sar/pushed_attention.py` has the law). Bound: the sum of the largest flows "
-        "through all cuts, at the exact bytes of both kinds of rows, both passes together. Where "
-        "the cover saves less than 5%, all rows are pulled.",
+        "back (`pyg_sar/pushed_attention.py` has the law). Each pass has its own cover. Bound: "
+        "the sum of the largest flows through all cuts, at the exact bytes of both kinds of rows, "
+        "pass by pass. Where the cover of a pass saves less than 5%, all its rows are pulled.",
         "",
         "| graph | layer | pull, forward | pull, backward | cover, forward | cover, backward "
         "| bound | cover / pull | cover / bound |",

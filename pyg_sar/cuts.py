@@ -29,16 +29,16 @@ class Cut:
     Attributes:
         rows: The owner's halo rows that are pulled, counted from its first, ascending.
         slots: The targets that are pushed to, ascending.
-        pulled: Columns of the edges from pulled rows.
-        pushed: Columns of the others.
+        pulled: Columns of the edges from pulled rows, if they are wanted.
+        pushed: Columns of the others, if they are wanted.
         source: Halo row of each of both, counted from the owner's first: ``pulled``, ``pushed``.
         target: Target of each of both.
     """
 
     rows: Tensor
     slots: Tensor
-    pulled: Tensor
-    pushed: Tensor
+    pulled: Tensor | None
+    pushed: Tensor | None
     source: tuple[Tensor, Tensor]
     target: tuple[Tensor, Tensor]
 
@@ -51,13 +51,13 @@ class Request:
         rows: Own rows that it pulls.
         source: Own row of each edge that is pushed to it.
         place: The target of each, as its place among the peer's slots.
-        columns: The number of each in the peer's list of edges.
+        columns: The number of each in the peer's list of edges, if it is wanted.
     """
 
     rows: Tensor
     source: Tensor
     place: Tensor
-    columns: Tensor
+    columns: Tensor | None
 
 
 class Cuts:
@@ -66,6 +66,7 @@ class Cuts:
     Args:
         edge_index: Distributed edges.
         costs: What a pulled and a pushed row cost.
+        numbered: Whether the edges' numbers are wanted.
 
     Attributes:
         mine: How this worker covers the edges from each owner.
@@ -75,13 +76,15 @@ class Cuts:
         num_halo: Rows that all workers would take by pulling alone.
     """
 
-    def __init__(self, edge_index: DistEdgeIndex, costs: Costs) -> None:
+    def __init__(self, edge_index: DistEdgeIndex, costs: Costs, numbered: bool) -> None:
         halo = edge_index.plan
-        self.costs, self.mine = costs, _covered(edge_index, costs)
-        sizes = [[c.rows.numel(), c.slots.numel(), c.pushed.numel()] for c in self.mine]
+        self.costs, self.mine = costs, _covered(edge_index, costs, numbered)
+        sizes = [[c.rows.numel(), c.slots.numel(), c.source[1].numel()] for c in self.mine]
         table = torch.tensor(sizes, device=edge_index.device)
         pulls = torch.tensor(halo.halo_counts, device=edge_index.device).view(-1, 1)
-        table = torch.stack(halo.comm.all_gather(torch.cat([table, pulls], 1), label=_PLAN))
+        most = torch.full_like(pulls, max(halo.num_ids, edge_index.size(1)))
+        table = torch.stack(halo.comm.all_gather(torch.cat([table, pulls, most], 1), label=_PLAN))
+        self._index = torch.int32 if int(table[:, :, 4].max()) < 2**31 else torch.int64
         self.rows, self.slots = table[:, :, 0], table[:, :, 1]
         self.num_halo = int(table[:, :, 3].sum())
         self.requests = self._exchange(halo, table[:, halo.rank].tolist())
@@ -96,56 +99,65 @@ class Cuts:
     def _exchange(self, halo: HaloPlan, coming: Sequence[Sequence[int]]) -> list[Request]:
         """Tells each owner what to send, and hears it from each peer."""
         nothing = self.mine[halo.rank].rows
-        found = [Request(nothing, nothing, nothing, nothing)] * halo.world_size
+        found = [Request(nothing, nothing, nothing, None)] * halo.world_size
         for owner, peer in halo.rounds():
             cut = self.mine[owner]
-            place = torch.searchsorted(cut.slots, cut.target[1])
-            message = torch.cat([cut.rows, cut.source[1], place, cut.pushed.long()])
-            rows, _, edges, _ = coming[peer]
-            arriving = message.new_empty(rows + 3 * edges)
+            place = torch.searchsorted(
+                cut.slots, cut.target[1], out_int32=self._index != torch.long
+            )
+            parts = [cut.rows, cut.source[1], place] + ([] if cut.pushed is None else [cut.pushed])
+            message = torch.cat([part.to(self._index) for part in parts])
+            rows, _, edges, *_ = coming[peer]
+            sizes = [rows] + [edges] * (len(parts) - 1)
+            arriving = message.new_empty(sum(sizes))
             halo.comm.exchange(message, owner, arriving, peer, label=_PLAN).wait()
-            wanted, source, place, columns = arriving.split([rows, edges, edges, edges])
-            own = halo.send_rows(peer)
-            columns = narrowed(columns, int(columns.max()) if edges else 0)
-            found[peer] = Request(own[wanted], own[source], place.clone(), columns)
+            del message, parts, place
+            wanted, source, place, *columns = arriving.split(sizes)
+            own = halo.send_rows(peer).to(self._index)
+            numbers = columns[0].clone() if columns else None
+            found[peer] = Request(own[wanted], own[source], place.clone(), numbers)
         return found
 
 
-def _covered(edge_index: DistEdgeIndex, costs: Costs) -> list[Cut]:
+def _covered(edge_index: DistEdgeIndex, costs: Costs, numbered: bool) -> list[Cut]:
     """Covers the edges from each owner."""
-    halo, (source, target) = edge_index.plan, edge_index.ends()
-    columns = (source >= halo.num_local).nonzero().view(-1)
-    row, target = source[columns] - halo.num_local, target[columns]
-    covers, pulled = halo.covers, None
-    if covers is not None:
-        pulled = covers.find(costs, columns.numel())
-    if costs == ALL_PUSHED:
-        pulled = torch.zeros(halo.num_halo, dtype=torch.bool)
-    elif pulled is None:
-        for ledger in halo.comm.ledgers:
-            ledger.count("cover")
-        pulled = pulled_rows(row, target, halo.halo_offsets, [costs])[0]
-    pulls = pulled.to(row.device)[row]
-    ends = torch.tensor(halo.halo_offsets[1:], device=row.device)
-    owner = torch.bucketize(row, ends, right=True)
-    order = owner.sort(stable=True).indices
-    counts = torch.bincount(owner, minlength=halo.world_size).tolist()
-    columns = narrowed(columns, edge_index.size(1))
+    pulled = None if costs == ALL_PUSHED else _pulled(edge_index, costs)
     return [
-        _cut(columns[part], row[part] - halo.halo_offsets[q], target[part], pulls[part])
-        for q, part in enumerate(order.split(counts))
+        _cut(edge_index, owner, pulled, numbered) for owner in range(edge_index.plan.world_size)
     ]
 
 
-def _cut(columns: Tensor, row: Tensor, target: Tensor, pulls: Tensor) -> Cut:
+def _pulled(edge_index: DistEdgeIndex, costs: Costs) -> Tensor:
+    """Which halo rows are pulled, ``[H]``."""
+    halo, (source, target) = edge_index.plan, edge_index.ends()
+    remote = source >= halo.num_local
+    found = None if halo.covers is None else halo.covers.find(costs, int(remote.sum()))
+    if found is None:
+        for ledger in halo.comm.ledgers:
+            ledger.count("cover")
+        row = source[remote] - halo.num_local
+        found = pulled_rows(row, target[remote], halo.halo_offsets, [costs])[0]
+    return found.to(source.device)
+
+
+def _cut(edge_index: DistEdgeIndex, owner: int, pulled: Tensor | None, numbered: bool) -> Cut:
+    """The edges from an owner. ``pulled``: which halo rows are; ``None``: none."""
+    halo, (source, target) = edge_index.plan, edge_index.ends()
+    rows, first = halo.halo_slice(owner), halo.num_local
+    here = (source >= first + rows.start) & (source < first + rows.stop)
+    columns = here.nonzero().view(-1)
+    row = narrowed(source[columns] - (first + rows.start), halo.num_ids)
+    into = narrowed(target[columns], edge_index.num_targets)
+    columns = narrowed(columns, edge_index.size(1))
+    pulls = torch.zeros_like(row, dtype=torch.bool) if pulled is None else pulled[rows][row]
     pushes = ~pulls
     return Cut(
         torch.unique(row[pulls]),
-        torch.unique(target[pushes]),
-        columns[pulls],
-        columns[pushes],
+        torch.unique(into[pushes]),
+        columns[pulls] if numbered else None,
+        columns[pushes] if numbered else None,
         (row[pulls], row[pushes]),
-        (target[pulls], target[pushes]),
+        (into[pulls], into[pushes]),
     )
 
 

@@ -235,9 +235,7 @@ class FusedAttention:
         while kept:
             yield kept.pop()
 
-    def _shard(
-        self, given: Attention, unit: int, rows: UnitRows, rounds: ShardRounds
-    ) -> Attention:
+    def _shard(self, given: Attention, unit: int, rows: UnitRows, rounds: ShardRounds) -> Attention:
         """The attention of one shard."""
         own: dict[str, Any] = dict(zip(self._sources, rows.tensors, strict=True))
         own["places"] = rows.index

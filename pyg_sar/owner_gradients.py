@@ -48,6 +48,7 @@ class OwnerRounds(ShardRounds):
             layer: Whom the ledger charges.
             prefetch: Units fetched ahead.
         """
+        self._edges.slots.comm.returning()
         flat = total.view(total.size(0), total.shape[1:].numel())
         label: Label = (layer, "backward", "gradient")
         stream = _Shares(self._edges, flat_rows(gradient), scale, label, prefetch)

@@ -71,7 +71,7 @@ class Boundary:
         halo = self._halo = edge_index.plan
         self.num_targets = edge_index.num_targets
         self._known: OrderedDict[tuple[int, int], tuple[Tensor, Weights]] = OrderedDict()
-        cuts = Cuts(edge_index, SUMS)
+        cuts = Cuts(edge_index, SUMS, numbered=True)
         self.is_worth_it = cuts.is_worth_it
         self._columns = [(cut.pulled, cut.pushed, cut.slots.numel()) for cut in cuts.mine]
         self._make_sent(halo, cuts)

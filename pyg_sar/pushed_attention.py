@@ -253,7 +253,7 @@ class PushedAttention:
         there = self._there(own, replace(pushed, rows=slice(None)), slots.queries)
         slot = into.pop("query", None)
         if slot is not None:
-            into["query"] = torch.zeros_like(there.query, dtype=slot.dtype)
+            into["query"] = slot.new_zeros(slots.cotangent.delta.shape)
         edges = pushed.run.transposed(numbered)
         by_source = replace(edges, source=slots.index.index_select(0, edges.source))
         gradients = AttentionGradients(**into)

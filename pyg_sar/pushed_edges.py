@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.cover import Costs
-from pyg_sar.cuts import Cuts, rows_travel
+from pyg_sar.cuts import Cuts, Request, rows_travel
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
@@ -55,7 +55,7 @@ class PushedEdges:
 
     Args:
         edge_index: Distributed edges.
-        cuts: How they are covered.
+        cuts: How they are covered; emptied.
         numbered: Whether the edges' numbers will be asked for.
         by_source: Whether the edges will be asked for by source alone.
 
@@ -69,16 +69,18 @@ class PushedEdges:
     def __init__(
         self, edge_index: DistEdgeIndex, cuts: Cuts, numbered: bool, by_source: bool
     ) -> None:
-        self._numbered, self._by_source = numbered, by_source
         halo, rows, slots = edge_index.plan, cuts.rows, cuts.slots
         wanted = torch.cat([request.rows for request in cuts.requests])
         self.plan = _plan(halo.comm, halo.num_local, rows, wanted)
         own = torch.cat([cut.slots for cut in cuts.mine])
         self.slots = _plan(halo.comm, edge_index.num_targets, slots.T, own)
-        self.pulled = self._pulled(cuts)
-        self.pushed = self._pushed(cuts)
+        self.pulled = self._pulled(cuts, numbered, by_source)
+        requests = dict(enumerate(cuts.requests))
+        cuts.mine.clear()  # For the sake of memory: the runs are all that is kept.
+        cuts.requests.clear()
+        self.pushed = self._pushed(requests, by_source)
 
-    def _pulled(self, cuts: Cuts) -> list[EdgeRun]:
+    def _pulled(self, cuts: Cuts, numbered: bool, by_source: bool) -> list[EdgeRun]:
         units, (_, places) = self.plan.units(), self.plan.places()
         nothing = cuts.mine[self.plan.rank].rows
         found = []
@@ -90,27 +92,25 @@ class PushedEdges:
                 for q, cut in zip(owners, mine, strict=True)
             ]
             target = [cut.target[0] for cut in mine]
-            columns = [cut.pulled for cut in mine]
-            run = [torch.cat([nothing, *part]) for part in (source, target)]
-            numbers = torch.cat(columns) if columns else nothing
-            found.append(self._run(*run, numbers, unit.num_rows, self.slots.num_local))
+            columns = [cut.pulled for cut in mine if cut.pulled is not None]
+            source, target = ([nothing, *part] for part in (source, target))
+            numbers = torch.cat([nothing, *columns]) if numbered else None
+            size = unit.num_rows, self.slots.num_local
+            ends = torch.cat(source), torch.cat(target)
+            found.append(EdgeRun(*ends, numbers, *size, by_source=by_source))
         return found
 
-    def _run(
-        self, source: Tensor, target: Tensor, numbers: Tensor, num_rows: int, num_targets: int
-    ) -> EdgeRun:
-        known = numbers if self._numbered else None
-        return EdgeRun(source, target, known, num_rows, num_targets, self._by_source)
-
-    def _pushed(self, cuts: Cuts) -> list[list[Pushed]]:
+    def _pushed(self, requests: dict[int, Request], by_source: bool) -> list[list[Pushed]]:
         found: list[list[Pushed]] = [[]]
         for unit in self.slots.units()[1:]:
             found.append([])
             starts = accumulate(unit.counts, initial=0)
             for peer, start, count in zip(unit.owners, starts, unit.counts, strict=False):
-                asked = cuts.requests[peer]
+                asked = requests.pop(peer)
                 ends = asked.source, asked.place
-                run = self._run(*ends, asked.columns, self.plan.num_local, count)
+                size = self.plan.num_local, count
+                run = EdgeRun(*ends, asked.columns, *size, by_source=by_source)
+                del asked, ends
                 found[-1].append(Pushed(peer, slice(start, start + count), run))
         return found
 
@@ -141,12 +141,7 @@ class PulledRounds(ShardRounds):
         raise NotImplementedError("Pulled edges are for kernels")
 
     def columns(self, unit: int) -> Tensor | slice:
-        if unit == 0:
-            return super().columns(unit)
-        numbers = self._edges.pulled[unit].numbers
-        if numbers is None:
-            raise RuntimeError("The numbers of pulled edges were not kept")
-        return numbers
+        return self._edges.pulled[unit].numbers if unit else super().columns(unit)
 
     def segments(self, unit: int, transposed: bool = False, numbered: bool = False) -> Segments:
         if unit == 0:
@@ -182,7 +177,7 @@ def pushed_edges(
         if chosen is None:
             return (None,)
         with torch.inference_mode(False):
-            cuts = Cuts(edge_index, chosen)
+            cuts = Cuts(edge_index, chosen, numbered)
             if not cuts.is_worth_it:
                 return (None,)
             return (PushedEdges(edge_index, cuts, numbered, by_source),)

@@ -116,9 +116,6 @@ class EdgeRun:
         num_rows: Rows that are read.
         num_targets: Rows that are added to.
         by_source: Which of both is made at once.
-
-    Attributes:
-        numbers: The number of each edge, in the order of the run.
     """
 
     def __init__(
@@ -134,11 +131,18 @@ class EdgeRun:
         if by_source:
             source, target, self._size = target, source, (num_targets, num_rows)
         found = segments_of(source, target, *self._size)
-        self.numbers = numbers
+        self._numbers = numbers
         if numbers is not None and found.edges is not None:
-            self.numbers = numbers[found.edges]
+            self._numbers = numbers[found.edges]
         self._first = replace(found, edges=None)
         self._other: Segments | None = None
+
+    @property
+    def numbers(self) -> Tensor:
+        """The number of each edge, in the order of the run."""
+        if self._numbers is None:
+            raise RuntimeError("The edges' numbers were not kept")
+        return self._numbers
 
     @property
     def segments(self) -> Segments:

@@ -389,7 +389,7 @@ def _law(
         edges = pushed_edges(data.edge_index, costs, costs, by_source=by_source)
         assert edges is not None
         ways.append(edges)
-    (pulled, given, served, slots), (again, returned, asked, known) = (
+    (pulled, _, served, slots), (again, returned, asked, known) = (
         (e.plan.num_halo, sum(e.plan.send_counts), e.slots.num_halo, sum(e.slots.send_counts))
         for e in ways
     )
