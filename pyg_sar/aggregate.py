@@ -230,8 +230,8 @@ class SequentialAggregation:
         numbers = [k for k in self.program.numbers("source") if totals[k] is not None]
         own = [_like(totals[k]) for k in numbers]
         depth = self.policy.prefetch
-        fused = self.fused if own else None
-        if fused is not None and fused.add_by_owners(own[0], reducers[0], self.name, depth):
+        at = totals, tensors, reducers[0], self.name, depth
+        if self.fused is not None and self.fused.add_by_owners(*at):
             return totals, {}
         refetches = self.needs.needs_sources and not (self.no_graph or self.keeps_graphs)
         returns = self.rounds.returns(own, self.name, depth, refetches, self.wire)

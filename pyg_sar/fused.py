@@ -128,22 +128,33 @@ class FusedSum:
         return found.float() if found.dtype == torch.bfloat16 else found
 
     def add_by_owners(
-        self, total: Tensor, reducers: Sequence[Reducer], layer: str, prefetch: int
+        self,
+        totals: Sequence[Tensor | None],
+        tensors: Sequence[Tensor | None],
+        reducers: Sequence[Reducer],
+        layer: str,
+        prefetch: int,
     ) -> bool:
         """Adds the gradients of own source rows over all edges, if that is the way it takes.
 
         Args:
-            total: Of the source operand.
+            totals: The operands' gradients.
+            tensors: The operands' tensors.
             reducers: A sum or a mean.
             layer: Whom the ledger charges.
             prefetch: Units fetched ahead.
         """
-        if not isinstance(self.rounds, OwnerRounds):
+        total, (reducer, *others) = totals[self._source], reducers
+        if not isinstance(self.rounds, OwnerRounds) or total is None:
             return False
-        for reducer in reducers:
-            if isinstance(reducer, SumReducer):
-                gradient, scale = reducer.gradient()
-                self.rounds.add_gradients(total, gradient, scale, layer, prefetch)
+        if others or not isinstance(reducer, SumReducer):
+            raise RuntimeError("Owners add up gradients of a single sum or mean")
+        gradient, scale = reducer.gradient()
+
+        def own() -> None:
+            self.add_gradients(0, totals, tensors, [], reducers)
+
+        self.rounds.add_gradients(total, own, gradient, scale, layer, prefetch)
         return True
 
     def add_gradients(

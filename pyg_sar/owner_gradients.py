@@ -1,27 +1,80 @@
 r"""Gradients of summed rows where workers read each other's memory: each owner adds up its own.
 
-For a sum or mean of source rows, :math:`\partial L / \partial x_j = \sum_{j \to i} c_i g_i`, where
-:math:`c_i` is 1, or one over the in-degree. The owner of j has the edges to its peers' targets by
-source (:class:`~pyg_sar.pushed_edges.PushedEdges`, all of them pushed), and reads :math:`c_i g_i`
-where the owner of i published it. So no worker writes gradients of rows for others to add: that
-takes two passes over all halo rows and memory for them, which over a network there is no way round.
+For a sum or mean of source rows, times constant weights or not,
+
+.. math:: \partial L / \partial x_j = \sum_{e: j \to i} w_e c_i g_i,
+
+where :math:`c_i` is 1, or one over the in-degree. The owner of j has the edges to its peers'
+targets by source (:class:`~pyg_sar.pushed_edges.PushedEdges`, all of them pushed), and reads
+:math:`c_i g_i` where the owner of i published it. So no worker writes gradients of rows for others
+to add, which takes two passes over all halo rows, and memory for them.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections import OrderedDict
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from pyg_sar.exchange import Use, flat_rows
+from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.ledger import Label
 from pyg_sar.ops import gather_sum_
 from pyg_sar.pushed_edges import PushedEdges
 from pyg_sar.rounds import ShardRounds
-from pyg_sar.shard import Segments
 from pyg_sar.shared_rows import SharedRows
 from pyg_sar.streams import ShardStream
+
+_PLAN: Label = ("", "", "plan")
+_AGREEMENT: Label = ("", "", "agreement")
+_MEMORY = 8  # weights
+
+
+class RemoteWeights:
+    """Constant weights of edges, sent once to the owners of their sources.
+
+    Args:
+        edges: The edges between workers, all of them pushed, and numbered.
+    """
+
+    def __init__(self, edges: PushedEdges) -> None:
+        self._edges = edges
+        self._known: OrderedDict[tuple[int, int], tuple[Tensor, dict[int, Tensor]]] = OrderedDict()
+
+    def of(self, edge_index: DistEdgeIndex, weight: Tensor) -> dict[int, Tensor]:
+        """By peer, the weights of the edges to its targets, in the order of their run.
+
+        All workers call this together.
+
+        Args:
+            edge_index: The edges into this worker's targets.
+            weight: Of these, ``[E]``.
+        """
+        comm, key = edge_index.plan.comm, (id(weight), version_of(weight))
+        known = torch.tensor(int(key in self._known), device=weight.device)
+        if not int(comm.all_reduce(known, "min", label=_AGREEMENT)):
+            self._known[key] = weight, self._send(edge_index, weight.detach().reshape(-1))
+            while len(self._known) > _MEMORY:
+                self._known.popitem(last=False)
+        return self._known[key][1]
+
+    def _send(self, edge_index: DistEdgeIndex, weight: Tensor) -> dict[int, Tensor]:
+        plan, source = edge_index.plan, edge_index.ends()[0]
+        runs = {pushed.peer: pushed.run for unit in self._edges.pushed for pushed in unit}
+        found = {}
+        for owner, peer in plan.rounds():
+            rows = plan.halo_slice(owner)
+            here = (source >= plan.num_local + rows.start) & (source < plan.num_local + rows.stop)
+            message = weight[here]
+            numbers = runs[peer].numbers if peer in runs else source[:0]
+            arriving = message.new_empty(numbers.numel())
+            plan.comm.exchange(message, owner, arriving, peer, label=_PLAN).wait()
+            # They come in the order of the peer's list.
+            found[peer] = torch.empty_like(arriving)
+            found[peer][numbers.argsort()] = arriving
+        return found
 
 
 class OwnerRounds(ShardRounds):
@@ -30,19 +83,29 @@ class OwnerRounds(ShardRounds):
     Args:
         rounds: The way through all edges.
         edges: The edges between workers, all of them pushed.
+        weights: Of these, by peer; ``None``: 1.
     """
 
-    def __init__(self, rounds: ShardRounds, edges: PushedEdges) -> None:
+    def __init__(
+        self, rounds: ShardRounds, edges: PushedEdges, weights: dict[int, Tensor] | None
+    ) -> None:
         super().__init__(rounds.shards, 1)
-        self._edges = edges
+        self._edges, self._weights = edges, weights
 
     def add_gradients(
-        self, total: Tensor, gradient: Tensor, scale: Tensor | None, layer: str, prefetch: int
+        self,
+        total: Tensor,
+        own: Callable[[], None],
+        gradient: Tensor,
+        scale: Tensor | None,
+        layer: str,
+        prefetch: int,
     ) -> None:
         """Adds the gradients of own rows that are summed, over all edges.
 
         Args:
             total: Of own rows, ``[num_local, *]``, added to.
+            own: Adds those over the worker's own edges.
             gradient: Of own targets' sums :math:`g`, ``[num_targets, *]``.
             scale: :math:`c`, ``[num_targets]``; ``None``: 1.
             layer: Whom the ledger charges.
@@ -53,22 +116,23 @@ class OwnerRounds(ShardRounds):
         label: Label = (layer, "backward", "gradient")
         stream = _Shares(self._edges, flat_rows(gradient), scale, label, prefetch)
         for unit, rows in stream:
-            (shares,) = rows.tensors
             if unit == 0:
-                self._add_own(flat, shares, scale)
+                own()
+            (shares,) = rows.tensors
             for pushed in self._edges.pushed[unit]:
                 edges = pushed.run.transposed()
                 mine = shares if rows.index is not None else shares[pushed.rows]
-                _add(flat, mine, replace(edges, source=rows.places(edges.source)))
-                del mine
+                at = rows.places(edges.source), edges.offsets, edges.targets
+                gather_sum_(flat, mine, *at, self._weights_of(pushed.peer, flat))
+                del mine, at
             del rows, shares
 
-    def _add_own(self, total: Tensor, gradient: Tensor, scale: Tensor | None) -> None:
-        edges, weight = self.segments(0, transposed=True), None
-        if scale is not None:
-            wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
-            weight = scale.to(wide).index_select(0, edges.source)
-        _add(total, gradient, replace(edges, edges=None), weight)
+    def _weights_of(self, peer: int, rows: Tensor) -> Tensor | None:
+        """The weights of the edges to a peer, in what kernels add up in."""
+        if self._weights is None:
+            return None
+        wide = torch.float64 if rows.dtype == torch.float64 else torch.float32
+        return self._weights[peer].to(wide)
 
 
 class _Shares(ShardStream):
@@ -102,7 +166,3 @@ class _Shares(ShardStream):
         else:
             torch.index_select(gradient, 0, shared.rows, out=out)
             out *= scale[shared.rows].unsqueeze(1)
-
-
-def _add(total: Tensor, rows: Tensor, edges: Segments, weight: Tensor | None = None) -> None:
-    gather_sum_(total, rows, edges.source, edges.offsets, edges.targets, weight, edges.edges)

@@ -30,8 +30,8 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex, version_of
 from pyg_sar.ledger import Label
 from pyg_sar.ops import gather_sum_, why_missing
-from pyg_sar.owner_gradients import OwnerRounds
-from pyg_sar.pushed_edges import pushed_edges
+from pyg_sar.owner_gradients import OwnerRounds, RemoteWeights
+from pyg_sar.pushed_edges import PushedEdges, pushed_edges
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.shard import EdgeRun, Segments, Tile, narrowed, segments_of
 from pyg_sar.shared_rows import SharedRows
@@ -358,19 +358,30 @@ def cheaper_rounds(
     if comm.world_size == 1:
         return None
 
-    def make() -> tuple[bool, Boundary | None]:
+    def make_boundary() -> tuple[bool, Boundary | None]:
         ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
         can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
-        if not everywhere and not rows_travel(comm):
+        if not can or not (everywhere or rows_travel(comm)):
             return can, None
         found = Boundary(edge_index)
-        return False, found if found.is_worth_it and can else None
+        return False, found if found.is_worth_it else None
 
-    near, boundary = edge_index.remember_together(("boundary", everywhere), make)
+    def make() -> tuple[Boundary | None, PushedEdges | None, RemoteWeights | None]:
+        key = "boundary", everywhere
+        near, boundary = edge_index.remember_together(key, make_boundary)
+        if boundary is not None or not near or not by_owners:
+            return boundary, None, None
+        # The same as those of additive attention.
+        sorting = {"numbered": numbered, "by_source": True}
+        edges = pushed_edges(edge_index, ALL_PUSHED, ALL_PUSHED, **sorting)
+        return None, edges, RemoteWeights(edges) if numbered and edges is not None else None
+
+    numbered = weight is not None
+    key = "sums", everywhere, by_owners, numbered
+    boundary, edges, weights = edge_index.remember_together(key, make)
     if boundary is not None:
         return BoundaryRounds(rounds, boundary, weight)
-    if near and by_owners and weight is None:
-        # The same as for additive attention, which will find it.
-        edges = pushed_edges(edge_index, ALL_PUSHED, ALL_PUSHED, by_source=True)
-        return None if edges is None else OwnerRounds(rounds, edges)
-    return None
+    if edges is None:
+        return None
+    known = None if weight is None else weights.of(edge_index, weight)
+    return OwnerRounds(rounds, edges, known)

@@ -278,7 +278,7 @@ def _masks(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
 
 def test_pulled_and_pushed_edges_drop_the_same(tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    policies = (SARPolicy(push="off"), *POLICIES[1:4])
+    policies = (SARPolicy(push="off"), SARPolicy(), *POLICIES[1:4])
     for found in pyg_sar.launch(_masks, 3, tmp_path / "parts", policies, timeout=60.0):
         for start in range(0, len(found), len(policies)):
             first, *others = found[start : start + len(policies)]
