@@ -98,7 +98,7 @@ def _sage(part: Part, features: int, mode: int, shards: int) -> int:
     """Kept: each layer's input and mean. The gradients: of the mean, and of the input, twice.
 
     The gradient needs no source rows (case 1), so that mode 2 is mode 1, and rows are resident
-    either as sources or as gradients.
+    either as sources or as gradients of targets.
     """
     widths = [features, 256, 256]
     peak = kept = 0
@@ -118,8 +118,9 @@ def _sage(part: Part, features: int, mode: int, shards: int) -> int:
 def _gat(part: Part, features: int, mode: int, shards: int) -> int:
     """Kept: each layer's values, output and activation, and four numbers per head.
 
-    In the backward pass the output makes room for the values' gradient. There source rows and
-    gradient rows are resident (case 2); mode 2 keeps the halo's rows instead of a shard's.
+    In the backward pass the output makes room for the values' gradient. In mode 1 as many rows of
+    targets, with four numbers per head, are resident there as rows of sources before; mode 2 keeps
+    the halo's rows instead of a shard's, and gradients of a shard's rows are resident beside them.
     Self loops make an edge list of their own.
     """
     nodes, edges = part.nodes, part.edges + part.nodes
@@ -129,9 +130,10 @@ def _gat(part: Part, features: int, mode: int, shards: int) -> int:
         row, own = width + HEADS, nodes * (2 * width + 4 * HEADS)
         rows = {1: shards * row, 2: part.halo * row, 3: (nodes + part.halo) * row}[mode]
         messages = edges * row if mode == 3 else 0
-        gradients = {1: shards * row, 2: shards * row, 3: (nodes + part.halo) * row}[mode]
+        slots = shards * (width + 4 * HEADS)
+        remote = {1: slots, 2: rows + shards * row, 3: 2 * rows}[mode]
         forward = kept + own + rows + messages
-        backward = forward + nodes * width + gradients + messages
+        backward = kept + own + nodes * width + remote + 2 * messages
         kept += own + nodes * width + (mode == 2) * part.halo * row + messages
         activation = kept + 2 * nodes * width  # and its backward pass, that of a layer's output
         peak = max(peak, forward, backward, activation)
@@ -289,9 +291,9 @@ two epochs, and in brackets that over the law, for the worker that is farthest f
 for its edges by target and by source (GAT: and the list that self loops make); what the layers keep
 for each own node (SAGE: each layer's input and mean; GAT: values, output, activation, four numbers
 per head); the gradients of the layer at hand; and the remote rows that the mode allows. In mode 1
-these are one shard of the largest size, or two with a prefetched one; as much of gradients on their
-way back, beside the sources where these are fetched again (GAT). Mode 2 keeps the halo's rows of
-each GAT layer, mode 3 the halo and every message. All rows are counted as pulled. Not in the law:
+these are one shard of the largest size, or two with a prefetched one: of sources in the forward
+pass, of targets in the backward pass. Mode 2 keeps the halo's rows of each GAT layer, and holds
+gradients on their way back, mode 3 the halo and every message. Not in the law:
 own rows as neighbours read them in shared memory and what they have not read yet, partial sums that
 are pushed, temporary tensors (of all messages in mode 3), and a few megabytes of libraries that
 don't shrink with the part."""

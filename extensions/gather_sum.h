@@ -2,9 +2,10 @@
 //
 // [Note: tiles] Columns are taken in tiles of at most kMostVectors registers. A target's sums of a
 // tile stay in registers over all its edges, and a row's lines are asked for some edges ahead: about
-// twenty lines are in flight, which hides most of the latency of memory. The last vector of a
-// tile begins where a whole one fits, so that it overlaps the one before it: no lane is masked, and
-// lanes that another vector has added are left out at the end.
+// twenty lines are in flight, which hides most of the latency of memory. So are the lines of a later
+// target, which matters where targets have few edges. The last vector of a tile begins where a whole
+// one fits, so that it overlaps the one before it: no lane is masked, and lanes that another vector
+// has added are left out at the end.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,8 @@
 #include "vectors.h"
 
 namespace pyg_sar {
+
+constexpr int64_t kTargetsAhead = 3;
 
 // Fewer where speed matters less: each width is compiled for each kind of processor.
 template <class Row>
@@ -34,6 +37,11 @@ struct SumTile {
     return wide_offsets == nullptr ? segments.offsets[t] : wide_offsets[t];
   }
 
+  PYG_SAR_INLINE void ask_for(const Row* target) const {
+    const char* const at = reinterpret_cast<const char*>(target);
+    for (int64_t b = 0; b < width * int64_t{sizeof(Row)}; b += kLine) __builtin_prefetch(at + b, 1);
+  }
+
   template <int kLanes, int kVectors, bool kWeighted, bool kCrosses>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
     using Acc = Wide<Row>;
@@ -43,6 +51,7 @@ struct SumTile {
     const int64_t tail = width - kLanes, final = segments.num_edges - 1;
     const int32_t* const source = segments.source;
     for (int64_t t = first; t < last; ++t) {
+      if (t + kTargetsAhead < last) ask_for(out + segments.target(t + kTargetsAhead) * out_stride);
       Vector<Acc, kLanes> sum[kVectors][kApart] = {};
       const auto add = [&](int64_t e, int part) __attribute__((always_inline)) {
         const int64_t later = e + kAhead < final ? e + kAhead : final;

@@ -24,7 +24,7 @@ from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionStat
 from pyg_sar.errors import named
 from pyg_sar.exchange import UnitRows, Use
 from pyg_sar.policy import SARPolicy
-from pyg_sar.pushed_attention import Covers, PushedAttention
+from pyg_sar.pushed_attention import Covers, PushedAttention, dropout_seeds
 from pyg_sar.pushed_edges import PulledRounds, PushedEdges
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.wire import Wire
@@ -65,19 +65,22 @@ class FusedAttention:
         self._sources = [name for name in self.names if name in self.sources]
         self._wire = Wire(policy.wire)
         self._kept: list[tuple[int, UnitRows]] = []
-        self.covers = covers or Covers()
-        self._there, self.rounds = self._way(rounds, self.covers.forward)
+        covers = covers or Covers()
+        seeds: list[int] = []
+        if covers.forward or covers.backward:
+            seeds = dropout_seeds(rounds.plan.comm, self.attention)
+        self._there, self.rounds = self._way(rounds, covers.forward, seeds)
         self._back, self.rounds_back = self._there, self.rounds
-        if self.covers.backward is not self.covers.forward:
-            self._back, self.rounds_back = self._way(rounds, self.covers.backward)
+        if covers.backward is not covers.forward:
+            self._back, self.rounds_back = self._way(rounds, covers.backward, seeds)
 
     def _way(
-        self, rounds: ShardRounds, edges: PushedEdges | None
+        self, rounds: ShardRounds, edges: PushedEdges | None, seeds: list[int]
     ) -> tuple[PushedAttention | None, ShardRounds]:
         """The pushed edges of a pass, and the way through the others."""
         if edges is None:
             return None, rounds
-        pushed = PushedAttention(edges, self.attention, self.policy, self.name)
+        pushed = PushedAttention(edges, seeds, self.policy, self.name)
         return pushed, PulledRounds(rounds, edges)
 
     def forward(self, given: Any, record: bool) -> tuple[Tensor, AttentionState]:

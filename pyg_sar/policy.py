@@ -22,7 +22,8 @@ class SARPolicy:
     1     sequential aggregation and      ``1 + prefetch``       :math:`2 H_p F b`, or
           rematerialization (SAR)         shards                 :math:`3 H_p F b` when
                                                                  the backward pass needs
-                                                                 source values (case 2)
+                                                                 source values (case 2; but
+                                                                 see ``push``)
     2     sequential aggregation, the     ``1 + prefetch``       :math:`2 H_p F b`
           graph kept until backward       shards, and all
                                           messages' inputs
@@ -51,11 +52,14 @@ class SARPolicy:
             rows over the wire where workers are on several hosts: for each pair of workers a
             minimum vertex cover says which source rows are pulled and for which targets partial
             sums are pushed (modes 1 and 2, with the kernels). So does the softmax attention that
-            the kernels know, by the bytes that its rows take forward and backward, where there are
-            no edge features and the wire is exact: queries go to the sources' worker, partial
-            softmax states come back. Between workers that read each other's memory that saves
-            hardly any time and takes memory; ``'always'`` does it there, too. ``'off'`` pulls all.
-            Must be the same on all workers.
+            the kernels know, by the bytes that its rows take, where there are no edge features and
+            the wire is exact: queries go to the sources' worker, partial softmax states come back;
+            in the backward pass what is known of a target goes there, and in mode 1 few source rows
+            or none are fetched again. Where all workers read each other's memory, rows are pulled
+            in the forward pass; the backward pass is the sources' workers', which read what is
+            known of their peers' targets. ``'always'`` takes covers there, too: that saves hardly
+            any time and takes memory. ``'off'`` pulls all rows and returns their gradients. Must be
+            the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):

@@ -36,7 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -61,6 +61,9 @@ from pyg_sar.ledger import Label
 from pyg_sar.policy import SARPolicy
 from pyg_sar.pushed_edges import Pushed, PushedEdges, pushed_edges
 from pyg_sar.streams import GradientReturn, RowReturn, ShardStream
+
+if TYPE_CHECKING:
+    from pyg_sar.comm import Communicator
 
 _SEEDS: Label = ("", "", "agreement")
 
@@ -135,28 +138,38 @@ def edges_to_push(
     return Covers(there, back)
 
 
+def dropout_seeds(comm: Communicator, attention: Attention) -> list[int]:
+    """The workers' seeds: whether a weight is dropped is the same, pulled or pushed.
+
+    All workers call this together.
+
+    Args:
+        comm: Their communicator.
+        attention: For its dropout, whose seed is this worker's.
+    """
+    if attention.p == 0:
+        return [0] * comm.world_size
+    halves = torch.tensor([attention.seed >> 32, attention.seed & 0xFFFFFFFF])
+    found = comm.all_gather(halves.to(comm.device), label=_SEEDS)
+    return [(int(high) << 32) + int(low) for high, low in found]
+
+
 class PushedAttention:
     """The pushed edges of one call of a layer. Made by all workers together.
 
     Args:
         edges: The edges.
-        attention: For its shapes and dropout, whose seed is this worker's.
+        seeds: Of the workers' dropout.
         policy: Its mode and prefetch depth.
         name: The layer's name, for the ledger.
     """
 
     def __init__(
-        self, edges: PushedEdges, attention: Attention, policy: SARPolicy, name: str
+        self, edges: PushedEdges, seeds: Sequence[int], policy: SARPolicy, name: str
     ) -> None:
         self.edges, self.policy, self.name = edges, policy, name
+        self._seeds = seeds
         self._kept: list[tuple[int, list[Tensor]]] = []
-        comm = edges.plan.comm
-        self._seeds = [0] * comm.world_size
-        if attention.p > 0:
-            # Whether a weight is dropped is the same function of the edge, pulled or pushed.
-            halves = torch.tensor([attention.seed >> 32, attention.seed & 0xFFFFFFFF])
-            found = comm.all_gather(halves.to(comm.device), label=_SEEDS)
-            self._seeds = [(int(high) << 32) + int(low) for high, low in found]
 
     def forward(self, given: Attention, state: AttentionState, record: bool) -> Iterator[None]:
         """Adds the peers' shares to a state, in two steps: after the first, slots are on their way.
