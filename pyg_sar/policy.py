@@ -56,8 +56,9 @@ class SARPolicy:
             the wire is exact: queries go to the sources' worker, partial softmax states come back;
             in the backward pass what is known of a target goes there, and in mode 1 few source rows
             or none are fetched again. Where all workers read each other's memory, rows are pulled
-            in the forward pass; the backward pass is the sources' workers', which read what is
-            known of their peers' targets. ``'always'`` takes covers there, too: that saves hardly
+            in the forward pass; the backward pass of sums and of additive attention is the sources'
+            workers', which read what is known of their peers' targets. ``'always'`` takes covers
+            there, too: that saves hardly
             any time and takes memory. ``'off'`` pulls all rows and returns their gradients. Must be
             the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:

@@ -28,8 +28,9 @@ would find at one end of an edge, so each pass has a cover of its own. That of t
 mostly pushed: a pulled row is twice as dear, as it comes and its gradient goes. Where all cuts are
 so dense that covers save nothing, bytes fall from 3 (H C + K) b per halo row, the law of SAR's case
 2, to (H C + K) b and about as much for each target in a pair of workers. Between workers that read
-each other's memory all of the backward pass is pushed: targets are read where they lie, and none
-but gradients of queries are written for others. Mode 2 keeps rows, hence one cover for both.
+each other's memory all of the backward pass is pushed with additive scores: targets are read where
+they lie, and none but gradients of their narrow queries are written for others. Mode 2 keeps rows,
+hence one cover for both.
 """
 
 from __future__ import annotations
@@ -131,9 +132,8 @@ def edges_to_push(
     there = pushed_edges(edge_index, costs, costs if everywhere else None, numbered=numbered)
     if not record:
         return Covers(there)
-    costs = nearest_costs(*backward)
-    near = costs if everywhere else ALL_PUSHED
-    by_source = attention.kind == "additive"
+    costs, by_source = nearest_costs(*backward), attention.kind == "additive"
+    near = costs if everywhere else ALL_PUSHED if by_source else None
     back = pushed_edges(edge_index, costs, near, numbered=numbered, by_source=by_source)
     return Covers(there, back)
 

@@ -284,7 +284,10 @@ def _compare(outcome: Outcome, workers: Sequence[Worker], expected: Pass, tolera
 
 
 def shards(data: Data, parts: Sequence[Tensor], reverse: bool) -> list[list[int]]:
-    """Remote rows that each worker's edges need of each other worker.
+    """Remote rows of each other worker that a worker has resident with a shard.
+
+    Sources that its own edges need, or, where the sources' worker goes through the edges in the
+    backward pass, targets of the other's edges from its nodes.
 
     Args:
         data: The whole graph.
@@ -295,31 +298,22 @@ def shards(data: Data, parts: Sequence[Tensor], reverse: bool) -> list[list[int]
     for rank, nodes in enumerate(parts):
         owner[nodes] = rank
     far, near = data.edge_index.flip(0) if reverse else data.edge_index
-    return [
-        [
-            int(far[(owner[near] == p) & (owner[far] == q)].unique().numel())
-            for q in range(len(parts))
-            if q != p
-        ]
-        for p in range(len(parts))
-    ]
+
+    def rows(p: int, q: int) -> int:
+        sources = far[(owner[near] == p) & (owner[far] == q)]
+        targets = near[(owner[near] == q) & (owner[far] == p)]
+        return max(int(sources.unique().numel()), int(targets.unique().numel()))
+
+    return [[rows(p, q) for q in range(len(parts)) if q != p] for p in range(len(parts))]
 
 
 def _laws(outcome: Outcome, case: Case, data: Data, workers: Sequence[Worker]) -> None:
-    """One shard of remote rows; the bytes, relative to the one-shot way's.
-
-    Attention that is pushed has rows of a peer's targets instead: its law is a shard that the
-    worker pulls, or one that a peer would pull from it.
-    """
+    """One shard of remote rows; the bytes, relative to the one-shot way's."""
     parts = [w.exact.n_id for w in workers]
     ways = [False, True] if any(w.reverses for w in workers) else [False]
     counts = [shards(data, parts, way) for way in ways]
     for rank, w in enumerate(workers):
-        most = max(max(of[rank]) for of in counts)
-        if w.serves:
-            asked = (c[rank - (p < rank)] for of in counts for p, c in enumerate(of) if p != rank)
-            most = max(most, *asked)
-        law = case.relations * most
+        law = case.relations * max(max(of[rank]) for of in counts)
         peak = max(w.resident.values(), default=0)
         if not outcome.resident or peak * outcome.resident[1] > outcome.resident[0] * law:
             outcome.resident = [peak, law]

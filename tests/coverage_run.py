@@ -155,7 +155,6 @@ class Worker:
     one_shot_bytes: int
     resident: dict[str, int]
     reverses: bool
-    serves: bool
     gathers: int
     left: int
 
@@ -211,7 +210,6 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
             getattr(m, "flow", "") == "target_to_source" or isinstance(m, DirGNNConv)
             for m in module.modules()
         ),
-        serves=ledger.received_bytes(kind="query") > 0,
         gathers=ledger.events("halo_gather") + ledger.events("halo_reduce"),
         left=ledger.resident_rows(),
     )

@@ -120,7 +120,10 @@ def test_weights_that_change(tmp_path: Path) -> None:
 
 
 def _rows(root: Path, layer: torch.nn.Module, policy: SARPolicy, weighted: bool) -> Any:
-    """Bytes by phase and kind of a second epoch, resident rows, and what of edges was sent."""
+    """Bytes by phase and kind of a second epoch, units whose gradients go back; rows of the halo.
+
+    And rows that others need of this worker.
+    """
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
     x = data.x.requires_grad_()
@@ -144,7 +147,9 @@ def _rows(root: Path, layer: torch.nn.Module, policy: SARPolicy, weighted: bool)
         for kind in HALO_KINDS
     }
     assert ledger.received_bytes(kind="plan") == ledger.resident_rows() == 0
-    return {key: n for key, n in found.items() if n}, started[0], data.edge_index.plan.num_halo
+    plan = data.edge_index.plan
+    rows = {key: n for key, n in found.items() if n}
+    return rows, started[0], plan.num_halo, sum(plan.send_counts)
 
 
 def _targets(data: Data, part: Tensor, rank: int, out: bool) -> int:
@@ -168,33 +173,38 @@ def test_owners_read_gradients_of_targets(name: str, tmp_path: Path) -> None:
     layer, size = make().double(), CHANNELS * 8
     way = SARPolicy(prefetch=0)
     workers = threads(_rows, 3, tmp_path / "parts", layer, way, weighted)
-    for rank, (found, started, halo) in enumerate(workers):
+    for rank, (found, started, halo, _) in enumerate(workers):
         asked = _targets(data, part, rank, out=True)
         assert found == {("forward", "fetch"): halo * size, ("backward", "gradient"): asked * size}
         assert started == 0
     off = threads(_rows, 3, tmp_path / "parts", layer, SARPolicy(prefetch=0, push="off"), weighted)
-    for found, started, halo in off:
+    for found, started, halo, _ in off:
         assert found["forward", "fetch"] == halo * size
         assert started > 0
 
 
 @pytest.mark.parametrize("name", ATTENTION)
 def test_attention_fetches_nothing_again(name: str, tmp_path: Path) -> None:
-    """What is known of a target comes to its sources, and the gradient of its query goes back."""
+    """What is known of a target comes to its sources, and the gradient of its query goes back.
+
+    With wide queries, whose gradients would be as many numbers, rows of sources come again.
+    """
     data, part = several(stars()), torch.randint(3, (60,))
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", part)
     row = HEADS * OUT
-    query = HEADS if name == "gat" else row
     source = {"gat": row + HEADS, "gatv2": row, "transformer": 2 * row}[name]
     layer = ATTENTION[name]().double()
     workers = threads(_rows, 3, tmp_path / "parts", layer, SARPolicy(prefetch=0), False)
-    for rank, (found, _, halo) in enumerate(workers):
+    for rank, (found, _, halo, given) in enumerate(workers):
         asked, told = (_targets(data, part, rank, out=out) for out in (True, False))
-        assert found == {
-            ("forward", "fetch"): halo * source * 8,
-            ("backward", "query"): asked * (row + 3 * HEADS + query) * 8,
-            ("backward", "gradient"): told * query * 8,
-        }
+        law = {("forward", "fetch"): halo * source}
+        if name == "gat":
+            law["backward", "query"] = asked * (row + 4 * HEADS)
+            law["backward", "gradient"] = told * HEADS
+        else:
+            law["backward", "refetch"] = halo * source
+            law["backward", "gradient"] = given * source
+        assert found == {key: 8 * n for key, n in law.items()}
 
 
 def _without_gradients(root: Path) -> tuple[int, int]:
