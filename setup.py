@@ -63,7 +63,7 @@ def kernels() -> dict[str, Any]:
     sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
     compiled, linked = options(sanitizer)
     names = ("attention", "segments", "transpose", "gather_sum", "edge_dot", "extremum")
-    sources = [*names, "weighted_rows", "factored", "functional"]
+    sources = [*names, "weighted_rows", "factored", "factored_backward", "functional"]
     if sanitizer == "thread":
         sources.append("sanitizer_threads")
     extension = CppExtension(
@@ -73,7 +73,7 @@ def kernels() -> dict[str, Any]:
             f"extensions/{name}.h"
             for name in (
                 *("segments", "vectors", "gather_sum", "attention", "attention_loops"),
-                *("weighted_rows", "factored"),
+                *("weighted_rows", "factored", "factored_lanes"),
             )
         ],
         extra_compile_args=compiled,

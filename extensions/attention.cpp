@@ -451,15 +451,13 @@ Tensor packed(const Given& g, const Tensor& maximum, const Tensor& normaliser,
   return at::cat({maximum, normaliser.reciprocal(), delta, last}, 1);
 }
 
-// What the backward passes keep alive while they run.
+// What the backward passes keep alive while they run. Rows are packed by those that read them.
 struct Backward {
   Dense dense;
   Tensor grad_out, packed_rows;
 
-  Backward(const Given& g, const Tensor& grad, const Tensor& maximum, const Tensor& normaliser,
-           const Tensor& delta, bool transposed)
+  Backward(const Given& g, const Tensor& grad, bool transposed)
       : dense(g, grad.size(0), transposed), grad_out(with_dense_rows(grad)) {
-    packed_rows = packed(g, maximum, normaliser, delta);
     if (dense.query_edges.defined()) dense.grad_edges = dense.edge_products(grad_out);
   }
   template <class T>
@@ -511,7 +509,7 @@ void backward_sources_cpu(const OptionalTensor& grad_value, const OptionalTensor
   g.places = places;
   check_known(grad_out, maximum, normaliser, delta, g);
   check_sources(grad_value, grad_key, grad_query, grad_edge_attr, grad_edge_weight, g);
-  const Backward all(g, grad_out, maximum, normaliser, delta, true);
+  Backward all(g, grad_out, true);
   if (nothing(g)) return;
   const Written values(grad_value, true), keys(grad_key, true), queries(grad_query);
   const Written attrs(grad_edge_attr), weights(grad_edge_weight);
@@ -519,6 +517,15 @@ void backward_sources_cpu(const OptionalTensor& grad_value, const OptionalTensor
   if (grad_query.has_value()) most = at::get_num_threads();
   const int64_t chunks = num_chunks(g, most);
   const PerChunk query_sums(queries.dense, chunks), weight_sums(weights.dense, chunks);
+  const auto factored = [&] {
+    const Tensor top = maximum.contiguous(), total = normaliser.contiguous();
+    const Tensor mean = delta.contiguous();
+    const auto of_queries = query_sums.pointers<float>();
+    return add_factored_sources(
+        terms<float>(g, all.dense, chunks), grad_out.size(0),
+        {matrix<float>(all.grad_out), data<float>(top), data<float>(total), data<float>(mean),
+         values.matrix<float>(), keys.matrix<float>(), of_queries});
+  };
   const auto make = [&]<class Pass>() {
     using T = typename Pass::T;
     const auto of_values = values.matrix<T>();
@@ -530,8 +537,12 @@ void backward_sources_cpu(const OptionalTensor& grad_value, const OptionalTensor
                 query_sums.pointers<T>(),
                 weight_sums.pointers<T>()};
   };
-  value.scalar_type() == at::kFloat ? dispatch<Sources, float>(kind, value.size(2), make)
-                                    : dispatch<Sources, double>(kind, value.size(2), make);
+  const bool is_float = value.scalar_type() == at::kFloat;
+  if (!is_float || kind != kAdditive || !factored()) {
+    all.packed_rows = packed(g, maximum, normaliser, delta);
+    is_float ? dispatch<Sources, float>(kind, value.size(2), make)
+             : dispatch<Sources, double>(kind, value.size(2), make);
+  }
   query_sums.sum();
   weight_sums.sum();
   for (const Written* w : {&values, &keys, &queries, &attrs, &weights}) w->write();
@@ -553,8 +564,9 @@ void backward_targets_cpu(const OptionalTensor& grad_query, const OptionalTensor
   const Given g = PYG_SAR_GIVEN_NAMES;
   check_known(grad_out, maximum, normaliser, delta, g);
   check_targets(grad_query, grad_att, grad_edge_attr, grad_edge_weight, g);
-  const Backward all(g, grad_out, maximum, normaliser, delta, false);
+  Backward all(g, grad_out, false);
   if (nothing(g)) return;
+  all.packed_rows = packed(g, maximum, normaliser, delta);
   const Written queries(grad_query), atts(grad_att), attrs(grad_edge_attr);
   const Written weights(grad_edge_weight);
   const bool shared = grad_att.has_value() || grad_edge_weight.has_value();

@@ -10,67 +10,20 @@
 #undef PYG_SAR_ONE_VERSION  // There is but one, for the widest processors: sanitizers see it, too.
 
 #include "factored.h"
+#include "factored_lanes.h"
 
 #include <ATen/ops/empty.h>
 
 #include <atomic>
-#include <bit>
-#include <utility>
 #include <vector>
-
-#include "vectors.h"
 
 namespace pyg_sar::attention {
 
 #ifdef PYG_SAR_LEVELS
-#define PYG_SAR_512 __attribute__((target("avx512f,fma,prefer-vector-width=512")))
-// Of this target themselves: else vectors are taken apart before functions are inlined.
-#define PYG_SAR_INLINE_512 PYG_SAR_INLINE PYG_SAR_512
-
 namespace {
 
-constexpr int kFull = 16;             // values of a register
-constexpr int64_t kMostHeads = 8;     // two numbers of each fit into a register
-constexpr int64_t kMostVectors = 8;   // of a row
-constexpr int64_t kTargets = 32;      // at a time
-constexpr int64_t kEdgesPerRow = 2;   // at least, on average
-constexpr int64_t kRowsPerTask = 1 << 13;
-constexpr float kLargestKey = 12;     // weights of 4e-11, at least
-
-using Lanes = Vector<float, kFull>;
-using Places = Vector<int32_t, kFull>;
-
-// kCount numbers, over and over.
-template <int kCount>
-PYG_SAR_INLINE_512 Lanes repeated(const float* from) {
-  if constexpr (kCount == 1) {
-    const float x = *from;
-    return Lanes{x, x, x, x, x, x, x, x, x, x, x, x, x, x, x, x};
-  } else if constexpr (kCount == 2) {
-    double x;
-    std::memcpy(&x, from, sizeof(x));
-    return std::bit_cast<Lanes>(Vector<double, 8>{x, x, x, x, x, x, x, x});
-  } else if constexpr (kCount == 4) {
-    Vector<float, 4> x;
-    load<4>(x, from);
-    const auto y = __builtin_shufflevector(x, x, 0, 1, 2, 3, 0, 1, 2, 3);
-    return __builtin_shufflevector(y, y, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
-  } else if constexpr (kCount == 8) {
-    Vector<float, 8> x;
-    load<8>(x, from);
-    return __builtin_shufflevector(x, x, 0, 1, 2, 3, 4, 5, 6, 7, 0, 1, 2, 3, 4, 5, 6, 7);
-  } else {
-    Lanes x;
-    load<kFull>(x, from);
-    return x;
-  }
-}
-
-// The lanes from kFirst on, around the end.
-template <int kFirst, int... lane>
-PYG_SAR_INLINE_512 Lanes turned(const Lanes& x, std::integer_sequence<int, lane...>) {
-  return __builtin_shufflevector(x, x, (kFirst + lane) % kFull...);
-}
+constexpr int64_t kTargets = 32;     // at a time
+constexpr int64_t kEdgesPerRow = 2;  // at least, on average
 
 // Two numbers of a head, as pairs of rows of kHeads: numbers of heads are padded.
 template <int kHeads>
@@ -185,7 +138,6 @@ struct FactoredForward {
   PYG_SAR_INLINE_512 void add(int64_t u, const float* both, const float* old,
                               const float* top) const {
     constexpr int64_t kAhead = kVectors <= 2 ? 96 : kVectors <= 4 ? 64 : 32;
-    constexpr auto kAll = std::make_integer_sequence<int, kFull>{};
     const int64_t last = t.num_edges - 1;
     const Lanes by = repeated<2 * kHeads>(both);
     Lanes sum[kVectors] = {}, total = {};
@@ -198,7 +150,7 @@ struct FactoredForward {
       const int64_t j = t.source[e];
       const float* row = t.value.data + j * t.value.stride;
       const Lanes x = repeated<2 * kHeads>(pairs + j * 2 * kHeads) * by;
-      const Lanes y = turned<kHeads>(x, kAll);
+      const Lanes y = turned<kHeads>(x, kAllLanes);
       const Lanes weight = x > y ? x : y;
       total += weight;
       for (int v = 0; v < kVectors; ++v) {
@@ -293,12 +245,8 @@ bool run_heads(const Terms<float>& t, int64_t num_rows, const State& state) {
 }  // namespace
 
 bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state) {
-  const int64_t width = t.width();
-  const bool fits = t.heads <= kMostHeads && (width >= kFull || width == kFull / 2) &&
-                    width <= kMostVectors * kFull;
-  const bool plain = t.features == 0 && t.drop_key == nullptr && t.slope >= 0 && t.slope <= 1;
-  if (!fits || !plain || t.num_edges < kEdgesPerRow * num_rows) return false;
-  if (!__builtin_cpu_supports("avx512f")) return false;
+  const bool fits = t.width() >= kFull || t.width() == kFull / 2;
+  if (!fits || !is_factored(t) || t.num_edges < kEdgesPerRow * num_rows) return false;
   if (t.heads > 4) return run_heads<8>(t, num_rows, state);
   if (t.heads > 2) return run_heads<4>(t, num_rows, state);
   return t.heads == 2 ? run_heads<2>(t, num_rows, state) : run_heads<1>(t, num_rows, state);

@@ -14,4 +14,16 @@ struct State {
 // are such that it is faster and as exact; else nothing is done. Returns whether it was done.
 bool add_factored(const Terms<float>& t, int64_t num_rows, const State& state);
 
+// What Sources<float, kAdditive> reads of targets, rows of heads but for grad_out, and adds to: what
+// is null or empty isn't wanted.
+struct SourceGradients {
+  Matrix<const float> grad_out;
+  const float *maximum, *normaliser, *delta;
+  Matrix<float> grad_value, grad_key;
+  const std::vector<float*>& grad_query;  // of each chunk
+};
+
+// The same for gradients by source row: what Sources<float, kAdditive> adds.
+bool add_factored_sources(const Terms<float>& t, int64_t num_targets, const SourceGradients& g);
+
 }  // namespace pyg_sar::attention
