@@ -113,9 +113,9 @@ class Cuts:
             halo.comm.exchange(message, owner, arriving, peer, label=_PLAN).wait()
             del message, parts, place
             wanted, source, place, *columns = arriving.split(sizes)
-            own = halo.send_rows(peer).to(self._index)
-            numbers = columns[0].clone() if columns else None
-            found[peer] = Request(own[wanted], own[source], place.clone(), numbers)
+            own, numbers = halo.send_rows(peer), columns[0].clone() if columns else None
+            ends = own.to(self._index)[source], place.clone()
+            found[peer] = Request(own[wanted], *ends, numbers)
         return found
 
 

@@ -223,3 +223,22 @@ def test_the_plan_is_made_once(tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
     for numbers in threads(_structures, 3, tmp_path / "parts"):
         assert numbers == 0
+
+
+# Size ########################################################################
+
+
+def test_rows_by_the_thousand(tmp_path: Path) -> None:
+    """As many as PyTorch's operators have other ways for."""
+    draw = torch.Generator().manual_seed(0)
+    ends = (torch.rand(2, 60_000, generator=draw) ** 3 * 4000).long()
+    data = Data(
+        x=torch.randn(4000, 32, generator=draw, dtype=torch.float64),
+        edge_index=torch.randperm(4000, generator=draw)[ends],
+        train_mask=torch.ones(4000, dtype=torch.bool),
+    )
+    root, sweep = Partitions(tmp_path)(data, 2, "random"), Sweep(2)
+    for layer in (gnn.SAGEConv(32, 8), gnn.GCNConv(32, 8), gnn.GATConv(32, 8, heads=2)):
+        policies = SARPolicy(push="always"), SARPolicy()
+        sweep.add(type(layer).__name__, Job(layer.double(), root, (), policies), data)
+    sweep.check()
