@@ -228,22 +228,23 @@ def test_inference_makes_nothing_for_backward_passes(tmp_path: Path) -> None:
         assert then > 2 * first  # edges by their sources' workers
 
 
-def _dtype(root: Path, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+def _dtype(root: Path, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).to(dtype))
+    layer = pyg_sar.distribute((ATTENTION[name] if name == "gat" else SUMS[name][0])().to(dtype))
     x = data.x.to(dtype).requires_grad_()
     out = layer(x, data.edge_index)
     (out * probe(data.n_id, out)).sum().backward()
     return data.n_id, out.detach(), x.grad
 
 
+@pytest.mark.parametrize("name", ["sage", "gat"])
 @pytest.mark.parametrize("dtype, most", [(torch.float32, 1e-5), (torch.bfloat16, 3e-2)])
-def test_other_dtypes(dtype: torch.dtype, most: float, tmp_path: Path) -> None:
+def test_other_dtypes(dtype: torch.dtype, most: float, name: str, tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    exact = threads(_dtype, 3, tmp_path / "parts", torch.float64)
+    exact = threads(_dtype, 3, tmp_path / "parts", name, torch.float64)
     for (_, out, grad), (_, right, right_grad) in zip(
-        threads(_dtype, 3, tmp_path / "parts", dtype), exact, strict=True
+        threads(_dtype, 3, tmp_path / "parts", name, dtype), exact, strict=True
     ):
         assert out.dtype == grad.dtype == dtype
         assert error(grad.double(), right_grad, float(right_grad.abs().max())) < most
