@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -27,9 +29,36 @@ from pyg_sar.rounds import ShardRounds
 from pyg_sar.shared_rows import SharedRows
 from pyg_sar.streams import ShardStream
 
+if TYPE_CHECKING:
+    from pyg_sar.comm import Communicator
+
+Made = TypeVar("Made")
 _PLAN: Label = ("", "", "plan")
 _AGREEMENT: Label = ("", "", "agreement")
 _MEMORY = 8  # weights
+
+
+class OfWeights(Generic[Made]):
+    """What all workers made together of the last few constant weights of edges."""
+
+    def __init__(self) -> None:
+        self._known: OrderedDict[tuple[int, int], tuple[Tensor, Made]] = OrderedDict()
+
+    def of(self, comm: Communicator, weight: Tensor, make: Callable[[Tensor], Made]) -> Made:
+        """What there is of a weight, made again where it was written into.
+
+        Args:
+            comm: The workers' communicator.
+            weight: Constant weights of the edges, ``[E]`` or ``[E, 1]``.
+            make: Makes it of these, ``[E]``.
+        """
+        key = id(weight), version_of(weight)
+        known = torch.tensor(int(key in self._known), device=weight.device)
+        if not int(comm.all_reduce(known, "min", label=_AGREEMENT)):
+            self._known[key] = weight, make(weight.detach().reshape(-1))  # keeps it, and so its id
+            while len(self._known) > _MEMORY:
+                self._known.popitem(last=False)
+        return self._known[key][1]
 
 
 class RemoteWeights:
@@ -41,7 +70,7 @@ class RemoteWeights:
 
     def __init__(self, edges: PushedEdges) -> None:
         self._edges = edges
-        self._known: OrderedDict[tuple[int, int], tuple[Tensor, dict[int, Tensor]]] = OrderedDict()
+        self._known = OfWeights[dict[int, Tensor]]()
 
     def of(self, edge_index: DistEdgeIndex, weight: Tensor) -> dict[int, Tensor]:
         """By peer, the weights of the edges to its targets, in the order of their run.
@@ -52,13 +81,7 @@ class RemoteWeights:
             edge_index: The edges into this worker's targets.
             weight: Of these, ``[E]``.
         """
-        comm, key = edge_index.plan.comm, (id(weight), version_of(weight))
-        known = torch.tensor(int(key in self._known), device=weight.device)
-        if not int(comm.all_reduce(known, "min", label=_AGREEMENT)):
-            self._known[key] = weight, self._send(edge_index, weight.detach().reshape(-1))
-            while len(self._known) > _MEMORY:
-                self._known.popitem(last=False)
-        return self._known[key][1]
+        return self._known.of(edge_index.plan.comm, weight, partial(self._send, edge_index))
 
     def _send(self, edge_index: DistEdgeIndex, weight: Tensor) -> dict[int, Tensor]:
         plan, source = edge_index.plan, edge_index.ends()[0]

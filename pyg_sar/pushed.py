@@ -15,7 +15,6 @@ neighbours read, and what comes back is added to the gradients of x at once.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -27,10 +26,10 @@ from pyg_sar.cover import ALL_PUSHED, SUMS
 from pyg_sar.cuts import Cut, Cuts, rows_travel
 from pyg_sar.exchange import UnitRows, Use, add_rows, flat_rows
 from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import DistEdgeIndex, version_of
+from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.ledger import Label
 from pyg_sar.ops import gather_sum_, why_missing
-from pyg_sar.owner_gradients import OwnerRounds, RemoteWeights
+from pyg_sar.owner_gradients import OfWeights, OwnerRounds, RemoteWeights
 from pyg_sar.pushed_edges import PushedEdges, pushed_edges
 from pyg_sar.rounds import Returns, ShardRounds
 from pyg_sar.shard import EdgeRun, Segments, Tile, narrowed, segments_of
@@ -39,8 +38,6 @@ from pyg_sar.streams import GradientReturn, ShardStream
 from pyg_sar.wire import Wire
 
 _PLAN: Label = ("", "", "plan")
-_AGREEMENT: Label = ("", "", "agreement")
-_MEMORY = 8  # weights
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +67,7 @@ class Boundary:
     def __init__(self, edge_index: DistEdgeIndex) -> None:
         halo = self._halo = edge_index.plan
         self.num_targets = edge_index.num_targets
-        self._known: OrderedDict[tuple[int, int], tuple[Tensor, Weights]] = OrderedDict()
+        self._known = OfWeights[Weights]()
         cuts = Cuts(edge_index, SUMS, numbered=True)
         self.is_worth_it = cuts.is_worth_it
         self._columns = [(cut.pulled, cut.pushed, cut.slots.numel()) for cut in cuts.mine]
@@ -83,13 +80,7 @@ class Boundary:
         Args:
             weight: Constant weights of the edges ``[E]``.
         """
-        key = id(weight), version_of(weight)
-        known = torch.tensor(int(key in self._known), device=weight.device)
-        if not int(self._halo.comm.all_reduce(known, "min", label=_AGREEMENT)):
-            self._known[key] = weight, self._send_weights(weight.detach().reshape(-1))
-            while len(self._known) > _MEMORY:
-                self._known.popitem(last=False)
-        return self._known[key][1]
+        return self._known.of(self._halo.comm, weight, self._send_weights)
 
     def _send_weights(self, weight: Tensor) -> Weights:
         comm, ones = self._halo.comm, weight.new_ones
