@@ -6,10 +6,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.aggregate import SequentialAggregation
-from pyg_sar.errors import named
+from pyg_sar.errors import named, refuse_second_derivative
 
 
 class _Sequential(torch.autograd.Function):
@@ -33,9 +32,9 @@ class _Sequential(torch.autograd.Function):
         return tuple(out)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         run: SequentialAggregation = ctx.run
+        refuse_second_derivative(run.title(), "need SARPolicy(mode=3)")
         saved = ctx.saved_tensors
         kept = iter(saved[ctx.count + len(ctx.parameters) :])
         states = [[next(kept) for _ in range(length)] for length in ctx.lengths]

@@ -1,4 +1,4 @@
-r"""Differentiable reductions over workers.
+r"""Reductions over workers, differentiable any number of times.
 
 [Note: gradients of replicated values] A reduced value is the same on all workers, and each worker
 goes on computing with its own copy. What is differentiated is the *sum* of what the workers call
@@ -15,46 +15,26 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.comm import Communicator
+from pyg_sar.ledger import Label
 
-FORWARD = ("", "forward", "readout")
-BACKWARD = ("", "backward", "readout")
-
-
-def _summed(tensor: Tensor, comm: Communicator, label: tuple[str, str, str]) -> Tensor:
-    return comm.all_reduce(
-        tensor.detach().clone(memory_format=torch.contiguous_format), label=label
-    )
+FORWARD: Label = ("", "forward", "readout")
+BACKWARD: Label = ("", "backward", "readout")
 
 
 class _Sum(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        ctx.comm = comm
-        return _summed(x, comm, FORWARD)
+    """The sum over workers; it is its own adjoint."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return _summed(gradient, ctx.comm, BACKWARD), None
-
-
-class _Product(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
-        factors = torch.stack(comm.all_gather(x.detach(), label=FORWARD))
-        rank = comm.rank
-        ctx.save_for_backward(torch.cat([factors[:rank], factors[rank + 1 :]]).prod(0))
-        ctx.comm = comm
-        return factors.prod(0)
+    def forward(ctx: Any, x: Tensor, comm: Communicator, label: Label) -> Tensor:
+        ctx.comm, ctx.label = comm, (label[0], "backward", label[2])
+        copy = x.detach().clone(memory_format=torch.contiguous_format)
+        return comm.all_reduce(copy, label=label)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        (others,) = ctx.saved_tensors
-        return _summed(gradient, ctx.comm, BACKWARD) * others, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Sum.apply(gradient, ctx.comm, ctx.label), None, None
 
 
 class _Extreme(torch.autograd.Function):
@@ -63,9 +43,10 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, size: int, comm: Communicator) -> Tensor:
         width = x.size(1)
+        x = x.detach()
         found = x.new_full((size, width + 1), float("-inf"))  # The last column: has rows at all.
         rows = index.view(-1, 1).expand_as(x)
-        found[:, :width].scatter_reduce_(0, rows, x.detach(), "amax")
+        found[:, :width].scatter_reduce_(0, rows, x, "amax")
         found[index, width] = 0
         comm.all_reduce(found, "max", label=FORWARD)
         out = found[:, :width].masked_fill(found[:, width:].isinf(), 0)
@@ -74,27 +55,29 @@ class _Extreme(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         index, winners = ctx.saved_tensors
         rows = index.view(-1, 1).expand_as(winners)
         ties = torch.zeros_like(gradient).scatter_add_(0, rows, winners.to(gradient.dtype))
-        total, ties = _summed(torch.stack([gradient, ties]), ctx.comm, BACKWARD)
+        total, ties = _Sum.apply(torch.stack([gradient, ties]), ctx.comm, BACKWARD)
         share = total / ties.clamp(min=1)
         return share.index_select(0, index) * winners, None, None, None
 
 
-def sum_over_workers(x: Tensor, comm: Communicator) -> Tensor:
+def sum_over_workers(x: Tensor, comm: Communicator, label: Label = FORWARD) -> Tensor:
     r""":math:`\sum_p x_p`, of the same shape on all workers.
 
     See [Note: gradients of replicated values]: :math:`\bar x = \sum_p \bar r_p`.
     """
-    return _Sum.apply(x, comm) if comm.world_size > 1 else x
+    return _Sum.apply(x, comm, label) if comm.world_size > 1 else x
 
 
 def product_over_workers(x: Tensor, comm: Communicator) -> Tensor:
     r""":math:`\prod_p x_p`, with the gradient :math:`\sum_p \bar r_p \prod_{q \ne p} x_q`."""
-    return _Product.apply(x, comm) if comm.world_size > 1 else x
+    if comm.world_size == 1:
+        return x
+    factors = [x if q == comm.rank else torch.zeros_like(x) for q in range(comm.world_size)]
+    return sum_over_workers(torch.stack(factors), comm).prod(0)
 
 
 def largest_of_groups(x: Tensor, index: Tensor, size: int, comm: Communicator) -> Tensor:

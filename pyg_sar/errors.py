@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 
 class PygSarError(RuntimeError):
     """Base of the package's own errors."""
@@ -50,6 +52,24 @@ class DistributedIndexError(PygSarError):
 
 def _rebuild(kind: type[WorkerError], message: str, rank: int, traceback: str) -> WorkerError:
     return kind(message, rank=rank, traceback=traceback)
+
+
+def refuse_second_derivative(what: str, remedy: str) -> None:
+    """Raises in a backward pass that is itself recorded (``create_graph=True``).
+
+    Called where the gradient is computed by operations that autograd doesn't see: a derivative of
+    it would lack all that they contribute. It is asked for at once, because autograd notices
+    later only what depends on the incoming gradient.
+
+    Args:
+        what: Whose gradient it is, with its rank.
+        remedy: What the user can do.
+
+    Raises:
+        NotImplementedError: When the backward pass is recorded.
+    """
+    if torch.is_grad_enabled():
+        raise NotImplementedError(f"{what}: second derivatives (create_graph=True) {remedy}")
 
 
 @contextmanager

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
@@ -257,39 +256,38 @@ def post_all(
 
 
 class _HaloGather(torch.autograd.Function):
-    """``[num_local, *]`` to ``[num_ids, *]``; backward: :class:`_HaloReduce`'s forward."""
+    """``[num_local, *]`` to ``[num_ids, *]``. Its adjoint is :class:`_HaloReduce`.
+
+    Each calls the other in its backward pass, so that both can be differentiated any number of
+    times.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HaloPlan, layer: str, wire: Wire) -> Tensor:
-        ctx.plan, ctx.layer, ctx.wire = plan, layer, wire
-        return _fetch_halo(x, plan, (layer, "forward", "fetch"), wire)
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
+        ctx.given = plan, (label[0], "backward", "gradient"), wire
+        return _fetch_halo(x, plan, label, wire)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        label = (ctx.layer, "backward", "gradient")
-        ctx.plan.comm.returning()
-        rows = _return_halo(grad.contiguous(), ctx.plan, label, add_rows, ctx.wire)
-        return rows, None, None, None
+        ctx.given[0].comm.returning()
+        return _HaloReduce.apply(grad, *ctx.given), None, None, None
 
 
 class _HaloReduce(torch.autograd.Function):
-    """``[num_ids, *]`` to ``[num_local, *]`` by sums; backward: the gather."""
+    """``[num_ids, *]`` to ``[num_local, *]`` by sums. Its adjoint is :class:`_HaloGather`."""
 
     @staticmethod
-    def forward(ctx: Any, ext: Tensor, plan: HaloPlan, layer: str) -> Tensor:
-        ctx.plan, ctx.layer = plan, layer
-        return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), add_rows, Wire())
+    def forward(ctx: Any, ext: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
+        ctx.given = plan, (label[0], "backward", "fetch"), wire
+        return _return_halo(ext.contiguous(), plan, label, add_rows, wire)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        label = (ctx.layer, "backward", "fetch")
-        return _fetch_halo(grad, ctx.plan, label, Wire()), None, None
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _HaloGather.apply(grad, *ctx.given), None, None, None
 
 
 def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = None) -> Tensor:
-    """Own rows followed by all halo rows, differentiable.
+    """Own rows followed by all halo rows, differentiable any number of times.
 
     Args:
         x: Node tensor ``[num_local, *]``.
@@ -302,13 +300,13 @@ def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = 
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_gather")
-    return _HaloGather.apply(x, plan, layer, wire or Wire())
+    return _HaloGather.apply(x, plan, (layer, "forward", "fetch"), wire or Wire())
 
 
 def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
     """Adds (or takes the maximum, minimum of) halo rows to their owners' rows.
 
-    Adjoint of :func:`halo_gather`. Differentiable for ``'sum'`` only.
+    Adjoint of :func:`halo_gather`. Differentiable for ``'sum'`` only, any number of times.
 
     Args:
         ext: ``[num_ids, *]``.
@@ -321,12 +319,13 @@ def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_reduce")
+    label = (layer, "forward", "reduce")
     if reduce == "sum":
-        return _HaloReduce.apply(ext, plan, layer)
+        return _HaloReduce.apply(ext, plan, label, Wire())
     if reduce not in ("amax", "amin"):
         raise ValueError(f"Expected 'reduce' to be 'sum', 'amax' or 'amin' (got {reduce!r})")
 
     def merge(out: Tensor, rows: Tensor, values: Tensor) -> None:
         out.scatter_reduce_(0, rows.view(-1, 1).expand_as(values), values, reduce=reduce)
 
-    return _return_halo(ext.contiguous(), plan, (layer, "forward", "reduce"), merge, Wire())
+    return _return_halo(ext.contiguous(), plan, label, merge, Wire())

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.attention_ops import (
     attention_,
@@ -21,7 +20,7 @@ from pyg_sar.attention_ops import (
     attention_backward_targets_,
 )
 from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
-from pyg_sar.errors import named
+from pyg_sar.errors import named, refuse_second_derivative
 from pyg_sar.exchange import UnitRows, Use
 from pyg_sar.policy import SARPolicy
 from pyg_sar.pushed_attention import Covers, PushedAttention, dropout_seeds
@@ -273,9 +272,9 @@ class _Attend(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         run: FusedAttention = ctx.run
+        refuse_second_derivative(run.title, "need SARPolicy(mode=3)")
         *tensors, maximum, normaliser = ctx.saved_tensors
         given = dict(zip(run.names, (t.detach() for t in tensors), strict=True))
         wanted = [n for n, need in zip(run.names, ctx.needs_input_grad[1:], strict=True) if need]

@@ -6,31 +6,46 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.comm import Communicator, current
 from pyg_sar.gradients import unsummed_parameter
 
 
 class _GlobalMean(torch.autograd.Function):
+    """The mean over all workers' values; its adjoint is :class:`_Share`."""
+
     @staticmethod
-    def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
-        local = [values.detach().sum(dtype=torch.float64), values.new_tensor(values.numel())]
-        sums = torch.stack([s.to(torch.float64) for s in local])
-        comm.all_reduce(sums, label=("", "forward", "mean"))
+    def forward(ctx: Any, values: Tensor, comm: Communicator, phase: str) -> Tensor:
+        total = values.detach().sum(dtype=torch.float64)
+        sums = torch.stack([total, total.new_tensor(values.numel())])
+        comm.all_reduce(sums, label=("", phase, "mean"))
         total, count = sums.tolist()
         if count == 0:
             raise ValueError(
                 f"No worker of {comm.world_size} holds a value to average: is the mask empty on "
                 "the whole graph?"
             )
-        ctx.shape, ctx.count = values.shape, count
+        ctx.given = values.shape, count, comm
         return values.new_tensor(total / count)
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient / ctx.count).expand(ctx.shape), None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _Share.apply(gradient, *ctx.given), None, None
+
+
+class _Share(torch.autograd.Function):
+    """What each value gets of the mean's gradient, which all workers hold alike."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, gradient: Tensor, shape: torch.Size, count: float, comm: Communicator
+    ) -> Tensor:
+        ctx.comm = comm
+        return (gradient / count).expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _GlobalMean.apply(gradient, ctx.comm, "backward"), None, None, None
 
 
 def mean(values: Tensor) -> Tensor:
@@ -72,7 +87,7 @@ def mean(values: Tensor) -> Tensor:
             f"summed over the workers (rank {comm.rank}): pass the model through "
             "pyg_sar.distribute(model) first"
         )
-    return _GlobalMean.apply(values, comm)
+    return _GlobalMean.apply(values, comm, "forward")
 
 
 def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:

@@ -13,7 +13,8 @@ The first step (:func:`moments`) communicates: what workers found is merged in t
 and as :math:`\partial \mu_b / \partial x_i = 1 / n_b` and
 :math:`\partial v_b / \partial x_i = 2 (x_i - \mu_b) / n_b`, the backward pass is one sum over
 workers of the gradients of :math:`\mu` and :math:`v`. The second (:func:`standardise`) is local.
-Both keep nothing per row but x, and accumulate in float64, a block of rows at a time.
+Both keep nothing per row but x, and accumulate in float64, a block of rows at a time. Both
+backward passes are made of differentiable operators, so that derivatives of any order are exact.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ from typing import Any
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
 
+from pyg_sar.collectives import sum_over_workers
 from pyg_sar.comm import Communicator, current
 
 OVER_ROWS: tuple[type, ...] = (
@@ -230,14 +231,12 @@ class _Moments(torch.autograd.Function):
         return count, mean, variance
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, _: Any, of_mean: Tensor, of_variance: Tensor) -> tuple[Any, ...]:
         x, batch, count, mean = ctx.saved_tensors
         if ctx.order == 0:
             return (None,) * 6
         sums = torch.stack([of_mean, of_variance][: ctx.order])
-        ctx.comm.all_reduce(sums, label=_LABEL_BACK)
-        sums /= count.clamp(min=1).unsqueeze(-1)
+        sums = sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
         result = mean.new_empty(ctx.shape, dtype=ctx.dtype)
         for part in _blocks(result):
             value = _rows(sums[0], batch, part)
@@ -348,7 +347,6 @@ class _Standardise(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
         x, shift, scale, batch = ctx.saved_tensors
         result = gradient.new_empty(gradient.shape, dtype=ctx.dtype)
@@ -366,7 +364,10 @@ class _Standardise(torch.autograd.Function):
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """The rows, some at a time."""
+    """The rows, some at a time; all at once where autograd records what is done with them."""
+    if torch.is_grad_enabled():
+        yield slice(0, x.size(0))
+        return
     values = _BLOCK if x.device.type == "cpu" else _BLOCK_GPU
     step = max(values // max(x[:1].numel(), 1), 1)
     for start in range(0, x.size(0), step):

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.exchange import flat_rows, post_all
 from pyg_sar.halo import HaloPlan
@@ -104,16 +103,15 @@ class ReversedEdges:
         receives[self._plan.rank] = rows[self._plan.rank]
         return receives
 
-    def send(self, rows: Tensor, layer: str) -> Tensor:
+    def send(self, rows: Tensor, label: Label) -> Tensor:
         """Edge-level rows ``[E, *]`` of the original edges, in the order of the new ones."""
         parts = [rows.index_select(0, columns) for columns in self._leaving]
-        return torch.cat(self._exchange(parts, self._arriving, (layer, "forward", "edges")))
+        return torch.cat(self._exchange(parts, self._arriving, label))
 
-    def send_back(self, rows: Tensor, layer: str) -> Tensor:
+    def send_back(self, rows: Tensor, label: Label) -> Tensor:
         """The adjoint of :meth:`send`: every edge has one row on either side."""
         counts = [columns.numel() for columns in self._leaving]
-        parts = rows.split(self._arriving)
-        found = self._exchange(parts, counts, (layer, "backward", "edges"))
+        found = self._exchange(rows.split(self._arriving), counts, label)
         out = rows.new_empty(sum(counts), *rows.shape[1:])
         for columns, part in zip(self._leaving, found, strict=True):
             out[columns] = part
@@ -121,11 +119,12 @@ class ReversedEdges:
 
     def carry(self, tensor: Tensor, layer: str) -> Tensor:
         """:meth:`send`, differentiable; constant tensors travel once."""
+        label = (layer, "forward", "edges")
         if tensor.requires_grad:
-            moved: Tensor = _Carry.apply(tensor, self, layer)
+            moved: Tensor = _Carry.apply(tensor, self, label, False)
             return moved
         key = ("carried", id(tensor), version_of(tensor))
-        found = self.edge_index.remember(key, lambda: (tensor, self.send(tensor, layer)))
+        found = self.edge_index.remember(key, lambda: (tensor, self.send(tensor, label)))
         kept: Tensor = found[1]
         return kept
 
@@ -142,16 +141,17 @@ class ReversedEdges:
 
 
 class _Carry(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, edges: ReversedEdges, layer: str) -> Tensor:
-        ctx.edges, ctx.layer, ctx.shape = edges, layer, rows.shape
-        return edges.send(flat_rows(rows), layer).view(-1, *rows.shape[1:])
+    """Rows sent with their edges, or back; each way is the other's adjoint."""
 
     @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        rows = ctx.edges.send_back(flat_rows(gradient.contiguous()), ctx.layer)
-        return rows.view(ctx.shape), None, None
+    def forward(ctx: Any, rows: Tensor, edges: ReversedEdges, label: Label, back: bool) -> Tensor:
+        ctx.given = edges, (label[0], "backward", label[2]), not back
+        way = edges.send_back if back else edges.send
+        return way(flat_rows(rows.detach().contiguous()), label).view(-1, *rows.shape[1:])
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _Carry.apply(gradient, *ctx.given), None, None, None
 
 
 def reversed_edges(edge_index: DistEdgeIndex) -> ReversedEdges:

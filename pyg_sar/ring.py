@@ -33,9 +33,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from pyg_sar.comm import Communicator
+from pyg_sar.errors import refuse_second_derivative
 from pyg_sar.graph_index import DistBatch, plain_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.ledger import Label
@@ -171,10 +171,13 @@ class _GlobalAttention(torch.autograd.Function):
         return result
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, result, norm = ctx.saved_tensors
         call: _Call = ctx.call
+        refuse_second_derivative(
+            f"Attention over all nodes at rank {call.plan.rank}",
+            "are not there: its keys are streamed; compute them on one process",
+        )
+        q, k, v, result, norm = ctx.saved_tensors
         dtype = _wide(q.dtype)
         wide, given = q.to(dtype), gradient.to(dtype)
         inner = (given * result.to(dtype)).sum(-1).t()  # D [heads, n]

@@ -20,7 +20,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 Terms = tuple[Tensor, Tensor, Tensor | None]
 """Values ``[N, H, C]``, the keys' and the queries' terms ``[N, H]``."""
@@ -37,10 +36,9 @@ class _Together(torch.autograd.Function):
         return (value.view_as(value), *(term.view_as(term) for term in terms))
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
         value, *weights = ctx.saved_tensors
-        total, *shares = gradients
+        total, *shares = gradients  # of attention by kernel, which is differentiated once
         # What reads the values makes this gradient anew in each pass, and for nobody else.
         total = torch.zeros_like(value) if total is None else total
         found: list[Tensor | None] = []
