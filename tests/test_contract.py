@@ -551,22 +551,6 @@ def test_retained_graph_runs_backward_again(mode: int, kind: str, graph: Data, r
 
 
 @pytest.mark.parametrize("mode", [1, 2, 3])
-def test_second_derivatives_are_refused(mode: int, root: Path):
-    """They would be wrong: the gap in the trace is differentiable once."""
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Nonlinear().double(), SARPolicy(mode=mode))
-        x = data.x.clone().requires_grad_()
-        out = layer(x, data.edge_index)
-        (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
-        with pytest.raises(RuntimeError, match="once_differentiable"):
-            first.sum().backward()
-
-    threads(worker, WORLD)
-
-
-@pytest.mark.parametrize("mode", [1, 2, 3])
 def test_inside_activation_checkpointing(mode: int, graph: Data, root: Path):
     """``torch.utils.checkpoint`` runs a whole layer again, exchange included."""
     model = make_net()
