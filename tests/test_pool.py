@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import torch_geometric.nn as gnn
-from oracle import TOLERANCE, error, gradient_scale, make_graph, threads
+from oracle import TOLERANCE, error, gradient_scale, make_graph, probe, threads
 from torch import Tensor
 from torch.nn import Linear, Sequential, Tanh
 from torch_geometric.nn import aggr
@@ -427,8 +428,31 @@ def test_one_row_per_graph_travels():
         batch = pyg_sar.dist_batch(torch.arange(50) % GRAPHS)
         x = draw(50, CHANNELS).requires_grad_()
         with pyg_sar.Ledger(comm) as ledger:
-            gnn.global_add_pool(x, batch).sum().backward()
+            out = gnn.global_add_pool(x, batch)
+            (out * probe(torch.arange(GRAPHS) + GRAPHS * comm.rank, out)).sum().backward()
         return [ledger.sent_bytes(phase=phase) for phase in ("forward", "backward", "")]
 
     bytes_ = GRAPHS * CHANNELS * 8
     assert threads(worker, 2) == [[bytes_, bytes_, 0]] * 2
+
+
+def test_a_loss_of_graphs_that_is_counted_by_every_worker_warns():
+    """Without ``pyg_sar.mean`` gradients are W times too large."""
+
+    def each_node(rows: Tensor) -> Tensor:
+        """No loss of graphs: every node has its own share of what comes back."""
+        return (rows * probe(torch.arange(50) + 50 * pyg_sar.current().rank, rows)).sum()
+
+    def worker(pool: Any, loss: Any) -> None:
+        batch = pyg_sar.dist_batch(torch.arange(50) % GRAPHS)
+        out = pool(draw(50, CHANNELS).requires_grad_(), batch)
+        loss(out[batch] if loss is each_node else out.square().mean(-1)).backward()
+
+    for pool in (gnn.global_add_pool, gnn.global_max_pool):
+        for loss in (pyg_sar.mean, each_node, torch.mean, torch.sum):
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                threads(worker, 2, pool, loss)
+            texts = [str(w.message) for w in caught]
+            wrong = loss in (torch.mean, torch.sum)
+            assert sum("Call backward() on pyg_sar.mean(losses)" in t for t in texts) == 2 * wrong
