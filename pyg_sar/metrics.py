@@ -15,8 +15,9 @@ from pyg_sar.gradients import unsummed_parameter
 class _GlobalMean(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, comm: Communicator) -> Tensor:
-        local = [values.detach().sum(dtype=torch.float64), values.new_tensor(values.numel())]
-        sums = torch.stack([s.to(torch.float64) for s in local])
+        # Both in float64: half precision has no 70,000, bfloat16 no 257.
+        total = values.detach().sum(dtype=torch.float64)
+        sums = torch.stack([total, total.new_tensor(values.numel())])
         comm.all_reduce(sums, label=("", "forward", "mean"))
         total, count = sums.tolist()
         if count == 0:
@@ -30,7 +31,7 @@ class _GlobalMean(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return (gradient / ctx.count).expand(ctx.shape), None
+        return (gradient.double() / ctx.count).to(gradient.dtype).expand(ctx.shape), None
 
 
 def mean(values: Tensor) -> Tensor:
