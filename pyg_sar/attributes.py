@@ -235,6 +235,14 @@ def _store(value: Tensor) -> Tensor:
     return value
 
 
+def stored_dtype(name: str) -> tuple[torch.dtype, list[int]]:
+    """The dtype that holds values of a dtype in a partition file, and the axes that it adds."""
+    dtype: torch.dtype = getattr(torch, name)
+    if dtype.is_complex:
+        return dtype.to_real(), [2]
+    return (dtype if dtype in STORED_DTYPES else INTEGERS[dtype.itemsize]), []
+
+
 def _unstore(value: Tensor, dtype_name: str) -> Tensor:
     dtype = getattr(torch, dtype_name)
     if dtype.is_complex:

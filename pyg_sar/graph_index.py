@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.attention_terms import wide_dtype
 from pyg_sar.collectives import largest_of_groups, product_over_workers, sum_over_workers
 from pyg_sar.comm import Communicator, current
 from pyg_sar.distributed_index import METADATA, builtin, name_of
@@ -255,8 +256,9 @@ def _reduced(out: Tensor, dim: int, index: DistBatch, values: Tensor, reduce: st
     flat, comm = index.flat, index.comm
     wide = flat.view(-1, 1).expand_as(rows)
     if reduce == "sum":
-        local = rows.new_zeros(size, rows.size(1)).scatter_add(0, wide, rows)
-        result = sum_over_workers(local, comm)
+        kept = rows.to(wide_dtype(rows.dtype))
+        local = kept.new_zeros(size, rows.size(1)).scatter_add(0, wide, kept)
+        result = sum_over_workers(local, comm).to(rows.dtype)
     elif reduce == "prod":
         local = rows.new_ones(size, rows.size(1)).scatter_reduce(0, wide, rows, "prod")
         result = product_over_workers(local, comm)

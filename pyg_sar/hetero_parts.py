@@ -28,8 +28,6 @@ from pyg_sar.hetero_partition import (
     Assignment,
     EdgeType,
     HeteroPartitionStatistics,
-    RelationStatistics,
-    TypeStatistics,
     assign_node_types,
     count_nodes,
     hetero_statistics,
@@ -81,42 +79,12 @@ class HeteroSchema:
 
         return {"types": rows(self.types), "relations": rows(self.relations)}
 
-    @classmethod
-    def from_dict(cls, content: Mapping[str, Any]) -> HeteroSchema:
-        """Inverse of :meth:`as_dict`."""
-
-        def infos(rows: list[dict[str, Any]]) -> list[StoreInfo]:
-            return [
-                StoreInfo(
-                    tuple(row["name"]),
-                    row["count"],
-                    {k: Attribute(**a) for k, a in row["attributes"].items()},
-                    row["values"],
-                )
-                for row in rows
-            ]
-
-        return cls(infos(content["types"]), infos(content["relations"]))
-
 
 def attribute_header(columns: Mapping[str, Column]) -> tuple[dict[str, Attribute], dict[str, Any]]:
     """The descriptions of attributes, and the values of those that are stored as JSON."""
     return (
         {name: column.attribute for name, column in columns.items()},
         {name: c.value for name, c in columns.items() if c.attribute.layout == "json"},
-    )
-
-
-def statistics_from_dict(
-    counts: Mapping[str, Any], measured: Mapping[str, Any]
-) -> HeteroPartitionStatistics:
-    """Inverse of :meth:`HeteroPartitionStatistics.as_dict`."""
-    names = ("edge_cut", "nodes", "edges", "halo", "training_nodes")
-    return HeteroPartitionStatistics(
-        **counts,
-        **{name: measured[name] for name in names},
-        types=[TypeStatistics(**row) for row in measured["types"]],
-        relations=[RelationStatistics(**row) for row in measured["relations"]],
     )
 
 

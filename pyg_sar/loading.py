@@ -18,8 +18,10 @@ from pyg_sar.graph_index import dist_batch, whole_batch
 from pyg_sar.halo import HaloPlan
 from pyg_sar.hetero_parts import HeteroSchema, set_attributes, store_tensors
 from pyg_sar.index_space import dist_edge_index
+from pyg_sar.metadata import PartitionMetadata
+from pyg_sar.part_marks import check_marks, num_marks, part_marks
 from pyg_sar.parts import decode_attributes, restore_adjacency
-from pyg_sar.storage import PartitionMetadata, part_attributes, read_metadata, read_part
+from pyg_sar.storage import part_attributes, read_metadata, read_part
 from pyg_sar.timetable import Timetable
 
 _AGREE: Label = ("", "", "agreement")
@@ -64,8 +66,6 @@ def load_partition(
         metadata = read_metadata(root)
         metadata.check_world_size(comm.world_size)
         tensors = read_part(root, comm.rank, verify=verify, metadata=metadata)
-        for where, plan in _plans(metadata, tensors):
-            _check_plan(comm.rank, where, *plan)
     except (PartitionError, OSError) as error:
         problem = str(error)
     _check_together(comm, root, metadata, tensors, problem)
@@ -77,52 +77,13 @@ def load_partition(
     return _as_data(comm, metadata, tensors, place)
 
 
-_Plan = tuple[int, dict[str, Tensor]]
-"""The number of own source rows, and the tensors of a halo plan."""
-
-
-def _plans(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> Iterator[tuple[str, _Plan]]:
-    """The halo plans of a part, and where each stands in its file."""
+def _plans(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    """The tensors of a part's halo plans."""
     if metadata.hetero is None:
-        yield "", (tensors["n_id"].numel(), tensors)
+        yield tensors
         return
-    sizes = {
-        info.name[0]: store_tensors(tensors, "type", k)["n_id"].numel()
-        for k, info in enumerate(metadata.hetero.types)
-    }
-    for k, info in enumerate(metadata.hetero.relations):
-        yield f" of {info.name}", (sizes[info.name[0]], store_tensors(tensors, "relation", k))
-
-
-def _check_plan(rank: int, where: str, num_local: int, tensors: dict[str, Tensor]) -> None:
-    """Raises :class:`PartitionError` unless the parts of a halo plan fit together."""
-    needed, sent, index = (tensors[k] for k in ("halo_counts", "send_counts", "send_index"))
-    problem = ""
-    if int(sent.sum()) != index.numel() or int(needed.sum()) != tensors["halo_n_id"].numel():
-        problem = "its counts don't sum up to its rows"
-    elif index.numel() and (int(index.min()) < 0 or int(index.max()) >= num_local):
-        problem = f"it names rows beyond the {num_local} of the part"
-    table = _timetable(tensors)
-    if table is not None and not problem:
-        problem = table.problem(rank, needed, sent)
-    if not problem and "covers" in tensors:
-        problem = _wrong_covers(tensors)
-    if problem:
-        raise PartitionError(
-            f"The halo plan{where} of part {rank} was altered: {problem}; copy the part again or "
-            "partition the graph anew"
-        )
-
-
-def _wrong_covers(tensors: dict[str, Tensor]) -> str:
-    """What is wrong with stored covers. Whatever rows they pull, they are covers."""
-    pulled, costs, edges = (tensors.get(k) for k in ("covers", "cover_costs", "cover_edges"))
-    halo = tensors["halo_n_id"].numel()
-    if pulled is None or tuple(pulled.shape) != (halo,) or pulled.dtype != torch.uint8:
-        return f"its covers are not those of {halo} halo rows"
-    if costs is None or costs.dim() != 2 or costs.size(1) != 2 or costs.size(0) > 8:
-        return "it does not say what its covers cost"
-    return "" if edges is not None and edges.numel() == 1 else "its covers are of unknown edges"
+    for k in range(len(metadata.hetero.relations)):
+        yield store_tensors(tensors, "relation", k)
 
 
 def _covers(tensors: dict[str, Tensor]) -> StoredCovers | None:
@@ -141,7 +102,7 @@ def _timetable(tensors: dict[str, Tensor]) -> Timetable | None:
 def _digest(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> bytes:
     """Tells this partition, and its timetables, from others."""
     found = hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode())
-    for _, (_, plan) in _plans(metadata, tensors):
+    for plan in _plans(metadata, tensors):
         for name in ("pair_rows", "pair_units"):
             if name in plan:
                 found.update(plan[name].numpy().tobytes())
@@ -158,9 +119,19 @@ def _check_together(
     """Raises on all workers where one met a problem, or where their parts don't belong together."""
     fine = metadata is not None and not problem
     digest = _digest(metadata, tensors) if metadata is not None and fine else bytes(32)
-    mine = torch.tensor([int(fine), *digest], dtype=torch.uint8, device=comm.device)
-    everyone = torch.stack(comm.all_gather(mine, label=_AGREE))
+    marks = torch.zeros(num_marks(comm.world_size), dtype=torch.long)
+    if metadata is not None and fine:
+        marks = part_marks(metadata, tensors)
+    mine = torch.tensor([int(fine), *digest], dtype=torch.uint8)
+    mine = torch.cat([mine, marks.view(torch.uint8)]).to(comm.device)
+    everyone = torch.stack(comm.all_gather(mine, label=_AGREE)).cpu()
+    everyone, found = (
+        everyone[:, : mine.numel() - 8 * marks.numel()],
+        everyone[:, 1 + len(digest) :],
+    )
     if bool((everyone[:, 0] == 1).all()) and bool((everyone == everyone[0]).all()):
+        if metadata is not None:
+            check_marks(metadata, found.reshape(-1).clone().view(torch.long).view(len(found), -1))
         return
     _agree(comm, problem)
     files = [] if metadata is None else [part.sha256 for part in metadata.parts]

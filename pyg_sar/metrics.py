@@ -16,6 +16,7 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, values: Tensor, comm: Communicator, phase: str) -> Tensor:
+        # Both in float64: half precision has no 70,000, bfloat16 no 257.
         total = values.detach().sum(dtype=torch.float64)
         sums = torch.stack([total, total.new_tensor(values.numel())])
         comm.all_reduce(sums, label=("", phase, "mean"))
@@ -42,7 +43,7 @@ class _Share(torch.autograd.Function):
         ctx: Any, gradient: Tensor, shape: torch.Size, count: float, comm: Communicator
     ) -> Tensor:
         ctx.comm = comm
-        return (gradient / count).expand(shape)
+        return (gradient.double() / count).to(gradient.dtype).expand(shape)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:

@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from pyg_sar.attention_terms import wide_dtype
 from pyg_sar.collectives import sum_over_workers
 from pyg_sar.comm import Communicator, current
 from pyg_sar.distributed_index import METADATA, builtin, name_of
@@ -104,10 +105,12 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
     flat = rows.reshape(rows.size(0), rows.shape[1:].numel())
     index = one_graph(rows.size(0), rows.device)
     if reduce in ("sum", "mean"):
-        out = flat.new_zeros(1, flat.size(1)).index_add_(0, index, flat)
+        wide = flat.to(wide_dtype(flat.dtype))
+        out = wide.new_zeros(1, flat.size(1)).index_add_(0, index, wide)
         if reduce == "mean":
-            count = torch.tensor(float(rows.size(0)), dtype=rows.dtype, device=rows.device)
+            count = torch.tensor(rows.size(0), device=rows.device)
             out = out / sum_over_workers(count, current())
+        out = out.to(flat.dtype)
     else:
         expanded = index.view(-1, 1).expand_as(flat)
         out = flat.new_zeros(1, flat.size(1))

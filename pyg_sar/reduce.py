@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
+from pyg_sar.attention_terms import wide_dtype
 from pyg_sar.exchange import flat_rows
 from pyg_sar.ops import edge_dot, extremum_, extremum_backward_, gather_sum_
 from pyg_sar.rounds import Rounds
@@ -32,11 +33,11 @@ def present(value: Tensor | None) -> Tensor:
 
 
 def segment_sum(tile: Tile, values: Tensor) -> Tensor:
-    """Sums per target of the tile: ``[E_tile, *]`` to ``[U, *]``."""
-    flat = flat_rows(values)
+    """Sums per target of the tile, added up in float32 at least: ``[E_tile, *]`` to ``[U, *]``."""
+    flat = flat_rows(values).to(wide_dtype(values.dtype))
     out = flat.new_zeros(tile.targets.numel(), flat.size(1))
     out.scatter_add_(0, tile.index.view(-1, 1).expand_as(flat), flat)
-    return out.view(out.size(0), *values.shape[1:])
+    return out.view(out.size(0), *values.shape[1:]).to(values.dtype)
 
 
 def gather_into(
@@ -92,6 +93,10 @@ class Reducer(ABC):
 
     def _zeros(self, messages: Tensor) -> Tensor:
         return messages.new_zeros(self.num_targets, *messages.shape[1:])
+
+    def _degrees(self, like: Tensor) -> Tensor:
+        """What sums like this are divided by for means; in float32 at least, to count so far."""
+        return trailing(self.in_degree.clamp(min=1).to(wide_dtype(like.dtype)), like)
 
 
 class RowReducer(Reducer):
@@ -176,15 +181,12 @@ class MeanReducer(SumReducer):
 
     def gradient(self) -> tuple[Tensor, Tensor | None]:
         gradient = present(self._gradient)
-        wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
+        wide = wide_dtype(gradient.dtype)
         return gradient, self.in_degree.clamp(min=1).to(wide).reciprocal_()
-
-    def _count(self, like: Tensor) -> Tensor:
-        return trailing(self.in_degree.clamp(min=1).to(like.dtype), like)
 
     def finish(self) -> Tensor:
         out = super().finish()
-        return out.div_(self._count(out))
+        return out.div_(self._degrees(out))
 
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         self._gradient, self._divided = gradient, None
@@ -193,12 +195,12 @@ class MeanReducer(SumReducer):
         """The gradient over the in-degrees, ``[num_targets, *]``; kept from its first use on."""
         if self._divided is None:
             gradient = present(self._gradient)
-            self._divided = gradient / self._count(gradient)
+            self._divided = (gradient / self._degrees(gradient)).to(gradient.dtype)
         return self._divided
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         found = super().message_gradient(tile, messages, log)
-        return found.div_(self._count(found).index_select(0, tile.target_rows))
+        return found.div_(self._degrees(found).index_select(0, tile.target_rows))
 
     def add_row_gradients(
         self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
@@ -238,14 +240,14 @@ class ExtremumReducer(RowReducer):
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._out is None or self._ties is None:
             self._out = self._zeros(messages).fill_(self._worst)
-            self._ties = self._zeros(messages)
+            self._ties = self._zeros(messages).to(wide_dtype(messages.dtype))
         if tile.num_edges == 0:
             return
         index = tile.index.view(-1, *[1] * (messages.dim() - 1)).expand_as(messages)
         best = messages.new_zeros(tile.targets.numel(), *messages.shape[1:])
         best.scatter_reduce_(0, index, messages, reduce=self._reduce, include_self=False)
         reached = messages == best.index_select(0, tile.index)
-        ties = segment_sum(tile, reached.to(messages.dtype))
+        ties = segment_sum(tile, reached.to(self._ties.dtype))
         old, old_ties = self._out[tile.targets], self._ties[tile.targets]
         new = self._better(old, best)
         self._out[tile.targets] = new
@@ -272,7 +274,7 @@ class ExtremumReducer(RowReducer):
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         self._out, self._ties = state
         winners = self._ties + (self._out == 0)
-        self._gradient = gradient / winners.clamp(min=1)
+        self._gradient = (gradient / winners.clamp(min=1)).to(gradient.dtype)
         self._missing = self._ties.sum(dtype=torch.float64)
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
@@ -370,31 +372,31 @@ class VarianceReducer(Reducer):
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._mean is None or self._squares is None or self._count is None:
             self._mean, self._squares = self._zeros(messages), self._zeros(messages)
-            self._count = messages.new_zeros(self.num_targets)
+            self._count = self._mean.new_zeros(self.num_targets, dtype=wide_dtype(messages.dtype))
         if tile.num_edges == 0:
             return
         rows = tile.targets
-        count = segment_sum(tile, messages.new_ones(tile.num_edges))
-        mean = segment_sum(tile, messages) / trailing(count, messages)
+        count = segment_sum(tile, self._count.new_ones(tile.num_edges))
+        mean = (segment_sum(tile, messages) / trailing(count, messages)).to(messages.dtype)
         squares = segment_sum(tile, (messages - mean.index_select(0, tile.index)).square())
         seen, old = self._count[rows], self._mean[rows]
         share = trailing(count / (seen + count), mean)
         apart = mean - old
         self._count[rows] = seen + count
-        self._mean[rows] = old + apart * share
-        self._squares[rows] += squares + apart.square() * share * trailing(seen, mean)
+        self._mean[rows] = (old + apart * share).to(mean.dtype)
+        merged = squares + apart.square() * share * trailing(seen, mean)
+        self._squares[rows] += merged.to(mean.dtype)
 
     def finish(self) -> Tensor:
         out = present(self._squares)
-        return out / trailing(self.in_degree.clamp(min=1).to(out.dtype), out)
+        return (out / self._degrees(out)).to(out.dtype)
 
     def state(self) -> list[Tensor]:
         return [present(self._mean)]
 
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         (self._mean,) = state
-        count = self.in_degree.clamp(min=1).to(gradient.dtype)
-        self._gradient = 2 * gradient / trailing(count, gradient)
+        self._gradient = (2 * gradient / self._degrees(gradient)).to(gradient.dtype)
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         rows = tile.target_rows

@@ -93,7 +93,7 @@ class SoftmaxReducer(Reducer):
             safe = torch.where(self._sum == 0, torch.ones_like(self._sum), self._sum)
             out = self._out = (out / spread(safe, out)).to(out.dtype)
         if self._mean:
-            out = out / trailing(self.in_degree.clamp(min=1).to(out.dtype), out)
+            out = (out / self._degrees(out)).to(out.dtype)
         return out
 
     def state(self) -> list[Tensor]:
@@ -108,8 +108,7 @@ class SoftmaxReducer(Reducer):
             return
         self._out, self._max, self._sum = state
         if self._mean:
-            count = self.in_degree.clamp(min=1).to(gradient.dtype)
-            gradient = gradient / trailing(count, gradient)
+            gradient = (gradient / self._degrees(gradient)).to(gradient.dtype)
         self._gradient = gradient
         self._inner = _gathered(gradient * self._out, self._sum)
 

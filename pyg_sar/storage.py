@@ -16,78 +16,31 @@ without its metadata does not load, so no interrupted write does.
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from pyg_sar.attributes import Attribute
 from pyg_sar.errors import PartitionError
 from pyg_sar.hetero_partition import Assignment
-from pyg_sar.hetero_parts import (
-    HeteroSchema,
-    merge_hetero,
-    statistics_from_dict,
-)
-from pyg_sar.partition import (
-    PartitionStatistics,
-)
+from pyg_sar.hetero_parts import merge_hetero
+from pyg_sar.metadata import METADATA, PartitionMetadata, read_metadata, with_checksum
+from pyg_sar.part_checks import check_part
+from pyg_sar.part_marks import check_marks, part_marks
+from pyg_sar.partition import PartitionStatistics
 from pyg_sar.parts import PartTensors, decode_attributes, merge_parts
-from pyg_sar.prepare import FORMAT, VERSION, prepare_hetero, prepare_homogeneous
+from pyg_sar.prepare import prepare_hetero, prepare_homogeneous
 
-METADATA = "metadata.json"
 Progress = Callable[[str], None]
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartInfo:
-    """One part's file: its name, checksum (SHA-256), size in bytes, and row counts."""
-
-    file: str
-    sha256: str
-    bytes: int
-    num_nodes: int
-    num_edges: int
-    num_halo: int
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionMetadata:
-    """What ``metadata.json`` says about the whole partition."""
-
-    root: Path
-    version: int
-    num_parts: int
-    num_nodes: int
-    num_edges: int
-    is_directed: bool
-    method: str
-    seed: int
-    statistics: PartitionStatistics
-    attributes: dict[str, Attribute]
-    values: dict[str, Any]
-    parts: list[PartInfo]
-    hetero: HeteroSchema | None = None
-    num_graphs: int | None = None
-
-    def check_world_size(self, world_size: int) -> None:
-        """Raises :class:`PartitionError` unless there is one part per worker."""
-        if world_size != self.num_parts:
-            raise PartitionError(
-                f"The partition '{self.root}' has {self.num_parts} parts, but there are "
-                f"{world_size} workers; start {self.num_parts} workers or partition the graph "
-                f"into {world_size} parts"
-            )
 
 
 # Writing #################################################################################
@@ -178,19 +131,10 @@ def _count(tensors: PartTensors, name: str) -> int:
 
 def _write_metadata(folder: Path, content: dict[str, Any]) -> None:
     path = folder / METADATA
-    content = {**content, "checksum": _content_checksum(content)}
-    path.write_text(_dump(content))
+    path.write_text(with_checksum(content))
     _flush(path)
     folder.chmod(0o777 & ~_umask())  # mkdtemp() gives the owner alone access.
     _flush(folder)
-
-
-def _dump(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _content_checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(_dump(content).encode()).hexdigest()
 
 
 def _sha256(path: Path) -> str:
@@ -242,76 +186,6 @@ def _umask() -> int:
 # Reading #################################################################################
 
 
-def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
-    """Reads and checks ``metadata.json``.
-
-    Raises:
-        PartitionError: When there is no partition, or it is damaged or too new.
-    """
-    root = Path(root)
-    path = root / METADATA
-    try:
-        text = path.read_text()
-    except FileNotFoundError:
-        raise PartitionError(
-            f"'{root}' holds no partition ('{METADATA}' is missing); write one with "
-            "pyg_sar.write_partitions or 'pyg-sar partition'"
-        ) from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise PartitionError(f"'{path}' can't be read: {error}") from error
-    damaged = PartitionError(
-        f"'{path}' is truncated or was altered; copy it again or partition the graph anew"
-    )
-    try:
-        content = json.loads(text)
-    except ValueError:
-        raise damaged from None
-    if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise PartitionError(f"'{path}' does not describe a {FORMAT}")
-    version = content.get("version")
-    if isinstance(version, int) and version > VERSION:
-        raise PartitionError(
-            f"'{root}' has format version {version}, newer than {VERSION}, the newest known here; "
-            "update pyg_sar"
-        )
-    if version not in range(1, VERSION + 1):
-        raise PartitionError(
-            f"'{root}' has format version {version!r}, which is not known here (1 to {VERSION}); "
-            "partition the graph anew"
-        )
-    checksum = content.pop("checksum", None)
-    if checksum != _content_checksum(content) or text != _dump({**content, "checksum": checksum}):
-        raise damaged
-    return _parse_metadata(root, content)
-
-
-def _parse_metadata(root: Path, content: dict[str, Any]) -> PartitionMetadata:
-    counts = {name: content[name] for name in ("num_parts", "num_nodes", "num_edges")}
-    measured = {
-        name: content["statistics"][name]
-        for name in ("edge_cut", "nodes", "edges", "halo", "training_nodes")
-    }
-    statistics = PartitionStatistics(**counts, **measured)
-    hetero = None
-    if "hetero" in content:
-        statistics = statistics_from_dict(counts, content["statistics"])
-        hetero = HeteroSchema.from_dict(content["hetero"])
-    return PartitionMetadata(
-        root=root,
-        version=content["version"],
-        **counts,
-        is_directed=content["is_directed"],
-        method=content["method"],
-        seed=content["seed"],
-        statistics=statistics,
-        attributes={name: Attribute(**row) for name, row in content["attributes"].items()},
-        values=content["values"],
-        parts=[PartInfo(**row) for row in content["parts"]],
-        hetero=hetero,
-        num_graphs=content.get("num_graphs"),
-    )
-
-
 def read_part(
     root: str | os.PathLike[str],
     part: int,
@@ -328,7 +202,8 @@ def read_part(
         metadata: What :func:`read_metadata` gave, to spare a second look.
 
     Raises:
-        PartitionError: When the file is missing or damaged.
+        PartitionError: When the file is missing or damaged, or a tensor is not what the metadata
+            describes (``part_checks.py``).
         ValueError: When there is no such part.
     """
     metadata = metadata or read_metadata(root)
@@ -342,16 +217,18 @@ def read_part(
     remedy = "copy it again or partition the graph anew"
     if not path.is_file():
         raise PartitionError(f"'{path}', part {part} of '{root}', is missing; {remedy}")
-    size = path.stat().st_size
-    if size != info.bytes:
-        raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
-    if verify and _sha256(path) != info.sha256:
-        raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
     try:
+        size = path.stat().st_size
+        if size != info.bytes:
+            raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
+        if verify and _sha256(path) != info.sha256:
+            raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
         with safe_open(path, framework="pt") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError) as error:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, AttributeError) as error:
         raise PartitionError(f"'{path}' can't be read: {error}; {remedy}") from error
+    check_part(metadata, part, tensors, path)
+    return tensors
 
 
 def part_attributes(metadata: PartitionMetadata, tensors: PartTensors) -> dict[str, Any]:
@@ -372,6 +249,7 @@ def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
     """
     metadata = read_metadata(root)
     parts = [read_part(root, p, metadata=metadata) for p in range(metadata.num_parts)]
+    check_marks(metadata, torch.stack([part_marks(metadata, part) for part in parts]))
     if metadata.hetero is not None:
         return merge_hetero(metadata.hetero, metadata.attributes, metadata.values, parts)
     return merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)

@@ -78,6 +78,20 @@ def test_mean_dtypes(dtype: torch.dtype):
             )
 
 
+def test_mean_counts_beyond_half_precision():
+    """float16 ends at 65,504, where the count was infinite: loss and gradient were 0."""
+
+    def worker(dtype: torch.dtype) -> Any:
+        mine = torch.ones(35_000, dtype=dtype).requires_grad_()
+        found = pyg_sar.mean(mine)
+        (1024 * found).backward()
+        return float(found.detach()), mine.grad[0].double().item()
+
+    for dtype in (torch.float16, torch.bfloat16):
+        for found, gradient in threads(lambda dtype=dtype: worker(dtype), 2):
+            assert found == 1 and abs(gradient / (1024 / 70_000) - 1) <= torch.finfo(dtype).eps
+
+
 def test_mean_without_gradient():
     def worker() -> Any:
         with torch.no_grad():

@@ -204,7 +204,7 @@ def bytes_of_loading(root: Path) -> dict[str, dict[str, int]]:
 
 
 def test_loading_exchanges_a_digest_alone(tmp_path: Path, graph: Data, partitions: Partitions):
-    """One collective of 1 + 32 bytes, also with a batch vector, and for a heterogeneous graph."""
+    """One collective of 33 bytes and 3 + 2W numbers, also with ``batch``, and of a HeteroData."""
     batched = graph.clone()
     batched.batch = torch.arange(60) // 20
     hetero = make_hetero()
@@ -212,7 +212,8 @@ def test_loading_exchanges_a_digest_alone(tmp_path: Path, graph: Data, partition
     pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
     for name in ("batched", "hetero"):
         for layers, sent in threads(bytes_of_loading, 3, tmp_path / name):
-            assert layers == {"": {"agreement in": 2 * 33, "agreement out": 33}}
+            size = 33 + 8 * (3 + 2 * 3)
+            assert layers == {"": {"agreement in": 2 * size, "agreement out": size}}
             assert sent == 1
 
 
@@ -318,12 +319,12 @@ def no_edges(p: int, tensors: dict[str, Tensor]) -> None:
 
 ALTERED: dict[str, tuple[Callable[[int, dict[str, Tensor]], None], str]] = {
     "units": (other_units, "at rank 1 is not that of .* at rank 0: one was altered"),
-    "counts": (other_counts, "rank 1: The halo plan of part 1 was altered: its counts differ"),
-    "index": (row_beyond, "part 1 was altered: it names rows beyond"),
-    "sums": (fewer_rows, "part 1 was altered: its counts don't sum up"),
-    "covers": (other_covers, "part 1 was altered: its covers are not those of"),
-    "costs": (other_costs, "part 1 was altered: it does not say what its covers cost"),
-    "edges": (no_edges, "part 1 was altered: its covers are of unknown edges"),
+    "counts": (other_counts, "'pair_rows' of '.*part-00001.* was altered: its counts differ"),
+    "index": (row_beyond, "'send_index' of '.*part-00001.* was altered: it names rows"),
+    "sums": (fewer_rows, "'send_counts' of '.*part-00001.* was altered: it does not add up"),
+    "covers": (other_covers, "'covers' of '.*part-00001.* was altered: it is torch.int8"),
+    "costs": (other_costs, "'cover_costs' of '.*part-00001.* was altered: it is .*shape"),
+    "edges": (no_edges, "part-00001.*was altered: it lacks the tensor 'cover_edges'"),
 }
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
 from torch_geometric.utils import get_laplacian, one_hot, scatter
 
+from pyg_sar.attention_terms import wide_dtype
 from pyg_sar.collectives import sum_over_workers
 from pyg_sar.comm import current
 from pyg_sar.graph_index import dist_batch
@@ -281,11 +282,13 @@ class HANMixin(gnn.HANConv):
         if not outs:
             return None, None
         out = torch.stack(outs)  # [relations, nodes, channels]
-        total = sum_over_workers(torch.tanh(self.k_lin(out)).sum(1), current())
-        count = _count(out.size(1), out.device)
+        scores = torch.tanh(self.k_lin(out))
+        local = scores.sum(1, dtype=wide_dtype(scores.dtype))
+        total, count = sum_over_workers(local, current()), _count(out.size(1), out.device)
         if count == 0:
             return out[0], None
-        weights = F.softmax((self.q * (total / count)).sum(-1), dim=0)
+        mean_scores = (total / count).to(scores.dtype)
+        weights = F.softmax((self.q * mean_scores).sum(-1), dim=0)
         return (weights.view(-1, 1, 1) * out).sum(dim=0), weights
 
 

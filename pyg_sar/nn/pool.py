@@ -17,7 +17,8 @@ mean. A scalar that all workers compute alike goes in as ``pyg_sar.mean(loss.vie
 
 from __future__ import annotations
 
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 import torch_geometric.nn.aggr as aggr
@@ -26,6 +27,7 @@ from torch_geometric.nn import Aggregation
 from torch_geometric.nn.aggr.fused import FusedAggregation
 from torch_geometric.utils import scatter
 
+from pyg_sar.attention_terms import wide_dtype
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.graph_index import DistBatch, dist_batch, one_graph, plain_batch, whole_batch
@@ -50,7 +52,8 @@ def _index(x: Tensor, batch: Tensor | None, size: int | None) -> tuple[DistBatch
 
 def _pool(x: Tensor, batch: Tensor | None, size: int | None, reduce: str) -> Tensor:
     index, dim = _index(x, batch, size)
-    out = scatter(x, index, dim, size or index.num_graphs, reduce)
+    wide = x.to(wide_dtype(x.dtype)) if reduce == "mean" else x  # It counts in the dtype of x.
+    out = scatter(wide, index, dim, size or index.num_graphs, reduce).to(x.dtype)
     return out.squeeze(dim) if batch is None and x.dim() > 2 else out
 
 
@@ -137,7 +140,13 @@ class DistReadout(Aggregation):
                 f"{name} got 'dim_size'={size} for {index.num_graphs} graphs at rank {rank}"
             )
         index = whole_batch(plain_batch(index), size, index.comm)
-        return super().__call__(x, index=index, dim_size=size, dim=dim, **kwargs)
+        plain = next(chain(self.parameters(), self.buffers()), None) is None
+        wide = x.to(wide_dtype(x.dtype)) if plain else x  # PyG counts nodes in the dtype of x.
+        out: Any = super().__call__(wide, index=index, dim_size=size, dim=dim, **kwargs)
+        if wide.dtype == x.dtype:
+            return cast(Tensor, out)
+        # FusedAggregation has a list of results.
+        return [o.to(x.dtype) for o in out] if isinstance(out, list) else out.to(x.dtype)  # type: ignore[return-value]
 
 
 _EXACT: tuple[type[Aggregation], ...] = (
