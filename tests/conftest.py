@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 # Workers share the cores: one thread each, set before torch starts its pools; inherited by them.
@@ -12,7 +14,10 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 
 import pytest
 import torch
+from forked_workers import Templates, templates
 from hypothesis import HealthCheck, settings
+
+from pyg_sar.launch import _Worker
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -25,6 +30,13 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_finish() -> None:
+    """What is imported by now stays: the collector need not go through it time and again."""
+    gc.collect()
+    gc.freeze()
+
+
+START_FROM_NOTHING = {"test_comm", "test_failures", "test_init", "test_launch", "test_neighbours"}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)
@@ -58,6 +70,22 @@ def shared_data():
 def repository() -> Path:
     """The root of the repository."""
     return REPOSITORY
+
+
+@pytest.fixture(scope="session")
+def forked() -> Iterator[Templates]:
+    """The processes that this session's workers are forked from."""
+    with templates() as found:
+        yield found
+
+
+@pytest.fixture(autouse=True)
+def workers_start_fast(
+    request: pytest.FixtureRequest, forked: Templates, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Launches fork their workers, but for the tests of starting, meeting and failing."""
+    if request.module.__name__ not in START_FROM_NOTHING and not os.environ.get("NOFORK"):
+        monkeypatch.setattr(_Worker, "start", forked.start)
 
 
 @pytest.fixture(autouse=True)

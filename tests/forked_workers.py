@@ -1,0 +1,174 @@
+"""Worker processes of the tests, forked from processes that have imported everything already.
+
+A worker of ``launch`` imports torch, PyG and the package: seconds of computing each, of which a
+test that isn't about starting learns nothing. Here every rank has a *template*, a Python process
+that is started when it is first needed, imports all that once, and forks the rank's worker for each
+launch of the session. From there on all is the package's: the worker runs ``_worker_main`` on its
+own pipe, in its own session, and ends with its launch. No state goes from one launch to the next: a
+template runs nothing but its imports. As with workers that start from nothing, the seeds of two
+ranks' hashes (and so the order of their sets) differ.
+
+A launch whose paths or environment aren't those of the templates starts its workers from nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from multiprocessing.reduction import recv_handle, send_handle
+from typing import Any
+
+from pyg_sar.launch import _Worker, _worker_main
+
+Start = Callable[[int, Mapping[str, str]], _Worker]
+
+# What is read when workers meet, not when a process starts.
+READ_LATE = ("GLOO_", "LOCAL_", "MASTER_", "PYG_SAR_", "PYTEST_", "RANK", "TORCHELASTIC_", "WORLD_")
+
+
+def read_early(environment: Mapping[str, str]) -> dict[str, str]:
+    return {k: v for k, v in environment.items() if not k.startswith(READ_LATE)}
+
+
+# In the template #############################################################
+
+
+def serve(descriptor: int) -> None:
+    """Forks a worker for each request, until the tests end."""
+    import numpy
+    import oracle  # noqa: F401  # The modules of the tests import these again.
+    import pytest  # noqa: F401
+
+    os.set_inheritable(descriptor, False)
+    control = Connection(descriptor)
+    if len(os.listdir("/proc/self/task")) > 1:
+        raise RuntimeError("an import has started a thread: what is forked from here may hang")
+    while True:
+        try:
+            request = control.recv()
+        except EOFError:
+            os._exit(0)
+        if isinstance(request, int):
+            pid, status = os.waitpid(request, os.WNOHANG)
+            control.send(os.waitstatus_to_exitcode(status) if pid else None)
+            continue
+        handles = [recv_handle(control) for _ in range(3)]
+        if os.fork() == 0:
+            os.setsid()
+            control.send(os.getpid())
+            control.close()
+            folder, environment = request
+            os.chdir(folder)
+            os.environ.clear()
+            os.environ.update(environment)
+            for standard, handle in enumerate(handles[:2], start=1):
+                os.dup2(handle, standard)
+                os.close(handle)
+            numpy.random.seed()  # Random in every process, unlike torch's; Python's own is by now.
+            _worker_main(handles[2])
+            return
+        for handle in handles:
+            os.close(handle)
+
+
+# In the tests ################################################################
+
+
+class Forked:
+    """As much of ``subprocess.Popen`` as ``launch`` asks for."""
+
+    def __init__(self, template: Template, pid: int) -> None:
+        self.template = template
+        self.pid = pid
+        self.code: int | None = None
+
+    def poll(self) -> int | None:
+        if self.code is None:
+            self.code = self.template.ask(self.pid)
+        return self.code
+
+    def wait(self, timeout: float) -> int:
+        end = time.monotonic() + timeout
+        while (code := self.poll()) is None:
+            if time.monotonic() >= end:
+                raise subprocess.TimeoutExpired("worker", timeout)
+            time.sleep(0.005)
+        return code
+
+
+class Template:
+    """A process that forks one rank's workers."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.control, there = Pipe()
+        code = f"import gc, sys; gc.disable(); sys.path[:] = {sys.path!r}; "
+        code += f"from forked_workers import serve; serve({there.fileno()})"
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=dict(environment),
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        there.close()
+
+    def ask(self, request: Any) -> Any:
+        self.control.send(request)
+        return self.answer()
+
+    def answer(self) -> Any:
+        if not self.control.poll(120):
+            raise RuntimeError("a template of workers doesn't answer")
+        return self.control.recv()
+
+    def fork(self, rank: int, environment: Mapping[str, str]) -> _Worker:
+        here, there = Pipe()
+        self.control.send((os.getcwd(), dict(environment)))
+        for handle in (1, 2, there.fileno()):
+            send_handle(self.control, handle, self.process.pid)
+        there.close()
+        return _Worker(rank, Forked(self, self.answer()), here)  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        self.control.close()
+        self.process.wait(60)
+
+
+class Templates:
+    """All ranks' templates.
+
+    Args:
+        start: How workers start from nothing.
+    """
+
+    def __init__(self, start: Start) -> None:
+        self.from_nothing = start
+        self.by_rank: list[Template] = []
+        self.like: tuple[list[str], dict[str, str]] | None = None
+
+    def start(self, rank: int, common: Mapping[str, str]) -> _Worker:
+        """Takes the place of ``_Worker.start``."""
+        asked = list(sys.path), read_early(common)
+        self.like = self.like or asked
+        if asked != self.like:
+            return self.from_nothing(rank, common)
+        for _ in range(len(self.by_rank), int(common["WORLD_SIZE"])):
+            self.by_rank.append(Template(common))
+        return self.by_rank[rank].fork(rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+
+
+@contextlib.contextmanager
+def templates() -> Iterator[Templates]:
+    """Templates that end with the block."""
+    found = Templates(_Worker.start)
+    try:
+        yield found
+    finally:
+        for template in found.by_rank:
+            template.close()
