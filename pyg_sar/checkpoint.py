@@ -28,6 +28,7 @@ from torch import Tensor, nn
 from pyg_sar.checkpoint_rows import cut_rows, gather_rows
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PygSarError
+from pyg_sar.replicas import check_replicas
 
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "save_checkpoint"]
 
@@ -97,8 +98,10 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on every worker, when rank 0 cannot write, or ``state`` is not JSON.
+        ValueError: on every worker, when parameters or buffers differ between them.
     """
     comm = comm or current()
+    check_replicas(model, comm)
     random_states = _gather_random_states(comm)
     try:
         rows, owned = gather_rows(model, optimizer, tensors or {}, comm)

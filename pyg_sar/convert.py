@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -22,7 +21,9 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.owned_rows import owned_parameters, shared_parameters
+from pyg_sar.parameter_hooks import refuse_wrapped
 from pyg_sar.policy import SARPolicy
+from pyg_sar.replicas import attribute_rows, first_difference
 
 
 @cache
@@ -136,6 +137,7 @@ def _check(
             )
     if comm.world_size == 1:
         return
+    refuse_wrapped(model)
     registry.check_modules(seeing.nodes)
     for name, module in seeing.rows.items():
         _check_norm(name, module)
@@ -179,15 +181,14 @@ def _check_alike(
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     rows += [f"replicated: {sorted(replicated)}"]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
-    everyone = comm.all_gather_object(rows)
-    for rank, theirs in enumerate(everyone):
-        if theirs != everyone[0]:
-            pairs = zip_longest(theirs, everyone[0], fillvalue="nothing")
-            here, first = next((a, b) for a, b in pairs if a != b)
-            raise ValueError(
-                f"distribute() got different models or policies: '{here}' at rank {rank}, "
-                f"'{first}' at rank 0. Build the model alike on every worker"
-            )
+    found = first_difference([*rows, *attribute_rows(model)], comm)
+    if found is not None:
+        rank, here, first = found
+        raise ValueError(
+            f"distribute() got different models or policies: '{here}' at rank {rank}, '{first}' "
+            "at rank 0. Build the model alike on every worker; an attribute that may differ needs "
+            "a name that begins with an underscore"
+        )
 
 
 @torch.no_grad()

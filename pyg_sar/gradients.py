@@ -1,12 +1,12 @@
 """Summing parameter gradients over workers when a backward pass ends.
 
 [Note: when the sum is taken] A leaf's gradient hook runs once per backward pass, before its
-gradient is accumulated. It puts an earlier ``.grad`` aside, so that only this pass's gradients are
-summed (accumulation over several passes stays right), and asks the autograd engine for a callback
-at the end of the pass. There one all-reduce per dtype carries all parameters in the model's order,
-whichever of them got a gradient here: every worker sends the same, and where no worker has one,
-``.grad`` stays ``None``, as in one process. ``torch.autograd.grad`` accumulates nothing; then the
-callback puts everything back and communicates nothing.
+gradient is accumulated. It keeps the gradient, gives autograd zeros to accumulate in its place, and
+asks the engine for a callback at the end of the pass. There one all-reduce per dtype carries all
+parameters in the model's order, whichever of them got a gradient here: every worker sends the same,
+and where no worker has one, ``.grad`` stays ``None``, as in one process. The sums pass through the
+users' hooks (see [Note: hooks on sums]) and are added to ``.grad``. In ``torch.autograd.grad``,
+which accumulates nothing, they are written into the tensors that it returns.
 
 [Note: buckets] Large models needn't wait for the end. A backward pass comes through the same points
 on every worker: where a layer begins to return gradients of its rows. From the first pass the
@@ -29,15 +29,26 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm import Communicator, current
-from pyg_sar.owned_rows import owned_parameters, shared_parameters
+from pyg_sar.errors import PygSarError
+from pyg_sar.loss_check import warn_of_local_mean
+from pyg_sar.owned_rows import owned_parameters, shared_names, shared_parameters
+from pyg_sar.parameter_hooks import (
+    call_after,
+    defer_hooks,
+    hooked,
+    refuse_node_hooks,
+    refuse_second_derivatives,
+    refuse_wrapped,
+)
 from pyg_sar.payload import num_bytes
+from pyg_sar.replicas import LIMBS, differ, marks, reconcile
 
 _LABEL = ("", "backward", "gradient sum")
 BUCKET = 1 << 20  # bytes: of smaller models all gradients are summed at the end
 
 
 MARK = "_pyg_sar_gradient"
-"""Attribute of parameters whose gradients are summed, here or by hand."""
+"""Attribute of parameters whose gradients are summed, here or by hand: their name."""
 
 
 class ParameterHook(ABC):
@@ -49,11 +60,12 @@ class ParameterHook(ABC):
 
     def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
         """Takes in the model's parameters, those added since the last call too."""
+        refuse_wrapped(model)
         self._copying = None
         self.settle()
-        for _, _, rows in owned_parameters(model):
-            setattr(rows, MARK, True)  # Their gradients are complete where they are.
-        self._set(shared_parameters(model))
+        for name, _, rows in owned_parameters(model):
+            setattr(rows, MARK, name)  # Their gradients are complete where they are.
+        self._set(shared_names(model))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterHook:
         # The model's parameters may be copied after this: they are looked up at the first use.
@@ -67,14 +79,15 @@ class ParameterHook(ABC):
             return
         memo, originals = self._copying
         self._copying = None
-        found = (memo.get(id(original)) for original in originals)
-        self._set(parameter for parameter in found if parameter is not None)
+        found = ((getattr(one, MARK, "?"), memo.get(id(one))) for one in originals)
+        self._set((name, copy) for name, copy in found if copy is not None)
 
-    def _set(self, parameters: Iterable[Tensor]) -> None:
-        self.parameters = list(parameters)
-        for parameter in self.parameters:
+    def _set(self, named: Iterable[tuple[str, Tensor]]) -> None:
+        self.parameters = []
+        for name, parameter in named:
+            self.parameters.append(parameter)
             if parameter.requires_grad and not hasattr(parameter, MARK):
-                setattr(parameter, MARK, True)
+                setattr(parameter, MARK, name)
                 self.take_in(parameter)
 
     @abstractmethod
@@ -123,6 +136,7 @@ class GradientSum(ParameterHook):
         super().__init__()
         self.comm = comm
         self.bucket_bytes = bucket_bytes
+        self._warned = False
         self._passes: dict[int, _Pass] = {}
         self._points: dict[int, int] = {}
         self._schedule: dict[int, list[Tensor]] | None = None
@@ -131,49 +145,50 @@ class GradientSum(ParameterHook):
     def fresh(self) -> GradientSum:
         return GradientSum(self.comm, self.bucket_bytes)
 
-    def _set(self, parameters: Iterable[Tensor]) -> None:
+    def _set(self, named: Iterable[tuple[str, Tensor]]) -> None:
         before = [id(parameter) for parameter in self.parameters]
-        super()._set(parameters)
+        super()._set(named)
         if before != [id(parameter) for parameter in self.parameters]:
             self._schedule = None
 
     def take_in(self, parameter: Tensor) -> None:
-        parameter.register_hook(partial(self._before, parameter))
-        parameter.register_post_accumulate_grad_hook(self._after)
+        defer_hooks(parameter, partial(self._before, parameter))
 
     def settle(self) -> None:
         super().settle()
         if torch._C._current_graph_task_id() == -1:
-            self._points = {}
-        if torch._C._current_graph_task_id() == -1 and self._passes:
             # Not within a backward pass: those that are open failed, and their callbacks with them.
-            failed, self._passes = self._passes, {}
-            for one in reversed(failed.values()):
-                for parameter, earlier, stand_in in one.aside.values():
-                    if parameter.grad is stand_in:  # Else the user has reset it since.
-                        parameter.grad = earlier
+            self._points, self._passes = {}, {}
 
-    def _before(self, parameter: Tensor, gradient: Tensor | None) -> None:
-        one = self._open(torch._C._current_graph_task_id())
-        one.accumulates |= _will_accumulate(parameter)
-        aside = one.aside
-        if id(parameter) not in aside:
-            earlier = parameter.grad
-            stand_in = None if earlier is None else torch.zeros_like(earlier)
-            aside[id(parameter)] = (parameter, earlier, stand_in)
-            parameter.grad = stand_in
+    def _before(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        if gradient is None:
+            return None
+        name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
+        refuse_second_derivatives(name)
+        refuse_node_hooks(node, name)
+        if gradient.layout != torch.strided:
+            raise ValueError(
+                f"Parameter {name!r} has a sparse gradient at rank {self.comm.rank}; use "
+                "torch.nn.Embedding(..., sparse=False)"
+            )
+        task = torch._C._current_graph_task_id()
+        one = self._open(task)
+        one.own[id(parameter)] = gradient
+        one.points[id(parameter)] = self._points.get(task, 0)
+        if one.captures:
+            one.captured[id(parameter)] = gradient.clone()
+            return one.captured[id(parameter)]
+        return gradient.new_zeros(()).expand_as(gradient)
 
     def _open(self, task: int) -> _Pass:
         """The pass under way, whose end will call :meth:`_finish`."""
         if task not in self._passes:
-            self._passes[task] = _Pass()
+            self._warned = self._warned or warn_of_local_mean(self.comm.device)
+            uses = [_use(p) for p in self.parameters if p.requires_grad]
+            self._passes[task] = _Pass(captures="captured" in uses)
             callback = partial(self._finish, task)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
         return self._passes[task]
-
-    def _after(self, parameter: Tensor) -> None:
-        task = torch._C._current_graph_task_id()
-        self._passes[task].accumulated[id(parameter)] = self._points.get(task, 0)
 
     @torch.no_grad()
     def returning(self) -> None:
@@ -183,34 +198,32 @@ class GradientSum(ParameterHook):
             return
         point = self._points.get(task, 0)
         self._points[task] = point + 1
+        if not point and any(_use(p) for p in self.parameters if p.requires_grad):
+            self._open(task)
         bucket = (self._schedule or {}).get(point)
-        if bucket is None:
-            return
-        one = self._open(task)
-        leaves = (p for p in self.parameters if p.requires_grad)
-        one.accumulates = one.accumulates or any(map(_will_accumulate, leaves))
-        if one.accumulates:
-            one.sent |= {id(p): id(p) in one.accumulated for p in bucket}
-            one.under_way.append(_post_totals(bucket, one.own(bucket), self.comm))
+        if bucket is not None and task in self._passes:
+            one = self._passes[task]
+            one.sent |= {id(p): id(p) in one.own for p in bucket}
+            one.under_way.append(_post_totals(bucket, one.gradients(bucket), self.comm))
 
     def _sum(self, one: _Pass, task: int) -> dict[int, Tensor]:
         """All sums of a pass, those under way and those of what is left."""
         left = [p for p in self.parameters if id(p) not in one.sent]
-        totals = _post_totals(left, one.own(left), self.comm)()
+        totals = _post_totals(left, one.gradients(left), self.comm)()
         for arrive in one.under_way:
             totals |= arrive()
         if one.sent:
             late = [p for p in self.parameters if not one.sent.get(id(p), True)]
-            late = [p for p in late if id(p) in one.accumulated]
+            late = [p for p in late if id(p) in one.own]
             count = torch.tensor([float(len(late))], device=self.comm.device)
             if self.comm.all_reduce(count, label=_LABEL).item():
                 self._schedule = {}
                 early = [p for p in self.parameters if id(p) in one.sent]
                 ids = {id(p) for p in late}
-                own = [p if id(p) in ids else None for p in early]
+                own = [one.own[id(p)] if id(p) in ids else None for p in early]
                 for key, total in _post_totals(early, own, self.comm)().items():
                     totals[key] = totals[key] + total if key in totals else total
-        elif self._schedule is None:
+        elif self._schedule is None and not one.captures:
             self._schedule = self._learn(one, self._points.get(task, 0))
         return totals
 
@@ -219,7 +232,7 @@ class GradientSum(ParameterHook):
         wanted = [p for p in self.parameters if p.requires_grad]
         if sum(map(num_bytes, wanted)) < self.bucket_bytes:
             return {}
-        ready = [one.accumulated.get(id(p), -1) for p in wanted]
+        ready = [one.points.get(id(p), -1) for p in wanted]
         agreed = torch.tensor([*ready, points], device=self.comm.device)
         self.comm.all_reduce(agreed, "max", label=_LABEL)
         *ready, points = agreed.tolist()
@@ -234,53 +247,60 @@ class GradientSum(ParameterHook):
     @torch.no_grad()
     def _finish(self, task: int) -> None:
         one = self._passes.pop(task)
-        totals: dict[int, Tensor] = {}
-        if one.accumulates:
-            totals = self._sum(one, task)
+        totals = self._sum(one, task)
         for parameter in self.parameters:
-            key = id(parameter)
-            total = totals.get(key)
-            earlier = one.aside[key][1] if key in one.aside else parameter.grad
-            outer = next((p for p in self._passes.values() if key in p.aside), None)
-            if outer is not None and total is not None:
-                # A pass within a pass: this sum is done, the outer pass's part is not.
-                _, before, stand_in = outer.aside[key]
-                done = total if before is None else before.add_(total)
-                outer.aside[key] = (parameter, done, stand_in)
-                total = None
-            if total is not None:
-                earlier = total if earlier is None else earlier.add_(total)
-            parameter.grad = earlier
+            if id(parameter) not in totals:
+                continue
+            total = hooked(parameter, totals[id(parameter)])
+            if one.captures:
+                self._returned(one, parameter).copy_(total)
+                continue
+            if parameter.grad is None:
+                parameter.grad = total
+            else:
+                parameter.grad.add_(total)
+            call_after(parameter)
+
+    def _returned(self, one: _Pass, parameter: Tensor) -> Tensor:
+        """What ``torch.autograd.grad`` will return for a parameter."""
+        if id(parameter) not in one.captured:
+            raise PygSarError(
+                f"torch.autograd.grad() returns no gradient of {getattr(parameter, MARK)!r} at "
+                f"rank {self.comm.rank}, where the output does not depend on it; it does on "
+                "another worker. Use backward()"
+            )
+        return one.captured[id(parameter)]
 
 
-def _will_accumulate(parameter: Tensor) -> bool:
-    """Whether the pass under way accumulates; ``torch.autograd.grad`` runs hooks, but doesn't."""
+def _use(parameter: Tensor) -> str | None:
+    """Whether the pass under way accumulates a gradient, or returns it (``autograd.grad``)."""
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return "accumulated" if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # The engine's answer for a leaf in torch.autograd.grad().
-        return False
+        return "captured"
 
 
 @dataclass(slots=True)
 class _Pass:
-    """A backward pass under way: gradients put aside, and whose were accumulated since.
+    """A backward pass under way.
 
-    ``aside`` holds parameters with their earlier gradients and what stands in for these.
-    ``accumulated`` says at which point that was. ``accumulates`` is false for a pass of
-    ``torch.autograd.grad``. ``sent`` says which gradients are under way already, and whether there
-    was one here.
+    ``captures`` says that it is one of ``torch.autograd.grad``. ``own`` holds this worker's
+    gradients by ``id(parameter)``, ``points`` says at which point each was there, ``captured``
+    holds what autograd will return in its place. ``sent`` says which gradients are under way
+    already, and whether there was one here.
     """
 
-    aside: dict[int, tuple[Tensor, Tensor | None, Tensor | None]] = field(default_factory=dict)
-    accumulated: dict[int, int] = field(default_factory=dict)
-    accumulates: bool = False
+    captures: bool
+    own: dict[int, Tensor] = field(default_factory=dict)
+    points: dict[int, int] = field(default_factory=dict)
+    captured: dict[int, Tensor] = field(default_factory=dict)
     sent: dict[int, bool] = field(default_factory=dict)
     under_way: list[Callable[[], dict[int, Tensor]]] = field(default_factory=list)
 
-    def own(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
-        """Those parameters whose gradient is there, ``None`` in the places of the others."""
-        return [p if id(p) in self.accumulated else None for p in parameters]
+    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
+        """This worker's gradients, ``None`` where there is none."""
+        return [self.own.get(id(p)) for p in parameters]
 
 
 def _post_totals(
@@ -288,9 +308,11 @@ def _post_totals(
 ) -> Callable[[], dict[int, Tensor]]:
     """Begins to sum gradients over the workers, in one message per dtype.
 
+    The message carries checksums of the parameters, too: see [Note: marks].
+
     Args:
         parameters: All parameters, alike on every worker.
-        own: Those whose ``.grad`` counts here, ``None`` in the places of the others.
+        own: The gradients that count here, ``None`` in the places of the others.
         comm: The communicator.
 
     Returns:
@@ -299,33 +321,28 @@ def _post_totals(
     """
     groups: defaultdict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor | None]]]
     groups = defaultdict(list)
-    for parameter, mine in zip(parameters, own, strict=True):
+    for parameter, gradient in zip(parameters, own, strict=True):
         if parameter.requires_grad:
-            gradient = None if mine is None else mine.grad
             groups[parameter.dtype, parameter.device].append((parameter, gradient))
     posted = []
     for group in groups.values():
-        parts = []
-        for p, gradient in group:
-            if gradient is not None and gradient.layout != torch.strided:
-                raise ValueError(
-                    f"A parameter of shape {list(p.shape)} has a sparse gradient at rank "
-                    f"{comm.rank}; use torch.nn.Embedding(..., sparse=False)"
-                )
-            parts.append((torch.zeros_like(p) if gradient is None else gradient).reshape(-1))
-        present = [float(gradient is not None) for _, gradient in group]
-        flat = torch.cat([*parts, parts[0].new_tensor(present)])
+        parts = [torch.zeros_like(p) if g is None else g for p, g in group]
+        present = parts[0].new_tensor([float(gradient is not None) for _, gradient in group])
+        ours = marks([p for p, _ in group], comm, present)
+        flat = torch.cat([*(part.reshape(-1) for part in parts), present, ours])
         posted.append((group, flat, comm.all_reduce_async(flat, label=_LABEL)))
 
     def arrive() -> dict[int, Tensor]:
         totals: dict[int, Tensor] = {}
         for group, flat, work in posted:
             work.wait()
-            sums = flat[: -len(group)].split([p.numel() for p, _ in group])
-            for (p, _), total, holders in zip(
-                group, sums, flat[-len(group) :].tolist(), strict=True
-            ):
-                if holders:
+            tail = len(group) + LIMBS * comm.world_size
+            holders, found = flat[-tail:].split([len(group), tail - len(group)])
+            if differ(found.tolist()):
+                reconcile([(getattr(p, MARK), p) for p, _ in group], comm)
+            sums = flat[:-tail].split([p.numel() for p, _ in group])
+            for (p, _), total, count in zip(group, sums, holders.tolist(), strict=True):
+                if count:
                     totals[id(p)] = total.view_as(p).clone()
         return totals
 
@@ -355,7 +372,8 @@ def sum_gradients(model: torch.nn.Module) -> None:
         return
     parameters = shared_parameters(model)
     with torch.no_grad():
-        for key, total in _post_totals(parameters, parameters, comm)().items():
+        own = [parameter.grad for parameter in parameters]
+        for key, total in _post_totals(parameters, own, comm)().items():
             parameter = next(p for p in parameters if id(p) == key)
             if parameter.grad is None:
                 parameter.grad = total

@@ -28,10 +28,15 @@ def owned_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
             yield f"{prefix}.{name}" if prefix else name, module, parameter
 
 
+def shared_names(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters that are alike on all workers, in the model's order, with their names."""
+    owned = {id(parameter) for _, _, parameter in owned_parameters(model)}
+    return [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
+
+
 def shared_parameters(model: torch.nn.Module) -> list[Tensor]:
     """The parameters that are alike on all workers, in the model's order."""
-    owned = {id(parameter) for _, _, parameter in owned_parameters(model)}
-    return [parameter for parameter in model.parameters() if id(parameter) not in owned]
+    return [parameter for _, parameter in shared_names(model)]
 
 
 def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:

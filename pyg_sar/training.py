@@ -35,6 +35,7 @@ from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PygSarError
 from pyg_sar.metrics import mean
 from pyg_sar.owned_rows import clip_grad_norm
+from pyg_sar.replicas import check_replicas, check_settings
 from pyg_sar.splits import SPLITS, node_labels, split_nodes
 from pyg_sar.train_config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.wire_error import gradient_error, measure_every
@@ -177,8 +178,10 @@ class Trainer:
 
         Raises:
             DivergedError: on every worker, when the loss becomes infinite or nan.
+            ValueError: on every worker, when settings, parameters or buffers differ.
         """
         start = time.perf_counter()
+        check_settings(_shared_settings(self.config), self.optimizer, self.comm)
         if self.epoch == 0 and self.config.seed is not None:
             seed_worker(self.config.seed, self.comm.rank)
         try:
@@ -278,7 +281,12 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Scores:
-        """Accuracy and loss on all labelled nodes of all workers, in evaluation mode."""
+        """Accuracy and loss on all labelled nodes of all workers, in evaluation mode.
+
+        Raises:
+            ValueError: on every worker, when parameters or buffers differ between them.
+        """
+        check_replicas(self.model, self.comm)
         self.model.eval()
         out = self._scores()
         parts = torch.zeros(len(SPLITS), 3, dtype=torch.float64, device=out.device)
@@ -424,6 +432,11 @@ class Trainer:
                 f"{name!r} was saved with other settings: {', '.join(changes)}; give the same, or "
                 "allow changes"
             )
+
+
+def _shared_settings(config: TrainConfig) -> dict[str, Any]:
+    """The settings that must be alike on all workers."""
+    return {name: value for name, value in asdict(config).items() if name != "seed"}
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -333,7 +333,7 @@ def test_rule_3_foreign_parameters_are_noticed(graph: Data, root: Path):
 
 
 @pytest.mark.parametrize("mode", [1, 2, 3])
-def test_rule_3_autograd_grad_returns_local_gradients(mode: int, graph: Data, root: Path):
+def test_rule_3_autograd_grad_returns_sums(mode: int, graph: Data, root: Path):
     model = make_net()
 
     def worker() -> Any:
@@ -359,9 +359,7 @@ def test_rule_3_autograd_grad_returns_local_gradients(mode: int, graph: Data, ro
 
     workers = threads(worker, WORLD)
     expected = reference(model, graph)
-    total = {name: sum(w[0][name] for w in workers) for name in expected}
-    assert same(total, expected)
-    assert not any(same(w[0], expected) for w in workers), "local gradients are partial"
+    assert all(same(w[0], expected) for w in workers)
     assert all(same(w[1], expected) for w in workers)
     x = graph.x.clone().requires_grad_()
     (x_grad,) = torch.autograd.grad(losses(copy.deepcopy(model), graph, x).mean(), x)
@@ -384,7 +382,7 @@ def test_rule_3_hooks_run_once_with_the_right_total(mode: int, graph: Data, root
 
     workers = threads(worker, WORLD)
     expected = reference(model, graph)
-    assert same({name: sum(w[0][name] for w in workers) for name in expected}, expected)
+    assert all(same(w[0], expected) for w in workers)
     assert all(same(w[1], expected) for w in workers)
 
 
@@ -957,9 +955,8 @@ def test_rule_7_parameters_without_a_gradient(root: Path):
 
     workers = threads(worker, WORLD)
     assert_in_step([w[0] for w in workers], "parameters without a gradient")
-    assert workers[0][1] is None and workers[1][1] is not None
-    for _, _, found in workers:
-        assert torch.equal(found["here.weight"], workers[1][1])
+    for _, seen, found in workers:  # Hooks see the sum, also where there is no part of it.
+        assert torch.equal(found["here.weight"], seen) and seen.abs().max() > 0
         assert found["nowhere.weight"] is None and found["nowhere.bias"] is None
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 import pyg_sar
 from pyg_sar.moments import moments, reduces_over_rows
 from pyg_sar.nn import NORMS
+from pyg_sar.replicas import LIMBS
 
 CHANNELS, NODES, TYPES = 5, 31, 4
 WORLDS = [1, 2, 3, 5]
@@ -528,7 +529,7 @@ def test_one_collective_each_way_of_o_of_f_numbers(name: str, forward: int, back
 
     def gradients(norm: torch.nn.Module) -> int:
         """Bytes of the sum of the parameters' gradients, which is not the norm's doing."""
-        return sum((p.numel() + 1) * NUMBER for p in norm.parameters())
+        return sum((p.numel() + 1) * NUMBER for p in norm.parameters()) + 2 * LIMBS * NUMBER
 
     for found in threads(worker, 2):
         groups = TYPES if name in TYPE_NORMS else 1

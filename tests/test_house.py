@@ -29,7 +29,7 @@ LAYERS = (
     "moments reduce softmax_reduce decompose layer_state program products reverse message_checks",
     "node_reads",
     "dependence strategy fused pushed_attention fused_attention relational_attention",
-    "aggregate autograd_gap owned_rows gradients",
+    "aggregate autograd_gap owned_rows replicas parameter_hooks loss_check gradients",
     "metrics nn.embedding nn.propagation nn.one_process nn.projected",
     "nn.fused_layers nn.message_passing",
     "nn.graph_norm nn.norm",

@@ -1,0 +1,232 @@
+"""Gradients as users see them beside ``.grad``: hooks on parameters, ``torch.autograd.grad``."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import CHANNELS, OUT, TOLERANCE, Partitions, error, make_graph, node_losses, threads
+from torch import Tensor
+from torch.autograd.graph import register_multi_grad_hook
+from torch_geometric.data import Data
+from torch_geometric.nn import GATConv, SAGEConv
+
+import pyg_sar
+
+WORLD = 3
+LIMIT = 0.02
+
+
+class Net(torch.nn.Module):
+    """``only`` names the rank that uses the head, if not all do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList([SAGEConv(CHANNELS, 8), GATConv(8, OUT)])
+        self.head = torch.nn.Linear(OUT, OUT)
+        self.only: int | None = None
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv in self.convs:
+            x = conv(x, edge_index).tanh()
+        return x if self.only not in (None, pyg_sar.current().rank) else self.head(x)
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph()
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Partitions(tmp_path_factory.mktemp("hooks"))(graph, WORLD, "random")
+
+
+@pytest.fixture(scope="module")
+def net() -> Net:
+    torch.manual_seed(0)
+    return Net().double()
+
+
+Run = Callable[[Any, Callable[[], Tensor]], Any]
+
+
+def clipped(model: Any, loss: Callable[[], Tensor]) -> Any:
+    """A hook that is not linear, twice, over accumulated passes; a third pass without."""
+    handles = [p.register_hook(lambda g: g.clamp(-LIMIT, LIMIT)) for p in model.parameters()]
+    handles += [p.register_hook(lambda g: g * g.norm()) for p in model.parameters()]
+    loss().backward()
+    loss().backward()
+    for handle in handles:
+        handle.remove()
+    loss().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def stepped_in_backward(model: Any, loss: Callable[[], Tensor]) -> Any:
+    """An optimizer per parameter that steps inside the backward pass, and frees the gradient."""
+    optimizers = {p: torch.optim.Adam([p], lr=0.05) for p in model.parameters()}
+
+    def step(parameter: Tensor) -> None:
+        optimizers[parameter].step()
+        parameter.grad = None
+
+    for parameter in model.parameters():
+        parameter.register_post_accumulate_grad_hook(step)
+    for _ in range(3):
+        loss().backward()
+    assert all(p.grad is None for p in model.parameters())
+    return [p.detach() for p in model.parameters()]
+
+
+def seen_together(model: Any, loss: Callable[[], Tensor]) -> Any:
+    """All gradients at once, and what hooks see of a pass for some of the parameters."""
+    found: list[Tensor] = []
+    handle = register_multi_grad_hook(tuple(model.parameters()), found.extend)
+    loss().backward()
+    handle.remove()
+    seen = {}
+    for name, parameter in model.named_parameters():
+        parameter.register_hook(lambda g, name=name: seen.update({name: g.clone()}))
+    model.zero_grad()
+    wanted = list(model.convs.parameters())
+    loss().backward(inputs=wanted)
+    assert all(p.grad is None for p in model.head.parameters())
+    return [*found, *(seen[name] for name in sorted(seen)), *(p.grad for p in wanted)]
+
+
+def returned(model: Any, loss: Callable[[], Tensor]) -> Any:
+    """``torch.autograd.grad``, of all and of some, with hooks, on a graph that is kept."""
+    parameters = list(model.parameters())
+    kept = loss()
+    found = [*torch.autograd.grad(kept, parameters, retain_graph=True)]
+    found += torch.autograd.grad(kept, parameters[:2], retain_graph=True)
+    parameters[0].register_hook(lambda g: g.sign() * g.square())
+    found += torch.autograd.grad(kept, parameters[:2], retain_graph=True)
+    assert all(p.grad is None for p in parameters)
+    kept.backward()
+    return found + [p.grad for p in parameters]
+
+
+def scaled(model: Any, loss: Callable[[], Tensor]) -> Any:
+    """A ``GradScaler``, whose scale is taken off the sums."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    scaler.scale(loss()).backward()
+    scaler.scale(loss()).backward()
+    scaler.unscale_(optimizer)
+    total = torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+    scaler.step(optimizer)
+    return [total, *(p.detach() for p in model.parameters())]
+
+
+@pytest.mark.parametrize("run", [clipped, stepped_in_backward, seen_together, returned, scaled])
+def test_hooks_see_sums(run: Run, net: Net, graph: Data, root: Path):
+    """As in one process: the total goes into hooks, and what comes out is what is kept."""
+    alone = copy.deepcopy(net)
+    ids = torch.arange(graph.num_nodes)
+    expected = run(alone, lambda: node_losses(alone(graph.x, graph.edge_index), ids).mean())
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(copy.deepcopy(net))
+        return run(
+            model, lambda: pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id))
+        )
+
+    for found in threads(worker, WORLD):
+        assert len(found) == len(expected)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert error(ours, theirs) <= TOLERANCE or (ours - theirs).abs().max() < 1e-14
+
+
+def test_hooks_of_before_distribute_and_early_buckets(net: Net, graph: Data, root: Path):
+    """They move to the sums, their handles still take them away; so where sums start early."""
+    ids = torch.arange(graph.num_nodes)
+
+    def run(model: Any, loss: Callable[[], Tensor], convert: Callable[[Any], Any]) -> Any:
+        handles = [p.register_hook(lambda g: g.sign() * g.square()) for p in model.parameters()]
+        model = convert(model)
+        for hook in model._forward_pre_hooks.values():
+            hook.bucket_bytes = 1
+        found = []
+        for _ in range(3):
+            model.zero_grad()
+            loss().backward()
+            found += [p.grad.clone() for p in model.parameters()]
+        for handle in handles:
+            handle.remove()
+        loss().backward()
+        return found + [p.grad for p in model.parameters()]
+
+    alone = copy.deepcopy(net)
+    expected = run(
+        alone, lambda: node_losses(alone(graph.x, graph.edge_index), ids).mean(), lambda m: m
+    )
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        model: Any = copy.deepcopy(net)
+        return run(
+            model,
+            lambda: pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)),
+            pyg_sar.distribute,
+        )
+
+    for found in threads(worker, WORLD):
+        for ours, theirs in zip(found, expected, strict=True):
+            assert error(ours, theirs) <= TOLERANCE or (ours - theirs).abs().max() < 1e-14
+
+
+def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
+    """Second derivatives, hooks on autograd's nodes, gradients that are not returned here."""
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        model: Any = pyg_sar.distribute(copy.deepcopy(net))
+        weight = model.head.weight
+
+        def loss() -> Tensor:
+            return pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id))
+
+        with pytest.raises(pyg_sar.PygSarError, match=r"create_graph=True.*differentiated again"):
+            loss().backward(create_graph=True)
+        with pytest.raises(pyg_sar.PygSarError, match="create_graph=True"):
+            torch.autograd.grad(loss(), weight, create_graph=True)
+        node = weight.view_as(weight).grad_fn.next_functions[0][0]
+        for register in (node.register_hook, node.register_prehook):
+            handle = register(lambda *_: None)
+            with pytest.raises(pyg_sar.PygSarError, match=r"'head.weight' has a hook on its Acc"):
+                loss().backward()
+            handle.remove()
+        model.zero_grad()
+        loss().backward()  # Nothing of them is left.
+        model.only = 1
+        return torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
+
+    with pytest.raises(
+        pyg_sar.WorkerError, match=r"no gradient of 'head.weight' at rank [02], .*Use backward"
+    ):
+        threads(worker, WORLD)
+
+
+def test_converted_models_are_freed(net: Net, root: Path):
+    """Hooks on parameters don't keep a model that nobody uses any more."""
+
+    def worker() -> bool:
+        data = pyg_sar.load_partition(root)
+        model: Any = pyg_sar.distribute(copy.deepcopy(net))
+        model.head.weight.register_hook(lambda g: 2 * g)
+        pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
+        alive = weakref.ref(model)
+        del model
+        gc.collect()
+        return alive() is None
+
+    assert all(threads(worker, WORLD))
