@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm import Communicator, current
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import PygSarError, refuse_second_derivative
 from pyg_sar.loss_check import warn_of_local_mean
 from pyg_sar.owned_rows import owned_parameters, shared_names, shared_parameters
 from pyg_sar.parameter_hooks import (
@@ -37,7 +37,6 @@ from pyg_sar.parameter_hooks import (
     defer_hooks,
     hooked,
     refuse_node_hooks,
-    refuse_second_derivatives,
     refuse_wrapped,
 )
 from pyg_sar.payload import num_bytes
@@ -164,7 +163,11 @@ class GradientSum(ParameterHook):
         if gradient is None:
             return None
         name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
-        refuse_second_derivatives(name)
+        refuse_second_derivative(
+            f"The gradient of parameter {name!r} at rank {self.comm.rank}",
+            "are not there, as it is summed over the workers; of inputs they are: "
+            "torch.autograd.grad(out, inputs, create_graph=True)",
+        )
         refuse_node_hooks(node, name)
         if gradient.layout != torch.strided:
             raise ValueError(
