@@ -16,7 +16,7 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each module imports only modules above it, or before it on its line. A line is a layer.
 LAYERS = (
-    "errors policy ledger ops",
+    "errors files policy ledger ops",
     "attention_terms attention_fallback attention_sums attention_ops functional",
     "rendezvous turns issuer signals watch backends payload segments neighbours same_host meeting",
     "sharing communicator inprocess comm launch",
