@@ -178,6 +178,7 @@ def _check_alike(
         f"{name}: {[*(['own rows'] if name in owned else p.shape[:1]), *p.shape[1:]]} {p.dtype}"
         for name, p in model.named_parameters()
     ]
+    rows += [f"{name}: requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     rows += [f"replicated: {sorted(replicated)}"]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]
