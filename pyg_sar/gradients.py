@@ -152,6 +152,13 @@ class GradientSum(ParameterHook):
             self._schedule = None
 
     def take_in(self, parameter: Tensor) -> None:
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"Parameter {getattr(parameter, MARK)!r} is computed from other tensors "
+                f"(functional_call, at rank {self.comm.rank}), whose gradients would be this "
+                "worker's part: convert the model with distribute(model, sum_gradients=False), "
+                "and sum the gradients of those tensors over the workers"
+            )
         defer_hooks(parameter, partial(self._before, parameter))
 
     def settle(self) -> None:
