@@ -61,6 +61,8 @@ def distribute(
                                             data.y[data.train_mask], reduction='none'))
         loss.backward()   # every p.grad holds the sum over all workers
 
+    So do the gradients that hooks on parameters see, and that ``torch.autograd.grad`` returns.
+
     Args:
         model: The model, built alike on every worker.
         policy: How its layers run.
@@ -76,7 +78,8 @@ def distribute(
 
     Raises:
         ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
-            or a reduction over nodes can't be distributed.
+            a reduction over nodes can't be distributed, the model holds ``DistributedDataParallel``
+            or FSDP, or workers' models differ: in modules, shapes or plain attributes.
     """
     comm = current()
     policies = dict(layer_policies or {})
