@@ -110,7 +110,7 @@ def distribute(
         if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
             hook = GradientSum(comm) if sum_gradients else SummedByHand()
             hook(model)
-            model.register_forward_pre_hook(hook)
+            model.register_forward_pre_hook(hook, with_kwargs=True)
             for module in model.modules():
                 if isinstance(module, DistMessagePassing):
                     module.gradient_sum = hook

@@ -48,6 +48,16 @@ def differ(found: Sequence[Any]) -> bool:
     return any(found[k] != found[k % LIMBS] for k in range(len(found)))
 
 
+def compare(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
+    """One sum over the workers, and :func:`reconcile` where checksums differ. Collective."""
+    if named:
+        own = marks(
+            [t for _, t in named], comm, torch.zeros(1, dtype=torch.int64, device=comm.device)
+        )
+        if differ(comm.all_reduce(own, label=_LABEL).tolist()):
+            reconcile(named, comm)
+
+
 @torch.no_grad()
 def reconcile(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
     """Compares tensors' values. Collective.

@@ -121,6 +121,9 @@ def test_parameters_that_part(dtype: torch.dtype, root: Path):
         if rank == 0:
             model.load_state_dict({k: v + 1 for k, v in model.state_dict().items()})
         messages.append(refusal(lambda: step(model, data, optimizer)))
+        with torch.no_grad():
+            messages.append(refusal(lambda: model(data.x, edge_index=data.edge_index)))
+            model(data.x, torch.arange(4).view(2, 2))  # A graph of its own: one worker may do so.
         messages.append(refusal(lambda: save_checkpoint(root / "no.ckpt", model, comm=comm)))
         model = pyg_sar.distribute(model)  # Takes rank 0's.
         step(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
@@ -130,7 +133,7 @@ def test_parameters_that_part(dtype: torch.dtype, root: Path):
         return messages
 
     for *messages, buffer in threads(worker, WORLD):
-        ranks = ([1], [1], [1, 2], [1, 2])
+        ranks = ([1], [1], [1, 2], [1, 2], [1, 2])
         for message, others in zip(messages, ranks, strict=True):
             assert (
                 "'conv." in message and f"ranks {others} hold other values than rank 0" in message
