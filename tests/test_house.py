@@ -351,6 +351,7 @@ def test_make_knows_its_targets_and_ci_runs_the_tests():
         timeout=60,
     )
     assert done.returncode == 0, done.stderr
+    assert "--durations=10" in done.stdout  # CI names the slowest tests.
     script = REPOSITORY / ".ci" / "run"
     assert script.stat().st_mode & 0o111
     lines = script.read_text().splitlines()
