@@ -18,7 +18,8 @@ PACKAGE = REPOSITORY / "pyg_sar"
 LAYERS = (
     "errors files policy ledger ops",
     "attention_terms attention_fallback attention_sums attention_ops functional",
-    "rendezvous turns issuer signals watch backends payload segments neighbours same_host meeting",
+    "posts beacon rendezvous turns issuer failure signals watch backends payload segments",
+    "neighbours same_host meeting",
     "sharing communicator inprocess comm launch",
     "timetable cover partition sparse_matrix fields attributes parts hetero_partition hetero_parts",
     "prepare metadata part_checks part_marks storage synthetic graph_files graphs",
