@@ -51,7 +51,7 @@ def distribute(
     ``state_dict`` keys and the model's own code stay. Rank 0's parameters and buffers are copied to
     all workers, but for those with a row per node, of which each worker owns its rows
     (:class:`~pyg_sar.nn.NodeEmbedding`; the embedding of ``LightGCN`` and the adjacency's weight of
-    ``LINKX``, built with ``data.num_nodes``).
+    ``LINKX``, built by :func:`pyg_sar.nn.own_rows`).
 
     .. code-block:: python
 

@@ -70,7 +70,8 @@ class NodeRows(Tensor):
         raise DistributedIndexError(
             f"'{name_of(func)}' on this worker's node rows would mix its own nodes only (rank "
             f"{current().rank}). Supported: functions of each row, and sum, mean, max, min over "
-            "axis 0. To permute the nodes of the whole graph use pyg_sar.nn.shuffle_nodes(x)"
+            "axis 0. For PyG's global_mean_pool(x, batch) and its kin take those of pyg_sar.nn; to "
+            "permute the nodes of the whole graph pyg_sar.nn.shuffle_nodes(x)"
         )
 
 
@@ -124,7 +125,8 @@ def _reduce(func: Any, args: Any, kwargs: Any) -> Any:
         out = out.view([n for axis, n in enumerate(out.shape) if axis not in places])
     if dim is not None and reduce in ("max", "min"):
         raise DistributedIndexError(
-            f"'{reduce}' over nodes has no index over workers; use a{reduce}(dim=0)"
+            f"'{reduce}' over nodes has no index over workers; use a{reduce}(dim=0), or "
+            f"pyg_sar.nn.global_max_pool(x) for PyG's"
         )
     return out
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -328,3 +330,75 @@ def test_a_copied_model_owns_its_rows(tmp_path):
 
     node_losses(plain(data.edge_index), torch.arange(NODES)).mean().backward()
     assert error(assemble(threads(copied, 2), NODES), plain.embedding.weight.grad) < 1e-10
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_rows_drawn_in_blocks_are_those_of_the_whole(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+):
+    """See [Note: blocks of normal numbers]; to the bit, and the generator goes on as there."""
+    monkeypatch.setattr("pyg_sar.nn.embedding._DRAWN", 100)
+    for nodes, width in ((1, 3), (5, 3), (6, 3), (16, 1), (33, 1), (50, 7), (97, 5), (31, 16)):
+        torch.manual_seed(3)
+        whole, after = torch.empty(nodes, width, dtype=dtype).normal_(), torch.rand(4)
+        ids = torch.randperm(nodes)[: (nodes + 1) // 2]
+        torch.manual_seed(3)
+        table = NodeEmbedding(len(ids), width, ids, num_nodes=nodes, dtype=dtype)
+        assert torch.equal(table.weight, whole[ids]), (nodes, width)
+        assert torch.equal(torch.rand(4), after)
+    with pytest.raises(ValueError, match="holds the nodes 1 to 4, but 'num_nodes' is 4"):
+        NodeEmbedding(2, 3, torch.tensor([1, 4]), num_nodes=4)
+    with pytest.raises(ValueError, match="pass n_id=data.n_id"):
+        NodeEmbedding(2, 3, num_nodes=4)
+
+
+class Table(torch.nn.Module):
+    def __init__(self, rows: int, make: Any = torch.nn.Embedding) -> None:
+        super().__init__()
+        self.embedding = make(rows, CHANNELS)
+        self.conv = GATConv(CHANNELS, OUT)
+
+    def forward(self, edge_index: Tensor) -> Tensor:
+        return self.conv(self.embedding.weight, edge_index)
+
+
+def test_the_first_parameters_are_those_of_one_process(tmp_path):
+    """Every worker drew rows of its own, LINKX's of another scale: another curve."""
+    pyg_sar.write_partitions(typed_graph(), 3, tmp_path / "parts", "random")
+
+    makers: dict[str, tuple[Any, str]] = {
+        "names": (Table, "embedding.weight"),
+        "LightGCN": (lambda n: LightGCN(n, CHANNELS, 2), "embedding.weight"),
+        "LINKX": (lambda n: LINKX(n, CHANNELS, 8, OUT, num_layers=2), "edge_lin.weight"),
+    }
+    lock = threading.Lock()  # Workers that are threads share one generator.
+
+    def seeded(make: Any, *args: Any) -> torch.nn.Module:
+        with lock:
+            torch.manual_seed(4)
+            model: torch.nn.Module = make(*args)
+        return model
+
+    def built(kind: str, data: Any) -> tuple[torch.nn.Module, str]:
+        if kind == "table":
+            rows = functools.partial(NodeEmbedding, n_id=data.n_id, num_nodes=NODES)
+            return seeded(Table, data.num_nodes, rows), "embedding.weight"
+        make, name = makers[kind]
+        names = ["embedding"] if kind == "names" else []
+        return own_rows(lambda n: seeded(make, n), data.n_id, names), name
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        found = {}
+        for kind in ("table", "names", "LightGCN", "LINKX"):
+            model, name = built(kind, data)
+            pyg_sar.distribute(model)
+            found[kind] = name, {k: v.clone() for k, v in model.state_dict().items()}
+        return data.n_id, found
+
+    for ids, found in threads(worker, 3):
+        for kind, (name, state) in found.items():
+            torch.manual_seed(4)
+            for key, value in makers.get(kind, (Table, ""))[0](NODES).state_dict().items():
+                right = value[ids] if key == name else value
+                assert torch.equal(state[key], right), (kind, key)

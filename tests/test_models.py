@@ -225,6 +225,7 @@ def infomax(model: torch.nn.Module, data: Any, mean: Any) -> Any:
 SUMMARIES: dict[str, Callable[..., Tensor]] = {
     "mean": lambda z, x, edge_index: z.mean(dim=0).sigmoid(),
     "pool": lambda z, *args: gnn.global_mean_pool(z, None).sigmoid(),
+    "own pool": lambda z, *args: pyg_sar.nn.global_mean_pool(z).sigmoid(),
     "max": lambda z, x, edge_index: torch.tanh(z.relu().amax(0) + torch.sum(x, 0)[:HIDDEN] / 9),
     "all": lambda z, *args: (2 * z - 1).mean() * z.sum(dim=(0,), keepdim=True) / 30,
 }
@@ -547,6 +548,7 @@ REFUSED_ROWS: dict[str, Callable[[Tensor], Any]] = {
     "argmax": lambda x: x.max(dim=0),
     "std": lambda x: x.std(0),
     "norm": lambda x: x.norm(),
+    "PyG's readout": lambda x: gnn.global_mean_pool(x, torch.zeros(len(x), dtype=torch.long)),
 }
 
 

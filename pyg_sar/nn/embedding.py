@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -13,6 +13,8 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PygSarError
 from pyg_sar.owned_rows import gather_to_first, ids_of, in_global_order, owned_parameters
+
+_DRAWN = 2**20  # numbers that are drawn at a time
 
 
 class NodeEmbedding(torch.nn.Embedding):
@@ -34,21 +36,41 @@ class NodeEmbedding(torch.nn.Embedding):
         embedding_dim: Width :math:`d`.
         n_id: Their global ids. With these, checkpoints fit any partition and number of workers;
             without, only the same.
+        num_nodes: The nodes (of that type) of the whole graph. With it and ``n_id`` the rows are
+            those that :class:`torch.nn.Embedding` of so many rows draws on the CPU of one process
+            with the same seed, and generators are left as there. Each worker draws all of them, a
+            block at a time. Without, every worker draws others.
         **kwargs: ``device`` and ``dtype``.
     """
 
     owned_rows = ("weight",)
     n_id: Tensor | None = None
+    num_nodes: int | None = None
 
     def __init__(
-        self, num_rows: int, embedding_dim: int, n_id: Tensor | None = None, **kwargs: Any
+        self,
+        num_rows: int,
+        embedding_dim: int,
+        n_id: Tensor | None = None,
+        *,
+        num_nodes: int | None = None,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(num_rows, embedding_dim, **kwargs)
-        self.n_id = n_id
+        if num_nodes is not None and n_id is None:
+            raise ValueError("'num_nodes' says nothing without 'n_id': pass n_id=data.n_id, too")
+        # Drawn once, when the ids are known: each draw moves the generator on.
+        place = {name: kwargs.pop(name) for name in ("device", "dtype") if name in kwargs}
+        empty = torch.empty(num_rows, embedding_dim, **place)
+        super().__init__(num_rows, embedding_dim, _weight=empty, **kwargs)
+        self.n_id, self.num_nodes = n_id, num_nodes
         ids_of(self, num_rows)
+        self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws standard normal rows, others on every worker, which leaves all generators alike."""
+        """Draws standard normal rows, which leaves all generators alike. See ``num_nodes``."""
+        if self.n_id is not None and self.num_nodes is not None:
+            draw_rows(self.weight, self.n_id, self.num_nodes)
+            return
         seed = int(torch.randint(2**62, ()))
         try:
             rank = current().rank
@@ -65,6 +87,41 @@ class NodeEmbedding(torch.nn.Embedding):
         return self.weight if index is None else super().forward(index)
 
 
+@torch.no_grad()
+def draw_rows(weight: Tensor, n_id: Tensor, num_nodes: int) -> None:
+    """Rows of ``torch.empty(num_nodes, d).normal_()``, to the bit, without the whole matrix.
+
+    [Note: blocks of normal numbers] On the CPU torch turns 16 uniform numbers into 16 normal ones
+    at a time, one group after the other. So blocks of a multiple of 16 numbers are those of the
+    whole; and where 16 does not divide the number of all, the last 16 are drawn once more.
+
+    Args:
+        weight: Gets the rows, ``[n, d]``.
+        n_id: Which these are, ``[n]``.
+        num_nodes: Rows of the matrix.
+
+    Raises:
+        ValueError: When it does not have such rows.
+    """
+    low, high = (int(v) for v in n_id.aminmax()) if n_id.numel() else (0, -1)
+    if low < 0 or high >= num_nodes:
+        raise ValueError(f"'n_id' holds the nodes {low} to {high}, but 'num_nodes' is {num_nodes}")
+    ids, width = n_id.cpu(), weight.size(1)
+    rows = torch.empty(weight.shape, dtype=weight.dtype)
+    order = ids.argsort()
+    ascending = ids[order]
+    step = 16 * max(_DRAWN // max(16 * width, 1), 1)
+    start = 0
+    while start < num_nodes:
+        # Fewer than 16 numbers would be drawn in another way: the last block takes them in.
+        stop = start + step if (num_nodes - start - step) * width >= 16 else num_nodes
+        block = torch.empty(stop - start, width, dtype=weight.dtype).normal_()
+        first, last = torch.searchsorted(ascending, torch.tensor([start, stop])).tolist()
+        rows[order[first:last]] = block[ascending[first:last] - start]
+        start = stop
+    weight.copy_(rows)
+
+
 def claim_rows(model: torch.nn.Module) -> None:
     """Makes the per-node parameters of PyG's own models owned: LightGCN's and LINKX's.
 
@@ -78,19 +135,26 @@ def claim_rows(model: torch.nn.Module) -> None:
 
 
 @torch.no_grad()
-def own_rows(model: torch.nn.Module, n_id: Tensor, names: Iterable[str] = ()) -> torch.nn.Module:
+def own_rows(
+    model: torch.nn.Module | Callable[[int], torch.nn.Module],
+    n_id: Tensor,
+    names: Iterable[str] = (),
+) -> torch.nn.Module:
     """Cuts per-node parameters of a model of the whole graph to this worker's rows.
 
     For models that are built alike on every worker, or loaded, with the number of nodes of the
-    whole graph. Call it before the optimizer is made and before :func:`~pyg_sar.distribute`. The
-    whole parameter is in memory until then; :class:`NodeEmbedding` never needs that.
+    whole graph. Call it before the optimizer is made and before :func:`~pyg_sar.distribute`. With
+    the same seed the parameters are those of one process. The whole parameter is in memory until
+    it is cut; :class:`NodeEmbedding` never needs that.
 
     .. code-block:: python
 
-        model = own_rows(LINKX(num_nodes_of_the_graph, 64, 64, 7, num_layers=2), data.n_id)
+        model = own_rows(lambda n: LINKX(n, 64, 64, 7, num_layers=2), data.n_id)
 
     Args:
-        model: Has PyG's ``LightGCN`` or ``LINKX`` somewhere, or embeddings in ``names``.
+        model: Has PyG's ``LightGCN`` or ``LINKX`` somewhere, or embeddings in ``names``. Or a
+            function that builds it for a number of nodes, which is called with those of all
+            workers: all of them call this then.
         n_id: The global ids of this worker's nodes.
         names: :class:`torch.nn.Embedding` modules with a row per node, by their names.
 
@@ -100,6 +164,11 @@ def own_rows(model: torch.nn.Module, n_id: Tensor, names: Iterable[str] = ()) ->
     Raises:
         ValueError: When there is nothing to cut, a name is wrong, or there are too few rows.
     """
+    if not isinstance(model, torch.nn.Module):
+        count = torch.tensor([n_id.numel()], device=current().device)
+        current().all_reduce(count, label=("", "", "number of nodes"))
+        with torch.enable_grad():
+            model = model(int(count))
     claim_rows(model)
     for name in names:
         module = dict(model.named_modules()).get(name)

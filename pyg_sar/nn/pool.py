@@ -31,6 +31,7 @@ from pyg_sar.attention_terms import wide_dtype
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.graph_index import DistBatch, dist_batch, one_graph, plain_batch, whole_batch
+from pyg_sar.node_rows import plain_rows
 
 # Functions ###################################################################
 
@@ -51,6 +52,7 @@ def _index(x: Tensor, batch: Tensor | None, size: int | None) -> tuple[DistBatch
 
 
 def _pool(x: Tensor, batch: Tensor | None, size: int | None, reduce: str) -> Tensor:
+    x = plain_rows(x)
     index, dim = _index(x, batch, size)
     wide = x.to(wide_dtype(x.dtype)) if reduce == "mean" else x  # It counts in the dtype of x.
     out = scatter(wide, index, dim, size or index.num_graphs, reduce).to(x.dtype)
