@@ -108,7 +108,7 @@ def distribute(
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
         if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
-            hook = GradientSum(comm) if sum_gradients else SummedByHand()
+            hook = GradientSum(comm) if sum_gradients else SummedByHand(comm)
             hook(model)
             model.register_forward_pre_hook(hook, with_kwargs=True)
             for module in model.modules():

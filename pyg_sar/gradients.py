@@ -27,12 +27,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyg_sar.comm import Communicator, current
-from pyg_sar.distributed_index import DistEdgeIndex
 from pyg_sar.errors import PygSarError, refuse_second_derivative
-from pyg_sar.loss_check import warn_of_local_mean
+from pyg_sar.loss_check import begun_within_another, warn_of_local_mean
 from pyg_sar.owned_rows import owned_parameters, shared_names, shared_parameters
 from pyg_sar.parameter_hooks import (
     call_after,
@@ -42,7 +40,7 @@ from pyg_sar.parameter_hooks import (
     refuse_wrapped,
 )
 from pyg_sar.payload import num_bytes
-from pyg_sar.replicas import LIMBS, compare, differ, marks, reconcile
+from pyg_sar.replicas import LIMBS, check_replicas, differ, in_space, marks, reconcile
 
 _LABEL = ("", "backward", "gradient sum")
 BUCKET = 1 << 20  # bytes: of smaller models all gradients are summed at the end
@@ -53,9 +51,14 @@ MARK = "_pyg_sar_gradient"
 
 
 class ParameterHook(ABC):
-    """A forward pre-hook that knows a model's parameters, those of copies of the model too."""
+    """A forward pre-hook that knows a model's parameters, those of copies of the model too.
 
-    def __init__(self) -> None:
+    Args:
+        comm: The communicator.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
         self._copying: tuple[dict[int, Any], list[Tensor]] | None = None
         self.parameters: list[Tensor] = []
 
@@ -67,6 +70,8 @@ class ParameterHook(ABC):
         for name, _, rows in owned_parameters(model):
             setattr(rows, MARK, name)  # Their gradients are complete where they are.
         self._set(shared_names(model))
+        if not torch.is_grad_enabled() and in_space(inputs):
+            check_replicas(model, self.comm)  # No gradient sum will do it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterHook:
         # The model's parameters may be copied after this: they are looked up at the first use.
@@ -104,7 +109,7 @@ class SummedByHand(ParameterHook):
     """Marks the parameters of a model whose user calls :func:`sum_gradients`."""
 
     def fresh(self) -> SummedByHand:
-        return SummedByHand()
+        return SummedByHand(self.comm)
 
     def take_in(self, parameter: Tensor) -> None:
         pass
@@ -134,22 +139,13 @@ class GradientSum(ParameterHook):
     """
 
     def __init__(self, comm: Communicator, bucket_bytes: int = BUCKET) -> None:
-        super().__init__()
-        self.comm = comm
+        super().__init__(comm)
         self.bucket_bytes = bucket_bytes
         self._warned = False
         self._passes: dict[int, _Pass] = {}
         self._points: dict[int, int] = {}
         self._schedule: dict[int, list[Tensor]] | None = None
         comm.add_listener(self)
-
-    def __call__(self, model: torch.nn.Module, *inputs: Any) -> None:
-        super().__call__(model)
-        # Without a backward pass, nothing else would compare the workers' parameters.
-        if not torch.is_grad_enabled() and any(
-            isinstance(value, DistEdgeIndex) for value in tree_leaves(inputs)
-        ):
-            compare(shared_names(model), self.comm)
 
     def fresh(self) -> GradientSum:
         return GradientSum(self.comm, self.bucket_bytes)
@@ -177,8 +173,8 @@ class GradientSum(ParameterHook):
             self._points, self._passes = {}, {}
 
     def _before(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        if gradient is None:
-            return None
+        if gradient is None or _use(parameter) is None:
+            return gradient
         name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
         refuse_second_derivative(
             f"The gradient of parameter {name!r} at rank {self.comm.rank}",
@@ -293,12 +289,15 @@ class GradientSum(ParameterHook):
 
 
 def _use(parameter: Tensor) -> str | None:
-    """Whether the pass under way accumulates a gradient, or returns it (``autograd.grad``)."""
+    """Whether the pass under way accumulates a gradient, or returns it (``autograd.grad``).
+
+    ``None`` if it does neither, or returns it to another pass.
+    """
     node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return "accumulated" if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # The engine's answer for a leaf in torch.autograd.grad().
-        return "captured"
+        return None if begun_within_another() else "captured"
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""Whether a loss is a mean over one worker's values, whose gradients nobody divides rightly.
+"""What a backward pass began at: a mean over one worker's values, or a node of another pass.
 
 [Note: local means] Parameter gradients are summed over the workers. A sum over nodes is right so,
 and so is :func:`pyg_sar.mean`; ``loss.mean()``, or a loss function that averages, gives the sum of
@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 _ENTRY = "_engine_run_backward"  # torch's function through which every pass begins
+_NODE = "BackwardCFunction.apply"  # and through which a node written in Python runs
 _LONGEST = 200
 _JOINS = ("StackBackward", "CatBackward")
 _SCALES = ("MulBackward", "DivBackward")  # By what is not known any more in a backward pass.
@@ -76,11 +77,31 @@ def _scalar(node: Any) -> bool:
     return len(metadata) == 1 and math.prod(metadata[0].shape) == 1
 
 
-def _roots(device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
-    """Where the pass under way began, with the gradients given; nothing where it can't be seen."""
+def begun_within_another() -> bool:
+    """Whether a node of another backward pass began the one under way.
+
+    Reversible layers differentiate by ``torch.autograd.grad`` inside their backward pass, and hand
+    on what it returns: parts, which the outer pass sums.
+    """
+    frame = _entry()
+    while frame is not None and frame.f_back is not None:
+        frame = frame.f_back
+        if frame.f_code.co_name == _ENTRY or frame.f_code.co_qualname == _NODE:
+            return True
+    return False
+
+
+def _entry() -> FrameType | None:
+    """The call on this thread that began the pass under way."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != _ENTRY:
         frame = frame.f_back
+    return frame
+
+
+def _roots(device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
+    """Where the pass under way began, with the gradients given; nothing where it can't be seen."""
+    frame = _entry()
     if frame is None and device.type != "cpu":
         # Its nodes run on a thread of the device, while the caller's waits.
         frames = [f for f in sys._current_frames().values() if f.f_code.co_name == _ENTRY]

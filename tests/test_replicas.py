@@ -14,11 +14,12 @@ from oracle import CHANNELS, OUT, Partitions, make_graph, node_losses, threads
 from torch import Tensor
 from torch.distributed import HashStore
 from torch.nn.parallel import DistributedDataParallel
+from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GATConv
 
 import pyg_sar
 from pyg_sar.checkpoint import save_checkpoint
-from pyg_sar.replicas import LIMBS, differ, marks
+from pyg_sar.replicas import LIMBS, differ, in_space, marks
 from pyg_sar.train_config import TrainConfig
 from pyg_sar.training import Trainer
 
@@ -123,23 +124,27 @@ def test_parameters_that_part(dtype: torch.dtype, root: Path):
         messages.append(refusal(lambda: step(model, data, optimizer)))
         with torch.no_grad():
             messages.append(refusal(lambda: model(data.x, edge_index=data.edge_index)))
-            model(data.x, torch.arange(4).view(2, 2))  # A graph of its own: one worker may do so.
         messages.append(refusal(lambda: save_checkpoint(root / "no.ckpt", model, comm=comm)))
         model = pyg_sar.distribute(model)  # Takes rank 0's.
         step(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
         if rank == 2:
             model.norm.running_mean.add_(1)
+        with torch.no_grad():
+            messages.append(refusal(lambda: model(data.x, data.edge_index)))
+        batch = (data, {"edges": data.edge_index}, Data(edge_index=data.y.view(1, -1)))
+        assert [in_space(([value],)) for value in batch] == [True, True, False]
         messages.append(refusal(lambda: save_checkpoint(root / "no.ckpt", model, comm=comm)))
         return messages
 
-    for *messages, buffer in threads(worker, WORLD):
+    for *messages, evaluated, saved in threads(worker, WORLD):
         ranks = ([1], [1], [1, 2], [1, 2], [1, 2])
         for message, others in zip(messages, ranks, strict=True):
             assert (
                 "'conv." in message and f"ranks {others} hold other values than rank 0" in message
             )
             assert "load_state_dict() on all of them" in message
-        assert "'norm.running_mean' differs" in buffer and "ranks [2]" in buffer
+        for message in (evaluated, saved):
+            assert "'norm.running_mean' differs" in message and "ranks [2]" in message
     assert not (root / "no.ckpt").exists()
 
 
