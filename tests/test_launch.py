@@ -122,9 +122,14 @@ def test_interrupt_ends_the_worker(tmp_path):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt, daemon=True).start()
-    with pytest.raises(KeyboardInterrupt):
-        launch(work, 1, tmp_path)
+    # A shell's background jobs ignore it.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            launch(work, 1, tmp_path)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert [exists(pid) for pid in read_pids(tmp_path)] == [False]
 
 
