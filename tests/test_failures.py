@@ -166,6 +166,16 @@ RANKS = textwrap.dedent(
         for layer in ("first", "second"):
             swap(comm, 5, torch.float32, layer)
 
+    def ends_before_a_letter(comm, kill):
+        # Where memory is shared, nothing is received from the rank that has ended.
+        comm.barrier()
+        if comm.rank != 1:
+            time.sleep(1)
+            for _ in range(3):
+                send = torch.ones(3) if comm.rank == 0 else None
+                comm.exchange(send, 1, None, 1, label=LABEL).wait()
+                comm.exchange(None, 1, torch.ones(3), 1, label=LABEL).wait()
+
     def extra_layer(comm, kill):
         comm.barrier()
         for layer in ("first", "first", "second") if comm.rank == 1 else ("first", "second"):
@@ -216,7 +226,7 @@ RANKS = textwrap.dedent(
 
     AT_START = in_the_roll_call, while_meeting, while_connecting
     # What is to take long takes a second or two.
-    QUICK = extra_sum, extra_layer, other_dtype, other_sum, slow, holds_the_lock, stopped
+    QUICK = extra_sum, ends_before_a_letter, extra_layer, other_dtype, other_sum, slow, holds_the_lock, stopped
 
     def worker(scenario, victim, timeout, folder):
         rank = int(os.environ["RANK"])
@@ -391,12 +401,13 @@ def test_operations_that_differ(switch, light, tmp_path):
     """An error that names ranks and operations, on all of them, through memory and through gloo."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    names = ("extra_sum", "extra_layer", "other_dtype", "other_sum", "slow")
-    scenarios = [f"{name}:3:-1:600" for name in names]
+    names = ("extra_sum", "extra_layer", "other_dtype", "other_sum")
+    others = ("slow", "ends_before_a_letter")
+    scenarios = [f"{name}:3:-1:600" for name in names + others]
     done = run([str(script), str(tmp_path), *scenarios], light, PYG_SAR_SHARED_MEMORY=switch)
     assert done.returncode == 0, done.stderr
 
-    for name in names[:-1]:
+    for name in names:
         told = read_told(tmp_path, name)
         assert told.codes == [1, 1, 1], (name, told.codes, told)
         assert all("MismatchError" in text for text in told.values()), (name, told)
@@ -410,6 +421,10 @@ def test_operations_that_differ(switch, light, tmp_path):
         for text in told.values():
             assert all(re.search(part, text, re.IGNORECASE) for part in parts), (name, text)
     assert set(read_told(tmp_path, "slow").values()) == {"ended well"}
+    told = read_told(tmp_path, "ends_before_a_letter")
+    assert told.pop(1) == "ended well"
+    for text in told.values():
+        assert text.startswith("LostWorkerError: Rank 1 was lost: its program had already ended")
 
 
 def test_silent_workers(light, tmp_path):
