@@ -141,11 +141,12 @@ class SharedMemory(Neighbours):
         for peer, start, size, name in parts:
             link = self._links[peer]
             self._pool.hold(segment)
-            self.posts.note(f"{WROTE} {subject:d}", peer, name)
             packet = struct.pack(PACKET, subject, segment.number, segment.capacity, start, size)
             packet += name.encode()[-NAME:]
             new = segment.number not in link.told
-            self.post(link, link.letters, packet, segment.descriptor if new else None)
+            # As a rule nobody waits here; but whoever has ended reads no letters.
+            with self.posts.waiting([(f"{WROTE} {subject:d}", peer, name)]):
+                self.post(link, link.letters, packet, segment.descriptor if new else None)
             link.told.add(segment.number)
         self._pool.release(segment.number)
 

@@ -60,6 +60,7 @@ SILENT = 20.0  # Seconds without heartbeat after which to look whether a peer ru
 UNKNOWN = 60.0  # Seconds without heartbeat after which it is lost where nobody can look.
 INQUIRY = 8.0  # Seconds to find out why a transfer failed.
 LINGER = 5.0  # Seconds to keep the store for those who still have to read it.
+LATE = 15.0  # The same, where a worker was lost before all have met.
 ASK = 20.0  # Seconds that the store may take to answer.
 
 ENDED = "its process ended without a word (killed, out of memory, or crashed)"
@@ -343,14 +344,25 @@ class StoreWatch(Watch):
     def _acknowledge(self) -> None:
         self._ask(lambda: self._store.set(f"seen/{self.rank}", "1"))
         if self.host == self.rank:
-            self._linger(lambda rank: bool(self._ask(lambda: self._store.check([f"seen/{rank}"]))))
+            late = self._record is not None and self._record["kind"] == "lost"
+            self._linger(self._has_seen, LATE if late else 0.0)
 
-    def _linger(self, finished: Callable[[int], bool]) -> None:
-        """Waits until all others that live are finished with the store."""
-        end = time.monotonic() + LINGER
-        waiting = [rank for rank in self.others if rank in self.everyone]
-        while waiting and time.monotonic() < end:
-            waiting = [r for r in waiting if not (is_dead(self.everyone[r]) or finished(r))]
+    def _has_seen(self, rank: int) -> bool:
+        return bool(self._ask(lambda: self._store.check([f"seen/{rank}"])))
+
+    def _linger(self, finished: Callable[[int], bool], late: float = 0.0) -> None:
+        """Waits until all others that live, or come so late, are finished with the store."""
+        begin, waiting = time.monotonic(), list(self.others)
+        while waiting:
+            waited = time.monotonic() - begin
+            ends = {rank: LINGER if rank in self.everyone else late for rank in waiting}
+            waiting = [
+                rank
+                for rank in waiting
+                if waited < ends[rank]
+                and not (rank in self.everyone and is_dead(self.everyone[rank]))
+                and not finished(rank)
+            ]
             time.sleep(0.02)
 
     def diagnose(self, error: BaseException, doing: str) -> PygSarError:

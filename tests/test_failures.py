@@ -21,11 +21,13 @@ import torch.distributed as dist
 import pyg_sar
 import pyg_sar.watch as watch_module
 from pyg_sar.backends import TransportError
+from pyg_sar.beacon import ask
 from pyg_sar.comm import current
-from pyg_sar.errors import CommTimeoutError, LostWorkerError, WorkerError
+from pyg_sar.errors import CommTimeoutError, LostWorkerError, MismatchError, WorkerError
 from pyg_sar.failure import is_consequence
 from pyg_sar.issuer import Progress
 from pyg_sar.launch import launch
+from pyg_sar.posts import Posts, to_text
 from pyg_sar.rendezvous import Place, call_the_roll, claim_rank, is_dead, this_process
 from pyg_sar.watch import StoreWatch
 
@@ -164,6 +166,16 @@ RANKS = textwrap.dedent(
         for layer in ("first", "second"):
             swap(comm, 5, torch.float32, layer)
 
+    def ends_before_a_letter(comm, kill):
+        # Where memory is shared, nothing is received from the rank that has ended.
+        comm.barrier()
+        if comm.rank != 1:
+            time.sleep(1)
+            for _ in range(3):
+                send = torch.ones(3) if comm.rank == 0 else None
+                comm.exchange(send, 1, None, 1, label=LABEL).wait()
+                comm.exchange(None, 1, torch.ones(3), 1, label=LABEL).wait()
+
     def extra_layer(comm, kill):
         comm.barrier()
         for layer in ("first", "first", "second") if comm.rank == 1 else ("first", "second"):
@@ -214,7 +226,7 @@ RANKS = textwrap.dedent(
 
     AT_START = in_the_roll_call, while_meeting, while_connecting
     # What is to take long takes a second or two.
-    QUICK = extra_sum, extra_layer, other_dtype, other_sum, slow, holds_the_lock, stopped
+    QUICK = extra_sum, ends_before_a_letter, extra_layer, other_dtype, other_sum, slow, holds_the_lock, stopped
 
     def worker(scenario, victim, timeout, folder):
         rank = int(os.environ["RANK"])
@@ -389,12 +401,13 @@ def test_operations_that_differ(switch, light, tmp_path):
     """An error that names ranks and operations, on all of them, through memory and through gloo."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    names = ("extra_sum", "extra_layer", "other_dtype", "other_sum", "slow")
-    scenarios = [f"{name}:3:-1:600" for name in names]
+    names = ("extra_sum", "extra_layer", "other_dtype", "other_sum")
+    others = ("slow", "ends_before_a_letter")
+    scenarios = [f"{name}:3:-1:600" for name in names + others]
     done = run([str(script), str(tmp_path), *scenarios], light, PYG_SAR_SHARED_MEMORY=switch)
     assert done.returncode == 0, done.stderr
 
-    for name in names[:-1]:
+    for name in names:
         told = read_told(tmp_path, name)
         assert told.codes == [1, 1, 1], (name, told.codes, told)
         assert all("MismatchError" in text for text in told.values()), (name, told)
@@ -408,6 +421,10 @@ def test_operations_that_differ(switch, light, tmp_path):
         for text in told.values():
             assert all(re.search(part, text, re.IGNORECASE) for part in parts), (name, text)
     assert set(read_told(tmp_path, "slow").values()) == {"ended well"}
+    told = read_told(tmp_path, "ends_before_a_letter")
+    assert told.pop(1) == "ended well"
+    for text in told.values():
+        assert text.startswith("LostWorkerError: Rank 1 was lost: its program had already ended")
 
 
 def test_silent_workers(light, tmp_path):
@@ -512,11 +529,17 @@ def test_which_process_is_dead():
 class Seen:
     """A watch over a peer on another host, and what it told."""
 
-    def __init__(self, store: dist.Store, progress: Progress, agent_store: bool = True) -> None:
+    def __init__(
+        self,
+        store: dist.Store,
+        progress: Progress,
+        agent_store: bool = True,
+        posts: Posts | None = None,
+    ) -> None:
         elsewhere = {**HERE, "host": "elsewhere"}
         self.watch = StoreWatch(store, place_of(1, 2, agent_store), [elsewhere, HERE])
         self.errors: queue.Queue[Exception] = queue.Queue()
-        self.watch.start(self.errors.put, lambda: progress)
+        self.watch.start(self.errors.put, lambda: progress, posts)
 
 
 PENDING = Progress(started=5, ended=4, pending=1, doing="all_reduce")
@@ -583,6 +606,68 @@ def test_failed_transfer_between_live_workers_keeps_its_message(quick):
     assert "rank 0 is in its operation 7 (exchange)" in str(error)
     for one in (seen, timeout):
         one.watch.close()
+
+
+def test_a_wait_in_vain_is_told_once_both_are_seen_to_be_in_it(quick):
+    """As long as the other's heart doesn't beat, it may have gone on."""
+    store, posts, theirs = dist.HashStore(), Posts(), Posts()
+    store.set("waits/0", "")
+    with posts.waiting([("receive", 0, "mean")]), theirs.waiting([("receive", 1, "fetch")]):
+        store.set("waits/0", to_text(theirs.state("exchange [fetch]")))
+        beat(store, 1, turn=theirs.turn)
+        seen = Seen(store, PENDING, posts=posts)
+        with pytest.raises(queue.Empty):
+            seen.errors.get(timeout=0.1)
+        error = None
+        for number in range(2, 10**4):
+            beat(store, number, turn=theirs.turn)
+            with contextlib.suppress(queue.Empty):
+                error = seen.errors.get(timeout=0.02)
+                break
+    assert isinstance(error, MismatchError)
+    assert "rank 0 waits for rank 1 in exchange [fetch] (fetch)" in str(error)
+    assert "rank 1 waits for rank 0 in all_reduce (mean)" in str(error)
+    seen.watch.close()
+
+
+# What other hosts are told ###################################################
+
+BEACON = """
+import json, sys, time
+from pyg_sar.beacon import Beacon
+beacon = Beacon(["127.0.0.1"])
+print(json.dumps(beacon.where), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_a_beacon_answers_for_a_worker_that_cannot(light, quick):
+    path = os.pathsep.join([str(light), *(p for p in sys.path if p)])
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEACON],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    )
+    assert process.stdout is not None and process.stdin is not None
+    with process, process.stdin, process.stdout:
+        where = json.loads(process.stdout.readline())
+        assert ask(where) == "runs"
+        assert ask([[*where[0][:2], "another word"]]) is None
+
+        store = dist.HashStore()
+        store.set("beacon/0", json.dumps(where))
+        beat(store, 1)
+        seen = Seen(store, PENDING)
+        with pytest.raises(queue.Empty):  # Its heart doesn't beat, but it runs.
+            seen.errors.get(timeout=1.0)
+        os.kill(process.pid, signal.SIGSTOP)
+        error = seen.errors.get(timeout=PATIENCE)
+        assert "Rank 0 was lost: its process was stopped (SIGSTOP)" in str(error)
+        seen.watch.close()
+        process.kill()
+    while ask(where) is not None:  # It ends with its worker.
+        pass
 
 
 def test_errors_that_only_follow():

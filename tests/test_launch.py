@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -59,8 +60,17 @@ def test_results_and_surroundings(monkeypatch):
     names = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "OMP_NUM_THREADS", "EXTRA")
     names += ("MALLOC_MMAP_THRESHOLD_", "THP_MEM_ALLOC_ENABLE", "TORCHELASTIC_RUN_ID")
 
+    def reached(host):
+        try:
+            socket.create_connection((host, int(os.environ["MASTER_PORT"])), 5).close()
+        except OSError:
+            return False
+        return True
+
     def work(x, function):
         comm = current()
+        # The store takes what comes from the loopback's own address, and nothing else.
+        assert [reached(host) for host in ("127.0.0.1", "127.0.0.2")] == [True, False]
         total = comm.all_reduce(x * (comm.rank + 1))
         env = {name: os.environ.get(name) for name in names}
         facts = comm.backend, comm.timeout, torch.get_num_threads(), os.getpid()

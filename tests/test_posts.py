@@ -1,0 +1,177 @@
+"""Who waits in vain: what is certain, and what must never be taken for it."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+import torch
+
+from pyg_sar.comm import current
+from pyg_sar.errors import CommTimeoutError, MismatchError, WorkerError
+from pyg_sar.launch import launch
+from pyg_sar.posts import (
+    MEET,
+    READ,
+    RECEIVE,
+    SEND,
+    WROTE,
+    Posts,
+    State,
+    explain,
+    from_text,
+    in_vain,
+    mark_of,
+    to_text,
+)
+
+Messages = list[tuple[str, int, str]]
+
+
+def waits(*messages: tuple[str, int, str], before: Messages | None = None) -> State:
+    """The state of a worker that waits for messages, after others."""
+    posts = Posts()
+    for message in before or []:
+        posts.note(*message)
+    with posts.waiting(messages):
+        return posts.state("something")
+
+
+def swap(peer: int, name: str) -> Messages:
+    return [(SEND, peer, name), (RECEIVE, peer, name)]
+
+
+def meet(world: int, rank: int, name: str) -> Messages:
+    return [(MEET, peer, name) for peer in range(world) if peer != rank]
+
+
+def test_different_operations():
+    states = {0: waits(*swap(1, "mean")), 1: waits(*swap(0, "fetch"))}
+    assert in_vain(states, ()).keys() == {0, 1}
+    text = str(explain(in_vain(states, ()), states, ()))
+    assert "rank 0 waits to send to rank 1 in something (mean)" in text
+    assert "rank 1 waits to send to rank 0 in something (fetch)" in text
+
+
+def test_the_same_operation_may_take_long():
+    states = {0: waits(*swap(1, "fetch")), 1: waits(*swap(0, "fetch"))}
+    assert in_vain(states, ()) == {}
+    # One is done with it, and waits in the next: what it sent may still be on its way.
+    states[1] = waits(*swap(0, "next"), before=swap(0, "fetch"))
+    assert in_vain(states, ()) == {}
+
+
+def test_who_computes_is_not_suspected():
+    assert in_vain({0: waits(*swap(1, "fetch"))}, ()) == {}
+    # 0 waits for 1, that for 2, which computes.
+    states = {0: waits((RECEIVE, 1, "a")), 1: waits((RECEIVE, 2, "b"))}
+    assert in_vain(states, ()) == {}
+    # So with somebody who has just come back from a wait.
+    assert in_vain({**states, 2: waits()}, ()) == {}
+    # 2 waits, too: for nobody, but in a circle; then for somebody who sends; then it has ended.
+    assert in_vain({**states, 2: waits((RECEIVE, 0, "c"))}, ()).keys() == {0, 1, 2}
+    states[1] = waits((RECEIVE, 2, "b"), before=[(SEND, 2, "d")])
+    assert in_vain({**states, 2: waits((RECEIVE, 1, "d"))}, ()) == {}
+    assert in_vain({**states, 2: waits()}, {2}).keys() == {0, 1}
+
+
+def test_those_who_go_on_are_left_out():
+    """0 and 1 wait for each other, 2 for both, 3 for a message that is on its way."""
+    states = {
+        0: waits(*swap(1, "mean"), before=[(SEND, 3, "a")]),
+        1: waits(*swap(0, "fetch")),
+        2: waits((RECEIVE, 0, "x"), (RECEIVE, 1, "x")),
+        3: waits((RECEIVE, 0, "a")),
+    }
+    assert in_vain(states, ()).keys() == {0, 1, 2}
+
+
+def test_collectives_and_shared_memory():
+    states = {rank: waits(*meet(3, rank, "sum")) for rank in range(3)}
+    assert in_vain(states, ()) == {}
+    states[2] = waits(*meet(3, 2, "max"))
+    assert in_vain(states, ()).keys() == {0, 1, 2}
+    # Letters are numbered by subject, and their writers don't wait.
+    states = {
+        0: waits((f"{READ} 1", 1, "rows")),
+        1: waits((f"{READ} 2", 0, "rows"), before=[(f"{WROTE} 2", 0, "rows")]),
+    }
+    assert in_vain(states, ()).keys() == {0, 1}
+    states[1] = waits((f"{READ} 2", 0, "rows"), before=[(f"{WROTE} 1", 0, "rows")])
+    assert in_vain(states, ()) == {}
+
+
+def test_a_state_travels():
+    state = waits(*swap(1, "a"), before=swap(2, "b"))
+    found = from_text(to_text(state))
+    assert (found.turn, found.doing, tuple(found.waits)) == (state.turn, state.doing, state.waits)
+    assert found.posted == state.posted
+    assert 0 <= mark_of("a") < 1 << 30 and mark_of("a") != mark_of("b")
+
+
+# On threads ##################################################################
+
+LABEL = ("conv", "forward", "fetch")
+
+
+def exchange(dtype: torch.dtype = torch.float32) -> None:
+    comm = current()
+    for step in range(1, comm.world_size):
+        dst, src = (comm.rank + step) % comm.world_size, (comm.rank - step) % comm.world_size
+        rows = torch.ones(3, 2, dtype=dtype)
+        comm.exchange(rows, dst, torch.empty_like(rows), src, label=LABEL).wait()
+
+
+@pytest.fixture
+def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pyg_sar.inprocess.PATIENCE", 0.05)
+
+
+def test_threads_that_run_different_operations(impatient):
+    def extra() -> None:
+        exchange()
+        if current().rank == 0:
+            current().all_reduce(torch.ones(1), label=("", "forward", "mean"))
+        exchange()
+        current().barrier()
+
+    with pytest.raises(WorkerError, match="MismatchError: The workers run different op") as caught:
+        launch(extra, 3, backend="threads", timeout=60)
+    assert "forward mean" in str(caught.value) and "conv forward fetch" in str(caught.value)
+    assert isinstance(caught.value.__cause__, MismatchError | WorkerError)
+
+
+def test_threads_with_different_tensors(impatient):
+    def other_dtype() -> None:
+        exchange(torch.float64 if current().rank == 1 else torch.float32)
+
+    def other_sum() -> None:
+        current().all_reduce(torch.ones(3 + current().rank))
+
+    with pytest.raises(WorkerError, match=r"Rank \d expects 'conv forward fetch, float"):
+        launch(other_dtype, 3, backend="threads", timeout=60)
+    with pytest.raises(WorkerError, match=r"Rank \d expects 'sum \(sum\), float32 \[\d\]' from"):
+        launch(other_sum, 2, backend="threads", timeout=60)
+
+
+def test_a_thread_that_computes_keeps_the_others_waiting(impatient):
+    free = threading.Event()
+
+    def work() -> None:
+        comm = current()
+        for step in range(2):
+            if comm.rank == step:
+                free.wait(1.0)  # Many times the patience.
+            exchange()
+            comm.barrier()
+        if comm.rank == 0:
+            with pytest.raises(CommTimeoutError, match="did not end within"):
+                comm.exchange(None, 1, torch.empty(1), 1, label=LABEL).wait(0.3)
+            free.set()
+            comm.exchange(None, 1, torch.empty(1), 1, label=LABEL)
+        else:
+            free.wait(60)
+            for _ in range(2 * (comm.rank == 1)):
+                comm.exchange(torch.ones(1), 0, None, 0, label=LABEL).wait()
+
+    launch(work, 3, backend="threads", timeout=60)
