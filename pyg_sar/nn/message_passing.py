@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -21,6 +21,7 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.joint_index import widened
 from pyg_sar.layer_state import forget_tile_values, tile_value
+from pyg_sar.levels import edge_level_names
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
@@ -29,6 +30,7 @@ from pyg_sar.nn.propagation import (
     kept_normalisation,
     kind_of_argument,
     known_size,
+    message_with_sizes,
     message_without_edges,
     methods_of,
     rounds_of,
@@ -43,7 +45,6 @@ from pyg_sar.strategy import (
     Chooser,
     Verdict,
     decomposition_of,
-    edge_level_names,
     most_edges,
     title_of,
 )
@@ -153,11 +154,16 @@ class DistMessagePassing(MessagePassing):
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
+        compute = partial(self._edge_updates, edge_index, size=size, **kwargs)
         if (strategy == "one_shot" and not leaving) or hooks:
             with travelling(edge_index.plan, self.policy.wire):
-                return super().edge_updater(edge_index, size=size, **kwargs)
-        compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
+                return compute()
         return deferred_edge(compute, kwargs, edge_index.device)
+
+    def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
+        """The edge features of all edges at once."""
+        Chooser(self, edge_index, kwargs).check_edge_update()
+        return super().edge_updater(edge_index, size=size, **kwargs)
 
     def _with_room(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
         """Edges of several relations, among as many nodes as the layer's tensors have rows."""
@@ -187,7 +193,7 @@ class DistMessagePassing(MessagePassing):
         """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
         merges = type(self).aggregate is MessagePassing.aggregate
         merges &= decompose(self.aggr_module) is not None
-        if self._one_shot_call or (self.policy.mode == 3 and merges):
+        if self._one_shot_call or self.policy.mode == 3:
             return "one_shot", "asked for"
         if self.explain:
             return "one_shot", "it is being explained"
@@ -214,14 +220,18 @@ class DistMessagePassing(MessagePassing):
             if isinstance(value, DeferredEdge):
                 value.kwargs = edges.carried(value.kwargs, names, layer)
                 there = edges.edge_index
-                compute = super().edge_updater
-                value.compute = partial(compute, there, size=size, **value.kwargs)
+                value.compute = partial(self._edge_updates, there, size=size, **value.kwargs)
         return edges.edge_index, edges.carried(kwargs, names, layer)
 
-    def _whole_scope(self, edge_index: DistEdgeIndex, verdict: Verdict) -> Any:
+    @contextmanager
+    def _whole_scope(self, edge_index: DistEdgeIndex, verdict: Verdict) -> Iterator[None]:
         lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
-        known = bool(verdict.out_rows) and decomposition_of(self, False).groups[0].premap is None
-        return message_without_edges(self, verdict.out_rows) if lonely and known else nullcontext()
+        with ExitStack() as stack:
+            if verdict.sizes:
+                stack.enter_context(message_with_sizes(self, verdict.sizes))
+            if lonely and verdict.out_rows:
+                stack.enter_context(message_without_edges(self, verdict.out_rows))
+            yield
 
     def _propagate_whole(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
@@ -251,6 +261,7 @@ class DistMessagePassing(MessagePassing):
             reductions.groups,
             complete,
             most_edges(self, edge_index, complete),
+            verdict.sizes,
         )
         self._check_edges(program, edge_index)
         out = self._attended(edge_index, kwargs, verdict)

@@ -126,6 +126,28 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
 
 
 @contextmanager
+def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Iterator[None]:
+    """The message gets these numbers of nodes, where PyG would hand over the worker's own."""
+    own, before = layer.message, layer.__dict__.get("message")
+
+    def message(**arguments: Any) -> Any:
+        for name in sizes.keys() & arguments.keys():
+            mine, whole = arguments[name], sizes[name]
+            if isinstance(mine, list | tuple):
+                whole = [None if n is None else w for n, w in zip(mine, whole, strict=True)]
+            arguments[name] = None if mine is None else whole
+        return own(**arguments)
+
+    layer.__dict__["message"] = message
+    try:
+        yield
+    finally:
+        layer.__dict__["message"] = before
+        if before is None:
+            del layer.__dict__["message"]
+
+
+@contextmanager
 def first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
     """Where a worker's first target has no message, its aggregation sees two before the first.
 
