@@ -118,6 +118,7 @@ class TileProgram:
     """
 
     never_per_tile = _NEVER_PER_TILE
+    only_scalars = True  # and rows of edges and nodes are taken by `aggregate`
 
     def __init__(
         self,
@@ -168,7 +169,7 @@ class TileProgram:
             elif isinstance(value, Tensor):
                 key = name if method == "message" else f"{method}.{name}"
                 role: Role = "edge" if self._is_edge_level.get(key, False) else "whole"
-                if method == "aggregate" and role == "whole" and value.dim() > 0:
+                if self.only_scalars and (method, role) == ("aggregate", "whole") and value.dim():
                     raise NeedsAllEdges(f"aggregate() takes the tensor '{name}'")
                 arguments[name] = self._number(role, value)
                 if role == "whole":

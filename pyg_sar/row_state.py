@@ -107,9 +107,9 @@ def _alike(left: Any, right: Any) -> bool:
     if isinstance(left, Tensor) or isinstance(right, Tensor):
         if not (isinstance(left, Tensor) and isinstance(right, Tensor)):
             return False
-        same = left.shape == right.shape and left.dtype == right.dtype
-        return same and bool(torch.equal(left, right) or (left != left).equal(right != right)
-                             and torch.equal(left.nan_to_num(), right.nan_to_num()))  # fmt: skip
+        if left.shape != right.shape or left.dtype != right.dtype:
+            return False
+        return bool(((left == right) | ((left != left) & (right != right))).all())
     if type(left) is not type(right):
         return False
     if isinstance(left, list | tuple | dict | deque):
@@ -158,7 +158,7 @@ class Changes:
             elif kinds == {"rows"}:
                 if isinstance(now, _CONTAINERS):
                     self.updates.append(name)
-            elif not isinstance(now, Tensor) and not _alike(first.get(name), now):
+            elif not _alike(first.get(name), now):
                 self.refused = name
             elif not isinstance(now, Tensor) or before is not None:
                 self.updates.append(name)

@@ -178,9 +178,7 @@ class RowTrace(TorchDispatchMode):
             if ragged and out.dim() and call.name not in ("index_put_", "index_put"):
                 self.labels.ragged.add(self.labels.key(out))
 
-    def _constant(
-        self, call: Call, out: Tensor, before: tuple[int, ...], label: Tensor
-    ) -> Tensor:
+    def _constant(self, call: Call, out: Tensor, before: tuple[int, ...], label: Tensor) -> Tensor:
         """Labels of what is made of constants alone: its length may be that of the edges."""
         shape = tuple(out.shape)
         if shape == before:
@@ -200,7 +198,10 @@ class RowTrace(TorchDispatchMode):
                 numbers = torch.arange(rows, dtype=torch.int32) // (rows // mine)
                 break
         else:
-            return mixed
+            if rows > self.sizes.targets:
+                return mixed
+            # Up to the largest target that some of the edges have.
+            numbers, base = torch.arange(rows, dtype=torch.int32), NODE
         if call.name == "arange":
             counts = rows == self.sizes.edges and bool((out.cpu() == numbers).all())
             return PLACE + numbers if counts else mixed

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
+from pyg_sar.aggregate_checks import EDGES, TARGETS, AggregateCheck, is_known
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.layer_state import AmbientState
 from pyg_sar.moments import OVER_ROWS, reduces_over_rows
@@ -26,6 +27,7 @@ from pyg_sar.row_state import Changes, Snapshot
 from pyg_sar.row_trace import Asked, RowTrace, Sizes, Step
 
 SIZE_NAMES = ("size", "size_i", "size_j", "dim_size")
+_OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
 _REMEDIES = {
     "edges": (
         "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
@@ -75,7 +77,12 @@ class RowWise:
 class RowProgram(TileProgram):
     """A message with all arguments that PyG knows, as in one shot."""
 
+    def of_aggregate(self) -> dict[str, Any]:
+        """The arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
+        return {} if self._aggregate is None else dict(self._aggregate.arguments)
+
     never_per_tile = ("adj_t",)
+    only_scalars = False
 
 
 @dataclass(slots=True)
@@ -107,10 +114,12 @@ class RowCheck:
         method: str = "message",
     ) -> None:
         self.layer, self.edge_index = layer, edge_index
-        self.program = RowProgram(layer, edge_index, kwargs, levels, (), method=method)
+        self.own_aggregate = method == "message" and not is_known(layer)
+        self.program = RowProgram(
+            layer, edge_index, kwargs, levels, (), self.own_aggregate, method=method
+        )
         self.nodes = {k: nodes[n] for n, k in self.program.whole.items() if n in nodes}
         self.bipartite = edge_index.bipartite
-        self.plain_aggregate = type(layer).aggregate is MessagePassing.aggregate
         names = set(layer.inspector.get_param_names(method))
         if method == "message" and self.program._deferred:
             names |= set(layer.inspector.get_param_names("edge_update"))
@@ -118,8 +127,8 @@ class RowCheck:
 
     def found(self) -> RowWise:
         """What the message does. The layer is afterwards as it was."""
-        small = Sizes(17, 5, 13 if self.bipartite else 5)
-        large = Sizes(23, 7, 11 if self.bipartite else 7)
+        small = Sizes(34, 10, 13 if self.bipartite else 10)
+        large = Sizes(46, 11, 17 if self.bipartite else 11)
         numbers: Mapping[str, Any] | None = None
         if self.asks_sizes:
             numbers = self._numbers(101) if self._only_numbers(small) else None
@@ -135,15 +144,37 @@ class RowCheck:
         reason = ""
         if changes.refused:
             reason = (
-                f"changes '{changes.refused}' by what its edges hold or how many they are, of "
+                f"its message changes '{changes.refused}' by what its edges hold or how many they are, of "
                 "which each worker has its own: compute that from node features outside of it"
             )
         elif mixed or trace.differs or "python" in trace.causes.found:
-            reason = _reason(trace)
+            reason = f"its message {_reason(trace)}"
         rows = second.out if isinstance(second.out, Tensor) else None
         if rows is not None and rows.dim() > 0 and -rows.dim() <= self._axis < rows.dim():
             rows = rows.detach().movedim(self._axis, 0)[:0].clone()
-        return RowWise(reason, tuple(sorted(set(changes.updates))), numbers is not None, rows)
+        updates = set(changes.updates)
+        if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
+            reason, more = self._aggregate(rows)
+            updates |= set(more)
+        return RowWise(reason, tuple(sorted(updates)), numbers is not None, rows)
+
+    def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...]]:
+        """Tries the layer's own aggregation."""
+        sizes = Sizes(EDGES, TARGETS, TARGETS)
+        source, index = self._ends(sizes)
+        values = self._values(Labels(), sizes, source, index)
+        given, levels = {}, {}
+        for name, place in self.program.of_aggregate().items():
+            given[name] = place[0] if isinstance(place, tuple) else values[place].detach()
+            if isinstance(place, int):
+                role = self.program.operands[place].role
+                if role != "whole":
+                    levels[name] = "edge"
+                elif place in self.nodes:
+                    levels[name] = "node"
+        return AggregateCheck(self.layer, rows, given, levels).found(
+            self.edge_index.order is not None
+        )
 
     @property
     def _axis(self) -> int:
@@ -197,7 +228,7 @@ class RowCheck:
     def _values(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> list[Any]:
         """The operands' rows for these edges, with labels."""
         device = self.edge_index.device
-        edges = torch.arange(sizes.edges, device=device)
+        edges = torch.arange(sizes.edges, device=device) % _OTHER_EDGES
         of_edge = EDGE + torch.arange(sizes.edges, dtype=torch.int32)
         values: list[Any] = []
         for number, operand in enumerate(self.program.operands):
@@ -218,6 +249,8 @@ class RowCheck:
                 label = base + torch.arange(count, dtype=torch.int32)
             if tensor.size(0) == 0:
                 tensor = tensor.new_ones(1, *tensor.shape[1:])
+            if operand.role in ("source", "target") or space is not None:
+                rows = rows % _OTHER_NODES  # the same rows in both runs: masks find the same
             value = tensor.index_select(0, rows % tensor.size(0))
             if operand.tensor.requires_grad:
                 with torch.enable_grad():
@@ -292,4 +325,3 @@ class _without_statistics:
     def __exit__(self, *_: Any) -> None:
         for norm in self._norms:
             norm.__dict__.pop("forward", None)
-

@@ -20,10 +20,13 @@ from torch_geometric.nn.aggr import (
     GRUAggregation,
     LCMAggregation,
     LSTMAggregation,
+    MedianAggregation,
     MLPAggregation,
     PatchTransformerAggregation,
+    QuantileAggregation,
 )
 
+from pyg_sar.aggregate_checks import is_known
 from pyg_sar.decompose import Decomposition, decompose, in_place
 from pyg_sar.dependence import Dependence, analyse, sample
 from pyg_sar.errors import DistributedIndexError
@@ -41,6 +44,7 @@ _ORDERED = (
     MLPAggregation,
     PatchTransformerAggregation,
 )
+_UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by value
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
@@ -191,7 +195,8 @@ class Chooser:
                     "order of a node's edges, which is not known after reversing or permuting "
                     "them. Use an aggregation that does not"
                 )
-        levels, nodes, some_edges = row_levels(self.layer, self.edge_index, self.kwargs, False)
+        own = not is_known(self.layer)
+        levels, nodes, some_edges = row_levels(self.layer, self.edge_index, self.kwargs, own)
         mine, rows, sizes = self._agree_on_rows(levels, nodes, some_edges, "message")
         verdict = self._chosen(strategy, reason, rows, sizes)
         return replace(verdict, sizes=sizes, rows=RowsFound(mine, levels, nodes))
@@ -199,10 +204,10 @@ class Chooser:
     def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Verdict:
         known = () if rows.rows is None else (rows.rows,)
         if rows.refused:  # One worker has all edges.
-            return replace(self._whole(f"its message {rows.refused}"), out_rows=known)
+            return replace(self._whole(rows.refused), out_rows=known)
         if rows.updates and strategy != "one_shot":
             names = ", ".join(f"'{name}'" for name in rows.updates)
-            reason = f"its message counts its calls ({names}), and must run once per call"
+            reason = f"it changes {names} each time that it runs, which must be once per call"
             return replace(self._whole(reason), out_rows=known)
         if strategy == "one_shot":
             source = 0 if self.layer.flow == "source_to_target" else 1
@@ -233,9 +238,7 @@ class Chooser:
         self._agree_on_rows(levels, nodes, some_edges, method)
         verdicts[key] = Verdict("one_shot")
 
-    def _look_at_rows(
-        self, levels: dict[str, bool], nodes: dict[str, int], method: str
-    ) -> RowWise:
+    def _look_at_rows(self, levels: dict[str, bool], nodes: dict[str, int], method: str) -> RowWise:
         try:
             return RowCheck(self.layer, self.edge_index, self.kwargs, levels, nodes, method).found()
         except NeedsAllEdges:  # PyG itself says better what is wrong.
@@ -276,7 +279,7 @@ class Chooser:
     def _refuse(self, reason: str, rank: int) -> None:
         if reason and self.comm.world_size > 1:
             raise DistributedIndexError(
-                f"{self.title} can't run distributed (rank {rank}): its message {reason}"
+                f"{self.title} can't run distributed (rank {rank}): {reason}"
             )
 
     def _whole(self, reason: str) -> Verdict:
@@ -290,9 +293,7 @@ class Chooser:
             )
         return Verdict("one_shot")
 
-    def _attempt(
-        self, strategy: str, sizes: dict[str, Any]
-    ) -> tuple[Verdict | None, str, int]:
+    def _attempt(self, strategy: str, sizes: dict[str, Any]) -> tuple[Verdict | None, str, int]:
         """Looks at the message and agrees with the other workers on what it needs.
 
         Returns:
@@ -424,6 +425,15 @@ class Chooser:
                     f"{rank} and {calls[0]} at rank 0 (per tensor: dtype, requires_grad, shape of "
                     "a row, axes). Pass the same arguments on every worker"
                 )
+
+
+def needs_sorted_edges(layer: Any) -> bool:
+    """Whether the aggregation may ask for edges sorted by target, in the whole graph's order."""
+    known = is_known(layer)
+    return not known or any(
+        decompose(m) is None and type(m) not in _UNSORTED
+        for m in ([layer.aggr_module] if layer.aggr_module is not None else [])
+    )
 
 
 def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:

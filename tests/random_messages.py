@@ -19,7 +19,14 @@ from torch_geometric.nn import MessagePassing
 from torch_geometric.utils import degree, scatter, softmax
 
 WIDTH = 4
-LEAVES = ("x_j", "x_j", "x_i - x_j", "edge_attr + x_j", "edge_weight.view(-1, 1) * x_j", "self.lin(x_j)")
+LEAVES = (
+    "x_j",
+    "x_j",
+    "x_i - x_j",
+    "edge_attr + x_j",
+    "edge_weight.view(-1, 1) * x_j",
+    "self.lin(x_j)",
+)
 ROW_WISE = (
     "torch.tanh({0})", "{0}.relu()", "-2.5 * {0} / 3", "{0} * self.scale", "self.lin({0})",
     "{0}.softmax(-1)", "{0}.view(-1, 2, 2).transpose(1, 2).flatten(1)", "{0}.abs() + 0.5",
@@ -41,7 +48,11 @@ BINARY = (
     "torch.cat([{0}[:, :2], {1}[:, 2:]], 1)", "({0} - {1}).square()", "torch.lerp({0}, {1}, 0.3)",
     "({0} * {1}).sum(-1, keepdim=True) * x_j",
 )  # fmt: skip
-MASKED = ("m{k} = {0}[:, 0] > 0", "b{k} = torch.zeros_like({0})", "b{k}[m{k}] = self.lin({0}[m{k}])")
+MASKED = (
+    "m{k} = {0}[:, 0] > 0",
+    "b{k} = torch.zeros_like({0})",
+    "b{k}[m{k}] = self.lin({0}[m{k}])",
+)
 AT_TARGETS = (
     "softmax({0}, index, num_nodes=size_i) * {0}", "softmax({0}, index) + x_j",
     "{0} - scatter({0}, index, 0, size_i, 'mean')[index]",
@@ -211,6 +222,3 @@ def build(program: Program) -> Layer:
         methods["aggregate"] = _method("aggregate", "inputs", ("index", "dim_size"), body)
     layer: Layer = type("Random", (Layer,), methods)(program.aggr)
     return layer
-
-
-

@@ -27,7 +27,7 @@ LAYERS = (
     "target_index collectives graph_index",
     "node_rows ring",
     "moments reduce softmax_reduce decompose layer_state program products reverse message_checks",
-    "node_reads row_labels row_rules row_trace row_state row_wise levels",
+    "node_reads row_labels row_rules row_trace row_state aggregate_checks row_wise levels",
     "dependence strategy fused pushed_attention fused_attention relational_attention",
     "aggregate autograd_gap owned_rows gradients",
     "metrics nn.embedding nn.propagation nn.one_process nn.projected",

@@ -20,13 +20,14 @@ from pyg_sar.fused_attention import attend
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.joint_index import widened
-from pyg_sar.layer_state import forget_tile_values, tile_value
+from pyg_sar.layer_state import forget_tile_values, padded_to, tile_value
 from pyg_sar.levels import edge_level_names
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
     charged,
     first_target_filled,
+    in_first_order,
     kept_normalisation,
     kind_of_argument,
     known_size,
@@ -34,6 +35,7 @@ from pyg_sar.nn.propagation import (
     message_without_edges,
     methods_of,
     rounds_of,
+    sorted_edges,
     travelling,
 )
 from pyg_sar.ops import warn_if_missing
@@ -46,6 +48,7 @@ from pyg_sar.strategy import (
     Verdict,
     decomposition_of,
     most_edges,
+    needs_sorted_edges,
     title_of,
 )
 from pyg_sar.target_index import NeedsAllEdges
@@ -137,7 +140,7 @@ class DistMessagePassing(MessagePassing):
             if verdict.needs is None:
                 must_be_fused(self)
                 with self._whole_scope(edge_index, verdict):
-                    return self._propagate_whole(edge_index, size, kwargs)
+                    return self._propagate_whole(edge_index, size, kwargs, verdict)
             return self._propagate_parts(edge_index, size, kwargs, verdict)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
@@ -191,8 +194,6 @@ class DistMessagePassing(MessagePassing):
 
     def _strategy(self) -> tuple[str, str]:
         """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
-        merges = type(self).aggregate is MessagePassing.aggregate
-        merges &= decompose(self.aggr_module) is not None
         if self._one_shot_call or self.policy.mode == 3:
             return "one_shot", "asked for"
         if self.explain:
@@ -200,6 +201,8 @@ class DistMessagePassing(MessagePassing):
         names = self.inspector.get_param_names("update")
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
+        merges = type(self).aggregate is MessagePassing.aggregate
+        merges &= decompose(self.aggr_module) is not None
         merges &= not (self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks)
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
@@ -233,13 +236,29 @@ class DistMessagePassing(MessagePassing):
                 stack.enter_context(message_without_edges(self, verdict.out_rows))
             yield
 
-    def _propagate_whole(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
+    def _propagate_whole(
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: Verdict
+    ) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        plan = edge_index.plan
-        with first_target_filled(self.aggr_module), travelling(plan, self.policy.wire):
+        plan, columns, padded = edge_index.plan, None, 0
+        levels = {} if verdict.rows is None else verdict.rows.edges
+        if edge_index.dist_row == self._source_row():
+            padded = most_edges(self, edge_index, True)
+            found = sorted_edges(edge_index) if needs_sorted_edges(self) else None
+            if found is not None:
+                edge_index, columns = found
+                names = {name.rpartition(".")[2] for name, level in levels.items() if level}
+                for name in names & kwargs.keys():
+                    kwargs[name] = kwargs[name].index_select(0, columns)
+        with (
+            first_target_filled(self, levels),
+            padded_to(self, padded),
+            in_first_order(self, columns),
+            travelling(plan, self.policy.wire),
+        ):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
