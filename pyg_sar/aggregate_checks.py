@@ -125,8 +125,8 @@ class AggregateCheck:
         out = out.movedim(axis, 0)
         return (out if out.size(0) == count else None), changes
 
-    def _alike(self, found: Tensor | None, expected: Tensor) -> bool:
-        if found is None or found.shape != expected.shape:
+    def _alike(self, found: Tensor | None, expected: Tensor | None) -> bool:
+        if found is None or expected is None or found.shape != expected.shape:
             return False
         tolerance = _TOLERANCE.get(found.element_size(), 6e-2)
         scale = float(expected.nan_to_num(0, 0, 0).abs().max()) if expected.numel() else 0.0

@@ -64,21 +64,23 @@ def row_levels(
     kwargs: dict[str, Any],
     complete: bool,
     method: str = "message",
-) -> tuple[dict[str, bool], dict[str, int], bool]:
+) -> tuple[dict[str, bool], dict[str, int]]:
     """As :func:`edge_level_names`, and which hold a row per node (0: source, 1: target).
 
     Returns:
-        The edge-level names, the node-level names, and whether any worker has edges.
+        The edge-level names and the node-level names.
     """
     found = unsuffixed(layer, kwargs, complete, method)
+    if not found:
+        return {}, {}
     sizes = (edge_index.size(1), edge_index.plan.num_local, edge_index.num_targets)
     misses = [
         int(value.dim() == 0 or value.size(0) != size) for size in sizes for value in found.values()
     ]
-    agreed = maximum(edge_index.plan.comm, [*misses, edge_index.size(1)], edge_index.device)
+    agreed = maximum(edge_index.plan.comm, misses, edge_index.device)
     count = len(found)
     edges = {n: not miss for n, miss in zip(found, agreed[:count], strict=True)}
     nodes = {n: 0 for n, miss in zip(found, agreed[count : 2 * count], strict=True) if not miss}
-    nodes |= {n: 1 for n, miss in zip(found, agreed[2 * count : -1], strict=True) if not miss}
+    nodes |= {n: 1 for n, miss in zip(found, agreed[2 * count :], strict=True) if not miss}
     nodes = {n: space for n, space in nodes.items() if not edges[n]}
-    return edges, nodes, agreed[-1] > 0
+    return edges, nodes

@@ -117,7 +117,7 @@ class TileProgram:
         ValueError: When a node tensor doesn't have one row per node of the worker.
     """
 
-    never_per_tile = _NEVER_PER_TILE
+    never_per_tile: tuple[str, ...] = _NEVER_PER_TILE
     only_scalars = True  # and rows of edges and nodes are taken by `aggregate`
 
     def __init__(

@@ -93,9 +93,8 @@ def read_by(found: Tensor, index: Tensor) -> Tensor:
     by_place = torch.where(found == EDGE + (index - PLACE), found, MIXED)
     plainly = combined([found, torch.where(number | place, 0, as_values(index))])
     # An id stays one where its own edge chose it.
-    ids = (found >= NUMBER) & (
-        index == EDGE + torch.where(is_place(found), found - PLACE, (found - NUMBER) % STEP)
-    )
+    own = torch.where(is_place(found), found - PLACE, (found - NUMBER) % STEP)
+    ids = (found >= NUMBER) & ((index == 0) | (index == EDGE + own))
     plainly = torch.where(ids, found, plainly)
     out = torch.where(number, by_node, plainly)
     return torch.where(place, by_place, out)

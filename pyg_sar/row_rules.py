@@ -7,7 +7,7 @@ no table here is taken to make each element of its result from all of its operan
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,44 +29,7 @@ from pyg_sar.row_labels import (
     reduced,
     scattered,
 )
-
-# Beside those that torch itself tags as pointwise.
-POINTWISE = frozenset(
-    "_prelu_kernel _to_copy bernoulli clone complex copy copy_ copysign fill fill_ floor_divide "
-    "log_sigmoid_forward masked_fill masked_fill_ native_dropout normal polar rrelu_with_noise "
-    "where view_as_complex_copy view_as_real_copy".split()
-)
-COPIES = frozenset("_to_copy alias_copy clone copy copy_ contiguous".split())
-ALONG = frozenset(
-    "_cummax_helper _cummin_helper _fft_c2c _fft_c2r _fft_r2c _log_softmax _log_softmax_backward_data "
-    "_safe_softmax _softmax _softmax_backward_data all amax amin aminmax any argmax argmin argsort "
-    "count_nonzero cummax cummin cumprod cumsum dist dot glu kthvalue linalg_cross "
-    "linalg_vector_norm logcumsumexp logsumexp max mean median min mode nanmedian nansum norm prod "
-    "sort std std_mean sum topk trace var var_mean vdot".split()
-)
-SCANS = frozenset("cumsum cumprod cummax cummin logcumsumexp".split())
-# Each element of the first axis apart.
-BATCHED = frozenset(
-    "_adaptive_avg_pool2d _convolution _scaled_dot_product_flash_attention_for_cpu "
-    "_scaled_dot_product_attention_math _scaled_dot_product_efficient_attention "
-    "_scaled_dot_product_flash_attention adaptive_max_pool2d avg_pool2d convolution "
-    "max_pool2d_with_indices mkldnn_convolution native_group_norm spline_basis "
-    "spline_weighting".split()
-)
-MOVES = frozenset(
-    "cat constant_pad_nd diag_embed expand_copy flip permute_copy repeat roll select_copy "
-    "select_scatter slice_copy slice_scatter stack tril triu unfold_copy unsqueeze_copy "
-    "view_copy".split()
-)
-UNIFORM = frozenset(
-    "bernoulli_ empty empty_like empty_strided exponential_ full full_like new_empty "
-    "new_empty_strided new_full new_ones new_zeros normal_ ones ones_like rand rand_like randint "
-    "randint_like randn randn_like resize_ scalar_tensor uniform_ zero_ zeros zeros_like".split()
-)
-_SCATTERS = frozenset(
-    "index_add index_add_ index_copy index_copy_ index_fill index_fill_ index_reduce index_reduce_ "
-    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_".split()
-)
+from pyg_sar.row_tables import ALONG, BATCHED, COPIES, MOVES, POINTWISE, SCATTERS, UNIFORM
 
 
 @dataclass(slots=True)
@@ -79,8 +42,8 @@ class Call:
         outs: Its results that are tensors.
         labels: Where labels are.
         pointwise: Whether torch says so.
-        counted: Gives an operand's axes whose length depends on the number of edges, although it
-            may hold the same for each: to reduce over them is to count edges.
+        counted: Each operand's axes whose length depends on the number of edges, although it may
+            hold the same for each: to reduce over them is to count edges.
     """
 
     name: str
@@ -88,7 +51,7 @@ class Call:
     outs: list[Tensor]
     labels: Labels
     pointwise: bool
-    counted: Callable[[Tensor], Sequence[int]]
+    counted: list[list[int]] = field(default_factory=list)
 
     def operands(self) -> list[Tensor]:
         return [t for t in tree_leaves(self.given) if isinstance(t, Tensor)]
@@ -105,7 +68,10 @@ class Call:
         dims = sorted({d % found.dim() for d in dims}) if found.dim() else []
         out = reduced(found, dims, keepdim)
         ragged = 0 in dims and self.labels.key(tensor) in self.labels.ragged
-        if ragged or set(dims).intersection(self.counted(tensor)):
+        places = [
+            axes for t, axes in zip(self.operands(), self.counted, strict=False) if t is tensor
+        ]
+        if ragged or any(set(dims).intersection(axes) for axes in places):
             out = torch.full_like(out, MIXED)
         return out
 
@@ -133,7 +99,7 @@ def _rule(call: Call) -> Callable[[Call], Any] | None:
         return _moves
     if name in UNIFORM:
         return lambda call: torch.zeros((), dtype=torch.int32)
-    if name in _SCATTERS:
+    if name in SCATTERS:
         return _scatter
     if name.startswith(("linalg_", "_linalg_", "triangular_solve", "cholesky")):
         return _matrices
@@ -156,7 +122,8 @@ def _equal(call: Call) -> Tensor:
 
 def _along(call: Call) -> list[Tensor]:
     given = call.given
-    source = given.get("self", given.get("input", given.get("grad_output")))
+    names = ("self", "input", "grad_output")
+    source: Tensor = next(given[name] for name in names if name in given)
     dims = given.get("dim", given.get("dims"))
     if call.name == "trace":
         dims = None

@@ -1,10 +1,10 @@
 """Watches a run of a message and labels whatever it computes. See :mod:`pyg_sar.row_labels`.
 
-[Note: two runs] How many edges there are is a number in Python, which no operator shows. So a message
-runs twice, on other numbers of edges and of nodes. Where a number is another in the second run, it
-counts edges or nodes, of which a worker has its own; where a shape is, it belongs to them. A tensor
-that holds the same for each edge (zeros, say) is labelled as if it were made of the edges, so that
-a sum of ones is seen for what it is.
+[Note: two runs] How many edges there are is a number in Python, which no operator shows. So a
+message runs twice, on other numbers of edges and of nodes. Where a number is another in the second
+run, it counts edges or nodes, of which a worker has its own; where a shape is, it belongs to them.
+A tensor that holds the same for each edge (zeros, say) is labelled as if it were made of the edges,
+so that a sum of ones is seen for what it is.
 """
 
 from __future__ import annotations
@@ -30,17 +30,28 @@ from pyg_sar.row_labels import (
     as_values,
     is_number,
 )
-from pyg_sar.row_rules import COPIES, MOVES, SCANS, UNIFORM, Call, labels_after
+from pyg_sar.row_rules import Call, labels_after
+from pyg_sar.row_tables import COPIES, MOVES, SCANS, UNIFORM
 
 _READS = frozenset(
     getattr(Tensor, name) for name in ("__array__", "__dlpack__", "numpy", "storage", "tolist")
 )
 _SCALARS = ("number", "Optional[number]", "float", "Optional[float]", "List[float]")
 _SLICES = frozenset(
-    "as_strided diagonal narrow select slice split split_with_sizes unbind unfold".split()
+    [
+        "as_strided",
+        "diagonal",
+        "narrow",
+        "select",
+        "slice",
+        "split",
+        "split_with_sizes",
+        "unbind",
+        "unfold",
+    ]
 )
-_ASKS = frozenset("_local_scalar_dense equal is_nonzero item".split())
-_IGNORED = frozenset("_assert_async set_ sym_size sym_stride resize_".split())
+_ASKS = frozenset(["_local_scalar_dense", "equal", "is_nonzero", "item"])
+_IGNORED = frozenset(["_assert_async", "set_", "sym_size", "sym_stride", "resize_"])
 
 
 @dataclass(slots=True)
@@ -106,8 +117,9 @@ class RowTrace(TorchDispatchMode):
             if a.alias_info is not None and a.alias_info.is_write
         ]
         results = [t for t in tree_leaves((out, written)) if isinstance(t, Tensor)]
-        call = Call(name, given, results, self.labels, _is_pointwise(func), self._counted)
+        call = Call(name, given, results, self.labels, torch.Tag.pointwise in func.tags)
         before = self._compare(call, _numbers(schema, given))
+        call.counted = self._counted(before)
         if name in _ASKS:
             self._asked(call)
         elif func.is_view or (not written and _is_alias(call)):
@@ -137,24 +149,22 @@ class RowTrace(TorchDispatchMode):
             return None
         return steps[place]
 
-    def _counted(self, tensor: Tensor) -> list[int]:
-        """Axes of an operand of this step whose length depends on the number of edges."""
-        if self.other is None:
-            return []
-        shape = tuple(tensor.shape)
-        place = len(self.steps) - 1
-        steps = self.other[1]
-        if place >= len(steps) or len(steps[place].inputs) != len(self.steps[-1].inputs):
-            return []
-        for mine, before in zip(self.steps[-1].inputs, steps[place].inputs, strict=True):
-            if mine == shape and len(before) == len(shape) and before != shape:
-                return [k for k, (a, b) in enumerate(zip(mine, before, strict=True)) if a != b]
-        return []
+    def _counted(self, before: Step | None) -> list[list[int]]:
+        """Axes of each operand of this step whose length depends on the number of edges."""
+        mine = self.steps[-1].inputs
+        if before is None or len(before.inputs) != len(mine):
+            return [[] for _ in mine]
+        return [
+            [k for k, (a, b) in enumerate(zip(now, then, strict=True)) if a != b]
+            if len(now) == len(then)
+            else []
+            for now, then in zip(mine, before.inputs, strict=True)
+        ]
 
     # Labels ##################################################################
 
     def _label(self, call: Call, before: Step | None) -> None:
-        operands = [t for t in call.operands()]
+        operands = call.operands()
         own = any(bool(self.labels.of(t).any()) for t in operands)
         found = labels_after(call)
         if found is None:
@@ -189,19 +199,20 @@ class RowTrace(TorchDispatchMode):
             return mixed
         axis, other = axes[0], self.other[0]
         rows, rows_before = shape[axis], before[axis]
-        for mine, theirs, base in (
-            (self.sizes.edges, other.edges, EDGE),
-            (self.sizes.targets, other.targets, NODE),
-            (self.sizes.sources, other.sources, NODE + STEP),
-        ):
-            if rows % mine == 0 and rows_before == rows // mine * theirs:
-                numbers = torch.arange(rows, dtype=torch.int32) // (rows // mine)
-                break
-        else:
-            if rows > self.sizes.targets:
-                return mixed
-            # Up to the largest target that some of the edges have.
-            numbers, base = torch.arange(rows, dtype=torch.int32), NODE
+        known = [
+            (base, rows // mine)
+            for mine, theirs, base in (
+                (self.sizes.edges, other.edges, EDGE),
+                (self.sizes.targets, other.targets, NODE),
+                (self.sizes.sources, other.sources, NODE + STEP),
+            )
+            if rows % mine == 0 and rows_before == rows // mine * theirs
+        ]
+        if not known and rows > self.sizes.targets:
+            return mixed
+        # Else it goes up to the largest target that some of the edges have.
+        base, width = known[0] if known else (NODE, 1)
+        numbers = torch.arange(rows, dtype=torch.int32) // width
         if call.name == "arange":
             counts = rows == self.sizes.edges and bool((out.cpu() == numbers).all())
             return PLACE + numbers if counts else mixed
@@ -215,10 +226,10 @@ class RowTrace(TorchDispatchMode):
         if before is None or call.name not in _SLICES:
             return
         for out, shape in zip(call.outs, before.outputs, strict=False):
-            if tuple(out.shape) != shape and not bool(self.labels.of(out).any()):
-                if out.numel():
-                    self.causes.note("numbers", call.name)
-                    self.labels.put(out, torch.full((), MIXED, dtype=torch.int32))
+            new = tuple(out.shape) != shape and out.numel() > 0
+            if new and not bool(self.labels.of(out).any()):
+                self.causes.note("numbers", call.name)
+                self.labels.put(out, torch.full((), MIXED, dtype=torch.int32))
 
     def _asked(self, call: Call) -> None:
         """A value goes to Python: the largest id may, as the number of nodes is found by it."""
@@ -261,10 +272,6 @@ class Asked(TorchFunctionMode):
         source = as_values(trace.labels.of(args[0])).unsqueeze(-1)
         trace.labels.put(out, source.expand(out.shape))
         return out
-
-
-def _is_pointwise(func: Any) -> bool:
-    return torch.Tag.pointwise in func.tags
 
 
 def _is_alias(call: Call) -> bool:

@@ -2,18 +2,20 @@
 
 A worker has some edges of the graph, in an order and a numbering of its own. What a message may do
 with a set of edges is therefore: the same to each of them, and reductions at their two ends. It is
-run twice on made-up edges (:mod:`pyg_sar.row_trace`); if anything else reaches a message, or is left
-on the layer, it is refused.
+run twice on made-up edges (:mod:`pyg_sar.row_trace`); if anything else reaches a message, or is
+left on the layer, it is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
@@ -81,7 +83,7 @@ class RowProgram(TileProgram):
         """The arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
         return {} if self._aggregate is None else dict(self._aggregate.arguments)
 
-    never_per_tile = ("adj_t",)
+    never_per_tile: tuple[str, ...] = ("adj_t",)
     only_scalars = False
 
 
@@ -144,8 +146,8 @@ class RowCheck:
         reason = ""
         if changes.refused:
             reason = (
-                f"its message changes '{changes.refused}' by what its edges hold or how many they are, of "
-                "which each worker has its own: compute that from node features outside of it"
+                f"its message changes '{changes.refused}' by what its edges hold or how many they "
+                "are, of which each worker has its own: compute that from node features, outside"
             )
         elif mixed or trace.differs or "python" in trace.causes.found:
             reason = f"its message {_reason(trace)}"
@@ -211,9 +213,15 @@ class RowCheck:
         own.update(numbers or {})
         trace = RowTrace(labels, sizes, other)
         state, ambient = Snapshot(self.layer), AmbientState(index.device, self.layer)
-        unfrozen = _without_statistics(self.layer)
         try:
-            with ambient.restored(), torch.enable_grad(), unfrozen, Asked(trace), trace:
+            with (
+                ambient.restored(),
+                torch.enable_grad(),
+                saved_tensors_hooks(_same, _same),  # others' hooks are for graphs that they see
+                _without_statistics(self.layer),
+                Asked(trace),
+                trace,
+            ):
                 out = self.program.call(values, own)[0]
             changes = [*state.changes()]
         finally:
@@ -311,17 +319,18 @@ def _reason(trace: RowTrace) -> str:
     return _REMEDIES["edges"].format("its order of edges")
 
 
-class _without_statistics:
+@contextmanager
+def _without_statistics(layer: torch.nn.Module) -> Iterator[None]:
     """Norms over edges pass their input through: they have a way of their own over workers."""
-
-    def __init__(self, layer: torch.nn.Module) -> None:
-        self._norms = [m for m in layer.modules() if isinstance(m, OVER_ROWS)]
-
-    def __enter__(self) -> None:
-        for norm in self._norms:
-            if reduces_over_rows(norm):
-                norm.__dict__["forward"] = lambda x, *args, **kwargs: x * 1
-
-    def __exit__(self, *_: Any) -> None:
-        for norm in self._norms:
+    norms = [m for m in layer.modules() if isinstance(m, OVER_ROWS) and reduces_over_rows(m)]
+    for norm in norms:
+        norm.__dict__["forward"] = lambda x, *args, **kwargs: x * 1
+    try:
+        yield
+    finally:
+        for norm in norms:
             norm.__dict__.pop("forward", None)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor

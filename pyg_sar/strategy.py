@@ -34,7 +34,8 @@ from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.layer_state import pads
 from pyg_sar.levels import edge_level_names, maximum, row_levels
 from pyg_sar.program import DeferredEdge, TileProgram
-from pyg_sar.row_wise import RowCheck, RowWise
+from pyg_sar.row_agreement import RowAgreement
+from pyg_sar.row_wise import RowWise
 from pyg_sar.target_index import NeedsAllEdges
 
 _ORDERED = (
@@ -148,6 +149,7 @@ class Chooser:
         self.layer, self.edge_index, self.kwargs = layer, edge_index, kwargs
         self.comm = edge_index.plan.comm
         self.title = title_of(layer)
+        self.rows = RowAgreement(layer, edge_index, kwargs, self.title)
 
     def verdict(self, strategy: str, reason: str) -> Verdict:
         """The verdict for a call whose layer allows ``strategy`` by its definition.
@@ -171,8 +173,8 @@ class Chooser:
     def _still_holds(self, known: Verdict) -> bool:
         """Whether the layer, some of whose attributes changed, needs what it needed."""
         if known.rows is not None and known.rows.mine is not None:
-            mine = self._look_at_rows(known.rows.edges, known.rows.nodes, "message")
-            self._refuse(mine.refused, self.comm.rank)
+            mine = self.rows.look(known.rows.edges, known.rows.nodes, "message")
+            self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
         if known.needs is None:
@@ -196,8 +198,8 @@ class Chooser:
                     "them. Use an aggregation that does not"
                 )
         own = not is_known(self.layer)
-        levels, nodes, some_edges = row_levels(self.layer, self.edge_index, self.kwargs, own)
-        mine, rows, sizes = self._agree_on_rows(levels, nodes, some_edges, "message")
+        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
+        mine, rows, sizes = self.rows.agree(levels, nodes, "message")
         verdict = self._chosen(strategy, reason, rows, sizes)
         return replace(verdict, sizes=sizes, rows=RowsFound(mine, levels, nodes))
 
@@ -232,55 +234,9 @@ class Chooser:
             return
         self._agree_on_call(str(key))
         method = "edge_update"
-        levels, nodes, some_edges = row_levels(
-            self.layer, self.edge_index, self.kwargs, False, method
-        )
-        self._agree_on_rows(levels, nodes, some_edges, method)
+        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
+        self.rows.agree(levels, nodes, method)
         verdicts[key] = Verdict("one_shot")
-
-    def _look_at_rows(self, levels: dict[str, bool], nodes: dict[str, int], method: str) -> RowWise:
-        try:
-            return RowCheck(self.layer, self.edge_index, self.kwargs, levels, nodes, method).found()
-        except NeedsAllEdges:  # PyG itself says better what is wrong.
-            return RowWise()
-
-    def _agree_on_rows(
-        self, levels: dict[str, bool], nodes: dict[str, int], some_edges: bool, method: str
-    ) -> tuple[RowWise | None, RowWise, dict[str, Any]]:
-        """What this worker found about the message's rows, what all did, and sizes to give it."""
-        edges, plan = self.edge_index, self.edge_index.plan
-        mine = None
-        if edges.size(1):
-            mine = self._look_at_rows(levels, nodes, method)
-        counts = [plan.num_local, edges.num_targets]
-        said = None if mine is None else [mine.refused, list(mine.updates), mine.numbers]
-        row = None if mine is None or mine.rows is None else mine.rows
-        shape = None if row is None else [list(row.shape[1:]), str(row.dtype)]
-        everyone = self.comm.all_gather_object([counts, said, shape])
-        for rank, (_, found, _) in enumerate(everyone):
-            self._refuse(found[0] if found else "", rank)
-        known = [found for _, found, _ in everyone if found]
-        shapes = [found for _, _, found in everyone if found]
-        rows = None
-        if shapes:
-            dtype = getattr(torch, shapes[0][1].removeprefix("torch."))
-            rows = torch.empty(0, *shapes[0][0], dtype=dtype, device=edges.device)
-        agreed = RowWise(
-            refused=next((found[0] for found in known if found[0]), ""),
-            updates=tuple(sorted({name for found in known for name in found[1]})),
-            numbers=bool(known) and all(found[2] for found in known),
-            rows=rows,
-        )
-        sources, targets = (sum(found[0][k] for found in everyone) for k in (0, 1))
-        both = [sources, targets] if self.layer.flow == "source_to_target" else [targets, sources]
-        sizes = {"size_i": targets, "dim_size": targets, "size_j": sources, "size": both}
-        return mine, agreed, sizes if agreed.numbers else {}
-
-    def _refuse(self, reason: str, rank: int) -> None:
-        if reason and self.comm.world_size > 1:
-            raise DistributedIndexError(
-                f"{self.title} can't run distributed (rank {rank}): {reason}"
-            )
 
     def _whole(self, reason: str) -> Verdict:
         if reason != "asked for" and not self.layer.__dict__.get("_warned", False):

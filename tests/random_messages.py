@@ -105,8 +105,9 @@ OWN = {  # aggregate() of the layer's own: by targets, and over all of them
     "joint": "scatter({0} / {0}.abs().max(), index, 0, dim_size, 'sum')",
 }
 ARGUMENTS = (
-    "x_i x_j edge_attr edge_weight index edge_index_i edge_index_j size size_i size_j dim_size"
-).split()
+    "x_i", "x_j", "edge_attr", "edge_weight", "index", "edge_index_i", "edge_index_j", "size",
+    "size_i", "size_j", "dim_size",
+)  # fmt: skip
 KINDS = {
     "plain": 10, "targets": 4, "mixing": 7, "numbering": 3, "sizes": 3, "state": 2,
     "local state": 2, "own": 2,

@@ -162,10 +162,12 @@ def first_target_filled(layer: MessagePassing, edge_level: Mapping[str, bool]) -
     own, before = layer.aggregate, layer.__dict__.get("aggregate")
 
     def aggregate(inputs: Any, *args: Any, **given: Any) -> Any:
-        index, dim = given.get("index"), int(layer.node_dim)
-        plain = type(index) is Tensor and isinstance(inputs, Tensor) and not args
-        if not plain or (inputs.size(dim) >= 2 and bool((index == 0).any())):
+        index: Any = given.get("index")
+        dim = int(layer.node_dim)
+        if type(index) is not Tensor or not isinstance(inputs, Tensor) or args:
             return own(inputs, *args, **given)
+        if inputs.size(dim) >= 2 and bool(torch.any(index == 0)):
+            return own(inputs, **given)
         shape = [2 if axis == dim % inputs.dim() else n for axis, n in enumerate(inputs.shape)]
         given["index"] = torch.cat([index.new_zeros(2), index + 1])
         for name in ("dim_size", "size_i"):
