@@ -58,7 +58,7 @@ class Chunk:
         return sum(self.counts)
 
 
-def _by_target(target: Tensor, order: Tensor | None) -> Tensor:
+def by_target(target: Tensor, order: Tensor | None) -> Tensor:
     """Columns sorted by target; those of a target as in the whole graph's edge list."""
     if order is not None:
         first = order.argsort()
@@ -86,7 +86,7 @@ class Chunks:
         source, target = edge_index.ends()
         num_targets = edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=num_targets)
-        order = _by_target(target, edge_index.order)
+        order = by_target(target, edge_index.order)
         ends = [0, *self.in_degree.cumsum(0).tolist()]
         ranges = self._ranges(ends, max_edges)
         most = torch.tensor([len(ranges)], device=source.device)

@@ -108,11 +108,17 @@ class TileProgram:
             messages out side by side pad them to as many places.
         complete: Tiles hold all in-edges of their targets, and ``aggregate`` is part of the
             program.
+        sizes: What the message gets as ``size_i`` and the like where they are numbers to it, not
+            lengths of tensors: the whole graph's.
+        method: What is computed per edge: ``message``, or ``edge_update``.
 
     Raises:
         NeedsAllEdges: When the message asks for what no tile has.
         ValueError: When a node tensor doesn't have one row per node of the worker.
     """
+
+    never_per_tile: tuple[str, ...] = _NEVER_PER_TILE
+    only_scalars = True  # and rows of edges and nodes are taken by `aggregate`
 
     def __init__(
         self,
@@ -123,9 +129,11 @@ class TileProgram:
         groups: Sequence[Group],
         complete: bool = False,
         most_edges: int = 0,
+        sizes: Mapping[str, int] | None = None,
+        method: str = "message",
     ) -> None:
-        self.layer = layer
-        self.most_edges = most_edges
+        self.layer, self.method = layer, method
+        self.most_edges, self.sizes = most_edges, sizes or {}
         self.groups, self.complete = tuple(groups), complete
         self.message_bytes = 0
         self.sets: list[str] = []  # attributes of the layer that the message sets
@@ -134,6 +142,7 @@ class TileProgram:
         self.num_targets = edge_index.num_targets
         self.rank = edge_index.plan.rank
         self.operands: list[Operand] = []
+        self.whole: dict[str, int] = {}  # operands that are neither nodes' nor edges', by name
         self._numbers: dict[tuple[Role, int], int] = {}
         self._named: list[Tensor] = []  # alive, or their ids would come again
         self._is_edge_level = is_edge_level
@@ -141,16 +150,16 @@ class TileProgram:
         # `to_hetero_with_bases` weighs messages in a hook, by the type of each edge.
         tag = layer.__dict__.get("_edge_type")
         self._tag = self._number("edge", tag) if isinstance(tag, Tensor) else None
-        self._message = self._bind("message", kwargs)
+        self._message = self._bind(method, kwargs)
         self._aggregate = self._bind("aggregate", kwargs) if complete else None
 
     def _bind(self, method: str, kwargs: Mapping[str, Any]) -> Call:
         layer = self.layer
         arguments: dict[str, int | tuple[Any]] = {}
         for name in layer.inspector.get_param_names(method):
-            if name in _NEVER_PER_TILE:
+            if name in self.never_per_tile:
                 raise NeedsAllEdges(f"'{method}' asks for '{name}'")
-            if name in _PER_TILE:
+            if name in _PER_TILE or name in _NEVER_PER_TILE:
                 continue
             value = kwargs.get(name[:-2] if name[-2:] in ("_i", "_j") else name, Parameter.empty)
             if isinstance(value, DeferredEdge):
@@ -160,9 +169,11 @@ class TileProgram:
             elif isinstance(value, Tensor):
                 key = name if method == "message" else f"{method}.{name}"
                 role: Role = "edge" if self._is_edge_level.get(key, False) else "whole"
-                if method == "aggregate" and role == "whole" and value.dim() > 0:
+                if self.only_scalars and (method, role) == ("aggregate", "whole") and value.dim():
                     raise NeedsAllEdges(f"aggregate() takes the tensor '{name}'")
                 arguments[name] = self._number(role, value)
+                if role == "whole":
+                    self.whole[key] = self._numbers[role, id(value)]
             else:
                 arguments[name] = (value,)
         return Call(method, arguments)
@@ -283,15 +294,6 @@ class TileProgram:
         self, tile: Tile, values: Sequence[Any], log: Reductions
     ) -> tuple[Tensor, dict[str, Any]]:
         """The messages, and the arguments of ``aggregate`` where it is part of the program."""
-        layer = self.layer
-        if self._tag is not None:
-            layer.__dict__["_edge_type"] = values[self._tag]
-        values = [
-            value.movedim(0, o.axis) if o.axis and value is not None else value
-            for o, value in zip(self.operands, values, strict=True)
-        ]
-        if self._tag is not None:
-            layer.__dict__["_edge_type"] = values[self._tag]
         index = self._index(tile, log)
         own = {
             "index": index,
@@ -300,11 +302,44 @@ class TileProgram:
             "dim_size": index.num_targets,
             "size_i": index.num_targets,
         }
+        out, values, given = self.call(values, {**own, **self.sizes})
+        self._check_rows(out, tile.num_edges, "the message is not one tensor with a row per edge")
+        self.message_bytes = out.numel() // max(tile.num_edges, 1) * out.element_size()
+        if self._aggregate is None:
+            return out, {}
+        arguments = self._collect(self._aggregate, values, {**given, **own})
+        if type(self.layer).aggregate is MessagePassing.aggregate:
+            arguments["index"] = tile.index  # all in-edges are there: nothing to be noted
+        return out, arguments
+
+    def call(
+        self, values: Sequence[Any], own: Mapping[str, Any]
+    ) -> tuple[Any, list[Any], dict[str, Any]]:
+        """Runs ``edge_update``, where it was put off, and ``message``.
+
+        Args:
+            values: The operands' rows, edges first.
+            own: The arguments that are not the caller's.
+
+        Returns:
+            The messages, the operands with edges where the layer wants them, and ``own`` with the
+            results of ``edge_update``.
+        """
+        layer = self.layer
+        if self._tag is not None:
+            layer.__dict__["_edge_type"] = values[self._tag]
+        values = [
+            value.movedim(0, o.axis) if o.axis and value is not None else value
+            for o, value in zip(self.operands, values, strict=True)
+        ]
         updated = {
             name: layer.edge_update(**self._collect(call, values, own))
             for name, call in self._deferred.items()
         }
-        arguments = self._collect(self._message, values, {**own, **updated})
+        given = {**own, **updated}
+        arguments = self._collect(self._message, values, given)
+        if self.method != "message":
+            return getattr(layer, self.method)(**arguments), values, given
         for hook in layer._message_forward_pre_hooks.values():
             result = hook(layer, (arguments,))
             if result is not None:
@@ -313,14 +348,7 @@ class TileProgram:
         for hook in layer._message_forward_hooks.values():
             result = hook(layer, (arguments,), out)
             out = out if result is None else result
-        self._check_rows(out, tile.num_edges, "the message is not one tensor with a row per edge")
-        self.message_bytes = out.numel() // max(tile.num_edges, 1) * out.element_size()
-        if self._aggregate is None:
-            return out, {}
-        arguments = self._collect(self._aggregate, values, {**own, **updated})
-        if type(layer).aggregate is MessagePassing.aggregate:
-            arguments["index"] = tile.index  # all in-edges are there: nothing to be noted
-        return out, arguments
+        return out, values, given
 
     def _check_rows(self, out: Any, rows: int | None, problem: str) -> None:
         axis = self.layer.node_dim

@@ -113,8 +113,9 @@ class SoftmaxReducer(Reducer):
         self._inner = _gathered(gradient * self._out, self._sum)
 
     def _share(self, tile: Tile, log: Reductions) -> Tensor:
-        """``e^{m_t - M} / S`` per target of the tile."""
+        """``e^{m_t - M} / S`` per target of the tile, as exact as the gradient."""
         total = present(log.total).detach()
+        total = total.to(torch.promote_types(total.dtype, present(self._gradient).dtype))
         maximum = log.maximum if log.maximum is not None else torch.zeros_like(total)
         top, norm = present(self._max)[tile.targets], present(self._sum)[tile.targets]
         return (maximum - top).exp() / norm

@@ -10,8 +10,7 @@ worker looks again by itself, and only if it needs something else now is there a
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -21,16 +20,22 @@ from torch_geometric.nn.aggr import (
     GRUAggregation,
     LCMAggregation,
     LSTMAggregation,
+    MedianAggregation,
     MLPAggregation,
     PatchTransformerAggregation,
+    QuantileAggregation,
 )
 
+from pyg_sar.aggregate_checks import is_known
 from pyg_sar.decompose import Decomposition, decompose, in_place
 from pyg_sar.dependence import Dependence, analyse, sample
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.layer_state import pads
+from pyg_sar.levels import edge_level_names, maximum, row_levels
 from pyg_sar.program import DeferredEdge, TileProgram
+from pyg_sar.row_agreement import RowAgreement
+from pyg_sar.row_wise import RowWise
 from pyg_sar.target_index import NeedsAllEdges
 
 _ORDERED = (
@@ -40,6 +45,7 @@ _ORDERED = (
     MLPAggregation,
     PatchTransformerAggregation,
 )
+_UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by value
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
@@ -47,6 +53,15 @@ _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave t
 
 class OneShotWarning(UserWarning):
     """A layer fetches its whole halo at once because its messages can't be computed in parts."""
+
+
+@dataclass(frozen=True, slots=True)
+class RowsFound:
+    """What was found about a message's rows, and of which tensors' levels that holds."""
+
+    mine: RowWise | None
+    edges: dict[str, bool]
+    nodes: dict[str, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,6 +77,8 @@ class Verdict:
             shot where its message was looked at.
         sets: Attributes that the message sets, of which there is no value for all edges.
         found: What this worker alone found.
+        sizes: What the message gets as ``size_i`` and the like, where they are numbers to it.
+        rows: What this worker alone found about the message's rows.
     """
 
     strategy: str
@@ -71,6 +88,8 @@ class Verdict:
     out_rows: tuple[Tensor, ...] = ()
     sets: tuple[str, ...] = ()
     found: tuple[int, ...] = ()
+    sizes: dict[str, Any] = field(default_factory=dict)
+    rows: RowsFound | None = None
 
 
 def decomposition_of(layer: Any, complete: bool) -> Decomposition:
@@ -130,6 +149,7 @@ class Chooser:
         self.layer, self.edge_index, self.kwargs = layer, edge_index, kwargs
         self.comm = edge_index.plan.comm
         self.title = title_of(layer)
+        self.rows = RowAgreement(layer, edge_index, kwargs, self.title)
 
     def verdict(self, strategy: str, reason: str) -> Verdict:
         """The verdict for a call whose layer allows ``strategy`` by its definition.
@@ -152,10 +172,15 @@ class Chooser:
 
     def _still_holds(self, known: Verdict) -> bool:
         """Whether the layer, some of whose attributes changed, needs what it needed."""
+        if known.rows is not None and known.rows.mine is not None:
+            mine = self.rows.look(known.rows.edges, known.rows.nodes, "message")
+            self.rows.refuse(mine.refused, self.comm.rank)
+            if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
+                return False
         if known.needs is None:
             return True
         edge_level, some_edges = known.edge_level, True
-        look = self._look(known.strategy == "chunked", edge_level, some_edges)
+        look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
         return (look.severity, *look.numbers) == known.found
 
     def _decide(self, strategy: str, reason: str) -> Verdict:
@@ -172,21 +197,46 @@ class Chooser:
                     "order of a node's edges, which is not known after reversing or permuting "
                     "them. Use an aggregation that does not"
                 )
+        own = not is_known(self.layer)
+        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
+        mine, rows, sizes = self.rows.agree(levels, nodes, "message")
+        verdict = self._chosen(strategy, reason, rows, sizes)
+        return replace(verdict, sizes=sizes, rows=RowsFound(mine, levels, nodes))
+
+    def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Verdict:
+        known = () if rows.rows is None else (rows.rows,)
+        if rows.refused:  # One worker has all edges.
+            return replace(self._whole(rows.refused), out_rows=known)
+        if rows.updates and strategy != "one_shot":
+            names = ", ".join(f"'{name}'" for name in rows.updates)
+            reason = f"it changes {names} each time that it runs, which must be once per call"
+            return replace(self._whole(reason), out_rows=known)
         if strategy == "one_shot":
             source = 0 if self.layer.flow == "source_to_target" else 1
-            if reason == "asked for" and self.edge_index.dist_row == source:
-                looked = self._attempt("sequential")[0]  # refuses what can't be right
-                return Verdict("one_shot", out_rows=looked.out_rows if looked else ())
-            return self._whole(reason)
+            if reason == "asked for" and self.edge_index.dist_row == source and not rows.updates:
+                self._attempt("sequential", sizes)  # a second look, which refuses as well
+            return replace(self._whole(reason), out_rows=known)
         for attempt in ("sequential", "chunked"):
             if attempt == "sequential" and strategy == "chunked":
                 continue
-            verdict, reason, severity = self._attempt(attempt)
+            verdict, reason, severity = self._attempt(attempt, sizes)
             if verdict is not None:
                 return verdict
             if severity > 1:
                 break
-        return self._whole(reason)
+        return replace(self._whole(reason), out_rows=known)
+
+    def check_edge_update(self) -> None:
+        """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone."""
+        key = ("edge_update", self.layer.policy, self._kind_of_call())
+        verdicts: Verdicts = self.layer.__dict__.setdefault("_verdicts", Verdicts())
+        if key in verdicts:
+            return
+        self._agree_on_call(str(key))
+        method = "edge_update"
+        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
+        self.rows.agree(levels, nodes, method)
+        verdicts[key] = Verdict("one_shot")
 
     def _whole(self, reason: str) -> Verdict:
         if reason != "asked for" and not self.layer.__dict__.get("_warned", False):
@@ -199,7 +249,7 @@ class Chooser:
             )
         return Verdict("one_shot")
 
-    def _attempt(self, strategy: str) -> tuple[Verdict | None, str, int]:
+    def _attempt(self, strategy: str, sizes: dict[str, Any]) -> tuple[Verdict | None, str, int]:
         """Looks at the message and agrees with the other workers on what it needs.
 
         Returns:
@@ -209,7 +259,7 @@ class Chooser:
         complete = strategy == "chunked"
         edge_level = edge_level_names(self.layer, self.edge_index, self.kwargs, complete)
         some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
-        look = self._look(complete, edge_level, some_edges)
+        look = self._look(complete, edge_level, some_edges, sizes)
         agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
         reason = look.reason or "another worker found that it needs all edges"
         if agreed[0] == 3 and plan.world_size > 1:
@@ -245,7 +295,13 @@ class Chooser:
         )
         return verdict, "", 0
 
-    def _look(self, complete: bool, edge_level: dict[str, bool], some_edges: bool) -> _Look:
+    def _look(
+        self,
+        complete: bool,
+        edge_level: dict[str, bool],
+        some_edges: bool,
+        sizes: dict[str, Any],
+    ) -> _Look:
         """Looks at the message on a few of this worker's edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
@@ -261,6 +317,7 @@ class Chooser:
                 reductions.groups,
                 complete,
                 most_edges(self.layer, self.edge_index, complete),
+                sizes,
             )
             tile = sample(self.edge_index)
             if tile.num_edges or not some_edges:
@@ -326,37 +383,13 @@ class Chooser:
                 )
 
 
-def edge_level_names(
-    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], complete: bool
-) -> dict[str, bool]:
-    """Which unsuffixed tensors hold one row per edge: those that do so on every worker.
-
-    Returns:
-        By ``'name'`` for arguments of ``message``, else by ``'method.name'``.
-    """
-    found: dict[str, Tensor] = {}
-    for value_kwargs, method in _methods(kwargs, complete):
-        for name in layer.inspector.get_param_names(method):
-            value = value_kwargs.get(name)
-            if name[-2:] in ("_i", "_j") or not isinstance(value, Tensor):
-                continue
-            if not isinstance(value, DeferredEdge):
-                found[name if method == "message" else f"{method}.{name}"] = value
-    if not found:
-        return {}
-    edges = edge_index.size(1)
-    misses = [int(v.dim() == 0 or v.size(0) != edges) for v in found.values()]
-    agreed = maximum(edge_index.plan.comm, misses, edge_index.device)
-    return {name: not miss for name, miss in zip(found, agreed, strict=True)}
-
-
-def _methods(kwargs: dict[str, Any], complete: bool) -> Iterator[tuple[dict[str, Any], str]]:
-    yield kwargs, "message"
-    if complete:
-        yield kwargs, "aggregate"
-    for value in kwargs.values():
-        if isinstance(value, DeferredEdge):
-            yield value.kwargs, "edge_update"
+def needs_sorted_edges(layer: Any) -> bool:
+    """Whether the aggregation may ask for edges sorted by target, in the whole graph's order."""
+    known = is_known(layer)
+    return not known or any(
+        decompose(m) is None and type(m) not in _UNSORTED
+        for m in ([layer.aggr_module] if layer.aggr_module is not None else [])
+    )
 
 
 def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:
@@ -381,12 +414,3 @@ def _switches(module: torch.nn.Module) -> tuple[Any, ...]:
         if name[:1] != "_" and isinstance(value, bool | str | None)
     ]
     return type(module).__name__, *found
-
-
-def maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int]:
-    """The numbers' maxima over all workers."""
-    if comm.world_size == 1:
-        return list(numbers)
-    agreed = torch.tensor(list(numbers), dtype=torch.int64, device=device)
-    result: list[int] = comm.all_reduce(agreed, "max", label=("", "", "agreement")).tolist()
-    return result

@@ -187,6 +187,8 @@ def _read(func: Any, args: Any, kwargs: Any) -> Tensor:
         return x.index_select(dim, index.flat)
     if x.size(dim) == index.num_local:
         return x.index_select(dim, index.target_rows)
+    if index.complete:  # up to the last target that has an edge
+        return x.index_select(dim, index.flat)
     raise NeedsAllEdges(
         f"the message reads a tensor of shape {list(x.shape)} at its targets, which is neither a "
         "reduction over them nor a node tensor"

@@ -388,34 +388,53 @@ def test_rule_4_autocast_with_its_cache(name: str, random_runs: list[dict[str, A
 
 
 class Counts(MessagePassing):
-    """Keeps count of the edges that its message saw, in place and by a new tensor."""
+    """Counts what its message is called with: in place, by a new tensor, and in Python."""
 
-    def __init__(self) -> None:
+    def __init__(self, calls: bool) -> None:
         super().__init__(aggr="sum")
-        self.lin = Linear(CHANNELS, OUT)
+        self.lin, self.calls = Linear(CHANNELS, OUT), calls
         self.register_buffer("seen", torch.zeros((), dtype=torch.long))
         self.register_buffer("made", torch.zeros((), dtype=torch.long))
+        self.number, self.log = 0, {"calls": [0]}
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x)
 
     def message(self, x_j: Tensor) -> Tensor:
-        self.seen += x_j.size(0)
-        self.made = self.made + x_j.size(0)
+        count = 1 if self.calls else x_j.size(0)
+        self.seen += count
+        self.made = self.made + count
+        self.number += count
+        self.log["calls"][0] += count
         return self.lin(x_j).tanh()
 
 
-@pytest.mark.parametrize("policy", ALL_POLICIES, ids=str)
-def test_rule_4_statistics_inside_a_message_are_updated_once(policy: SARPolicy, root: Path):
-    """Neither the analysis nor the second computation counts."""
+@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+def test_rule_4_state_of_a_message_is_updated_once(root: Path):
+    """Neither the analysis nor tiles nor the second computation count."""
 
     def worker() -> None:
         data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Counts().double(), policy)
-        for epoch in (1, 2):
-            layer(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
-            assert layer.seen == epoch * data.num_edges, (layer.seen, epoch, data.num_edges)
-            assert layer.made == epoch * data.num_edges, (layer.made, epoch, data.num_edges)
+        for policy in ALL_POLICIES:
+            layer = pyg_sar.distribute(Counts(True).double(), policy)
+            for epoch in (1, 2):
+                layer(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
+                found = [int(layer.seen), int(layer.made), layer.number, *layer.log["calls"]]
+                assert found == [epoch] * 4, (policy, found)
+
+    threads(worker, WORLD)
+
+
+def test_rule_4_state_that_depends_on_the_edges_is_refused(root: Path):
+    """A worker would count its own edges."""
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for policy in ALL_POLICIES:
+            layer = pyg_sar.distribute(Counts(False).double(), policy)
+            with pytest.raises(pyg_sar.DistributedIndexError, match="its message changes '"):
+                layer(data.x, data.edge_index)
+            assert int(layer.seen) == layer.number == 0
 
     threads(worker, WORLD)
 

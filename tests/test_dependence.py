@@ -132,7 +132,6 @@ VALUES: dict[str, Fn] = {
     ".data": lambda layer, x_i, x_j, w, a: x_j * x_j.data.sin(),
     "in place": lambda layer, x_i, x_j, w, a: x_j.clone().mul_(x_j.detach()),
     "custom function": lambda layer, x_i, x_j, w, a: Square.apply(x_j),
-    ".item()": branch,
     "norm": lambda layer, x_i, x_j, w, a: x_j / x_j.norm(dim=1, keepdim=True),
 }  # fmt: skip
 
@@ -152,6 +151,7 @@ def through_list(layer: Any, x_i: Tensor, x_j: Tensor, w: Tensor, a: Tensor) -> 
 
 ESCAPES: dict[str, Fn] = {
     "numpy()": through_numpy, "asarray()": through_array, "tolist()": through_list,
+    ".item()": branch,
 }  # fmt: skip
 
 
@@ -217,8 +217,17 @@ def test_case_2_fetched_again(name: str, graph: Data, root: Path):
 
 
 @pytest.mark.parametrize("name", ESCAPES)
-def test_case_2_values_that_escape_through_memory(name: str, graph: Data, root: Path):
-    check(name, ESCAPES[name], graph, root, "sum", refetch=True, recompute=True)
+def test_values_that_escape_are_refused(name: str, root: Path):
+    """Nobody sees whether each edge's values come back to it alone."""
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for mode in (1, 2, 3):
+            layer = pyg_sar.distribute(Formula(ESCAPES[name]).double(), SARPolicy(mode=mode))
+            with pytest.raises(pyg_sar.DistributedIndexError, match="hands values of its edges"):
+                layer(data.x, data.edge_index, data.edge_weight, data.edge_attr)
+
+    threads(worker, WORLD)
 
 
 @pytest.mark.parametrize("aggr", ["max", "min"])

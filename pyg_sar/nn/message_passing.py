@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from inspect import Parameter
 from typing import Any
@@ -20,18 +20,22 @@ from pyg_sar.fused_attention import attend
 from pyg_sar.halo import HaloPlan
 from pyg_sar.index_space import DistEdgeIndex
 from pyg_sar.joint_index import widened
-from pyg_sar.layer_state import forget_tile_values, tile_value
+from pyg_sar.layer_state import forget_tile_values, padded_to, tile_value
+from pyg_sar.levels import edge_level_names
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
     charged,
     first_target_filled,
+    in_first_order,
     kept_normalisation,
     kind_of_argument,
     known_size,
+    message_with_sizes,
     message_without_edges,
     methods_of,
     rounds_of,
+    sorted_edges,
     travelling,
 )
 from pyg_sar.ops import warn_if_missing
@@ -43,8 +47,8 @@ from pyg_sar.strategy import (
     Chooser,
     Verdict,
     decomposition_of,
-    edge_level_names,
     most_edges,
+    needs_sorted_edges,
     title_of,
 )
 from pyg_sar.target_index import NeedsAllEdges
@@ -136,7 +140,7 @@ class DistMessagePassing(MessagePassing):
             if verdict.needs is None:
                 must_be_fused(self)
                 with self._whole_scope(edge_index, verdict):
-                    return self._propagate_whole(edge_index, size, kwargs)
+                    return self._propagate_whole(edge_index, size, kwargs, verdict)
             return self._propagate_parts(edge_index, size, kwargs, verdict)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
@@ -153,11 +157,16 @@ class DistMessagePassing(MessagePassing):
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
+        compute = partial(self._edge_updates, edge_index, size=size, **kwargs)
         if (strategy == "one_shot" and not leaving) or hooks:
             with travelling(edge_index.plan, self.policy.wire):
-                return super().edge_updater(edge_index, size=size, **kwargs)
-        compute = partial(super().edge_updater, edge_index, size=size, **kwargs)
+                return compute()
         return deferred_edge(compute, kwargs, edge_index.device)
+
+    def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
+        """The edge features of all edges at once."""
+        Chooser(self, edge_index, kwargs).check_edge_update()
+        return super().edge_updater(edge_index, size=size, **kwargs)
 
     def _with_room(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
         """Edges of several relations, among as many nodes as the layer's tensors have rows."""
@@ -185,15 +194,15 @@ class DistMessagePassing(MessagePassing):
 
     def _strategy(self) -> tuple[str, str]:
         """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
-        merges = type(self).aggregate is MessagePassing.aggregate
-        merges &= decompose(self.aggr_module) is not None
-        if self._one_shot_call or (self.policy.mode == 3 and merges):
+        if self._one_shot_call or self.policy.mode == 3:
             return "one_shot", "asked for"
         if self.explain:
             return "one_shot", "it is being explained"
         names = self.inspector.get_param_names("update")
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
+        merges = type(self).aggregate is MessagePassing.aggregate
+        merges &= decompose(self.aggr_module) is not None
         merges &= not (self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks)
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
@@ -214,22 +223,42 @@ class DistMessagePassing(MessagePassing):
             if isinstance(value, DeferredEdge):
                 value.kwargs = edges.carried(value.kwargs, names, layer)
                 there = edges.edge_index
-                compute = super().edge_updater
-                value.compute = partial(compute, there, size=size, **value.kwargs)
+                value.compute = partial(self._edge_updates, there, size=size, **value.kwargs)
         return edges.edge_index, edges.carried(kwargs, names, layer)
 
-    def _whole_scope(self, edge_index: DistEdgeIndex, verdict: Verdict) -> Any:
+    @contextmanager
+    def _whole_scope(self, edge_index: DistEdgeIndex, verdict: Verdict) -> Iterator[None]:
         lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
-        known = bool(verdict.out_rows) and decomposition_of(self, False).groups[0].premap is None
-        return message_without_edges(self, verdict.out_rows) if lonely and known else nullcontext()
+        with ExitStack() as stack:
+            if verdict.sizes:
+                stack.enter_context(message_with_sizes(self, verdict.sizes))
+            if lonely and verdict.out_rows:
+                stack.enter_context(message_without_edges(self, verdict.out_rows))
+            yield
 
-    def _propagate_whole(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
+    def _propagate_whole(
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: Verdict
+    ) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
-        plan = edge_index.plan
-        with first_target_filled(self.aggr_module), travelling(plan, self.policy.wire):
+        plan, columns, padded = edge_index.plan, None, 0
+        levels = {} if verdict.rows is None else verdict.rows.edges
+        if edge_index.dist_row == self._source_row():
+            padded = most_edges(self, edge_index, True)
+            found = sorted_edges(edge_index) if needs_sorted_edges(self) else None
+            if found is not None:
+                edge_index, columns = found
+                names = {name.rpartition(".")[2] for name, level in levels.items() if level}
+                for name in names & kwargs.keys():
+                    kwargs[name] = kwargs[name].index_select(0, columns)
+        with (
+            first_target_filled(self, levels),
+            padded_to(self, padded),
+            in_first_order(self, columns),
+            travelling(plan, self.policy.wire),
+        ):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
@@ -251,6 +280,7 @@ class DistMessagePassing(MessagePassing):
             reductions.groups,
             complete,
             most_edges(self, edge_index, complete),
+            verdict.sizes,
         )
         self._check_edges(program, edge_index)
         out = self._attended(edge_index, kwargs, verdict)

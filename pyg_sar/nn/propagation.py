@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.chunk import Chunks
+from pyg_sar.chunk import Chunks, by_target
 from pyg_sar.decompose import decompose
 from pyg_sar.errors import PygSarError
 from pyg_sar.halo import HaloPlan
@@ -126,44 +126,91 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
 
 
 @contextmanager
-def first_target_filled(aggr: torch.nn.Module | None) -> Iterator[None]:
+def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Iterator[None]:
+    """The message gets these numbers of nodes, where PyG would hand over the worker's own."""
+    own, before = layer.message, layer.__dict__.get("message")
+
+    def message(**arguments: Any) -> Any:
+        for name in sizes.keys() & arguments.keys():
+            mine, whole = arguments[name], sizes[name]
+            if isinstance(mine, list | tuple):
+                whole = [None if n is None else w for n, w in zip(mine, whole, strict=True)]
+            arguments[name] = None if mine is None else whole
+        return own(**arguments)
+
+    layer.__dict__["message"] = message
+    try:
+        yield
+    finally:
+        layer.__dict__["message"] = before
+        if before is None:
+            del layer.__dict__["message"]
+
+
+@contextmanager
+def first_target_filled(layer: MessagePassing, edge_level: Mapping[str, bool]) -> Iterator[None]:
     """Where a worker's first target has no message, its aggregation sees two before the first.
 
     PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
     its parts. The target of these messages is cut off again.
     """
-    added = False
-
-    def add(module: Any, args: Any, kwargs: dict[str, Any]) -> Any:
-        nonlocal added
-        x, index, dim = args[0], kwargs["index"], kwargs["dim"]
-        lacking = x.size(dim) < 2 or not bool((index == 0).any())
-        added = type(index) is Tensor and lacking
-        if not added:
-            return None
-        shape = [2 if axis == dim % x.dim() else n for axis, n in enumerate(x.shape)]
-        more = {
-            "index": torch.cat([index.new_zeros(2), index + 1]),
-            "ptr": None,
-            "dim_size": kwargs["dim_size"] + 1,
-        }
-        return (torch.cat([x.new_zeros(shape), x], dim),), kwargs | more
-
-    def cut(module: Any, args: Any, kwargs: dict[str, Any], out: Tensor) -> Tensor:
-        return out.narrow(kwargs["dim"], 1, kwargs["dim_size"] - 1) if added else out
-
-    if aggr is None or decompose(aggr) is not None:
+    taken = any(level and name.startswith("aggregate.") for name, level in edge_level.items())
+    merges = decompose(layer.aggr_module) is not None
+    if taken or (merges and type(layer).aggregate is MessagePassing.aggregate):
         yield
         return
-    handles = [
-        aggr.register_forward_pre_hook(add, with_kwargs=True),
-        aggr.register_forward_hook(cut, with_kwargs=True),
-    ]
+    own, before = layer.aggregate, layer.__dict__.get("aggregate")
+
+    def aggregate(inputs: Any, *args: Any, **given: Any) -> Any:
+        index: Any = given.get("index")
+        dim = int(layer.node_dim)
+        if type(index) is not Tensor or not isinstance(inputs, Tensor) or args:
+            return own(inputs, *args, **given)
+        if inputs.size(dim) >= 2 and bool(torch.any(index == 0)):
+            return own(inputs, **given)
+        shape = [2 if axis == dim % inputs.dim() else n for axis, n in enumerate(inputs.shape)]
+        given["index"] = torch.cat([index.new_zeros(2), index + 1])
+        for name in ("dim_size", "size_i"):
+            if given.get(name) is not None:
+                given[name] += 1
+        out = own(torch.cat([inputs.new_zeros(shape), inputs], dim), **given)
+        return out.narrow(dim, 1, out.size(dim) - 1)
+
+    layer.__dict__["aggregate"] = aggregate
     try:
         yield
     finally:
-        for handle in handles:
-            handle.remove()
+        layer.__dict__["aggregate"] = before
+        if before is None:
+            del layer.__dict__["aggregate"]
+
+
+def sorted_edges(edge_index: DistEdgeIndex) -> tuple[DistEdgeIndex, Tensor] | None:
+    """Edges by target, those of each in the whole graph's order; ``None`` where they are so."""
+
+    def make() -> tuple[DistEdgeIndex, Tensor] | None:
+        columns = by_target(edge_index.ends()[1], edge_index.order)
+        in_place = torch.arange(columns.numel(), device=columns.device)
+        if torch.equal(columns, in_place):
+            return None
+        ordered: Any = edge_index[:, columns]
+        return ordered, columns
+
+    found: tuple[DistEdgeIndex, Tensor] | None = edge_index.remember("sorted", make)
+    return found
+
+
+@contextmanager
+def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[None]:
+    """Edge-level attributes that a message sets go back to the order that edges came in."""
+    before = dict(layer.__dict__)
+    yield
+    if columns is None:
+        return
+    for name, value in layer.__dict__.items():
+        fresh = isinstance(value, Tensor) and value is not before.get(name)
+        if fresh and value.dim() and value.size(0) == columns.numel():
+            layer.__dict__[name] = value.index_select(0, columns.argsort())
 
 
 def rounds_of(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
