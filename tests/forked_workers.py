@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-from pyg_sar.launch import _Worker, _worker_main
+from pyg_sar.launch import _environment, _Worker, _worker_main
 
 Start = Callable[[int, Mapping[str, str]], _Worker]
 
@@ -152,13 +152,11 @@ class Templates:
     def __init__(self, start: Start) -> None:
         self.from_nothing = start
         self.by_rank: list[Template] = []
-        self.like: tuple[list[str], dict[str, str]] | None = None
+        self.like = list(sys.path), read_early(_environment(1, 0, None, None))
 
     def start(self, rank: int, common: Mapping[str, str]) -> _Worker:
         """Takes the place of ``_Worker.start``."""
-        asked = list(sys.path), read_early(common)
-        self.like = self.like or asked
-        if asked != self.like:
+        if (list(sys.path), read_early(common)) != self.like:
             return self.from_nothing(rank, common)
         for _ in range(len(self.by_rank), int(common["WORLD_SIZE"])):
             self.by_rank.append(Template(common))
