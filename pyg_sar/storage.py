@@ -6,7 +6,8 @@
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
 The tensors of a part are those of ``parts.py``, or of ``hetero_parts.py`` for a heterogeneous
-graph. Versions 1 and 2, which had no timetable, and 3, which had no covers, are still read.
+graph. Versions 1 and 2, which had no timetable, 3, which had no covers, and 4, which held lists of
+node ids as they were, are still read.
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder
@@ -21,7 +22,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,8 @@ from pyg_sar.hetero_parts import (
     merge_hetero,
     statistics_from_dict,
 )
+from pyg_sar.node_ids import NodeIds
+from pyg_sar.node_lists import NodeList, merge_lists
 from pyg_sar.partition import (
     PartitionStatistics,
 )
@@ -79,6 +82,7 @@ class PartitionMetadata:
     parts: list[PartInfo]
     hetero: HeteroSchema | None = None
     num_graphs: int | None = None
+    lists: list[NodeList] = field(default_factory=list)
 
     def check_world_size(self, world_size: int) -> None:
         """Raises :class:`PartitionError` unless there is one part per worker."""
@@ -100,6 +104,7 @@ def write_partitions(
     method: str | Tensor | np.ndarray[Any, Any] | Assignment = "metis",
     seed: int = 0,
     *,
+    node_ids: NodeIds | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> PartitionStatistics:
@@ -110,6 +115,12 @@ def write_partitions(
     types without features or edges, relations without edges, and any node-, edge- or graph-level
     attributes, sparse ones included. The same arguments give the same bytes.
 
+    Attributes that hold node ids are split to the nodes' owners: lists of them ``[K]``, such as
+    ``train_idx`` or OGB's ``split_idx``, and pairs ``[2, K]``, such as ``edge_label_index``, with
+    the attributes that have a row per entry (``edge_label``). Which these are PyG's convention
+    tells: the name has 'index' in it, or 'idx'. On a part, a list holds local ids, and pairs are a
+    distributed ``edge_index``; ``NAME_place`` says where in the whole list their entries stood.
+
     Args:
         data: The graph.
         num_parts: The number of parts; one per worker.
@@ -119,6 +130,9 @@ def write_partitions(
             dict of such vectors by node type
             (:func:`~pyg_sar.hetero_partition.assign_node_types`).
         seed: Seed of the partitioner.
+        node_ids: Names of more attributes that hold node ids; or for each name whether it does,
+            ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
+            keeps an attribute's values as they are.
         overwrite: Replace an existing partition at ``root``.
         progress: Called with a line of text before each stage.
 
@@ -127,7 +141,8 @@ def write_partitions(
         ``HeteroData`` for each node type and relation too.
 
     Raises:
-        ValueError: When an argument or an attribute of ``data`` can't be used.
+        ValueError: When an argument or an attribute of ``data`` can't be used, or may hold node
+            ids (integers with no row per node or edge) and nothing says so.
         TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
             not fit it.
         FileExistsError: When ``root`` exists.
@@ -136,7 +151,7 @@ def write_partitions(
     root = Path(root)
     _check_target(root, overwrite)
     prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
-    header, statistics, tensors_of = prepare(data, num_parts, method, seed, report)
+    header, statistics, tensors_of = prepare(data, num_parts, method, seed, report, node_ids)
     root.parent.mkdir(parents=True, exist_ok=True)
     scratch = Path(tempfile.mkdtemp(prefix=f".{root.name}.tmp-", dir=root.parent))
     try:
@@ -309,6 +324,7 @@ def _parse_metadata(root: Path, content: dict[str, Any]) -> PartitionMetadata:
         parts=[PartInfo(**row) for row in content["parts"]],
         hetero=hetero,
         num_graphs=content.get("num_graphs"),
+        lists=[NodeList.from_dict(row) for row in content.get("lists", ())],
     )
 
 
@@ -374,4 +390,7 @@ def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
     parts = [read_part(root, p, metadata=metadata) for p in range(metadata.num_parts)]
     if metadata.hetero is not None:
         return merge_hetero(metadata.hetero, metadata.attributes, metadata.values, parts)
-    return merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)
+    data = merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)
+    n_id = [part["n_id"] for part in parts]
+    merge_lists(data, metadata.lists, parts, n_id, n_id)
+    return data
