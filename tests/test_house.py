@@ -31,7 +31,7 @@ LAYERS = (
     "node_reads",
     "dependence strategy fused pushed_attention fused_attention relational_attention",
     "aggregate autograd_gap owned_rows gradients",
-    "metrics nn.embedding nn.propagation nn.one_process nn.projected",
+    "metrics gathering nn.embedding nn.propagation nn.one_process nn.projected",
     "nn.fused_layers nn.message_passing",
     "nn.graph_norm nn.norm",
     "nn.pool nn.attention nn.set_attention nn.sequences nn.models nn.colours nn.refused_convs",
