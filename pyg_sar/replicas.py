@@ -125,8 +125,8 @@ def plain(value: Any) -> str | None:
 def attribute_rows(model: torch.nn.Module) -> list[str]:
     """A line for each plain attribute of each module, but for those that are a worker's own.
 
-    These begin with an underscore, are named ``rank``, ``device``, ``num_nodes``, ``verbose`` or so,
-    or count something (``num_users``) in a module with rows that each worker owns.
+    These begin with an underscore, are named ``rank``, ``device``, ``num_nodes``, ``verbose`` or
+    so, or count something (``num_users``) in a module with rows that each worker owns.
     """
     owners = [name for name, _, _ in owned_parameters(model)]
     rows = []
