@@ -50,6 +50,9 @@ def load_partition(
     ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
     together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
     relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
+    (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
+    their entries stood in the whole list (see :func:`~pyg_sar.storage.write_partitions`).
     PyG's transforms that would give it other numbers than the whole graph are refused by name.
     Where the graph had its edges as ``adj_t`` (``ToSparseTensor``), ``data.adj_t`` is the same
     distributed ``edge_index``, which layers take like the one.

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
 from hetero_graphs import make_hetero, random_parts
-from oracle import TOLERANCE, make_graph, threads
+from oracle import MODES, TOLERANCE, make_graph, threads
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
@@ -361,6 +361,23 @@ def test_node_classification_by_lists(world: int, roots: dict[int, Path]):
             assert_close(mine, theirs)
 
 
+def test_messages_along_pairs(roots: dict[int, Path]):
+    """A second edge list is an ``edge_index`` in every mode: layers take it."""
+    data, model = graph(), GCNConv(6, 3).double()
+    expected = model(data.x, data.edge_index_2, data.edge_weight_2.double()).detach()
+
+    def worker() -> Any:
+        part, found = pyg_sar.load_partition(roots[3]), []
+        for policy in MODES:
+            mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+            found.append(mine(part.x, part.edge_index_2, part.edge_weight_2.double()).detach())
+        return part.n_id, found
+
+    for n_id, found in threads(worker, 3):
+        for out in found:
+            assert torch.allclose(out, expected[n_id], rtol=0, atol=TOLERANCE)
+
+
 # Heterogeneous ###############################################################
 
 
@@ -465,6 +482,19 @@ def test_a_sample_keeps_its_nodes_of_a_list():
     )
     assert torch.equal(found.edge_label, data.edge_label[both])
     assert found.split_idx.keys() == data.split_idx.keys()
+
+
+class ForVerify(LinkModel):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_label_index: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, edge_index, edge_label_index)
+
+
+@pytest.mark.parametrize("max_nodes", [NODES, 25])
+def test_verify_knows_lists(max_nodes: int):
+    """Scores of pairs are compared pair by pair, of the whole graph and of a sample."""
+    report = pyg_sar.verify(ForVerify(), graph(), max_nodes=max_nodes, node_ids=SAID)
+    assert report.ok, report
+    assert report.output_error <= TOLERANCE and len(report.gradient_errors) == 5  # and of x
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
