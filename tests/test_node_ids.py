@@ -187,8 +187,9 @@ REFUSED = {
     "hyperedge": ({"hyperedge_index": torch.zeros(2, 4).long()}, "can't be split"),
     "shape": ({"train_idx": torch.zeros(5, 2).long()}, r"\[K\] or \[2, K\].*\[5, 2\]"),
     "scalar": ({"root_idx": torch.tensor(3)}, r"\[K\] or \[2, K\]"),
+    "number": ({"root_idx": 3}, r"\[K\] or \[2, K\] to be split .got \[\]"),
     "bool": ({"train_idx": torch.ones(4).bool()}, "should hold integers .got torch.bool of shape"),
-    "place": ({"train_idx": torch.tensor([1]), "train_idx_place": 3}, "'train_idx_place' is the"),
+    "place": ({"train_idx": torch.tensor([1]), "train_idx_place": "a"}, "'train_idx_place' is the"),
     "keys": ({"split_idx": {1: torch.tensor([1])}}, "strings for keys"),
     "mixed dict": ({"split_idx": {"a": torch.tensor([1]), "b": "c"}}, "integers .got str"),
 }
@@ -209,6 +210,7 @@ def test_what_the_caller_says(tmp_path: Path):
     data = make_graph(NODES)
     data.roots, data.cluster_idx = torch.tensor([3, 7]), torch.arange(40) % 3
     data.y = torch.tensor([1])  # Labels of graphs are no ids.
+    data.idx, data.step, data.long_idx = 10**30, 3, -1  # Nor what is no node's.
     for wrong, kind in (({"roots": 1}, TypeError), (["root"], ValueError), ([3], TypeError)):
         with pytest.raises(kind, match="node_ids"):
             write_partitions(data, 2, tmp_path / "parts", "random", node_ids=wrong)  # type: ignore
