@@ -30,6 +30,7 @@ from pyg_sar.node_lists import (
     may_hold_ids,
     put_list,
 )
+from pyg_sar.part_data import PartData, PartHeteroData
 from pyg_sar.part_marks import check_marks, num_marks, part_marks, relations
 from pyg_sar.parts import decode_attributes, restore_adjacency
 from pyg_sar.storage import part_attributes, read_metadata, read_part
@@ -51,6 +52,10 @@ def load_partition(
     ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
     together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
     relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
+    (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
+    their entries stood in the whole list (see :func:`~pyg_sar.storage.write_partitions`).
+    PyG's transforms that would give it other numbers than the whole graph are refused by name.
     Where the graph had its edges as ``adj_t`` (``ToSparseTensor``), ``data.adj_t`` is the same
     distributed ``edge_index``, which layers take like the one.
 
@@ -199,7 +204,7 @@ def _as_data(
     device: torch.device,
 ) -> Data:
     plan = _plan(comm, tensors["n_id"].numel(), tensors, device)
-    data = Data(**part_attributes(metadata, tensors))
+    data: Data = PartData(**part_attributes(metadata, tensors))
     data = data.to(device)
     data.n_id = tensors["n_id"].to(device)
     data.e_id = tensors["e_id"].to(device)
@@ -237,7 +242,7 @@ def _as_hetero_data(
     tensors: dict[str, Tensor],
     device: torch.device,
 ) -> HeteroData:
-    data = HeteroData()
+    data: HeteroData = PartHeteroData()
     set_attributes(data._global_store, part_attributes(metadata, tensors))
     for k, info in enumerate(schema.types):
         rows = store_tensors(tensors, "type", k)

@@ -85,8 +85,10 @@ def is_named(name: str) -> bool:
 
 def integers(value: Any) -> Tensor | None:
     """The integers of an attribute as int64 on the CPU; ``None`` where it holds anything else."""
+    if type(value) is int and abs(value) < 2**63:
+        return torch.tensor(value)
     if isinstance(value, list | tuple):
-        whole = bool(value) and all(type(item) is int for item in value)
+        whole = bool(value) and all(type(n) is int and abs(n) < 2**63 for n in value)
         return torch.tensor(value) if whole else None
     if isinstance(value, np.ndarray):
         return torch.from_numpy(value.astype(np.int64)) if value.dtype.kind in "iu" else None
@@ -122,6 +124,8 @@ def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) 
         array = isinstance(value, Tensor | np.ndarray) and ids.numel() > 0
         if array and name != "y" and space.holds(ids):
             raise _refused(name, space, "holds integers that could be node ids")
+        return ""
+    if said is None and ids.dim() == 0 and not space.holds(ids):
         return ""
     pairs = ids.dim() == 2 and ids.size(0) == 2
     if said is None and level != "graph" and ids.numel() and not (pairs and "edge" in name):

@@ -32,7 +32,7 @@ from pyg_sar.loading import load_partition
 from pyg_sar.metrics import mean
 from pyg_sar.nn import OneShotWarning
 from pyg_sar.node_ids import NodeIds, said_of
-from pyg_sar.node_lists import restricted, without_lists
+from pyg_sar.node_lists import PLACE, restricted, without_lists
 from pyg_sar.policy import SARPolicy
 from pyg_sar.recording import (
     NoDropout,
@@ -116,7 +116,7 @@ def verify(
         with tempfile.TemporaryDirectory() as folder:
             root = os.path.join(folder, "parts")
             write_partitions(part, num_workers, root, method, seed, node_ids=node_ids)
-            task = _Task(plain, run, root, policy or SARPolicy(), expected)
+            task = _Task(plain, run, root, policy or SARPolicy(), expected, _lists(part, node_ids))
             report = VerifyReport(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,
@@ -217,7 +217,25 @@ class _Task:
     root: str
     policy: SARPolicy
     expected: ModelPass
+    lists: dict[int, tuple[str, str | None]]
     refused: dict[str, str] = field(default_factory=dict)
+
+
+def _lists(data: Data, node_ids: NodeIds | None) -> dict[int, tuple[str, str | None]]:
+    """Names and keys of the lists of node ids, by their length where no two have the same."""
+    _, lists = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()))
+    counts = [whole.ids.size(-1) for whole in lists]
+    return {
+        count: (whole.info.name, whole.info.key)
+        for count, whole in zip(counts, lists, strict=True)
+        if counts.count(count) == 1
+    }
+
+
+def _places(data: Data, name: str, key: str | None) -> Tensor:
+    found = data[f"{name}{PLACE}"]
+    place: Tensor = found if key is None else found[key]
+    return place
 
 
 def _values(tensor: Tensor, ids: Tensor | None) -> Tensor:
@@ -329,7 +347,8 @@ def _worker(task: _Task) -> ModelPass:
     """Two passes: one is compared, the other counted, when all that is kept has been made."""
     mine = load_partition(task.root)
     whole = task.expected.rows
-    rows = Rows(whole.num_nodes, whole.num_edges, mine.n_id, mine.e_id)
+    lists = {count: _places(mine, *which) for count, which in task.lists.items()}
+    rows = Rows(whole.num_nodes, whole.num_edges, mine.n_id, mine.e_id, lists)
     model = copy.deepcopy(task.model)
     for name in task.refused:
         put(model, name, StandIn(task.expected.results[name], rows))

@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 import torch_geometric.transforms as T
 from hetero_graphs import make_hetero, random_parts
-from oracle import TOLERANCE, make_graph, threads
+from oracle import MODES, TOLERANCE, make_graph, threads
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
@@ -187,8 +187,9 @@ REFUSED = {
     "hyperedge": ({"hyperedge_index": torch.zeros(2, 4).long()}, "can't be split"),
     "shape": ({"train_idx": torch.zeros(5, 2).long()}, r"\[K\] or \[2, K\].*\[5, 2\]"),
     "scalar": ({"root_idx": torch.tensor(3)}, r"\[K\] or \[2, K\]"),
+    "number": ({"root_idx": 3}, r"\[K\] or \[2, K\] to be split .got \[\]"),
     "bool": ({"train_idx": torch.ones(4).bool()}, "should hold integers .got torch.bool of shape"),
-    "place": ({"train_idx": torch.tensor([1]), "train_idx_place": 3}, "'train_idx_place' is the"),
+    "place": ({"train_idx": torch.tensor([1]), "train_idx_place": "a"}, "'train_idx_place' is the"),
     "keys": ({"split_idx": {1: torch.tensor([1])}}, "strings for keys"),
     "mixed dict": ({"split_idx": {"a": torch.tensor([1]), "b": "c"}}, "integers .got str"),
 }
@@ -209,6 +210,7 @@ def test_what_the_caller_says(tmp_path: Path):
     data = make_graph(NODES)
     data.roots, data.cluster_idx = torch.tensor([3, 7]), torch.arange(40) % 3
     data.y = torch.tensor([1])  # Labels of graphs are no ids.
+    data.idx, data.step, data.long_idx = 10**30, 3, -1  # Nor what is no node's.
     for wrong, kind in (({"roots": 1}, TypeError), (["root"], ValueError), ([3], TypeError)):
         with pytest.raises(kind, match="node_ids"):
             write_partitions(data, 2, tmp_path / "parts", "random", node_ids=wrong)  # type: ignore
@@ -363,6 +365,23 @@ def test_node_classification_by_lists(world: int, roots: dict[int, Path]):
             assert_close(mine, theirs)
 
 
+def test_messages_along_pairs(roots: dict[int, Path]):
+    """A second edge list is an ``edge_index`` in every mode: layers take it."""
+    data, model = graph(), GCNConv(6, 3).double()
+    expected = model(data.x, data.edge_index_2, data.edge_weight_2.double()).detach()
+
+    def worker() -> Any:
+        part, found = pyg_sar.load_partition(roots[3]), []
+        for policy in MODES:
+            mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+            found.append(mine(part.x, part.edge_index_2, part.edge_weight_2.double()).detach())
+        return part.n_id, found
+
+    for n_id, found in threads(worker, 3):
+        for out in found:
+            assert torch.allclose(out, expected[n_id], rtol=0, atol=TOLERANCE)
+
+
 # Heterogeneous ###############################################################
 
 
@@ -467,6 +486,19 @@ def test_a_sample_keeps_its_nodes_of_a_list():
     )
     assert torch.equal(found.edge_label, data.edge_label[both])
     assert found.split_idx.keys() == data.split_idx.keys()
+
+
+class ForVerify(LinkModel):
+    def forward(self, x: Tensor, edge_index: Tensor, edge_label_index: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, edge_index, edge_label_index)
+
+
+@pytest.mark.parametrize("max_nodes", [NODES, 25])
+def test_verify_knows_lists(max_nodes: int):
+    """Scores of pairs are compared pair by pair, of the whole graph and of a sample."""
+    report = pyg_sar.verify(ForVerify(), graph(), max_nodes=max_nodes, node_ids=SAID)
+    assert report.ok, report
+    assert report.output_error <= TOLERANCE and len(report.gradient_errors) == 5  # and of x
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
