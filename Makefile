@@ -3,10 +3,12 @@
 #   PYTHON       the Python (3.11 or newer) that makes the environment
 #   TORCH        the PyTorch that is installed; pip's own settings (PIP_INDEX_URL, ...) apply
 #   PYTEST_ARGS  more arguments of pytest, for example PYTEST_ARGS='-k storage'
+#   JOBS         processes that share the test files; a core and 2 GB of memory each
 
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
 PYTEST_ARGS ?=
+JOBS ?= 2
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -15,6 +17,10 @@ STAMPS := $(VENV)/.stamps
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet --no-build-isolation
 # Extras alone: the kernels are built by the first installation.
 EXTRA := PYG_SAR_KERNELS=keep $(INSTALL)
+
+# A file's tests stay together, in the order of tests/conftest.py: the longest files come first. A
+# process that a hung test has ended is not replaced: its test would only hang again.
+AT_ONCE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restart 0
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
@@ -32,7 +38,7 @@ test: $(STAMPS)/test ## Run ruff, mypy and the tests
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
-	$(BIN)/pytest $(PYTEST_ARGS)
+	$(BIN)/pytest $(AT_ONCE) --durations=10 $(PYTEST_ARGS)
 
 test-full: $(STAMPS)/full test ## Install the extras sparse and ogb (minutes of compiling), then test
 

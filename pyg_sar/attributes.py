@@ -31,7 +31,8 @@ from torch_geometric.typing import SparseTensor
 from pyg_sar.sparse_matrix import compressed_rows, matrix_of
 
 RESERVED = ("n_id", "e_id")
-NODE_NAMES = ("x", "pos", "train_mask", "val_mask", "test_mask")
+MASKS = ("train_mask", "val_mask", "test_mask")
+NODE_NAMES = ("x", "pos", *MASKS)
 EDGE_NAMES = ("edge_weight", "edge_attr", "edge_type")
 STORED_DTYPES = (
     *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
@@ -260,6 +261,8 @@ def _encode_dense(name: str, value: Tensor | np.ndarray[Any, Any], level: str) -
         tensor = torch.from_numpy(value)
     else:  # PyG's Index and EdgeIndex have as_tensor().
         tensor = value.as_tensor() if hasattr(value, "as_tensor") else value
+    if name in MASKS and tensor.dtype != torch.bool:
+        raise TypeError(f"a mask is bool, this is {tensor.dtype}: call .bool()")
     dim = tensor.dim() - 1 if level != "graph" and ("index" in name or name == "face") else 0
     attribute = Attribute(
         level=level,

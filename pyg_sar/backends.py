@@ -1,6 +1,13 @@
 """The libraries that carry tensors between processes, each an object behind one interface.
 
 A transport's methods block; the communicator calls them from its issuing thread alone.
+
+[Note: messages that don't fit] gloo ends the process when a message is larger than what the
+receiver made ready for it, and takes a smaller one, or another one of its size, for the right one.
+So each message has a tag made of its name (operation, dtype, shape): one that isn't expected is
+never received, both sides wait, and the watch says what for. Its collectives have no tags: small
+ones are therefore exchanges of all with all, summed in the order of ranks by everyone, and before
+a large one all exchange a byte with a tag of its name.
 """
 
 from __future__ import annotations
@@ -19,14 +26,18 @@ import torch.distributed as dist
 from torch import Tensor
 
 from pyg_sar.errors import PygSarError
+from pyg_sar.posts import MEET, RECEIVE, SEND, Posts, name_of
 from pyg_sar.rendezvous import Place, interface_to
 from pyg_sar.turns import Free, Turns
 
 Parcel = tuple[int, Tensor]
 """(peer, contiguous tensor)"""
 
+TAGS = 1 << 30
+"""The first tag of a name's; all are below twice that."""
 ABORT_TAG = 1 << 20
 """Nobody ever sends with this tag."""
+SMALL_SUM = 1 << 14  # Bytes up to which all send all to all, in one step.
 
 OPS = ("sum", "max", "min")
 
@@ -47,22 +58,29 @@ class Transport(ABC):
         self.world_size = world_size
         self.device = device
         self.turns: Turns | Free = Free()
+        self.posts = Posts()
+
+    # ``where`` names the operation; it is the same on all ranks that take part.
 
     @abstractmethod
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
         """Sends and receives all parcels at once; returns when all have arrived."""
 
     @abstractmethod
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
         """Reduces a contiguous tensor over all ranks, in place."""
 
     @abstractmethod
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
         """Returns every rank's tensor, of equal shapes, in rank order."""
 
     @abstractmethod
-    def broadcast(self, tensor: Tensor, src: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
         """Overwrites a contiguous tensor with the one of rank ``src``."""
+
+    def others(self) -> list[int]:
+        """All other ranks."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def abort(self) -> None:
         """Gives up what is under way, without waiting for it."""
@@ -74,6 +92,23 @@ class Transport(ABC):
 def to_bytes(tensor: Tensor) -> Tensor:
     """Returns a contiguous tensor's memory as a flat uint8 tensor: any dtype can travel so."""
     return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """Reduces tensors in their order: the same bits wherever it is done.
+
+    The sum of truth values is "any"; floats of 16 bits are summed in 32.
+    """
+    first = tensors[0]
+    if op != "sum" or first.dtype == torch.bool:
+        stacked = torch.stack(list(tensors))
+        return stacked.amin(0) if op == "min" else stacked.amax(0)
+    if first.is_floating_point() and first.element_size() == 2:
+        first = first.float()
+    total = first.clone()
+    for other in tensors[1:]:
+        total += other
+    return total.to(tensors[0].dtype)
 
 
 # Through torch.distributed ###################################################
@@ -150,47 +185,61 @@ class GroupTransport(Transport):
             return tensor
         return torch.empty_like(tensor, device=self.home())
 
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
         outgoing = [(peer, to_bytes(self.stage(tensor))) for peer, tensor in sends]
         landing = [(self.buffer(tensor), tensor) for _, tensor in recvs]
         incoming = [
             (peer, to_bytes(buffer[0])) for (peer, _), buffer in zip(recvs, landing, strict=True)
         ]
-        with _reported():
-            self.transfer(outgoing, incoming)
+        ways = (RECEIVE, recvs), (SEND, sends)
+        names = [(way, p, name_of(where, t.dtype, t.shape)) for way, all in ways for p, t in all]
+        with self.posts.waiting(names) as posts, _reported():
+            self.transfer(outgoing, incoming, [TAGS + post.mark for post in posts])
         for buffer, target in landing:
             if buffer is not target:
                 target.copy_(buffer)
 
-    def transfer(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
-        """Posts all, then waits for all."""
-        works = [dist.irecv(tensor, peer, group=self.group) for peer, tensor in recvs]
-        works += [dist.isend(tensor, peer, group=self.group) for peer, tensor in sends]
+    def transfer(
+        self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tags: Sequence[int]
+    ) -> None:
+        """Posts all (``tags``: first of what is received), then waits for all."""
+        posts = zip(tags, [*recvs, *sends], strict=True)
+        works = []
+        for k, (tag, (peer, tensor)) in enumerate(posts):
+            post = dist.irecv if k < len(recvs) else dist.isend
+            works.append(post(tensor, peer, group=self.group, tag=tag))
         for work in works:
             if work is not None:
                 work.wait()
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    @contextlib.contextmanager
+    def together(self, tensor: Tensor, where: str) -> Iterator[None]:
+        """Waits for all in the block, for a collective."""
+        name = name_of(where, tensor.dtype, tensor.shape)
+        with self.posts.waiting([(MEET, peer, name) for peer in self.others()]), _reported():
+            yield
+
+    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
         staged = self.stage(tensor)
         dtype = self.stand_in.get(tensor.dtype, tensor.dtype)
         wide = staged if dtype == staged.dtype else staged.to(dtype)
         # The sum of truth values is "any", which uint8 would wrap around.
         how = "max" if tensor.dtype == torch.bool and op == "sum" else op
-        with _reported():
+        with self.together(wide, where):
             dist.all_reduce(wide, getattr(dist.ReduceOp, how.upper()), group=self.group)
         if wide is not tensor:
             tensor.copy_(wide)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
+    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
         staged = self.stage(tensor)
         out = [torch.empty_like(staged) for _ in range(self.world_size)]
-        with _reported():
+        with self.together(staged, where):
             dist.all_gather([to_bytes(t) for t in out], to_bytes(staged), group=self.group)
         return [t.to(tensor.device) for t in out]
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
+    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
         staged = self.stage(tensor)
-        with _reported():
+        with self.together(staged, where):
             dist.broadcast(to_bytes(staged), src, group=self.group)
         if staged is not tensor:
             tensor.copy_(staged)
@@ -215,6 +264,34 @@ class GlooTransport(GroupTransport):
     def __init__(self, setting: Setting) -> None:
         with _interface(os.environ.get("MASTER_ADDR", "")):
             super().__init__(setting)
+
+    # See [Note: messages that don't fit].
+
+    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
+        staged = self.stage(tensor)
+        out = [torch.empty_like(staged) for _ in self.others()]
+        sends = [(peer, staged) for peer in self.others()]
+        self.exchange(sends, list(zip(self.others(), out, strict=True)), where)
+        out.insert(self.rank, staged.clone())
+        return [found.to(tensor.device) for found in out]
+
+    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
+        if tensor.numel() * tensor.element_size() > SMALL_SUM:
+            self._agree(tensor, where)
+            super().all_reduce(tensor, op, where)
+            return
+        tensor.copy_(reduced(self.all_gather(tensor, where), op))
+
+    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
+        self._agree(tensor, where)
+        super().broadcast(tensor, src, where)
+
+    def _agree(self, tensor: Tensor, where: str) -> None:
+        """Waits until all are about to do the same."""
+        name = name_of(where, tensor.dtype, tensor.shape)
+        byte = torch.zeros(1, dtype=torch.uint8)
+        sends = [(peer, byte) for peer in self.others()]
+        self.exchange(sends, [(peer, byte.clone()) for peer in self.others()], name)
 
     def abort(self) -> None:
         # gloo has no call for it, but a receive that times out closes all connections of the
@@ -270,7 +347,9 @@ class NcclTransport(GroupTransport):
     def home(self) -> torch.device:
         return self.device
 
-    def transfer(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+    def transfer(
+        self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tags: Sequence[int]
+    ) -> None:
         posts = [dist.P2POp(dist.irecv, tensor, peer, self.group) for peer, tensor in recvs]
         posts += [dist.P2POp(dist.isend, tensor, peer, self.group) for peer, tensor in sends]
         for work in dist.batch_isend_irecv(posts) if posts else ():

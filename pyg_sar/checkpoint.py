@@ -22,12 +22,12 @@ from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from pyg_sar.checkpoint_rows import cut_rows, gather_rows
 from pyg_sar.comm import Communicator, current
 from pyg_sar.errors import PygSarError
+from pyg_sar.files import replace_file, save_tensors
 from pyg_sar.replicas import check_replicas
 
 __all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "save_checkpoint"]
@@ -84,8 +84,9 @@ def save_checkpoint(
 ) -> None:
     """Saves model, optimizer and every worker's random state. Collective: all workers call it.
 
-    Rank 0 writes to ``path`` plus ``.tmp``, flushes it to disk and renames it; the call returns on
-    every worker once the file is there.
+    Rank 0 writes to a hidden file beside ``path``, flushes it to disk and renames it; the call
+    returns on every worker once the file is there. Runs that save under one name don't disturb each
+    other: the last one stays.
 
     Args:
         path: The file. Its folder must exist on rank 0's host.
@@ -304,23 +305,7 @@ def _write(path: Path, content: _Content) -> None:
     }
     content.header["sha256"] = _digest(content)
     header = json.dumps(content.header, sort_keys=True, allow_nan=False)
-    temporary = path.with_name(path.name + ".tmp")
-    try:
-        save_file(content.tensors, temporary, metadata={_HEADER: header})
-        _flush(temporary)
-        temporary.replace(path)
-        _flush(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
-
-
-def _flush(path: Path) -> None:
-    """Waits until a file's or a folder's content is on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    replace_file(path, lambda file: save_tensors(content.tensors, file, {_HEADER: header}))
 
 
 def _read(path: Path) -> _Content:

@@ -3,30 +3,37 @@
 from __future__ import annotations
 
 import math
+import os
+import threading
+from concurrent.futures import Future, wait
 from contextvars import ContextVar
 
 import torch
 import torch.distributed as dist
 
-from pyg_sar.backends import TRANSPORTS, Setting
+from pyg_sar.backends import TRANSPORTS, GroupTransport, Setting
 from pyg_sar.communicator import (
     Communicator,
     GroupCommunicator,
     LocalCommunicator,
 )
+from pyg_sar.errors import PygSarError
+from pyg_sar.failure import NoWatch, is_consequence
 from pyg_sar.issuer import Work
 from pyg_sar.ledger import Label
 from pyg_sar.meeting import meet_neighbours, read_switch
 from pyg_sar.payload import COLLECTIVE, Outgoing
 from pyg_sar.rendezvous import (
     Place,
+    addresses_from,
     call_the_roll,
+    claim_rank,
     connect,
     default_backend,
     read_environment,
     reconnect,
 )
-from pyg_sar.watch import ASK, NoWatch, StoreWatch
+from pyg_sar.watch import ASK, StoreWatch
 
 __all__ = [
     "COLLECTIVE",
@@ -94,6 +101,7 @@ def init(
         ValueError: An unknown or missing backend, an incomplete environment (names the variable).
         PygSarError: Workers of one host that can't share memory, though they must.
         CommTimeoutError: Workers that did not come.
+        LostWorkerError: A worker that came, and was killed before all had met.
     """
     check_init(backend, timeout)
     scope = _scope.get()
@@ -138,19 +146,62 @@ def _open(
     kind = TRANSPORTS[backend or default_backend(found)]
     device = device or kind.choose_device(found)
     store = dist.PrefixStore(f"pyg_sar/{generation}", connect(found, timeout))
-    everyone = call_the_roll(store, found, kind.name, timeout)
     # A connection of its own: it must not queue behind a backend that waits for a key.
-    watch = StoreWatch(
-        dist.PrefixStore(f"pyg_sar/{generation}/watch", reconnect(ASK)), found, everyone
-    )
+    told = dist.PrefixStore(f"pyg_sar/{generation}/watch", reconnect(found, ASK))
+    watch = StoreWatch(told, found)
+    try:
+        claim_rank(store, found.rank)
+    except dist.DistError as error:
+        raise watch.diagnose(error, "the start") from error
+    watch.begin()
     setting = Setting(
         place=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
     )
-    if device.type != "cpu":
+    try:
+        return _join(store, kind, setting, switch, watch)
+    except BaseException as error:
+        # A connection that broke: who was lost?
+        named = isinstance(error, PygSarError) or not isinstance(error, RuntimeError)
+        cause = error if named else watch.diagnose(error, "the start")
+        if not is_consequence(cause, found.rank):
+            watch.report(cause)
+        watch.close()
+        if cause is error:
+            raise
+        raise cause from error
+
+
+def _join(
+    store: dist.Store,
+    kind: type[GroupTransport],
+    setting: Setting,
+    switch: str,
+    watch: StoreWatch,
+) -> Communicator:
+    """Meets the others. Ends with the error of one that fails meanwhile."""
+    place, timeout = setting.place, setting.timeout
+    everyone = call_the_roll(store, place, kind.name, timeout, watch.meet)
+    if len({who["host"] for who in everyone}) > 1:
+        watch.light(addresses_from(os.environ["MASTER_ADDR"]))
+    if setting.device.type != "cpu":
         switch = "0"  # Rows on a GPU are not for processes to read.
     meeting = dist.PrefixStore("neighbours", store)
-    neighbours = meet_neighbours(meeting, found, everyone, switch, timeout)
-    return GroupCommunicator(kind(setting), watch, timeout, neighbours)
+    neighbours = meet_neighbours(meeting, place, everyone, switch, timeout, watch.check)
+    if setting.device.type == "cuda":
+        torch.cuda.set_device(setting.device)  # Of this thread, too.
+    made: Future[GroupTransport] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(kind(setting))
+        except BaseException as error:
+            made.set_exception(error)
+
+    # On a thread that can be left behind: nothing ends a backend's wait for a worker that is gone.
+    threading.Thread(target=make, name="pyg_sar start", daemon=True).start()
+    while not wait([made], 0.1).done:
+        watch.check()
+    return GroupCommunicator(made.result(), watch, timeout, neighbours)
 
 
 def finalize() -> None:

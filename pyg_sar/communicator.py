@@ -13,6 +13,7 @@ from torch import Tensor
 
 from pyg_sar.backends import OPS, Lane, Parcel, Transport, TransportError
 from pyg_sar.errors import PygSarError
+from pyg_sar.failure import Watch, is_consequence
 from pyg_sar.issuer import Issuer, Work
 from pyg_sar.ledger import Label
 from pyg_sar.neighbours import Neighbours
@@ -29,10 +30,10 @@ from pyg_sar.payload import (
     encode,
     num_bytes,
     pack,
+    spoken,
 )
 from pyg_sar.sharing import Sharing
 from pyg_sar.signals import TerminationNotice
-from pyg_sar.watch import Watch, is_consequence
 
 
 class Listener(Protocol):
@@ -307,8 +308,9 @@ class GroupCommunicator(Communicator):
         self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.turns)
         self._neighbours = neighbours
         if neighbours is not None:
+            neighbours.posts = transport.posts
             self.sharing = Sharing(neighbours, self.rank, self._submit, self.ledgers)
-        watch.start(self._issuer.fail, self._issuer.progress)
+        watch.start(self._issuer.fail, self._issuer.progress, transport.posts)
         self._notice = TerminationNotice(self._explain_termination)
         self._notice.install()
 
@@ -319,8 +321,7 @@ class GroupCommunicator(Communicator):
             with self._lane.after(mark):
                 task()
 
-        where = " ".join(part for part in label if part)
-        return self._issuer.submit(run, f"{doing} [{where}]")
+        return self._issuer.submit(run, f"{doing} [{spoken(label)}]")
 
     def _post(
         self,
@@ -340,7 +341,7 @@ class GroupCommunicator(Communicator):
             if shared is not None:
                 shared.exchange(self._transport, full, wanted, ledgers, label)
                 return
-            self._transport.exchange(full, wanted)
+            self._transport.exchange(full, wanted, spoken(label))
             out, back = ({q: num_bytes(t) for q, t in parcels} for parcels in (full, wanted))
             count(ledgers, label, out, back, self.backend)
 
@@ -353,7 +354,7 @@ class GroupCommunicator(Communicator):
             target = tensor.detach()
             whole = target if target.is_contiguous() else target.contiguous()
             if whole.numel():
-                self._transport.all_reduce(whole, op)
+                self._transport.all_reduce(whole, op, f"{spoken(label)} ({op})")
             if whole is not target:
                 target.copy_(whole)
             size = num_bytes(whole)
@@ -368,7 +369,7 @@ class GroupCommunicator(Communicator):
         def task() -> None:
             whole = pack(tensor)
             if whole.numel():
-                result.extend(self._transport.all_gather(whole))
+                result.extend(self._transport.all_gather(whole, spoken(label)))
             else:
                 result.extend(whole.clone() for _ in range(self.world_size))
             size = num_bytes(whole)
@@ -385,7 +386,7 @@ class GroupCommunicator(Communicator):
             target = tensor.detach()
             whole = target if target.is_contiguous() else target.contiguous()
             if whole.numel():
-                self._transport.broadcast(whole, src)
+                self._transport.broadcast(whole, src, f"{spoken(label)} from rank {src}")
             if whole is not target:
                 target.copy_(whole)
             size = num_bytes(whole)

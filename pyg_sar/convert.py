@@ -61,6 +61,8 @@ def distribute(
                                             data.y[data.train_mask], reduction='none'))
         loss.backward()   # every p.grad holds the sum over all workers
 
+    So do the gradients that hooks on parameters see, and that ``torch.autograd.grad`` returns.
+
     Args:
         model: The model, built alike on every worker.
         policy: How its layers run.
@@ -76,7 +78,8 @@ def distribute(
 
     Raises:
         ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
-            or a reduction over nodes can't be distributed.
+            a reduction over nodes can't be distributed, the model holds ``DistributedDataParallel``
+            or FSDP, or workers' models differ: in modules, shapes or plain attributes.
     """
     comm = current()
     policies = dict(layer_policies or {})
@@ -107,7 +110,7 @@ def distribute(
         if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
             hook = GradientSum(comm) if sum_gradients else SummedByHand()
             hook(model)
-            model.register_forward_pre_hook(hook)
+            model.register_forward_pre_hook(hook, with_kwargs=True)
             for module in model.modules():
                 if isinstance(module, DistMessagePassing):
                     module.gradient_sum = hook
@@ -178,6 +181,7 @@ def _check_alike(
         f"{name}: {[*(['own rows'] if name in owned else p.shape[:1]), *p.shape[1:]]} {p.dtype}"
         for name, p in model.named_parameters()
     ]
+    rows += [f"{name}: requires_grad={p.requires_grad}" for name, p in model.named_parameters()]
     rows += [f"{name}: {list(b.shape)} {b.dtype}" for name, b in model.named_buffers()]
     rows += [f"replicated: {sorted(replicated)}"]
     rows += [f"policy: {policy}", f"layer policies: {sorted(map(str, policies.items()))}"]

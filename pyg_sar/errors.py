@@ -17,6 +17,14 @@ class CommTimeoutError(PygSarError, TimeoutError):
     """A transfer did not end in time, though no worker is known to be lost."""
 
 
+class MismatchError(PygSarError):
+    """The workers run different operations, so that none of them can go on.
+
+    A layer, a loss or ``backward()`` that only some of them call, or tensors whose dtypes or widths
+    differ. The message names ranks and operations (layer, phase, kind).
+    """
+
+
 class WorkerError(PygSarError):
     """A worker failed.
 

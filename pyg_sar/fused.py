@@ -250,7 +250,9 @@ def fused_sum(
     if pushes:
         by_owners = len(reducers[0]) == 1 and policy.wire == "exact" and torch.is_grad_enabled()
         by_owners &= rows.requires_grad
-        way = rounds.for_sums(constant, policy.push == "always", by_owners)
+        # What a narrow wire rounds must not depend on where workers run.
+        everywhere = policy.push == "always" or policy.wire != "exact"
+        way = rounds.for_sums(constant, everywhere, by_owners)
     else:
         way = rounds
     if why_missing() is not None:

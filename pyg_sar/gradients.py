@@ -27,9 +27,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 from pyg_sar.comm import Communicator, current
-from pyg_sar.errors import PygSarError
+from pyg_sar.distributed_index import DistEdgeIndex
+from pyg_sar.errors import PygSarError, refuse_second_derivative
 from pyg_sar.loss_check import warn_of_local_mean
 from pyg_sar.owned_rows import owned_parameters, shared_names, shared_parameters
 from pyg_sar.parameter_hooks import (
@@ -37,11 +39,10 @@ from pyg_sar.parameter_hooks import (
     defer_hooks,
     hooked,
     refuse_node_hooks,
-    refuse_second_derivatives,
     refuse_wrapped,
 )
 from pyg_sar.payload import num_bytes
-from pyg_sar.replicas import LIMBS, differ, marks, reconcile
+from pyg_sar.replicas import LIMBS, compare, differ, marks, reconcile
 
 _LABEL = ("", "backward", "gradient sum")
 BUCKET = 1 << 20  # bytes: of smaller models all gradients are summed at the end
@@ -58,7 +59,7 @@ class ParameterHook(ABC):
         self._copying: tuple[dict[int, Any], list[Tensor]] | None = None
         self.parameters: list[Tensor] = []
 
-    def __call__(self, model: torch.nn.Module, inputs: Any = None) -> None:
+    def __call__(self, model: torch.nn.Module, *inputs: Any) -> None:
         """Takes in the model's parameters, those added since the last call too."""
         refuse_wrapped(model)
         self._copying = None
@@ -142,6 +143,14 @@ class GradientSum(ParameterHook):
         self._schedule: dict[int, list[Tensor]] | None = None
         comm.add_listener(self)
 
+    def __call__(self, model: torch.nn.Module, *inputs: Any) -> None:
+        super().__call__(model)
+        # Without a backward pass, nothing else would compare the workers' parameters.
+        if not torch.is_grad_enabled() and any(
+            isinstance(value, DistEdgeIndex) for value in tree_leaves(inputs)
+        ):
+            compare(shared_names(model), self.comm)
+
     def fresh(self) -> GradientSum:
         return GradientSum(self.comm, self.bucket_bytes)
 
@@ -152,6 +161,13 @@ class GradientSum(ParameterHook):
             self._schedule = None
 
     def take_in(self, parameter: Tensor) -> None:
+        if not parameter.is_leaf:
+            raise ValueError(
+                f"Parameter {getattr(parameter, MARK)!r} is computed from other tensors "
+                f"(functional_call, at rank {self.comm.rank}), whose gradients would be this "
+                "worker's part: convert the model with distribute(model, sum_gradients=False), "
+                "and sum the gradients of those tensors over the workers"
+            )
         defer_hooks(parameter, partial(self._before, parameter))
 
     def settle(self) -> None:
@@ -164,7 +180,11 @@ class GradientSum(ParameterHook):
         if gradient is None:
             return None
         name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
-        refuse_second_derivatives(name)
+        refuse_second_derivative(
+            f"The gradient of parameter {name!r} at rank {self.comm.rank}",
+            "are not there, as it is summed over the workers; of inputs they are: "
+            "torch.autograd.grad(out, inputs, create_graph=True)",
+        )
         refuse_node_hooks(node, name)
         if gradient.layout != torch.strided:
             raise ValueError(

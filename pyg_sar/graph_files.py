@@ -26,6 +26,7 @@ from torch_geometric.data.storage import (
     NodeStorage,
 )
 
+from pyg_sar.attributes import MASKS
 from pyg_sar.sparse_matrix import coo_matrix
 
 FILE_SUFFIXES = (".npz", ".pt", ".pth")
@@ -39,7 +40,8 @@ def load_npz(path: str | os.PathLike[str]) -> Data | HeteroData:
     key                             content
     ==============================  =======================================================
     ``edge_index``                  integers ``[2, E]`` (source, target); required
-    ``num_nodes``                   default: rows of ``x``, or the largest node id and one
+    ``num_nodes``                   one integer; default: rows of ``x``, or the largest node id
+                                    and one
     ``x``                           features ``[N, F]``; or, as a CSR matrix, ``x_indptr``,
                                     ``x_indices``, ``x_values``, ``x_shape``
     ``y``                           labels; -1: none
@@ -53,7 +55,7 @@ def load_npz(path: str | os.PathLike[str]) -> Data | HeteroData:
     ``NAME__SRC__REL__DST`` for their attributes.
 
     Raises:
-        ValueError: When the file is not such an archive.
+        ValueError: When the file is not such an archive: names the key, and its dtype or value.
         OSError: When there is no such file.
     """
     try:
@@ -65,14 +67,18 @@ def load_npz(path: str | os.PathLike[str]) -> Data | HeteroData:
         return _hetero_data(path, arrays)
     if "edge_index" not in arrays:
         raise ValueError(f"'{path}' has no 'edge_index'; it holds {', '.join(sorted(arrays))}")
-    data = Data(edge_index=torch.from_numpy(arrays.pop("edge_index").astype(np.int64)))
-    if all(key in arrays for key in CSR_KEYS):
+    data = Data(edge_index=_integers(path, "edge_index", arrays.pop("edge_index"), (2, -1)))
+    given = [key for key in CSR_KEYS if key in arrays]
+    if given:
+        missing = [key for key in CSR_KEYS if key not in arrays]
+        if missing:
+            raise ValueError(f"'{path}' holds {', '.join(given)}, but not {', '.join(missing)}")
         data.x = _csr_matrix(path, *(arrays.pop(key) for key in CSR_KEYS))
     num_nodes = arrays.pop("num_nodes", None)
     for key, array in arrays.items():
-        data[key] = _value(array)
+        data[key] = _value(path, key, array)
     if num_nodes is not None:
-        data.num_nodes = int(num_nodes)
+        data.num_nodes = _count(path, "num_nodes", num_nodes)
     elif data.get("x") is None:
         data.num_nodes = int(data.edge_index.max()) + 1 if data.edge_index.numel() else 0
     return data
@@ -82,18 +88,19 @@ def _hetero_data(path: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Heter
     data = HeteroData()
     for key in arrays:
         if key.startswith("num_nodes__"):
-            data[key.removeprefix("num_nodes__")].num_nodes = int(arrays[key])
+            data[key.removeprefix("num_nodes__")].num_nodes = _count(path, key, arrays[key])
     for key, array in arrays.items():
         name, *owner = key.split("__")
         if name == "num_nodes":
             continue
         if not owner:
-            data[name] = _value(array)
+            data[name] = _value(path, key, array)
         elif len(owner) == 1 and owner[0] in data.node_types:
-            data[owner[0]][name] = _value(array)
+            data[owner[0]][name] = _value(path, key, array)
+        elif len(owner) == 3 and name == "edge_index":
+            data[tuple(owner)].edge_index = _integers(path, key, array, (2, -1))
         elif len(owner) == 3:
-            value = _value(array)
-            data[tuple(owner)][name] = value.long() if name == "edge_index" else value
+            data[tuple(owner)][name] = _value(path, key, array)
         else:
             raise ValueError(
                 f"'{path}' holds '{key}', which belongs to no node type (num_nodes__TYPE: "
@@ -102,22 +109,69 @@ def _hetero_data(path: Any, arrays: Mapping[str, np.ndarray[Any, Any]]) -> Heter
     return data
 
 
-def _value(array: np.ndarray[Any, Any]) -> Any:
+_Array = np.ndarray[Any, Any]
+
+
+def _integers(path: Any, key: str, array: _Array, shape: tuple[int, ...]) -> Tensor:
+    """An array of integers as int64, of this shape; -1 is any size."""
+    fits = array.ndim == len(shape) and all(
+        n in (-1, m) for n, m in zip(shape, array.shape, strict=True)
+    )
+    whole = array.dtype.kind in "iu"
+    if not whole or not fits or (array.size and int(array.max()) >= 2**63):
+        sizes = ", ".join("*" if n < 0 else str(n) for n in shape)
+        remedy = "" if whole else f"; save {key}.astype(numpy.int64) if all values are whole"
+        raise ValueError(
+            f"Expected '{key}' of '{path}' to hold 64-bit integers of shape [{sizes}] (got dtype "
+            f"{array.dtype}, shape {list(array.shape)}){remedy}"
+        )
+    return torch.from_numpy(array.astype(np.int64))
+
+
+def _count(path: Any, key: str, array: _Array) -> int:
+    if array.ndim or array.dtype.kind not in "iu" or int(array) < 0:
+        value = array.tolist() if array.size == 1 else f"shape {list(array.shape)}"
+        raise ValueError(
+            f"Expected '{key}' of '{path}' to be one integer of at least 0 (got {value}, dtype "
+            f"{array.dtype}); save int({key})"
+        )
+    return int(array)
+
+
+def _value(path: Any, key: str, array: _Array) -> Any:
+    if key.split("__")[0] in MASKS and array.dtype != np.bool_:
+        raise ValueError(
+            f"Expected the mask '{key}' of '{path}' to be bool (got dtype {array.dtype}); save "
+            f"{key}.astype(bool), or of node numbers a mask that is True there"
+        )
     if array.dtype.kind == "U" or array.ndim == 0:
         return array.tolist()
-    return torch.from_numpy(array)
-
-
-def _csr_matrix(path: Any, starts: Any, columns: Any, values: Any, shape: Any) -> Tensor:
     try:
-        counts = torch.from_numpy(np.diff(starts).astype(np.int64))
-        rows = torch.repeat_interleave(torch.arange(counts.numel()), counts)
-        index = torch.stack([rows, torch.from_numpy(columns.astype(np.int64))])
-        size = tuple(int(n) for n in shape)
-        entries = torch.from_numpy(values)
-        matrix = coo_matrix(index, entries, size, coalesced=False)
+        return torch.from_numpy(array)
+    except (TypeError, ValueError) as error:
+        raise ValueError(
+            f"'{key}' of '{path}' can't be a tensor (dtype {array.dtype}): {error}; save it in "
+            "another dtype, or leave it out"
+        ) from None
+
+
+def _csr_matrix(
+    path: Any, starts: _Array, columns: _Array, values: _Array, shape: _Array
+) -> Tensor:
+    rows, width = _integers(path, "x_shape", shape, (2,)).tolist()
+    offsets = _integers(path, "x_indptr", starts, (rows + 1,))
+    column = _integers(path, "x_indices", columns, (-1,))
+    if int(offsets[0]) != 0 or int(offsets[-1]) != column.numel() or (offsets.diff() < 0).any():
+        raise ValueError(
+            f"'x' of '{path}' is not a CSR matrix: expected 'x_indptr' to ascend from 0 to the "
+            f"{column.numel()} entries of 'x_indices'"
+        )
+    row = torch.repeat_interleave(torch.arange(rows), offsets.diff())
+    try:
+        entries = _value(path, "x_values", values)
+        matrix = coo_matrix(torch.stack([row, column]), entries, (rows, width), coalesced=False)
         return matrix.coalesce().to_sparse_csr()  # Columns come in any order.
-    except (RuntimeError, ValueError, TypeError) as error:
+    except (RuntimeError, ValueError, TypeError, AttributeError) as error:
         raise ValueError(f"'x' of '{path}' is not a CSR matrix: {error}") from error
 
 

@@ -24,7 +24,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -33,6 +33,9 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import ToUndirected
 
 from pyg_sar.graph_files import FILE_SUFFIXES, load_npz, load_saved, safe_data_classes
+from pyg_sar.hetero_partition import count_nodes
+from pyg_sar.hetero_parts import edges_of_relations
+from pyg_sar.parts import check_graph
 from pyg_sar.synthetic import SyntheticGraph, synthetic_graph
 
 DATASETS: dict[str, tuple[str, str | None]] = {
@@ -144,9 +147,11 @@ def load_graph(
         data = _load_ogb(name.lower(), Path(root or "data"))
     else:
         data = _load_dataset(name, Path(root or "data"))
-    if isinstance(data, HeteroData):
-        return _finish_hetero(data, settings, seed)
-    return _finish(data, settings, seed)
+    finish: Any = _finish_hetero if isinstance(data, HeteroData) else _finish
+    try:
+        return cast(Data | HeteroData, finish(data, settings, seed))
+    except ValueError as error:
+        raise ValueError(f"'{name}': {error}") from error
 
 
 def parse_source(source: str) -> tuple[str, dict[str, str]]:
@@ -305,6 +310,8 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
     if data.get("x") is not None:
         data.x = _prepare_features(data.x, options)
     data.num_nodes = num_nodes
+    if data.get("edge_index") is not None:
+        check_graph(data)
     if options.remove_self_loops:
         data = data.edge_subgraph(data.edge_index[0] != data.edge_index[1])
     if options.undirected:
@@ -315,9 +322,10 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
 def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> HeteroData:
     """Applies :class:`GraphOptions` to each node type and relation."""
     rng = np.random.default_rng([seed, 1])
-    for name in data.node_types:
+    counts = {name: count_nodes(name, data[name]) for name in data.node_types}
+    edges_of_relations(data, counts)
+    for name, count in counts.items():
         store: Any = data[name]
-        count = store.num_nodes
         if store.get("x") is None and options.random_features:
             x = rng.standard_normal((count, options.random_features), dtype=np.float32)
             store.x = torch.from_numpy(x)

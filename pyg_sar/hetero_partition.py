@@ -18,6 +18,7 @@ from pyg_sar.partition import (
     check_assignment,
     check_num_parts,
     format_statistics,
+    whole_number,
 )
 
 EdgeType = tuple[str, str, str]
@@ -231,4 +232,4 @@ def count_nodes(name: str, store: Any) -> int:
         raise ValueError(
             f"'data' does not tell how many '{name}' nodes it has; set data['{name}'].num_nodes"
         )
-    return int(found)
+    return whole_number(f"data['{name}'].num_nodes", found)

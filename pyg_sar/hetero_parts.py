@@ -93,6 +93,36 @@ def attribute_header(columns: Mapping[str, Column]) -> tuple[dict[str, Attribute
     )
 
 
+def edges_of_relations(data: HeteroData, num_nodes: Mapping[str, int]) -> dict[EdgeType, Tensor]:
+    """``edge_index`` of each relation, int64, on the CPU.
+
+    Raises:
+        ValueError: When one is none, or names nodes that a type does not have.
+    """
+    return {edge_type: _edges(edge_type, data, num_nodes) for edge_type in data.edge_types}
+
+
+def _edges(edge_type: EdgeType, data: HeteroData, num_nodes: Mapping[str, int]) -> Tensor:
+    try:
+        edges = edges_of(data[edge_type])
+    except ValueError as error:
+        raise ValueError(f"{edge_type}: {error}") from error
+    for row, name, what in ((0, edge_type[0], "source"), (1, edge_type[2], "target")):
+        if name not in num_nodes:
+            raise ValueError(
+                f"{edge_type} refers to the node type '{name}', which 'data' does not have; "
+                f"set data['{name}'].num_nodes"
+            )
+        count = num_nodes[name]
+        low, high = (int(edges[row].min()), int(edges[row].max())) if edges.numel() else (0, -1)
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "
+                f"'{name}' (got {low} to {high}); correct it or set data['{name}'].num_nodes"
+            )
+    return edges
+
+
 class HeteroGraph:
     """A heterogeneous graph, checked and encoded, ready to be partitioned.
 
@@ -109,7 +139,7 @@ class HeteroGraph:
         if not names:
             raise ValueError("'data' has no node type; set data['name'].num_nodes")
         self.num_nodes = {name: count_nodes(name, data[name]) for name in names}
-        self.edges = {edge_type: self._edges(edge_type, data) for edge_type in data.edge_types}
+        self.edges = edges_of_relations(data, self.num_nodes)
         self.lists: dict[Any, list[WholeList]] = {}
         self._said = said or {}
         most = max(self.num_nodes.values())
@@ -141,26 +171,6 @@ class HeteroGraph:
         taken, self.lists[key] = take_lists(values, rows, space, self._said)
         rest = {name: value for name, value in values.items() if name not in taken}
         return encode_rows(rest, level, count, space.owner)
-
-    def _edges(self, edge_type: EdgeType, data: HeteroData) -> Tensor:
-        try:
-            edges = edges_of(data[edge_type])
-        except ValueError as error:
-            raise ValueError(f"{edge_type}: {error}") from error
-        for row, name, what in ((0, edge_type[0], "source"), (1, edge_type[2], "target")):
-            if name not in self.num_nodes:
-                raise ValueError(
-                    f"{edge_type} refers to the node type '{name}', which 'data' does not have; "
-                    f"set data['{name}'].num_nodes"
-                )
-            count = self.num_nodes[name]
-            low, high = (int(edges[row].min()), int(edges[row].max())) if edges.numel() else (0, -1)
-            if low < 0 or high >= count:
-                raise ValueError(
-                    f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "
-                    f"'{name}' (got {low} to {high}); correct it or set data['{name}'].num_nodes"
-                )
-        return edges
 
     def schema(self) -> HeteroSchema:
         """What the metadata says of types and relations."""

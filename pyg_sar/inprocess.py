@@ -6,24 +6,38 @@ generator: seed what must be reproducible from generators of its own.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from pyg_sar.backends import Parcel, Transport, TransportError
+from pyg_sar.backends import Parcel, Transport, TransportError, reduced
 from pyg_sar.errors import CommTimeoutError, PygSarError
+from pyg_sar.failure import GetProgress, OnFailure, Watch, failed, is_consequence, lost, to_error
 from pyg_sar.neighbours import Letter, Neighbours, Page, Subject
+from pyg_sar.posts import (
+    MEET,
+    PATIENCE,
+    READ,
+    RECEIVE,
+    SEND,
+    WROTE,
+    Posts,
+    explain,
+    in_vain,
+    name_of,
+    unlike,
+)
 from pyg_sar.turns import Turns
-from pyg_sar.watch import GetProgress, OnFailure, Watch, failed, is_consequence, lost, to_error
 
 T = TypeVar("T")
-Parcels = tuple[Tensor, threading.Event]
-"""What lies in a mailbox: the sender's tensor, and the event that says it was read."""
+Parcels = tuple[Tensor, threading.Event, str]
+"""What lies in a mailbox: the sender's tensor, the event that says it was read, and its name."""
 
 
 class Hub:
@@ -42,10 +56,11 @@ class Hub:
             for src in range(world_size)
             for dst in range(world_size)
         }
-        self.letters: dict[tuple[int, int, Subject], queue.SimpleQueue[Tensor]] = {
+        self.letters: dict[tuple[int, int, Subject], queue.SimpleQueue[tuple[Tensor, str]]] = {
             (*pair, subject): queue.SimpleQueue() for pair in self.boxes for subject in Subject
         }
-        self.slots: list[Tensor | None] = [None] * world_size
+        self.slots: list[tuple[Tensor, str] | None] = [None] * world_size
+        self.posts = [Posts() for _ in range(world_size)]
         self.turns = Turns()
         self.changed = threading.Condition()
         self.arrived = self.meetings = 0
@@ -100,6 +115,26 @@ class Hub:
                 raise DesertedError(rank)
         if time.monotonic() > end:
             raise TimeoutError(f"timed out after {self.timeout:g} s waiting for {what}")
+        self._compare()
+
+    def _compare(self) -> None:
+        """Raises when threads wait in vain: :func:`pyg_sar.posts.in_vain`."""
+        if not any(posts.for_long(PATIENCE) for posts in self.posts):
+            return
+        doing = {rank: say().doing for rank, (_, say) in list(self.listeners.items())}
+        # Twice: the first states lie before, the second ones behind a moment that all share.
+        first, states = (
+            {
+                rank: posts.state(doing.get(rank, ""))
+                for rank, posts in enumerate(self.posts)
+                if rank in self.left or posts.for_long(PATIENCE)
+            }
+            for _ in range(2)
+        )
+        same = {rank: s for rank, s in states.items() if rank in first and s == first[rank]}
+        ended = self.left & same.keys()
+        if found := in_vain(same, ended):
+            raise explain(found, same, ended)
 
 
 class DesertedError(TransportError):
@@ -119,66 +154,61 @@ class ThreadTransport(Transport):
         super().__init__(rank, hub.world_size, device)
         self.hub = hub
         self.turns = hub.turns
+        self.posts = hub.posts[rank]
 
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel]) -> None:
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
         end = time.monotonic() + self.hub.timeout
         read = []
-        for peer, tensor in sends:
-            event = threading.Event()
-            self.hub.boxes[self.rank, peer].put((tensor, event))
-            read.append((peer, event))
-        for peer, target in recvs:
-            self._receive(peer, target, end)
-        with self.turns.passed():
-            for peer, event in read:
-                while not event.wait(0.05):
-                    self.hub.check(end, f"rank {peer} to receive", [peer])
+        ways = (RECEIVE, recvs), (SEND, sends)
+        names = [(way, p, name_of(where, t.dtype, t.shape)) for way, all in ways for p, t in all]
+        with self.posts.waiting(names) as posts:
+            for (peer, tensor), post in zip(sends, posts[len(recvs) :], strict=True):
+                event = threading.Event()
+                self.hub.boxes[self.rank, peer].put((tensor, event, post.name))
+                read.append((peer, event))
+            for (peer, target), post in zip(recvs, posts, strict=False):
+                self._receive(peer, target, end, post.name)
+            with self.turns.passed():
+                for peer, event in read:
+                    while not event.wait(0.05):
+                        self.hub.check(end, f"rank {peer} to receive", [peer])
 
-    def _receive(self, peer: int, target: Tensor, end: float) -> None:
-        tensor, event = self.hub.take(self.hub.boxes[peer, self.rank], peer, end)
-        if tensor.shape.numel() * tensor.itemsize != target.shape.numel() * target.itemsize:
-            raise ValueError(
-                f"rank {self.rank} expects {tuple(target.shape)} ({target.dtype}) from rank "
-                f"{peer}, which sends {tuple(tensor.shape)} ({tensor.dtype})"
-            )
+    def _receive(self, peer: int, target: Tensor, end: float, name: str) -> None:
+        tensor, event, sent = self.hub.take(self.hub.boxes[peer, self.rank], peer, end)
+        if sent != name:
+            raise unlike(self.rank, peer, name, sent)
         target.reshape(-1).view(torch.uint8).copy_(tensor.reshape(-1).view(torch.uint8))
         event.set()
 
-    def _all(self, tensor: Tensor) -> list[Tensor]:
-        self.hub.slots[self.rank] = tensor
-        self.hub.meet()
-        return [slot for slot in self.hub.slots if slot is not None]
-
-    def _leave(self) -> None:
-        """Waits until all have read the slots, and empties the own one."""
-        self.hub.meet()
+    @contextlib.contextmanager
+    def _all(self, tensor: Tensor, where: str) -> Iterator[list[Tensor]]:
+        """Everyone's tensor, until all have left the block."""
+        name = name_of(where, tensor.dtype, tensor.shape)
+        with self.posts.waiting([(MEET, peer, name) for peer in self.others()]):
+            self.hub.slots[self.rank] = tensor, name
+            self.hub.meet()
+        slots = [slot for slot in self.hub.slots if slot is not None]
+        for rank, (_, other) in enumerate(slots):
+            if other != name:
+                raise unlike(self.rank, rank, name, other)
+        yield [slot[0].to(tensor.device) for slot in slots]
+        with self.posts.waiting([(MEET, peer, name) for peer in self.others()]):
+            self.hub.meet()
         self.hub.slots[self.rank] = None
 
-    def all_reduce(self, tensor: Tensor, op: str) -> None:
+    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
         # Every thread reduces in rank order, so that all get the same bits.
-        stacked = torch.stack([slot.to(tensor.device) for slot in self._all(tensor)])
-        match op:
-            case "sum" if tensor.dtype == torch.bool:
-                result = stacked.any(0)
-            case "sum" if tensor.dtype.itemsize == 2 and tensor.is_floating_point():
-                result = stacked.sum(0, dtype=torch.float32).to(tensor.dtype)
-            case "sum":
-                result = stacked.sum(0, dtype=tensor.dtype)
-            case "max":
-                result = stacked.amax(0)
-            case _:
-                result = stacked.amin(0)
-        self._leave()
+        with self._all(tensor, where) as everyone:
+            result = reduced(everyone, op)
         tensor.copy_(result)
 
-    def all_gather(self, tensor: Tensor) -> list[Tensor]:
-        out = [slot.to(tensor.device, copy=True) for slot in self._all(tensor)]
-        self._leave()
-        return out
+    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
+        with self._all(tensor, where) as everyone:
+            return [found.clone() for found in everyone]
 
-    def broadcast(self, tensor: Tensor, src: int) -> None:
-        value = self._all(tensor)[src].to(tensor.device, copy=True)
-        self._leave()
+    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
+        with self._all(tensor, where) as everyone:
+            value = everyone[src].clone()
         tensor.copy_(value)
 
 
@@ -206,20 +236,25 @@ class ThreadNeighbours(Neighbours):
     carries_all = False  # A plain exchange between threads is a single copy already.
 
     def __init__(self, hub: Hub, rank: int) -> None:
-        self.hub, self.rank = hub, rank
+        self.hub, self.rank, self.posts = hub, rank, hub.posts[rank]
         self.ranks = frozenset(range(hub.world_size)) - {rank}
 
     def take(self, size: int) -> ThreadPage:
         return ThreadPage(torch.empty(size, dtype=torch.uint8))
 
     def send_parts(
-        self, page: Page, subject: Subject, parts: Sequence[tuple[int, int, int]]
+        self, page: Page, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
     ) -> None:
-        for peer, start, size in parts:
-            self.hub.letters[self.rank, peer, subject].put(page.data[start : start + size])
+        for peer, start, size, name in parts:
+            self.posts.note(f"{WROTE} {subject:d}", peer, name)
+            self.hub.letters[self.rank, peer, subject].put((page.data[start : start + size], name))
 
-    def receive(self, src: int, subject: Subject) -> ThreadLetter:
-        return ThreadLetter(self.hub.take(self.hub.letters[src, self.rank, subject], src))
+    def receive(self, src: int, subject: Subject, name: str) -> ThreadLetter:
+        with self.posts.waiting([(f"{READ} {subject:d}", src, name)]):
+            data, sent = self.hub.take(self.hub.letters[src, self.rank, subject], src)
+        if sent != name:
+            raise unlike(self.rank, src, name, sent)
+        return ThreadLetter(data)
 
 
 class HubWatch(Watch):
@@ -229,7 +264,7 @@ class HubWatch(Watch):
         self.hub = hub
         self.rank = rank
 
-    def start(self, on_failure: OnFailure, progress: GetProgress) -> None:
+    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
         with self.hub.changed:
             self.hub.listeners[self.rank] = (on_failure, progress)
 

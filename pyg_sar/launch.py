@@ -27,14 +27,14 @@ from typing import Any, TypeVar
 
 import cloudpickle
 import torch
-import torch.distributed as dist
 
 from pyg_sar.comm import adopt, check_init, current, finalize, init
 from pyg_sar.communicator import GroupCommunicator
 from pyg_sar.errors import LostWorkerError, WorkerError
+from pyg_sar.failure import LAUNCHER, RESUME, failed, is_consequence
 from pyg_sar.inprocess import Hub, HubWatch, ThreadNeighbours, ThreadTransport
 from pyg_sar.meeting import read_switch
-from pyg_sar.watch import LAUNCHER, RESUME, failed, is_consequence
+from pyg_sar.rendezvous import host_store
 
 T = TypeVar("T")
 
@@ -88,7 +88,7 @@ def launch(
             )
         return _run_threads(fn, num_workers, args, timeout)
     work = _pack((fn, args, backend, timeout), "fn or an argument", -1)
-    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store = host_store("127.0.0.1", 0)
     common = _environment(num_workers, store.port, threads_per_worker, env)
     workers: list[_Worker] = []
     try:

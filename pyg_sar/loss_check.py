@@ -9,6 +9,7 @@ scaled, by which a user may have put it right.
 
 from __future__ import annotations
 
+import math
 import sys
 import warnings
 from types import FrameType
@@ -70,9 +71,9 @@ def local_mean(root: Any) -> str | None:
 
 
 def _scalar(node: Any) -> bool:
-    """Whether what a node computes is a scalar."""
+    """Whether what a node computes is one number."""
     metadata: Any = getattr(node, "_input_metadata", ())
-    return len(metadata) == 1 and not len(metadata[0].shape)
+    return len(metadata) == 1 and math.prod(metadata[0].shape) == 1
 
 
 def _roots(device: torch.device) -> list[tuple[Tensor, Tensor | None]]:

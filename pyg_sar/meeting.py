@@ -15,9 +15,10 @@ import json
 import os
 import secrets
 import socket
+import struct
 import time
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from pyg_sar.segments import Segment, shares_memory
 
 VARIABLE = "PYG_SAR_SHARED_MEMORY"
 """The environment variable: ``auto`` (or not set), ``0`` never, ``1`` always or fail."""
-HANDSHAKE = 60.0  # Seconds that one step of a handshake may take.
+HANDSHAKE = 20.0  # Seconds that one step of a handshake may take.
 GREETING = 256  # Bytes of a handshake's packet.
 TOKEN = 32  # Characters of a random number.
 
@@ -59,6 +60,7 @@ class _Meeting:
         everyone: What each rank is, from the roll call.
         switch: As :func:`read_switch`.
         timeout: Seconds to wait for the others.
+        check: Raises once another worker has failed.
     """
 
     def __init__(
@@ -68,7 +70,9 @@ class _Meeting:
         everyone: Sequence[Mapping[str, Any]],
         switch: str,
         timeout: float,
+        check: Callable[[], None],
     ) -> None:
+        self.check = check
         self.store, self.rank, self.world = store, place.rank, place.world_size
         self.everyone, self.switch, self.timeout = everyone, switch, timeout
         self.trouble = ""
@@ -80,6 +84,7 @@ class _Meeting:
         keys = [f"{subject}/{rank}" for rank in range(self.world)]
         end = time.monotonic() + self.timeout
         while not self.store.check(keys):
+            self.check()
             if time.monotonic() > end:
                 missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
                 raise CommTimeoutError(
@@ -142,6 +147,8 @@ class _Meeting:
             for number in range(2):
                 made.append(_socket())
                 made[number].connect(b"\0" + self.said[peer]["address"].encode())
+                if not _same_user(made[number]):
+                    raise OSError("another user answers where it should")
                 greeting = {"rank": self.rank, "number": number, "for": self.said[peer]["token"]}
                 _greet(made[number], greeting, memory)
         except OSError as error:
@@ -157,7 +164,7 @@ class _Meeting:
             while any(len(both) < 2 for both in lines.values()):
                 connection = listener.accept()[0]
                 connection.settimeout(HANDSHAKE)
-                caller = self._caller(connection)
+                caller = self._caller(connection) if _same_user(connection) else None
                 if caller is None or caller[0] not in lines:
                     connection.close()  # A stranger.
                     continue
@@ -238,6 +245,7 @@ def meet_neighbours(
     everyone: Sequence[Mapping[str, Any]],
     switch: str,
     timeout: float,
+    check: Callable[[], None] = lambda: None,
 ) -> SharedMemory | None:
     """Finds the workers that share memory with this one; all ranks call it. See [Note: the proof].
 
@@ -247,6 +255,7 @@ def meet_neighbours(
         everyone: What each rank is, from the roll call.
         switch: As :func:`read_switch`.
         timeout: Seconds to wait for the others, and that a later wait may take.
+        check: Called while it waits; raises once another worker has failed.
 
     Returns:
         The neighbours; ``None`` where there are none, on all ranks if every host is another.
@@ -257,7 +266,7 @@ def meet_neighbours(
     """
     if len({who["host"] for who in everyone}) == len(everyone):
         return None
-    meeting = _Meeting(store, place, everyone, switch, timeout)
+    meeting = _Meeting(store, place, everyone, switch, timeout, check)
     try:
         links = meeting.hold()
     except BaseException:
@@ -273,6 +282,13 @@ def _socket() -> socket.socket:
     connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     connection.settimeout(HANDSHAKE)
     return connection
+
+
+def _same_user(connection: socket.socket) -> bool:
+    """Whether the process at the other end belongs to this one's user, as the kernel says."""
+    size = struct.calcsize("3i")
+    found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
+    return bool(struct.unpack("3i", found)[1] == os.getuid())
 
 
 def _listener() -> socket.socket:

@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.posts import Posts
+
 PIECE = 1 << 20  # bytes
 
 
@@ -57,34 +59,37 @@ class Neighbours(ABC):
         ranks: The neighbours.
         carries_all: Whether plain exchanges with neighbours should go this way too.
         name: What ledgers call it.
+        posts: Where letters are noted: with the backend's messages.
     """
 
     ranks: frozenset[int]
     carries_all: bool
     name: str
+    posts: Posts
 
     @abstractmethod
     def take(self, size: int) -> Any:
         """A page of ``size`` bytes to write."""
 
-    def send(self, page: Any, subject: Subject, readers: Sequence[int]) -> None:
+    def send(self, page: Any, subject: Subject, readers: Sequence[int], name: str) -> None:
         """Tells each reader of the page, which is theirs from now on. No reader: gives it back."""
         size = page.data.numel()
-        self.send_parts(page, subject, [(reader, 0, size) for reader in readers])
+        self.send_parts(page, subject, [(reader, 0, size, name) for reader in readers])
 
     @abstractmethod
     def send_parts(
-        self, page: Any, subject: Subject, parts: Sequence[tuple[int, int, int]]
+        self, page: Any, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
     ) -> None:
-        """As :meth:`send`: ``(reader, first byte, bytes)`` for each; some readers may have none."""
+        """As :meth:`send`: ``(reader, first byte, bytes, name)``; some readers may have none."""
 
     @abstractmethod
-    def receive(self, src: int, subject: Subject) -> Letter:
+    def receive(self, src: int, subject: Subject, name: str) -> Letter:
         """Waits for the next letter from ``src`` about ``subject``.
 
         Raises:
             TransportError: The neighbour is gone, or :meth:`abort` was called.
             TimeoutError: It did not come in time.
+            MismatchError: It has another name (:func:`pyg_sar.posts.name_of`).
         """
 
     def trim(self) -> None:

@@ -88,19 +88,6 @@ def refuse_node_hooks(node: Any, name: str) -> None:
             )
 
 
-def refuse_second_derivatives(name: str) -> None:
-    """Refuses ``create_graph=True``: a sum over workers has no graph here.
-
-    Raises:
-        PygSarError: When the pass under way makes a graph.
-    """
-    if torch.is_grad_enabled():
-        raise PygSarError(
-            f"The gradient of parameter {name!r} was asked for with create_graph=True; gradients "
-            "that are summed over the workers cannot be differentiated again"
-        )
-
-
 def wrapper_of(model: torch.nn.Module) -> str | None:
     """The wrapper of torch in which a model is, or runs, if it sums gradients its own way."""
     names = {kind.__name__ for module in model.modules() for kind in type(module).__mro__}

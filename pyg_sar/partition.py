@@ -82,6 +82,19 @@ def check_num_parts(num_parts: int) -> None:
         raise ValueError(f"Expected 'num_parts' to be at least 1 (got {num_parts})")
 
 
+def whole_number(name: str, value: Any) -> int:
+    """A number of nodes: an integer, also of NumPy or a tensor with one.
+
+    Raises:
+        ValueError: When it is another number, or negative.
+    """
+    single = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    plain = value.item() if single else value
+    if isinstance(plain, bool) or not isinstance(plain, int) or plain < 0:
+        raise ValueError(f"Expected '{name}' to be an integer of at least 0 (got {value!r})")
+    return plain
+
+
 def check_seed(seed: int) -> None:
     """Raises unless ``seed`` is an integer that every generator here takes."""
     if isinstance(seed, bool) or not isinstance(seed, int):

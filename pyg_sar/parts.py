@@ -50,7 +50,8 @@ from pyg_sar.attributes import (
     tensor_names,
 )
 from pyg_sar.cover import stored_covers
-from pyg_sar.partition import Layout
+from pyg_sar.partition import Layout, whole_number
+from pyg_sar.sparse_matrix import check_compressed
 
 PartTensors = dict[str, Tensor]
 
@@ -73,6 +74,7 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
     num_nodes = x.size(0) if known else data.num_nodes
     if num_nodes is None:
         raise ValueError("'data' does not tell its number of nodes; set data.num_nodes")
+    num_nodes = whole_number("data.num_nodes", num_nodes)
     edge_index = edges_of(data)
     if edge_index.numel() > 0:
         low, high = int(edge_index.min()), int(edge_index.max())
@@ -81,7 +83,7 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
                 f"Expected 'edge_index' to hold node ids 0 to {num_nodes - 1} (got {low} to "
                 f"{high}); correct it or set data.num_nodes"
             )
-    return edge_index, int(num_nodes)
+    return edge_index, num_nodes
 
 
 _ADJACENCY = "the edges, as "
@@ -103,6 +105,7 @@ def with_edges(data: Any) -> Any:
         target, source, values = adjacency.coo()
         form = "SparseTensor"
     elif isinstance(adjacency, Tensor) and adjacency.layout in (torch.sparse_csr, torch.sparse_coo):
+        check_compressed(adjacency)
         (target, source), values = to_edge_index(adjacency)
         form = str(adjacency.layout)
     else:
@@ -161,6 +164,11 @@ def edges_of(data: Any) -> Tensor:
     if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
         raise ValueError(
             f"Expected 'edge_index' to hold integers (got dtype {dtype}); convert it with .long()"
+        )
+    if edge_index.layout != torch.strided:
+        raise ValueError(
+            f"Expected 'edge_index' of shape [2, num_edges] (got a matrix in {edge_index.layout}); "
+            "convert it with torch_geometric.utils.to_edge_index"
         )
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(

@@ -24,6 +24,11 @@ OBJECT: Label = ("", "", "object")
 BARRIER: Label = ("", "", "barrier")
 
 
+def spoken(label: Label) -> str:
+    """A label in words: those of its parts that are there."""
+    return " ".join([part for part in label if part])
+
+
 class Counting(Protocol):
     """What a communicator reports its transfers to: a ledger."""
 

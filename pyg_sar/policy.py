@@ -67,9 +67,10 @@ class SARPolicy:
             differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
             ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
             its own). Integers, truth values and 16-bit floats always travel as they are, as does
-            what a model reads outside :meth:`propagate`. Results don't depend on where workers
-            run, so that those of one host then send rows, too, instead of reading them in place.
-            Must be the same on all workers.
+            what a model reads outside :meth:`propagate`. What is rounded doesn't depend on where
+            workers run: those of one host then send rows, too, instead of reading them in place,
+            and ``push='auto'`` takes the covers of sums there as between hosts. Must be the same on
+            all workers.
         measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
             measured in the first and then in every so many epochs, at the price of two more steps,
             and recorded by open ledgers. ``None``: never.

@@ -8,7 +8,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +18,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import torch.distributed as dist
 
+from pyg_sar.beacon import look_at
 from pyg_sar.errors import CommTimeoutError
 
 REMEDY = (
@@ -59,7 +60,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> Place | None:
     if world > 1:
         if not env.get("MASTER_ADDR"):
             raise ValueError(f"MASTER_ADDR is not set, but WORLD_SIZE={world}. {REMEDY}")
-        _read_int(env, "MASTER_PORT", 0, 1 << 16)
+        _read_int(env, "MASTER_PORT", 1, 1 << 16)
     local_world = world
     if env.get("LOCAL_WORLD_SIZE"):
         local_world = _read_int(env, "LOCAL_WORLD_SIZE", 1, world + 1)
@@ -89,27 +90,89 @@ def _read_int(env: Mapping[str, str], name: str, low: int, high: int | None) -> 
     return value
 
 
+def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore:
+    """Hosts a store for workers, in which whoever reaches its port may write.
+
+    Args:
+        address: What the workers call this host. Where that is the loopback (``127.0.0.1``,
+            ``localhost``), no other host reaches the store; else it listens on all interfaces.
+        port: Its port; 0 takes a free one.
+        timeout: Seconds that an answer may take.
+
+    Raises:
+        OSError: The address is unknown.
+        DistError: The port is taken.
+    """
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = None
+    if _is_loopback(str(where[0])):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+            listener.listen(socket.SOMAXCONN)
+        except OSError:  # Maybe by a store of this very process, which is shared then.
+            listener.close()
+            listener = None
+    store = dist.TCPStore(
+        address,
+        port if listener is None else listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.fileno(),
+    )
+    if listener is not None:
+        listener.detach()  # The store closes it.
+    return store
+
+
 def connect(place: Place, timeout: float) -> dist.Store:
     """Connects to the workers' store; rank 0 hosts it where no launcher does.
 
     Raises:
-        CommTimeoutError: When it isn't reached, or not all workers came, within ``timeout`` s.
+        CommTimeoutError: When it isn't reached within ``timeout`` seconds.
+        ValueError: When its address makes no sense, or its port is taken.
     """
-    where = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+    if place.rank != 0 or place.agent_store:
+        return reconnect(place, timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return _of_this_attempt(host_store(address, port, timeout))
+    except OSError as error:
+        raise ValueError(f"MASTER_ADDR={address!r} can't be resolved: {error}") from error
+    except dist.DistError as error:
+        if "EADDRINUSE" not in str(error):
+            raise _unreached(place, timeout, error) from error
+        raise ValueError(
+            f"MASTER_PORT: {address}:{port} is taken by another program; choose another port"
+        ) from error
+
+
+def reconnect(place: Place, timeout: float) -> dist.Store:
+    """Returns a connection to the workers' store, by which no other one is kept waiting.
+
+    Raises:
+        CommTimeoutError: When it isn't reached within ``timeout`` seconds.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit = timedelta(seconds=timeout)
     try:
-        store: dist.Store = next(dist.rendezvous("env://", timeout=limit))[0]
+        store = dist.TCPStore(address, port, is_master=False, timeout=limit)
     except dist.DistError as error:
-        if "EADDRINUSE" in str(error):
-            raise ValueError(
-                f"MASTER_PORT: {where} is taken by another program; choose another port"
-            ) from error
-        raise CommTimeoutError(
-            f"Rank {place.rank} did not meet the {place.world_size} workers at {where} within "
-            f"{timeout:g} s ({_first_line(error)}). Is every worker started, with the same "
-            f"MASTER_ADDR and MASTER_PORT, and reachable?"
-        ) from error
+        raise _unreached(place, timeout, error) from error
     return _of_this_attempt(store)
+
+
+def _unreached(place: Place, timeout: float, error: BaseException) -> CommTimeoutError:
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    who = "the launcher" if place.agent_store else "rank 0"
+    return CommTimeoutError(
+        f"Rank {place.rank} did not reach the store of the {place.world_size} workers, which "
+        f"{who} hosts at {address}:{port}, within {timeout:g} s ({_first_line(error)}). Is "
+        f"every worker started, with the same MASTER_ADDR and MASTER_PORT, and reachable?"
+    )
 
 
 def _of_this_attempt(store: dist.Store) -> dist.Store:
@@ -117,48 +180,62 @@ def _of_this_attempt(store: dist.Store) -> dist.Store:
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 
-def reconnect(timeout: float) -> dist.Store:
-    """Returns another connection to the store that :func:`connect` met at, once that was done."""
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
-        is_master=False,
-        timeout=timedelta(seconds=timeout),
-    )
-    return _of_this_attempt(store)
-
-
 def _first_line(error: BaseException) -> str:
     return str(error).partition("\n")[0][:300]
 
 
+def claim_rank(store: dist.Store, rank: int) -> None:
+    """Raises ``ValueError`` on a rank that two processes claim."""
+    if store.add(f"claim/{rank}", 1) > 1:
+        raise ValueError(f"RANK={rank} is taken by another process; every worker needs its own")
+
+
 def call_the_roll(
-    store: dist.Store, place: Place, backend: str, timeout: float
+    store: dist.Store,
+    place: Place,
+    backend: str,
+    timeout: float,
+    meanwhile: Callable[[Mapping[int, Mapping[str, Any]]], None] = lambda known: None,
 ) -> list[dict[str, Any]]:
-    """Waits until every rank came, once, and wants the same.
+    """Waits until every rank came and wants the same.
+
+    Args:
+        store: The workers' store, in which this rank is claimed.
+        place: This worker.
+        backend: What it wants.
+        timeout: Seconds to wait for the others.
+        meanwhile: Called time and again with what is known of those who came, by rank.
 
     Returns:
         What each rank is (:func:`this_process`), in rank order.
 
     Raises:
         CommTimeoutError: When ranks are missing after ``timeout`` seconds; names them.
-        ValueError: On a rank that two processes claim, or different backends.
+        ValueError: On different backends.
     """
     rank, world = place.rank, place.world_size
-    if store.add(f"claim/{rank}", 1) > 1:
-        raise ValueError(f"RANK={rank} is taken by another process; every worker needs its own")
     mine = {**this_process(), "backend": backend, "world_size": world}
     store.set(f"who/{rank}", json.dumps(mine))
-    keys = [f"who/{other}" for other in range(world)]
-    end = time.monotonic() + timeout
-    while not store.check(keys):
+    known: dict[int, dict[str, Any]] = {}
+    end, step = time.monotonic() + timeout, 0
+    while True:
+        missing = [other for other in range(world) if other not in known]
+        # One at a time as a rule; now and then all, lest one that is late hides the others.
+        for other in missing if step % 20 == 0 else missing[:1]:
+            if store.check([f"who/{other}"]):
+                known[other] = json.loads(store.get(f"who/{other}"))
+        meanwhile(known)
+        if len(known) == world:
+            break
         if time.monotonic() > end:
-            missing = [r for r, key in enumerate(keys) if not store.check([key])]
+            missing = [other for other in missing if other not in known]
             raise CommTimeoutError(
                 f"Rank {rank} waited {timeout:g} s for rank(s) {missing} of {world} to start"
             )
-        time.sleep(0.01)
-    everyone = [json.loads(store.get(key)) for key in keys]
+        if missing[0] not in known:
+            time.sleep(0.01)
+        step += 1
+    everyone = [known[other] for other in range(world)]
     for other, who in enumerate(everyone):
         if who["backend"] != backend:
             raise ValueError(
@@ -166,6 +243,32 @@ def call_the_roll(
                 f"pass the same backend= to init() on every rank"
             )
     return everyone
+
+
+def _is_loopback(address: str) -> bool:
+    return ipaddress.ip_address(address.partition("%")[0]).is_loopback
+
+
+def _address_towards(host: str) -> str:
+    """This host's address on the route to another."""
+    family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(where)  # Sends nothing: only the route is chosen.
+        return str(probe.getsockname()[0])
+
+
+def addresses_from(host: str) -> list[str]:
+    """By which addresses another host may reach this one: that of the route, if there is one.
+
+    Args:
+        host: The other host's name or address. Where it is this very host, all of its addresses.
+    """
+    mine = _address_towards(host)
+    if not _is_loopback(mine):
+        return [mine]
+    entries = [entry for found in psutil.net_if_addrs().values() for entry in found]
+    found = [e.address for e in entries if e.family == socket.AF_INET]
+    return [address for address in found if not _is_loopback(address)] or [mine]
 
 
 def interface_to(host: str) -> str | None:
@@ -178,11 +281,8 @@ def interface_to(host: str) -> str | None:
         ``None`` where it is reached within the machine only, or can't be found out.
     """
     try:
-        family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
-        with socket.socket(family, socket.SOCK_DGRAM) as probe:
-            probe.connect(where)  # Sends nothing: only the route is chosen.
-            mine = str(probe.getsockname()[0])
-        if ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
+        mine = _address_towards(host)
+        if _is_loopback(mine):
             return None
         for name, addresses in psutil.net_if_addrs().items():
             if any(entry.address == mine for entry in addresses):
@@ -215,15 +315,17 @@ def is_dead(who: Mapping[str, Any]) -> bool:
     return False
 
 
+def is_stopped(who: Mapping[str, Any]) -> bool | None:
+    """Whether a process was stopped (SIGSTOP); ``None`` where this host can't tell."""
+    if who["host"] != _host() or (found := look_at(int(who["pid"]))) is None:
+        return None
+    return found.state == "T"
+
+
 def _started(pid: int) -> int | None:
     """Returns a process's start time in clock ticks, or ``None``: ended, a zombie, no /proc."""
-    try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
-    except OSError:
-        return None
-    # The name, in parentheses, may hold anything; fields are counted from behind it.
-    fields = stat.rpartition(")")[2].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    found = look_at(pid)
+    return None if found is None else found.start
 
 
 @functools.cache

@@ -48,6 +48,16 @@ def differ(found: Sequence[Any]) -> bool:
     return any(found[k] != found[k % LIMBS] for k in range(len(found)))
 
 
+def compare(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
+    """One sum over the workers, and :func:`reconcile` where checksums differ. Collective."""
+    if named:
+        own = marks(
+            [t for _, t in named], comm, torch.zeros(1, dtype=torch.int64, device=comm.device)
+        )
+        if differ(comm.all_reduce(own, label=_LABEL).tolist()):
+            reconcile(named, comm)
+
+
 @torch.no_grad()
 def reconcile(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
     """Compares tensors' values. Collective.
@@ -125,8 +135,9 @@ def plain(value: Any) -> str | None:
 def attribute_rows(model: torch.nn.Module) -> list[str]:
     """A line for each plain attribute of each module, but for those that are a worker's own.
 
-    These begin with an underscore, are named ``rank``, ``device``, ``num_nodes``, ``verbose`` or
-    so, or count something (``num_users``) in a module with rows that each worker owns.
+    These begin with an underscore, are named ``rank``, ``local_rank``, ``device``, ``num_nodes``,
+    ``verbose`` or ``debug``, or count something (``num_users``) in a module with rows that each
+    worker owns.
     """
     owners = [name for name, _, _ in owned_parameters(model)]
     rows = []

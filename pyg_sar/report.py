@@ -8,7 +8,8 @@
 ``report.png``     loss, accuracy, memory per worker, bytes sent per epoch
 ================== ============================================================================
 
-Rank 0 writes all of it. The picture needs matplotlib (the extra ``plot``); without it everything
+Rank 0 writes all of it. Where that fails after the start (a full disk), training goes on, with one
+warning. The picture needs matplotlib (the extra ``plot``); without it everything
 else is written, with one warning, and :func:`draw_report` makes the picture later.
 """
 
@@ -18,7 +19,8 @@ import json
 import os
 import platform
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -28,6 +30,7 @@ import torch_geometric
 
 from pyg_sar.comm import Communicator
 from pyg_sar.errors import PygSarError
+from pyg_sar.files import explained, replace_file
 from pyg_sar.ledger import Ledger, peak_memory
 from pyg_sar.train_config import EpochRecord, TrainResult
 from pyg_sar.training import Callback, Trainer
@@ -70,6 +73,7 @@ class Report(Callback):
         self.overwrite = overwrite
         self._ledger: Ledger | None = None
         self._before = (0, 0)
+        self._warned = False
 
     def on_start(self, trainer: Trainer) -> None:
         problem: str | None = None
@@ -77,7 +81,8 @@ class Report(Callback):
             try:
                 self._prepare(trainer)
             except (OSError, TypeError, ValueError) as error:
-                problem = f"Cannot write the report {os.fspath(self.folder)!r}: {error}"
+                why = explained(error, self.folder)
+                problem = f"Cannot write the report {os.fspath(self.folder)!r}: {why}"
         problem = trainer.comm.broadcast_object(problem)
         if problem is not None:
             raise ReportError(problem)
@@ -87,8 +92,9 @@ class Report(Callback):
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         workers = self._gather_figures(trainer.comm)
         if trainer.comm.rank == 0:
-            with (self.folder / _METRICS).open("a") as file:
-                file.write(json.dumps(_line(record) | workers) + "\n")
+            line = json.dumps(_line(record) | workers) + "\n"
+            with self._going_on():
+                _append(self.folder / _METRICS, line)
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
         summary = {} if self._ledger is None else self._ledger.summary()
@@ -97,8 +103,23 @@ class Report(Callback):
             return
         outcome = asdict(result) | {"workers": workers}
         del outcome["losses"]  # They are in metrics.jsonl.
-        _write_json(self.folder / "summary.json", outcome)
-        draw_report(self.folder)
+        with self._going_on():
+            _write_json(self.folder / "summary.json", outcome)
+            draw_report(self.folder)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Training goes on where the report can't be written; one warning says so."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                warnings.warn(
+                    f"The report {os.fspath(self.folder)!r} is incomplete: {error}; training goes "
+                    "on without what can't be written",
+                    stacklevel=3,
+                )
+            self._warned = True
 
     def close(self) -> None:
         if self._ledger is not None:
@@ -115,7 +136,8 @@ class Report(Callback):
                     "it holds the report of another run; choose another folder, or overwrite"
                 )
             lines = [m for m in read_metrics(self.folder) if m["epoch"] <= trainer.epoch]
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        replace_file(path, lambda file: file.write_text(text))
         settings = {
             "train": asdict(trainer.config),
             "workers": trainer.comm.world_size,
@@ -150,9 +172,21 @@ def _line(record: EpochRecord) -> dict[str, Any]:
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(json.dumps(content, indent=2) + "\n")
-    temporary.replace(path)
+    replace_file(path, lambda file: file.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def _append(path: Path, text: str) -> None:
+    """Appends a line, or nothing where the disk is full: another may follow."""
+    with path.open("ab", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
+        rest = memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) or 0 :]
+        except OSError as error:
+            with suppress(OSError):
+                file.truncate(before)
+            raise explained(error, path) from error
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -206,7 +240,7 @@ def draw_report(folder: str | os.PathLike[str]) -> Path | None:
         if axes.lines:
             axes.legend(fontsize="small")
     path = Path(folder) / _PICTURE
-    figure.savefig(path, dpi=110)
+    replace_file(path, lambda file: figure.savefig(file, dpi=110, format="png"))
     return path
 
 

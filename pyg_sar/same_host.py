@@ -26,18 +26,31 @@ import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from torch import Tensor
 
 from pyg_sar.backends import TransportError
 from pyg_sar.errors import PygSarError
 from pyg_sar.neighbours import Letter, Neighbours, Page, Subject
+from pyg_sar.posts import READ, WROTE, Posts, unlike
 from pyg_sar.segments import Pool, Segment, map_bytes
 
 PACKET = "<BQQQQ"
-"""Subject, segment, its capacity, first byte, bytes."""
+"""Subject, segment, its capacity, first byte, bytes. The letter's name follows."""
+NAME = 400  # Bytes of a letter's name that travel: its last ones.
 FORGET, RELEASE = 254, 255  # Subjects of packets that are no letters.
 GIVE_UP = 1 << 16  # bytes above which a reader gives a letter's pages up
+
+
+class Envelope(NamedTuple):
+    """A letter: where its bytes are, and what it says of them."""
+
+    subject: int
+    segment: int
+    start: int
+    size: int
+    name: bytes
 
 
 @dataclass(slots=True)
@@ -49,7 +62,7 @@ class Link:
         letters, releases: The connections.
         told: Segments of this worker whose descriptors the neighbour has.
         mapped: Segments of the neighbour that are mapped here.
-        early: Letters (subject, segment, first byte, bytes) that came before they were expected.
+        early: Letters that came before they were expected.
     """
 
     peer: int
@@ -57,7 +70,7 @@ class Link:
     releases: socket.socket
     told: set[int]
     mapped: dict[int, tuple[mmap.mmap, Tensor]]
-    early: list[tuple[int, int, int, int]]
+    early: list[Envelope]
 
     def close(self) -> None:
         """Closes both connections."""
@@ -110,6 +123,7 @@ class SharedMemory(Neighbours):
     def __init__(self, rank: int, links: Mapping[int, Link], timeout: float) -> None:
         self.rank, self.timeout = rank, timeout
         self.ranks = frozenset(links)
+        self.posts = Posts()
         self._links = dict(links)
         self._pool = Pool(rank, self._forget)
         self._reading = threading.Lock()
@@ -121,13 +135,15 @@ class SharedMemory(Neighbours):
         return SharedPage(self._pool.take(size), size)
 
     def send_parts(
-        self, page: SharedPage, subject: Subject, parts: Sequence[tuple[int, int, int]]
+        self, page: SharedPage, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
     ) -> None:
         segment = page.segment
-        for peer, start, size in parts:
+        for peer, start, size, name in parts:
             link = self._links[peer]
             self._pool.hold(segment)
+            self.posts.note(f"{WROTE} {subject:d}", peer, name)
             packet = struct.pack(PACKET, subject, segment.number, segment.capacity, start, size)
+            packet += name.encode()[-NAME:]
             new = segment.number not in link.told
             self.post(link, link.letters, packet, segment.descriptor if new else None)
             link.told.add(segment.number)
@@ -178,10 +194,20 @@ class SharedMemory(Neighbours):
 
     # Reading -----------------------------------------------------------------
 
-    def receive(self, src: int, subject: Subject) -> SharedLetter:
-        link, end = self._links[src], time.monotonic() + self.timeout
-        while (found := next((e for e in link.early if e[0] == subject), None)) is None:
-            about, segment, capacity, start, size = self._next(link, end)
+    def receive(self, src: int, subject: Subject, name: str) -> SharedLetter:
+        link = self._links[src]
+        with self.posts.waiting([(f"{READ} {subject:d}", src, name)]):
+            found = self._find(link, src, subject)
+        link.early.remove(found)
+        if found.name != name.encode()[-NAME:]:
+            raise unlike(self.rank, src, name, found.name.decode(errors="replace"))
+        return SharedLetter(self, link, found.segment, found.start, found.size)
+
+    def _find(self, link: Link, src: int, subject: Subject) -> Envelope:
+        """The next letter about a subject; others are kept."""
+        end = time.monotonic() + self.timeout
+        while (found := next((e for e in link.early if e.subject == subject), None)) is None:
+            (about, segment, capacity, start, size), name = self._next(link, end)
             if segment not in link.mapped:  # The kernel drops what doesn't fit the limit.
                 raise PygSarError(
                     f"Rank {self.rank} got no file descriptor of rank {src}'s shared memory: too "
@@ -192,16 +218,16 @@ class SharedMemory(Neighbours):
                     f"Rank {self.rank} got rows of rank {src} that end at byte {start + size} of a "
                     f"segment of {capacity}. Set PYG_SAR_SHARED_MEMORY=0"
                 )
-            link.early.append((about, segment, start, size))
-        link.early.remove(found)
-        return SharedLetter(self, link, *found[1:])
+            link.early.append(Envelope(about, segment, start, size, name))
+        return found
 
-    def _next(self, link: Link, end: float) -> tuple[int, int, int, int, int]:
-        """The next packet, whose descriptor, if it has one, is mapped."""
+    def _next(self, link: Link, end: float) -> tuple[tuple[int, int, int, int, int], bytes]:
+        """The next packet and its name; its descriptor, if it has one, is mapped."""
+        head = struct.calcsize(PACKET)
         while True:
             try:
                 packet, rights, _, _ = link.letters.recvmsg(
-                    struct.calcsize(PACKET), socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                    head + NAME, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
                 self._wait(link.letters, select.POLLIN, end, f"rank {link.peer} to send")
@@ -210,14 +236,14 @@ class SharedMemory(Neighbours):
                 raise TransportError(f"rank {link.peer} can't be reached: {error}") from error
             if not packet:
                 raise TransportError(f"rank {link.peer} closed its connection")
-            about, segment, capacity, start, size = struct.unpack(PACKET, packet)
+            about, segment, capacity, start, size = struct.unpack(PACKET, packet[:head])
             for _, _, data in rights:
                 (descriptor,) = array.array("i", data)
                 try:
                     link.mapped[segment] = map_bytes(descriptor, capacity)
                 finally:
                     os.close(descriptor)
-            return about, segment, capacity, start, size
+            return (about, segment, capacity, start, size), packet[head:]
 
     def _wait(self, connection: socket.socket, event: int, end: float, what: str) -> None:
         poll = select.poll()

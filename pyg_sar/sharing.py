@@ -19,7 +19,8 @@ from pyg_sar.backends import Parcel, Transport, to_bytes
 from pyg_sar.issuer import Work
 from pyg_sar.ledger import Label
 from pyg_sar.neighbours import Letter, Neighbours, Page, Subject, as_rows, pieces_of
-from pyg_sar.payload import count, num_bytes
+from pyg_sar.payload import count, num_bytes, spoken
+from pyg_sar.posts import name_of
 
 Submit = Callable[[Callable[[], None], Label, str], Work]
 
@@ -112,12 +113,12 @@ class Sharing:
         wanted = {peer: number * row for peer, number in readers.items() if number * row}
         if not wanted:
             return Work.completed()
-        ledgers = list(self._ledgers)
+        ledgers, name = list(self._ledgers), name_of(spoken(label), dtype, shape)
 
         def task() -> None:
             page = self.neighbours.take(shape[0] * row)
             fill(page.data.view(dtype).view(shape))
-            self.neighbours.send(page, Subject.PUBLICATION, list(wanted))
+            self.neighbours.send(page, Subject.PUBLICATION, list(wanted), name)
             count(ledgers, label, wanted, {}, self.neighbours.name)
 
         return self._submit(task, label, f"publication for ranks {', '.join(map(str, wanted))}")
@@ -143,9 +144,10 @@ class Sharing:
         if out.numel() == 0:
             return Work.completed()
         ledgers, dtype = list(self._ledgers), out.dtype
+        name = name_of(spoken(label), dtype, shape)
 
         def task() -> None:
-            letter = self.neighbours.receive(src, Subject.PUBLICATION)
+            letter = self.neighbours.receive(src, Subject.PUBLICATION, name)
             whole = as_rows(letter.data, *shape, dtype, src, self.rank)
             for piece in pieces_of(out):
                 use(whole, piece)
@@ -184,13 +186,15 @@ class Sharing:
                 are no neighbours are left out.
             label: Whom the ledgers charge.
         """
-        row, page = loan.rows.size(1) * loan.rows.element_size(), loan.page
+        width, dtype, page = loan.rows.size(1), loan.rows.dtype, loan.page
+        row, where = width * dtype.itemsize, spoken(label)
         pieces, first = [], 0
         for peer, number in parts.items():
             if peer in self.ranks and number * row:
-                pieces.append((peer, first * row, number * row))
+                name = name_of(where, dtype, (number, width))
+                pieces.append((peer, first * row, number * row, name))
             first += number
-        sizes = {peer: size for peer, _, size in pieces}
+        sizes = {peer: size for peer, _, size, _ in pieces}
         loan.rows = loan.rows.new_empty(0)
         ledgers = list(self._ledgers)
 
@@ -222,10 +226,10 @@ class Sharing:
         if size == 0:
             found.rows = found.rows.new_empty(shape)
             return found
-        ledgers = list(self._ledgers)
+        ledgers, name = list(self._ledgers), name_of(spoken(label), dtype, shape)
 
         def task() -> None:
-            found.letter = self.neighbours.receive(src, subject)
+            found.letter = self.neighbours.receive(src, subject, name)
             found.rows = as_rows(found.letter.data, *shape, dtype, src, self.rank)
             count(ledgers, label, {}, {src: size}, self.neighbours.name)
 
@@ -249,14 +253,17 @@ class Sharing:
         """Exchanges parcels, through shared memory with neighbours, else by ``transport``."""
         near = [[p for p in parcels if p[0] in self.ranks] for parcels in (sends, recvs)]
         far = [[p for p in parcels if p[0] not in self.ranks] for parcels in (sends, recvs)]
+        where = spoken(label)
         for peer, tensor in near[0]:
             page = self.neighbours.take(num_bytes(tensor))
             page.data.copy_(to_bytes(tensor))
-            self.neighbours.send(page, Subject.PARCEL, [peer])
+            name = name_of(where, tensor.dtype, tensor.shape)
+            self.neighbours.send(page, Subject.PARCEL, [peer], name)
         if any(far):
-            transport.exchange(*far)
+            transport.exchange(far[0], far[1], where)
         for peer, target in near[1]:
-            letter = self.neighbours.receive(peer, Subject.PARCEL)
+            name = name_of(where, target.dtype, target.shape)
+            letter = self.neighbours.receive(peer, Subject.PARCEL, name)
             whole = to_bytes(target)
             shape = whole.numel(), 1
             whole.copy_(as_rows(letter.data, *shape, torch.uint8, peer, self.rank).view(-1))

@@ -27,12 +27,37 @@ def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: b
     if entries.shape[:1] != index.shape[1:]:
         raise ValueError(f"expected a value for each of {index.size(1)} entries of the matrix")
     for name, place, bound in zip(("rows", "columns"), index, size, strict=True):
-        if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < bound:
-            raise ValueError(
-                f"expected {name} 0 to {bound - 1} of a sparse matrix (got {int(place.min())} to "
-                f"{int(place.max())})"
-            )
+        _check_range(name, place, bound)
     return torch.sparse_coo_tensor(index, entries, tuple(size), is_coalesced=coalesced)
+
+
+def _check_range(name: str, place: Tensor, bound: int) -> None:
+    if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < bound:
+        raise ValueError(
+            f"expected {name} 0 to {bound - 1} of a sparse matrix (got {int(place.min())} to "
+            f"{int(place.max())})"
+        )
+
+
+def check_compressed(matrix: Tensor) -> None:
+    """Checks offsets: torch makes CSR and CSC matrices of any, and reads beyond their ends.
+
+    Raises:
+        ValueError: When they don't ascend from 0 to the number of entries.
+    """
+    if matrix.layout == torch.sparse_csr:
+        offsets, entries, rows = matrix.crow_indices(), matrix.col_indices(), matrix.size(0)
+    elif matrix.layout == torch.sparse_csc:
+        offsets, entries, rows = matrix.ccol_indices(), matrix.row_indices(), matrix.size(1)
+    else:
+        return
+    good = offsets.numel() == rows + 1 and entries.numel() == matrix.values().size(0)
+    good = good and int(offsets[0]) == 0 and int(offsets[-1]) == entries.numel()
+    if not good or bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"expected the offsets of a sparse matrix to ascend from 0 to its {entries.numel()} "
+            f"entries, {rows + 1} offsets in all"
+        )
 
 
 def compressed_rows(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -44,10 +69,13 @@ def compressed_rows(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     Raises:
         ValueError: When a row or column is out of range.
     """
+    check_compressed(matrix)
     coo = matrix.detach().to_sparse_coo()
     row, column = coo._indices()
     entries = coo._values()
     key = row * matrix.size(1) + column
+    _check_range("rows", row, matrix.size(0))
+    _check_range("columns", column, matrix.size(1))
     if bool((key[1:] <= key[:-1]).any()):  # to_sparse_coo() and is_coalesced() don't look.
         coo = coo_matrix(coo._indices(), entries, coo.shape, coalesced=False).coalesce()
         (row, column), entries = coo.indices(), coo.values()

@@ -19,7 +19,6 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,11 +26,12 @@ from typing import Any
 import numpy as np
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.errors import PartitionError
+from pyg_sar.files import beside, explained, save_tensors
+from pyg_sar.files import flush as _flush
 from pyg_sar.hetero_partition import Assignment
 from pyg_sar.hetero_parts import merge_hetero
 from pyg_sar.metadata import METADATA, PartitionMetadata, read_metadata, with_checksum
@@ -98,24 +98,26 @@ def write_partitions(
         TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
             not fit it.
         FileExistsError: When ``root`` exists.
+        OSError: When ``root`` can't be written; it is then as it was before.
     """
     report = progress or (lambda text: None)
     root = Path(root)
     _check_target(root, overwrite)
     prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
     header, statistics, tensors_of = prepare(data, num_parts, method, seed, report, node_ids)
-    root.parent.mkdir(parents=True, exist_ok=True)
-    scratch = Path(tempfile.mkdtemp(prefix=f".{root.name}.tmp-", dir=root.parent))
+    scratch = beside(root)
     try:
+        scratch.mkdir(parents=True)
         parts = []
         for p in range(num_parts):
             report(f"writing part {p + 1} of {num_parts}")
             parts.append(_write_part(scratch, tensors_of(p), p, num_parts))
         _write_metadata(scratch, {**header, "parts": parts})
         _publish(scratch, root)
-    except BaseException:
+    except (OSError, SafetensorError) as error:
+        raise explained(error, root) from error
+    finally:
         shutil.rmtree(scratch, ignore_errors=True)
-        raise
     return statistics
 
 
@@ -126,7 +128,7 @@ def part_file(part: int, num_parts: int) -> str:
 
 def _write_part(folder: Path, tensors: PartTensors, p: int, num_parts: int) -> dict[str, Any]:
     path = folder / part_file(p, num_parts)
-    save_file(tensors, path)
+    save_tensors(tensors, path)
     _flush(path)
     return {
         "file": path.name,
@@ -147,22 +149,12 @@ def _write_metadata(folder: Path, content: dict[str, Any]) -> None:
     path = folder / METADATA
     path.write_text(with_checksum(content))
     _flush(path)
-    folder.chmod(0o777 & ~_umask())  # mkdtemp() gives the owner alone access.
     _flush(folder)
 
 
 def _sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _flush(path: Path) -> None:
-    """Flushes a file or folder to the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _check_target(root: Path, overwrite: bool) -> None:
@@ -189,12 +181,6 @@ def _publish(scratch: Path, root: Path) -> None:
     _flush(root.parent)
     if old is not None:
         shutil.rmtree(old)
-
-
-def _umask() -> int:
-    mask = os.umask(0)
-    os.umask(mask)
-    return mask
 
 
 # Reading #################################################################################

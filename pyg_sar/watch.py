@@ -10,116 +10,61 @@ process that hosts the store must not end before the others have read the record
 their acknowledgements, for a few seconds at most.
 
 A waiter is also woken when no transfer fails but none can succeed either: its peer's process is
-gone and the operation under way has made no progress since.
+gone and the operation under way has made no progress since; or all it waits for are workers that
+wait themselves, in other operations. For that a worker whose wait takes long writes into the store
+what it has posted and waits for, once per wait; see [Note: waiting in vain] in posts.
+
+[Note: silence] Heartbeats stop where a worker was stopped, and also where it computes in code that
+keeps Python's lock: that is no reason to give it up. Who is silent is looked at from outside: in
+``/proc`` on this host, by its beacon elsewhere. What runs is waited for, as long as the operation's
+timeout says.
+
+[Note: the start] The watch begins before the workers have met. Until then nobody may end: a dead
+process is a lost worker at once.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
-from pyg_sar.errors import CommTimeoutError, LostWorkerError, PygSarError, WorkerError
+from pyg_sar.beacon import RUNS, STOPPED, Beacon, ask
+from pyg_sar.errors import CommTimeoutError, PygSarError
+from pyg_sar.failure import (
+    LAUNCHER,
+    GetProgress,
+    OnFailure,
+    Watch,
+    failed,
+    is_consequence,
+    lost,
+    to_error,
+    unmatched,
+)
 from pyg_sar.issuer import Progress
-from pyg_sar.rendezvous import Place, is_dead
+from pyg_sar.posts import Posts, State, explain, from_text, in_vain, to_text
+from pyg_sar.rendezvous import Place, is_dead, is_stopped
 
 BEAT = 0.5  # Seconds between two heartbeats.
 STUCK = 3.0  # Seconds without progress after which to ask whether it can still come.
 STUCK_DEAD = 8.0  # The same, where a process ended without finalize().
 QUIET = 5.0  # Seconds without heartbeat that explain a failed transfer.
-SILENT = 60.0  # Seconds without heartbeat after which a peer is lost, failed transfer or not.
+SILENT = 20.0  # Seconds without heartbeat after which to look whether a peer runs.
+UNKNOWN = 60.0  # Seconds without heartbeat after which it is lost where nobody can look.
 INQUIRY = 8.0  # Seconds to find out why a transfer failed.
 LINGER = 5.0  # Seconds to keep the store for those who still have to read it.
-
-RESUME = (
-    "The others can't go on without it: start all workers again; training resumes from the last "
-    "checkpoint (pyg_sar.load_checkpoint)."
-)
+ASK = 20.0  # Seconds that the store may take to answer.
 
 ENDED = "its process ended without a word (killed, out of memory, or crashed)"
-ASK = 20.0  # Seconds that the store may take to answer.
-LAUNCHER = -1  # The "rank" of the process that started the workers.
-
-OnFailure = Callable[[PygSarError], None]
-GetProgress = Callable[[], Progress]
-
-
-class Watch(ABC):
-    """Finds out which worker failed, and tells the others when it's this one."""
-
-    def start(self, on_failure: OnFailure, progress: GetProgress) -> None:
-        """Begins; ``on_failure`` is called, on any thread, once another worker has failed."""
-
-    @abstractmethod
-    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
-        """Returns why a transfer failed, having told the others."""
-
-    @abstractmethod
-    def report(self, error: BaseException) -> None:
-        """Tells the others that this worker fails by its own ``error``."""
-
-    def cause(self) -> PygSarError | None:
-        """Returns which worker's failure explains that this one is told to end, if any."""
-        return None
-
-    def close(self) -> None:
-        """Tells the others that this worker left, and ends."""
-
-
-class NoWatch(Watch):
-    """For launchers that end all workers themselves when one is lost (``mpirun``)."""
-
-    def start(self, on_failure: OnFailure, progress: GetProgress) -> None:
-        pass
-
-    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
-        return PygSarError(f"{doing} failed: {error}")
-
-    def report(self, error: BaseException) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
-# The failure record ##########################################################
-
-
-def lost(rank: int, how: str, by: int, doing: str) -> dict[str, Any]:
-    """Returns the record of a lost worker."""
-    return {"kind": "lost", "rank": rank, "how": how, "by": by, "doing": doing}
-
-
-def failed(rank: int, error: BaseException) -> dict[str, Any]:
-    """Returns the record of a worker that fails by its own error."""
-    return {"kind": "error", "rank": rank, "how": f"{type(error).__name__}: {error}"[:4000]}
-
-
-def to_error(record: Mapping[str, Any], me: int) -> WorkerError:
-    """Returns the error to raise on rank ``me`` for a failure record."""
-    rank, how = record["rank"], record["how"]
-    if record["kind"] == "error":
-        return WorkerError(f"Rank {rank} failed, which ends rank {me} as well: {how}", rank=rank)
-    who = "The launcher" if rank == LAUNCHER else f"Rank {rank}"
-    seen = f"noticed by rank {record['by']} during: {record['doing']}"
-    return LostWorkerError(f"{who} was lost: {how} ({seen}). {RESUME}", rank=rank)
-
-
-def is_consequence(error: BaseException | None, rank: int) -> bool:
-    """Returns whether ``error`` only tells rank ``rank`` of another rank's failure."""
-    while error is not None:
-        if isinstance(error, WorkerError) and error.rank != rank:
-            return True
-        error = error.__cause__ or error.__context__
-    return False
-
-
-# Through the store ###########################################################
+DESERTED = "its program had already ended (do all ranks run the same operations?)"
+START = "the start"  # What a worker does until all have met.
 
 
 class StoreWatch(Watch):
@@ -128,15 +73,15 @@ class StoreWatch(Watch):
     Args:
         store: A connection to the store, for the watch alone.
         place: Place of this worker.
-        everyone: What each rank is, from the roll call.
+        everyone: What each rank is, from the roll call; by :meth:`meet` where that is to come.
     """
 
     def __init__(
-        self, store: dist.Store, place: Place, everyone: Sequence[Mapping[str, Any]]
+        self, store: dist.Store, place: Place, everyone: Sequence[Mapping[str, Any]] = ()
     ) -> None:
         self.rank, self.world_size = place.rank, place.world_size
         self.others = [rank for rank in range(place.world_size) if rank != place.rank]
-        self.everyone = everyone
+        self.everyone: Mapping[int, Mapping[str, Any]] = dict(enumerate(everyone))
         self.host = None if place.agent_store else 0
         self._store = store
         self._store_error: BaseException | None = None
@@ -148,13 +93,55 @@ class StoreWatch(Watch):
         self._deaths: dict[int, float] = {}
         self._count = 0
         self._last_start = (0, time.monotonic())
+        self._told: PygSarError | None = None
+        self._progress: GetProgress = lambda: Progress(0, 0, 1, START)
+        self._on_failure: OnFailure = lambda error: None
+        self._posts = Posts()
+        self._published = -1
+        self._states: dict[int, State] = {}
+        self._suspected: dict[int, tuple[int, int]] = {}
+        self._beacon: Beacon | None = None
         # Not a daemon: ended inside the store's C++ by the interpreter's shutdown, it would abort
         # the process. It ends with the main thread instead.
         self._thread = threading.Thread(target=self._loop, name="pyg_sar watch", daemon=False)
 
-    def start(self, on_failure: OnFailure, progress: GetProgress) -> None:
-        self._on_failure, self._progress = on_failure, progress
+    # The start: see its note -------------------------------------------------
+
+    def begin(self) -> None:
+        """Watches the start."""
         self._thread.start()
+
+    def meet(self, known: Mapping[int, Mapping[str, Any]]) -> None:
+        """Takes in who has come so far; raises once one of them has failed."""
+        with self._lock:
+            for rank in known.keys() & self._beats.keys() - self.everyone.keys():
+                self._beats[rank] = self._beats[rank][0], time.monotonic()
+            self.everyone = dict(known)
+        self.check()
+
+    def check(self) -> None:
+        """Raises once another worker has failed during the start."""
+        if self._told is not None:
+            raise self._told
+
+    def light(self, addresses: Sequence[str]) -> None:
+        """Has a beacon answer for this worker. See [Note: silence]."""
+        with contextlib.suppress(OSError):  # Without one, silence is all there is to see.
+            self._beacon = Beacon(addresses)
+            text = json.dumps(self._beacon.where)
+            self._ask(lambda: self._store.set(f"beacon/{self.rank}", text))
+
+    def start(
+        self, on_failure: OnFailure, progress: GetProgress, posts: Posts | None = None
+    ) -> None:
+        with self._lock:
+            self._on_failure, self._progress = on_failure, progress
+            self._posts = posts or self._posts
+            told = self._told
+        if told is not None:
+            on_failure(told)
+        if not self._thread.is_alive():
+            self._thread.start()
 
     def _loop(self) -> None:
         main = threading.main_thread()
@@ -166,7 +153,10 @@ class StoreWatch(Watch):
                 self._acknowledge()
                 # Its own error is this rank's already: who wrote the record raises it.
                 if record["kind"] != "error" or record["rank"] != self.rank:
-                    self._on_failure(to_error(record, self.rank))
+                    with self._lock:
+                        on_failure = self._on_failure
+                        self._told = to_error(record, self.rank)
+                    on_failure(self._told)
                 return
             if self._stop.wait(BEAT):
                 return
@@ -187,8 +177,19 @@ class StoreWatch(Watch):
     def _beat(self, left: bool = False) -> None:
         progress = self._progress()
         self._count += 1
-        note = {"beat": self._count, "left": left, **progress._asdict()}
+        turn = self._tell_waits(progress.doing, left)
+        note = {"beat": self._count, "left": left, "turn": turn, **progress._asdict()}
         self._ask(lambda: self._store.set(f"beat/{self.rank}", json.dumps(note)))
+
+    def _tell_waits(self, doing: str, left: bool) -> int | None:
+        """Writes what this worker waits for, once it does so for long; returns the wait's turn."""
+        if not left and not self._posts.for_long(STUCK):
+            return None
+        state = self._posts.state(doing)
+        if state.turn != self._published:
+            self._ask(lambda: self._store.set(f"waits/{self.rank}", to_text(state)))
+            self._published = state.turn
+        return state.turn
 
     def _look(self) -> dict[str, Any] | None:
         """Beats, and looks at everything once; returns the failure record, if any."""
@@ -197,7 +198,8 @@ class StoreWatch(Watch):
             self._beat()
             # Deaths before notes: whoever is seen dead has written its last note by then.
             for rank in self.others:
-                if rank not in self._deaths and is_dead(self.everyone[rank]):
+                who = self.everyone.get(rank)
+                if rank not in self._deaths and who is not None and is_dead(who):
                     self._deaths[rank] = now
             if self._record is None and self._ask(lambda: self._store.check(["failure"])):
                 self._record = json.loads(self._ask(lambda: self._store.get("failure")) or "null")
@@ -217,7 +219,7 @@ class StoreWatch(Watch):
     def _left(self, rank: int) -> bool:
         return bool(self._notes.get(rank, {}).get("left"))
 
-    def _suspect(self, doing: str) -> dict[str, Any] | None:
+    def _suspect(self, doing: str, limit: float = QUIET) -> dict[str, Any] | None:
         """Returns the record of who made a transfer fail by all that was seen, if anybody."""
         dead = [rank for rank in self._deaths if not self._left(rank)]
         dead.sort(key=lambda rank: (self._did_its_part(rank), self._deaths[rank]))
@@ -226,12 +228,14 @@ class StoreWatch(Watch):
             dead = [self.host]
         if dead:
             return lost(dead[0], ENDED, self.rank, doing)
-        return self._orphaned(doing) or self._silent(doing, QUIET)
+        return self._orphaned(doing) or self._silent(doing, limit)
 
     def _stalled(self) -> dict[str, Any] | None:
         """Returns the record of a lost worker that the pending operation waits for in vain."""
         now = time.monotonic()
         progress = self._progress()
+        if progress.doing == START:
+            return self._suspect(progress.doing, SILENT)
         if progress.pending == 0 or progress.started != self._last_start[0]:
             self._last_start = (progress.started, now)
         since = now - self._last_start[1]
@@ -244,7 +248,7 @@ class StoreWatch(Watch):
         orphaned = self.host is None or not self._did_its_part(self.host)
         return (
             (self._orphaned(progress.doing) if orphaned else None)
-            or self._deserted(progress.doing)
+            or self._in_vain(progress.doing)
             or self._silent(progress.doing, SILENT)
         )
 
@@ -265,17 +269,66 @@ class StoreWatch(Watch):
             return None
         for rank, (_, when) in self._beats.items():
             silence = time.monotonic() - when
-            if silence > limit and not self._left(rank):
+            if silence <= limit or self._left(rank) or rank not in self.everyone:
+                continue
+            stopped = self._is_stopped(rank)
+            if stopped:
+                return lost(rank, "its process was stopped (SIGSTOP)", self.rank, doing)
+            if stopped is None and (silence > UNKNOWN or limit <= QUIET):
                 return lost(rank, f"no sign of life for {silence:.0f} s", self.rank, doing)
         return None
 
+    def _is_stopped(self, rank: int) -> bool | None:
+        """Whether a silent worker was stopped; ``None``: can't tell. See [Note: silence]."""
+        known = is_stopped(self.everyone[rank])
+        key = f"beacon/{rank}"
+        if known is not None or not self._ask(lambda: self._store.check([key])):
+            return known
+        answer = ask(json.loads(self._ask(lambda: self._store.get(key)) or "[]"))
+        return {STOPPED: True, RUNS: False}.get(answer or "")
+
+    def _in_vain(self, doing: str) -> dict[str, Any] | None:
+        """Returns the record of workers that wait for what never comes."""
+        with self._lock:
+            if not self._posts.for_long(STUCK):
+                return None
+            states = {self.rank: self._posts.state(doing), **self._read_waits()}
+            ended = {rank for rank in states if self._left(rank)}
+            found = in_vain(states, ended)
+            seen = {r: (states[r].turn, self._beats[r][0]) for r in found if r != self.rank}
+            before = self._suspected
+            same = before.keys() == seen.keys()
+            if not same or any(seen[r][0] != before[r][0] for r in seen):
+                self._suspected = before = seen
+            # All waited at once: since one moment, everyone has said again that it waits.
+            if not found or any(seen[r][1] == before[r][1] for r in seen):
+                return None
+        gone = ended.intersection(post.peer for post in found.values())
+        if gone:
+            return lost(min(gone), DESERTED, self.rank, doing)
+        return unmatched(explain(found, states, ended), self.rank)
+
     def _deserted(self, doing: str) -> dict[str, Any] | None:
-        """Returns the record of a worker that left, though this operation needs it."""
-        for rank in self.others:
-            if self._left(rank) and not self._did_its_part(rank):
-                how = "its program had already ended (do all ranks run the same operations?)"
-                return lost(rank, how, self.rank, doing)
+        """Returns the record of a worker that left without what a failed transfer was for."""
+        states = {r: state for r, state in self._read_waits().items() if self._left(r)}
+        mine = self._posts.state(doing)._replace(waits=self._posts.failed)
+        for post in in_vain({**states, self.rank: mine}, states.keys()).values():
+            return lost(post.peer, DESERTED, self.rank, doing)
         return None
+
+    def _read_waits(self) -> dict[int, State]:
+        """What the others that wait for long, or have left, wrote of it."""
+        found = {}
+        for rank, note in list(self._notes.items()):
+            turn, known = note.get("turn"), self._states.get(rank)
+            if turn is None:
+                continue
+            if known is None or known.turn != turn:
+                text = self._ask(partial(self._store.get, f"waits/{rank}"))
+                known = None if text is None else from_text(text.decode())
+            if known is not None and known.turn == turn:
+                found[rank] = self._states[rank] = known
+        return found
 
     # What there is to say ----------------------------------------------------
 
@@ -295,7 +348,7 @@ class StoreWatch(Watch):
     def _linger(self, finished: Callable[[int], bool]) -> None:
         """Waits until all others that live are finished with the store."""
         end = time.monotonic() + LINGER
-        waiting = list(self.others)
+        waiting = [rank for rank in self.others if rank in self.everyone]
         while waiting and time.monotonic() < end:
             waiting = [r for r in waiting if not (is_dead(self.everyone[r]) or finished(r))]
             time.sleep(0.02)
@@ -363,6 +416,8 @@ class StoreWatch(Watch):
         if threading.current_thread() is not self._thread:
             self._thread.join(LINGER)
         self._beat(left=True)  # The last beat: no other may follow it.
+        if self._beacon is not None:
+            self._beacon.close()
         if self._record is None and self.host == self.rank:
             self._linger(self._has_left)
 

@@ -30,12 +30,36 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: what several processes share must not end with one of them."""
+    place = {name: number for number, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
+
+
 def pytest_collection_finish() -> None:
     """What is imported by now stays: the collector need not go through it time and again."""
     gc.collect()
     gc.freeze()
 
 
+# By what they take, of files that take more than a fiftieth of all (pytest --durations=0 says).
+LONGEST = (
+    "test_exactness",
+    "test_coverage",
+    "test_shared_memory",
+    "test_hetero",
+    "test_examples",
+    "test_documents",
+    "test_pushed_attention",
+    "test_failures",
+    "test_results",
+    "test_fused_attention",
+    "test_dependence",
+    "test_cli",
+    "test_contract",
+    "test_owner_gradients",
+    "test_checkpoint",
+)
 START_FROM_NOTHING = {"test_comm", "test_failures", "test_init", "test_launch", "test_neighbours"}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -84,7 +108,7 @@ def workers_start_fast(
     request: pytest.FixtureRequest, forked: Templates, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Launches fork their workers, but for the tests of starting, meeting and failing."""
-    if request.module.__name__ not in START_FROM_NOTHING and not os.environ.get("NOFORK"):
+    if request.module.__name__ not in START_FROM_NOTHING:
         monkeypatch.setattr(_Worker, "start", forked.start)
 
 

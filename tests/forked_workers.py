@@ -44,6 +44,7 @@ def serve(descriptor: int) -> None:
     import numpy
     import oracle  # noqa: F401  # The modules of the tests import these again.
     import pytest  # noqa: F401
+    import torch
 
     os.set_inheritable(descriptor, False)
     control = Connection(descriptor)
@@ -70,7 +71,8 @@ def serve(descriptor: int) -> None:
             for standard, handle in enumerate(handles[:2], start=1):
                 os.dup2(handle, standard)
                 os.close(handle)
-            numpy.random.seed()  # Random in every process, unlike torch's; Python's own is by now.
+            numpy.random.seed()  # Each process draws its own; Python's module sees to it itself.
+            torch.seed()
             _worker_main(handles[2])
             return
         for handle in handles:

@@ -405,7 +405,9 @@ def test_different_sizes_are_told_apart_on_threads():
         comm.exchange(torch.ones(3), other, recv, other, label=FETCH).wait()
 
     with pytest.raises(
-        WorkerError, match=r"rank 1 expects \(4,\).*from rank 0, which sends \(3,\)"
+        WorkerError,
+        match=r"Rank 1 expects 'conv forward fetch, float32 \[4\]' from rank 0, which sends "
+        r"'conv forward fetch, float32 \[3\]'",
     ):
         launch(work, 2, backend="threads", timeout=60)
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import signal
 import subprocess
 import sys
@@ -22,10 +23,11 @@ import pyg_sar.watch as watch_module
 from pyg_sar.backends import TransportError
 from pyg_sar.comm import current
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, WorkerError
+from pyg_sar.failure import is_consequence
 from pyg_sar.issuer import Progress
 from pyg_sar.launch import launch
-from pyg_sar.rendezvous import Place, call_the_roll, is_dead, this_process
-from pyg_sar.watch import StoreWatch, is_consequence
+from pyg_sar.rendezvous import Place, call_the_roll, claim_rank, is_dead, this_process
+from pyg_sar.watch import StoreWatch
 
 LABEL = ("conv", "forward", "fetch")
 PATIENCE = 120  # Seconds after which a test counts as hanging.
@@ -77,8 +79,11 @@ def test_killed_rank_0_under_launch(light, tmp_path):
 # is a process of its own with torchrun's variables, on a port found at run time.
 RANKS = textwrap.dedent(
     """
-    import json, os, signal, socket, sys, time, traceback
+    import ctypes, json, os, signal, socket, sys, time, traceback
     import torch
+    import pyg_sar.comm as comm_module
+    import pyg_sar.watch as watch_module
+    from pyg_sar.backends import GlooTransport
     from pyg_sar.comm import init, finalize
     from pyg_sar.errors import PygSarError
 
@@ -141,15 +146,91 @@ RANKS = textwrap.dedent(
             while True:
                 comm.all_reduce(torch.ones(3))
 
+    def swap(comm, rows, dtype, layer="conv"):
+        # With both neighbours of a ring.
+        works = []
+        for step in (1, -1):
+            dst, src = (comm.rank + step) % comm.world_size, (comm.rank - step) % comm.world_size
+            send, recv = (torch.ones(rows, 4, dtype=dtype) for _ in range(2))
+            label = (layer, "forward", "fetch")
+            works.append(comm.exchange(send, dst, recv, src, label=label))
+        for work in works:
+            work.wait()
+
+    def extra_sum(comm, kill):
+        swap(comm, 5, torch.float32)
+        if comm.rank == 0:
+            comm.all_reduce(torch.ones(2), label=("", "forward", "mean"))
+        for layer in ("first", "second"):
+            swap(comm, 5, torch.float32, layer)
+
+    def extra_layer(comm, kill):
+        comm.barrier()
+        for layer in ("first", "first", "second") if comm.rank == 1 else ("first", "second"):
+            swap(comm, 5, torch.float32, layer)
+
+    def other_dtype(comm, kill):
+        swap(comm, 5, torch.float64 if comm.rank == 2 else torch.float32)
+
+    def other_sum(comm, kill):
+        for count in (3, 10**5):  # One is sent to all, one by the backend's own collective.
+            comm.all_reduce(torch.ones(count))
+        comm.all_reduce(torch.ones(10**5 + (comm.rank == 1)))
+
+    def slow(comm, kill):
+        # One computes for long: nobody who waits for it is wrong.
+        for step in range(2):
+            if comm.rank == step:
+                time.sleep(3 * watch_module.STUCK)
+            swap(comm, 5, torch.float32)
+            comm.all_reduce(torch.ones(10**5))
+
+    def holds_the_lock(comm, kill):
+        comm.barrier()
+        if comm.rank == 1:
+            ctypes.PyDLL(None).sleep(int(3 * watch_module.SILENT))  # PyDLL keeps Python's lock.
+        comm.barrier()
+
+    def stopped(comm, kill):
+        comm.barrier()
+        if comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        comm.barrier()
+
+    def in_the_roll_call(kill):
+        whole = comm_module.call_the_roll
+        if os.environ["RANK"] == "2":
+            time.sleep(3)  # The others wait for it.
+        comm_module.call_the_roll = lambda *args: whole(*args[:4], lambda known: (
+            kill() if len(known) == 2 else None, args[4](known)))
+
+    def while_meeting(kill):
+        whole = comm_module.meet_neighbours
+        comm_module.meet_neighbours = lambda *args: (kill(), whole(*args))[1]
+
+    def while_connecting(kill):
+        whole = GlooTransport.__init__
+        GlooTransport.__init__ = lambda *args: (kill(), whole(*args))[1]
+
+    AT_START = in_the_roll_call, while_meeting, while_connecting
+    # What is to take long takes a second or two.
+    QUICK = extra_sum, extra_layer, other_dtype, other_sum, slow, holds_the_lock, stopped
+
     def worker(scenario, victim, timeout, folder):
         rank = int(os.environ["RANK"])
         told = "ended well"
+        def kill():
+            if rank == victim:
+                os.kill(os.getpid(), signal.SIGKILL)
+        play = globals()[scenario]
+        if play in QUICK:
+            watch_module.STUCK, watch_module.SILENT, watch_module.UNKNOWN = 1.0, 2.0, 4.0
         try:
+            if play in AT_START:
+                play(kill)
+                play = reduce_loop
             comm = init(timeout=timeout)
-            def kill():
-                if rank == victim:
-                    os.kill(os.getpid(), signal.SIGKILL)
-            globals()[scenario](comm, kill)
+            play(comm, kill)
             finalize()
         except Exception as error:
             told = f"{type(error).__name__}: {error}"
@@ -173,7 +254,11 @@ RANKS = textwrap.dedent(
                 os.dup2(sys.stderr.fileno(), 2)
                 return worker(scenario, victim, timeout, folder)
             pids.append(pid)
+        asleep = [pids.pop(victim)] if scenario == "stopped" else []
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+        for pid in asleep:
+            os.kill(pid, signal.SIGKILL)
+            os.waitpid(pid, 0)
         with open(f"{folder}/{scenario}.codes", "w") as file:
             json.dump(codes, file)
 
@@ -278,6 +363,67 @@ def test_environment_set_by_hand(light, tmp_path):
     assert all("Rank 0 failed" in told[r] and "KeyError: 'rows'" in told[r] for r in (1, 2)), told
 
 
+def test_workers_that_end_before_all_have_met(light, tmp_path):
+    """A backend that waits for them can't be asked to stop: it is left behind."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    victims = {
+        "in_the_roll_call": 1,
+        "while_meeting": 0,
+        "while_connecting": 0,
+    }
+    scenarios = [f"{name}:3:{victim}:600" for name, victim in victims.items()]
+    done = run([str(script), str(tmp_path), *scenarios], light)
+    assert done.returncode == 0, done.stderr
+    for name, victim in victims.items():
+        told = read_told(tmp_path, name)
+        assert told.codes.pop(victim) == -9, (name, told)
+        assert told.codes == [1, 1], (name, told.codes, told)
+        assert len(told) == 2
+        for text in told.values():
+            assert text.startswith(f"LostWorkerError: Rank {victim} was lost"), (name, text)
+
+
+@pytest.mark.parametrize("switch", ["0", "1"])
+def test_operations_that_differ(switch, light, tmp_path):
+    """An error that names ranks and operations, on all of them, through memory and through gloo."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    names = ("extra_sum", "extra_layer", "other_dtype", "other_sum", "slow")
+    scenarios = [f"{name}:3:-1:600" for name in names]
+    done = run([str(script), str(tmp_path), *scenarios], light, PYG_SAR_SHARED_MEMORY=switch)
+    assert done.returncode == 0, done.stderr
+
+    for name in names[:-1]:
+        told = read_told(tmp_path, name)
+        assert told.codes == [1, 1, 1], (name, told.codes, told)
+        assert all("MismatchError" in text for text in told.values()), (name, told)
+        assert all("Every rank must call the same layers" in text for text in told.values())
+        parts = {
+            "extra_sum": (r"rank 0.*forward mean", "rank [12].*first forward fetch"),
+            "extra_layer": ("first forward fetch", "second forward fetch"),
+            "other_dtype": (r"float32 \[5, 4\]", r"float64 \[5, 4\]"),
+            "other_sum": (r"float32 \[100000\]", r"float32 \[100001\]"),
+        }[name]
+        for text in told.values():
+            assert all(re.search(part, text, re.IGNORECASE) for part in parts), (name, text)
+    assert set(read_told(tmp_path, "slow").values()) == {"ended well"}
+
+
+def test_silent_workers(light, tmp_path):
+    """One that computes with Python's lock held lives; one that was stopped is lost."""
+    script = tmp_path / "ranks.py"
+    script.write_text(RANKS)
+    scenarios = ["holds_the_lock:3:-1:600", "stopped:3:1:600"]
+    done = run([str(script), str(tmp_path), *scenarios], light)
+    assert done.returncode == 0, done.stderr
+    assert set(read_told(tmp_path, "holds_the_lock").values()) == {"ended well"}
+    told = read_told(tmp_path, "stopped")
+    assert told.codes == [1, 1]
+    for text in told.values():
+        assert text.startswith("LostWorkerError: Rank 1 was lost: its process was stopped"), text
+
+
 def test_killed_rank_under_torchrun(light, tmp_path):
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
@@ -342,8 +488,9 @@ def test_roll_call():
     store = dist.HashStore()
     with pytest.raises(CommTimeoutError, match=r"Rank 0 waited 0.05 s for rank\(s\) \[1, 2\] of 3"):
         call_the_roll(store, place_of(0, 3), "gloo", 0.05)
+    claim_rank(store, 0)
     with pytest.raises(ValueError, match="RANK=0 is taken by another process"):
-        call_the_roll(store, place_of(0, 3), "gloo", 0.05)
+        claim_rank(store, 0)
 
     store = dist.HashStore()
     with pytest.raises(CommTimeoutError):
@@ -384,7 +531,8 @@ def beat(store: dist.Store, number: int, **note: object) -> None:
 def quick(monkeypatch):
     for name in ("BEAT", "STUCK", "STUCK_DEAD"):
         monkeypatch.setattr(watch_module, name, 0.02)
-    monkeypatch.setattr(watch_module, "SILENT", 0.2)
+    for name in ("SILENT", "UNKNOWN"):
+        monkeypatch.setattr(watch_module, name, 0.2)
     monkeypatch.setattr(watch_module, "INQUIRY", 0.1)
 
 

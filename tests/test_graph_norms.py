@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -446,6 +447,44 @@ def test_torch_instance_norm(layout: str, running: bool, world: int):
         assert error(torch.cat([w[k][1] for w in workers]), gradient) <= TOLERANCE
         for w in workers:
             assert all(error(*pair) <= TOLERANCE for pair in zip(w[k][2], buffers, strict=True))
+
+
+@pytest.mark.parametrize("sizes", [(2, CHANNELS), (CHANNELS, 0, 3), (1, 1)])
+def test_instance_norm_of_nodes_by_rows(sizes: tuple[int, ...]):
+    """``[N, F]``, as GENConv(norm='instance') has it: torch takes each node over its features."""
+    norm = torch.nn.InstanceNorm1d(CHANNELS).double()
+    x = torch.randn(sum(sizes), CHANNELS, dtype=torch.float64).requires_grad_()
+    weight = torch.randn_like(x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # That N is no number of channels, it says.
+        expected = norm(x)
+    (expected * weight).sum().backward()
+
+    def worker() -> Any:
+        rank, model = pyg_sar.current().rank, pyg_sar.distribute(copy.deepcopy(norm))
+        rows = x.detach().split(sizes)[rank].clone().requires_grad_()
+        out = model(rows)
+        (out * weight.split(sizes)[rank]).sum().backward()
+        return out.detach(), rows.grad
+
+    workers = threads(worker, len(sizes))
+    for found, right in ((0, expected.detach()), (1, x.grad)):
+        assert error(torch.cat([w[found] for w in workers]), right) <= TOLERANCE
+
+
+def test_instance_norm_that_may_mean_both_is_refused():
+    """As many nodes as channels on every worker: columns were taken for nodes."""
+    x = torch.randn(CHANNELS, CHANNELS, dtype=torch.float64)
+    refused(
+        lambda: torch.nn.InstanceNorm1d(CHANNELS),
+        lambda model, rank: model(x),
+        "can't be told. Pass x.t().unsqueeze(0)",
+    )
+    refused(
+        lambda: torch.nn.InstanceNorm1d(CHANNELS, affine=True),
+        lambda model, rank: model(x[:3]),
+        "nodes would be the channels",
+    )
 
 
 def test_instance_norm_told_not_to_use_what_it_tracked():

@@ -272,6 +272,72 @@ def test_npz_that_cannot_be_used(arrays, message, tmp_path):
         load_graph(str(tmp_path / "g.npz"))
 
 
+SQUARE: dict[str, Any] = {"edge_index": np.array([[0, 1], [1, 3]]), "num_nodes": 4}
+CSR: dict[str, Any] = {
+    "x_indptr": np.array([0, 1, 1, 2, 2]),
+    "x_indices": np.array([0, 2]),
+    "x_values": np.array([1.0, 2.0]),
+    "x_shape": np.array([4, 3]),
+}
+TWO: dict[str, Any] = {"num_nodes__a": 2, "edge_index__a__to__a": np.array([[0], [1]])}
+WRONG: list[tuple[dict[str, Any], str]] = [
+    ({"edge_index": np.array([[0.0, 1.7], [1.0, 2.0]])}, r"'edge_index'.*64-bit.*float64.*astype"),
+    ({"edge_index": np.array([[True], [False]])}, r"'edge_index'.*got dtype bool"),
+    ({"edge_index": np.array([[2**64 - 1], [0]], dtype=np.uint64)}, r"'edge_index'.*dtype uint64"),
+    ({"edge_index": np.zeros((3, 2), int)}, r"'edge_index'.*shape \[2, \*\].*shape \[3, 2\]"),
+    ({"edge_index": np.array([[0], [-1]])}, r"ids 0 to 3 \(got -1 to 0\)"),
+    ({"edge_index": np.array([[0], [4]])}, r"ids 0 to 3 \(got 0 to 4\)"),
+    ({"num_nodes": 20.5}, r"'num_nodes'.*one integer.*got 20.5, dtype float64.*int\(num_nodes\)"),
+    ({"num_nodes": -1}, r"'num_nodes'.*one integer of at least 0 \(got -1"),
+    ({"num_nodes": True}, r"'num_nodes'.*got True, dtype bool"),
+    ({"num_nodes": np.array([4, 4])}, r"'num_nodes'.*got shape \[2\]"),
+    ({"train_mask": np.array([1, 0, 1, 0])}, r"'train_mask'.*bool.*int64.*astype\(bool\)"),
+    ({"y": np.array([1, 2, 3], "datetime64[s]")}, r"'y'.*can't be a tensor \(dtype datetime64"),
+    ({**CSR, "x_indices": np.array([0.5, 2.0])}, r"'x_indices'.*64-bit.*float64"),
+    ({**CSR, "x_indices": np.array([0, 3])}, r"CSR matrix: expected columns 0 to 2.*got 0 to 3"),
+    ({**CSR, "x_indptr": np.array([0, 1, 2])}, r"'x_indptr'.*shape \[5\]"),
+    ({**CSR, "x_indptr": np.array([1, 1, 1, 2, 2])}, "'x_indptr' to ascend from 0 to the 2 entr"),
+    ({**CSR, "x_indptr": np.array([0, 2, 1, 2, 2])}, "'x_indptr' to ascend from 0 to the 2 entr"),
+    ({**CSR, "x_values": np.array([1.0])}, "CSR matrix: expected a value for each of 2 entries"),
+    ({**CSR, "x_shape": np.array([4.0, 3.0])}, "'x_shape'.*float64"),
+    ({"x_indptr": CSR["x_indptr"]}, "holds x_indptr, but not x_indices, x_values, x_shape"),
+]
+WRONG_HETERO: list[tuple[dict[str, Any], str]] = [
+    ({"num_nodes__a": 2.5}, "'num_nodes__a'.*got 2.5"),
+    ({"edge_index__a__to__a": np.array([[0.9], [1.0]])}, "'edge_index__a__to__a'.*float64"),
+    ({"edge_index__a__to__a": np.array([[0], [2]])}, "target ids 0 to 1 of 'a'"),
+    ({"val_mask__a": np.array([1, 0])}, "'val_mask__a'.*bool.*int64"),
+]
+
+
+def test_arrays_of_wrong_dtypes_and_values_are_named(tmp_path):
+    """Nothing is truncated or reinterpreted: each is an error that names file and key."""
+    path = tmp_path / "g.npz"
+    cases = [({**SQUARE, **change}, text) for change, text in WRONG]
+    cases += [({**TWO, **change}, text) for change, text in WRONG_HETERO]
+    for arrays, text in cases:
+        np.savez(path, **arrays)
+        with pytest.raises(ValueError, match=text) as caught:
+            load_graph(str(path))
+        assert str(path) in str(caught.value), text
+    np.savez(path, **SQUARE, **CSR)
+    assert load_graph(str(path)).x.shape == (4, 3)
+
+
+def test_saved_graphs_with_wrong_edges_are_named(tmp_path):
+    path = tmp_path / "g.pt"
+    for edges, text in (
+        (torch.tensor([[0.0], [1.5]]), "'edge_index' to hold integers.*float32"),
+        (torch.tensor([[0], [9]]), "ids 0 to 3 .got 0 to 9"),
+        (torch.tensor([[-1], [0]]), "ids 0 to 3 .got -1 to 0"),
+    ):
+        torch.save(Data(x=torch.zeros(4, 1), edge_index=edges), path)
+        for options in ({}, {"undirected": True}):
+            with pytest.raises(ValueError, match=text) as caught:
+                load_graph(str(path), **options)
+            assert str(path) in str(caught.value)
+
+
 def test_files_that_are_no_archives(tmp_path):
     for content in (b"", b"text", b"PK\x03\x04 and then nothing", bytes(200)):
         (tmp_path / "g.npz").write_bytes(content)

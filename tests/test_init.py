@@ -14,6 +14,7 @@ from pyg_sar import backends, rendezvous
 from pyg_sar.comm import Communicator, LocalCommunicator, current, finalize, init
 from pyg_sar.errors import CommTimeoutError
 from pyg_sar.ledger import Ledger
+from pyg_sar.posts import Posts
 from pyg_sar.rendezvous import read_environment
 
 FETCH = ("conv", "forward", "fetch")
@@ -139,6 +140,7 @@ def test_environment():
         ({"RANK": "one"}, "RANK='one' is not a whole number"),
         ({"WORLD_SIZE": "0"}, "WORLD_SIZE=0 must be at least 1"),
         ({"MASTER_PORT": "70000"}, "MASTER_PORT=70000"),
+        ({"MASTER_PORT": "0"}, "MASTER_PORT=0 must be between 1 and 65535"),
         ({"LOCAL_RANK": "5"}, "LOCAL_RANK=5"),
     ],
 )
@@ -150,10 +152,13 @@ def test_incomplete_environment(change, message):
 
 def test_workers_that_do_not_come(monkeypatch):
     finalize()
-    for name, value in (TORCHRUN | {"RANK": "0", "MASTER_PORT": "0"}).items():
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = str(probe.getsockname()[1])
+    for name, value in (TORCHRUN | {"RANK": "0", "MASTER_PORT": port}).items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
-    with pytest.raises(CommTimeoutError, match="Rank 0 did not meet the 3 workers at localhost:0"):
+    with pytest.raises(CommTimeoutError, match=r"Rank 0 waited 1 s for rank\(s\) \[1, 2\] of 3"):
         init("gloo", timeout=1)
 
 
@@ -206,7 +211,7 @@ def test_staged_data_lands_in_the_callers_tensor():
         """Sends to itself, over memory that isn't the tensors'."""
 
         def __init__(self) -> None:
-            pass
+            self.posts = Posts()
 
         def stage(self, tensor):
             return tensor.clone()
@@ -214,7 +219,7 @@ def test_staged_data_lands_in_the_callers_tensor():
         def buffer(self, tensor):
             return torch.empty_like(tensor)
 
-        def transfer(self, sends, recvs):
+        def transfer(self, sends, recvs, tags):
             for (_, source), (_, target) in zip(sends, recvs, strict=True):
                 target.copy_(source)
 

@@ -234,7 +234,8 @@ def test_threads_compute_one_at_a_time():
         sys.setswitchinterval(before)
 
 
-def test_a_thread_that_keeps_its_turn_loses_it():
+def test_a_thread_that_keeps_its_turn_loses_it(monkeypatch):
+    monkeypatch.setattr("pyg_sar.turns.PATIENCE", 0.05)
     first, second = threading.Event(), threading.Event()
 
     def work() -> None:

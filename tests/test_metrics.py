@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import copy
 import math
+import warnings
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import threads
@@ -208,3 +211,69 @@ def test_accuracy_refuses_other_shapes():
     for pred, y in ((torch.zeros(3, 2), torch.zeros(2)), (torch.zeros(3), torch.zeros(3, 1))):
         with pytest.raises(ValueError, match=r"Expected predictions for 'y' of shape"):
             pyg_sar.accuracy(pred, y)
+
+
+# Means of one worker's values #################################################
+
+
+def local_means(h: Tensor, y: Tensor, weight: Tensor) -> dict[str, Any]:
+    """Losses whose gradients are those of a sum of the workers' means."""
+    row, log, one, yes = y.double(), h.log_softmax(1), h[:, 0], y.double().clamp(max=1)
+    return {
+        "MeanBackward0": lambda: F.cross_entropy(h, y, reduction="none").mean(),
+        "MeanBackward1": lambda: h.square().mean((0, 1)),
+        "NllLossBackward0": lambda: F.cross_entropy(h, y),
+        "NllLossBackward0 ": lambda: pyg_sar.mean(one) + F.nll_loss(log, y).float().double(),
+        "MseLossBackward0": lambda: F.mse_loss(one, row) + weight.square().sum() / 3,
+        "MeanBackward0 ": lambda: torch.stack([pyg_sar.mean(one), F.l1_loss(one, row)]).mean(),
+        "SmoothL1LossBackward0": lambda: -F.smooth_l1_loss(one, row),
+        "HuberLossBackward0": lambda: F.huber_loss(one, row).view(1).squeeze(),
+        "BinaryCrossEntropyBackward0": lambda: F.binary_cross_entropy(
+            one.sigmoid(), row.clamp(max=1)
+        ),
+        "BinaryCrossEntropyWithLogitsBackward0": (
+            lambda: F.binary_cross_entropy_with_logits(one, yes)
+        ),
+    }
+
+
+def rightly_scaled(h: Tensor, y: Tensor, weight: Tensor) -> list[Any]:
+    """Losses that are right, or that may be for all that can be known."""
+    total = pyg_sar.current().all_reduce(torch.tensor([len(y)])).item()
+    values = F.cross_entropy(h, y, reduction="none")
+    return [
+        lambda: pyg_sar.mean(values) + pyg_sar.mean(h.mean(1)),
+        lambda: values.sum() / total,
+        lambda: F.cross_entropy(h, y, reduction="sum") / total,
+        lambda: F.cross_entropy(h, y) * (len(y) / total),
+        lambda: pyg_sar.mean(values) + weight.square().mean() / 3,
+        lambda: torch.stack([pyg_sar.mean(values), pyg_sar.mean(h)]).mean(),
+        lambda: torch.cat([pyg_sar.mean(values).view(1), pyg_sar.mean(h).view(1)]).mean(),
+    ]
+
+
+def test_a_mean_over_one_workers_values_is_warned_of_once():
+    """The autograd node that averages is named; right losses are let be."""
+    plain = torch.nn.Linear(4, 3).double()
+    x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
+
+    def worker(which: Any, key: Any, gradient: Tensor | None) -> None:
+        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(plain)))
+        mine = piece(torch.arange(9), [5, 2, 2])
+        for _ in range(2):
+            losses = which(model(x[mine]), y[mine], model[0].weight)
+            losses[key]().backward(gradient)
+
+    def warned(*args: Any) -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            threads(worker, 3, *args)
+        return [str(warning.message) for warning in caught]
+
+    for key in threads(lambda: list(local_means(x, y, x)), 1)[0]:
+        messages = warned(local_means, key, None)
+        assert len(messages) == 3 and all(f"({key.strip()})" in m for m in messages), key
+        assert all("pyg_sar.mean() of the values per node" in m for m in messages)
+    for key in range(7):
+        assert warned(rightly_scaled, key, None) == [], key
+    assert warned(local_means, "NllLossBackward0", torch.tensor(1 / 3).double()) == []

@@ -331,6 +331,7 @@ def test_gradients_stay_in_flight(switch, monkeypatch):
     are all that the policy affords.
     """
     monkeypatch.setenv(SWITCH, switch)
+    monkeypatch.setattr("pyg_sar.turns.PATIENCE", 0.05)  # Waiting for an event keeps the turn.
     gone_on = threading.Event()
 
     def work(prefetch: int, refetches: bool) -> Any:

@@ -313,6 +313,16 @@ def test_unsorted_columns_and_duplicates_are_put_in_order(tmp_path):
 # What can't be stored #########################################################
 
 
+def crooked(layout: torch.layout, last: int = 2) -> torch.Tensor:
+    """A matrix ``[4, 3]`` that torch makes without a look at its offsets and entries."""
+    rows = 4 if layout == torch.sparse_csr else 3
+    offsets = torch.tensor([0, *[1] * (rows - 1), last])
+    entries = torch.tensor([0, 7]), torch.ones(2)
+    return torch.sparse_compressed_tensor(
+        offsets, *entries, (4, 3), layout=layout, check_invariants=False
+    )
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -322,6 +332,12 @@ def test_unsorted_columns_and_duplicates_are_put_in_order(tmp_path):
         ({"edge_index": torch.zeros(3, 6).long()}, "shape \\[2, num_edges\\] \\(got \\[3, 6\\]"),
         ({"edge_index": torch.tensor([[0], [4]])}, "ids 0 to 3 \\(got 0 to 4\\)"),
         ({"edge_index": torch.tensor([[-1], [0]])}, "got -1 to 0"),
+        ({"edge_index": torch.ones(2, 3).long().to_sparse()}, "got a matrix in torch.sparse_coo"),
+        ({"train_mask": torch.tensor([1, 0, 1, 0])}, "'train_mask'.*a mask is bool.*int64"),
+        ({"val_mask": torch.ones(3, dtype=torch.bool)}, "'val_mask' to have one row per node"),
+        ({"x": crooked(torch.sparse_csr)}, "'x' .*expected columns 0 to 2 .*got 0 to 7"),
+        ({"x": crooked(torch.sparse_csc)}, "'x' .*expected rows 0 to 3 .*got 0 to 7"),
+        ({"x": crooked(torch.sparse_csr, 9)}, "'x' .*offsets of a sparse matrix to ascend from 0"),
         ({"edge_index": [[0], [1]]}, "'edge_index' to be a tensor \\(got list\\)"),
         ({"n_id": torch.arange(4)}, "'n_id' is the name of the global ids.*rename"),
         ({"thing": object()}, "'thing' \\(object\\) can't be stored.*delete"),
@@ -343,6 +359,18 @@ def test_what_cannot_be_stored_is_named(change, message, tmp_path):
     with pytest.raises(ValueError, match=message):
         write_partitions(data, 2, tmp_path / "parts", "contiguous")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_number_of_nodes_is_whole(tmp_path):
+    """It was cut down to an integer."""
+    for wrong in (4.5, -1):
+        data = Data(edge_index=torch.tensor([[0], [0]]), num_nodes=wrong)
+        with pytest.raises(ValueError, match=r"'data.num_nodes' to be an integer.*got"):
+            write_partitions(data, 2, tmp_path / "parts")
+    several = HeteroData()
+    several["a"].num_nodes = 3.5
+    with pytest.raises(ValueError, match=r"data\['a'\].num_nodes' to be an integer.*got 3.5"):
+        write_partitions(several, 2, tmp_path / "parts")
 
 
 def test_wrong_arguments(tmp_path):

@@ -217,6 +217,23 @@ def test_results_do_not_depend_on_shared_memory(
             assert all(torch.equal(a, b) for a, b in zip(here[3:], there[3:], strict=True))
 
 
+def test_what_is_pushed_does_not_depend_on_shared_memory(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Left to itself, a narrow wire takes the same rows on one host as between several."""
+    torch.manual_seed(1)
+    layers = {name: LAYERS[name][0]() for name in ("sage", "gat")}
+    ways = {"auto": {}, "auto, mode 2": {"mode": 2}}
+    runs = []
+    for switch in ("0", "auto"):
+        monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
+        runs.append(threads(bytes_and_results, WORLD, root, layers, NARROW, ways))
+    for (far, _), (near, _) in zip(*runs, strict=True):
+        for key in far:
+            assert far[key][:2] == near[key][:2], key
+            assert all(map(torch.equal, far[key][3:], near[key][3:])), key
+
+
 def test_integers_are_exact_in_a_layer(root: Path, graph: Data):
     numbers = torch.arange(50).view(-1, 1) * 1001
     expected = Numbered()(graph.x, numbers, graph.edge_index)

@@ -199,9 +199,14 @@ class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
 
     Torch's input is ``[C, L]`` or ``[B, C, L]``. Where ``x.t()`` is given (C channels on every
     worker, or B = 1 on every worker), nodes are the positions L: statistics are over those of all
-    workers. Otherwise nodes are the first axis and are normalised one by one, as torch does; then
+    workers. Otherwise nodes are the first axis and are normalised one by one, as torch does, also
+    ``x`` of shape ``[N, F]`` (``GENConv(norm='instance')``), each node over its features; then
     only the running statistics are averaged over all workers' nodes. One small collective tells
     which.
+
+    Raises:
+        ValueError: On every worker, where it can't be told: ``[C, C]`` on each of them. And as
+            torch, where nodes would be channels that have parameters or running statistics.
     """
 
     def forward(self, input: Tensor) -> Tensor:
@@ -225,25 +230,38 @@ class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
 
     def _nodes_are_positions(self, input: Tensor) -> bool:
         comm = current()
-        axes = input.new_tensor([input.dim(), input.size(0)], dtype=torch.long)
+        axes = input.new_tensor([input.dim(), input.size(0), input.size(-1)], dtype=torch.long)
         everyone = torch.stack(comm.all_gather(axes, label=("", "forward", "statistics"))).tolist()
-        for rank, (dim, _) in enumerate(everyone):
+        for rank, (dim, _, _) in enumerate(everyone):
             if dim != everyone[0][0]:
                 raise ValueError(
                     f"InstanceNorm1d got {dim} axes at rank {rank} and {everyone[0][0]} at rank 0"
                 )
-        first = self.num_features if input.dim() == 2 else 1
-        return all(size == first for _, size in everyone)
+        if input.dim() == 3:
+            return all(size == 1 for _, size, _ in everyone)
+        own = self.affine or self.track_running_stats  # Of channels: these are no nodes then.
+        if not own and all(sizes == [2, *[self.num_features] * 2] for sizes in everyone):
+            raise ValueError(
+                f"InstanceNorm1d({self.num_features}) got {list(input.shape)} on every worker: "
+                "whether rows or columns are nodes can't be told. Pass x.t().unsqueeze(0) to "
+                "normalise over the nodes, or use torch.nn.LayerNorm(elementwise_affine=False), "
+                "which normalises each node over its features (in GENConv norm='layer')"
+            )
+        return all(size == self.num_features for _, size, _ in everyone)
 
     def _node_by_node(self, input: Tensor) -> Tensor:
-        if self.running_mean is not None and input.dim() == 2:
+        if (self.affine or self.running_mean is not None) and input.dim() == 2:
+            what = "parameters" if self.affine else "running statistics"
             raise ValueError(
-                f"InstanceNorm1d keeps running statistics of {self.num_features} channels, got "
+                f"InstanceNorm1d has {what} of {self.num_features} channels, got "
                 f"{list(input.shape)} at rank {current().rank}: nodes would be the channels. Pass "
                 "x.t(), or use torch_geometric.nn.InstanceNorm"
             )
         if input.size(0):
-            out = instance_norm(input, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            # Torch's functional form takes no [C, L], which its module makes [1, C, L].
+            whole = input.unsqueeze(0) if input.dim() == 2 else input
+            out = instance_norm(whole, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            out = out.view(input.shape)
         else:
             out = self._of_nothing(input)
         if self.running_mean is not None:

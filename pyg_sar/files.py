@@ -1,0 +1,93 @@
+"""Files written all or nothing, with the access that the umask gives; errors say what to do."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+_OTHER = "or choose another folder"
+REMEDIES: Mapping[int, str] = {
+    errno.ENOSPC: f"free some space {_OTHER}",
+    errno.EDQUOT: f"delete files of yours {_OTHER}",
+    errno.EFBIG: f"raise the limit of file sizes (ulimit -f) {_OTHER}",
+    errno.EACCES: f"allow writing there (chmod) {_OTHER}",
+    errno.EPERM: f"allow writing there (chmod) {_OTHER}",
+    errno.EROFS: "choose a folder that can be written",
+    errno.EIO: f"check the disk {_OTHER}",
+}
+
+
+def explained(error: Exception, path: Path) -> Exception:
+    """An error of writing, as one that names the path that the user gave, and what to do.
+
+    Returns:
+        An ``OSError`` of the same number; ``error`` itself where it has none.
+    """
+    number = error.errno if isinstance(error, OSError) else None
+    if isinstance(error, SafetensorError):
+        found = re.search(r"\(os error (\d+)\)", str(error))
+        number = int(found[1]) if found else None
+    if number is None:
+        return error
+    remedy = REMEDIES.get(number)
+    text = os.strerror(number) + (f"; {remedy}" if remedy else "")
+    return OSError(number, text, os.fspath(path))
+
+
+def beside(path: Path) -> Path:
+    """An unused hidden name in the same folder, another one at each call."""
+    return path.with_name(f".{path.name[:100]}.tmp-{secrets.token_hex(8)}")
+
+
+def flush(path: Path) -> None:
+    """Waits until a file's or a folder's content is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def save_tensors(
+    tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
+) -> None:
+    """Writes a safetensors file, which the library alone would make readable by its owner only."""
+    with path.open("wb") as file:
+        mode = os.fstat(file.fileno()).st_mode & 0o777
+    save_file(tensors, path, metadata=metadata)
+    path.chmod(mode)
+
+
+def replace_file(path: Path, write: Callable[[Path], object]) -> None:
+    """Writes a file and puts it in the place of ``path`` in one step.
+
+    Writers of one path don't disturb each other: the last one stays. After an error the previous
+    file is as it was, and nothing else is left.
+
+    Args:
+        path: The file.
+        write: Writes it under the name that it gets.
+
+    Raises:
+        OSError: When it can't be written; see :func:`explained`.
+    """
+    temporary = beside(path)
+    try:
+        write(temporary)
+        flush(temporary)
+        temporary.replace(path)
+        flush(path.parent)
+    except (OSError, SafetensorError) as error:
+        raise explained(error, path) from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
