@@ -24,6 +24,7 @@ from pyg_sar.errors import (
     PygSarError,
     WorkerError,
 )
+from pyg_sar.gathering import gather_nodes
 from pyg_sar.gradients import sum_gradients
 from pyg_sar.graph_index import DistBatch, dist_batch
 from pyg_sar.index_space import DistEdgeIndex, DistIndex
@@ -68,6 +69,7 @@ __all__ = [
     "dist_batch",
     "distribute",
     "finalize",
+    "gather_nodes",
     "gradient_error",
     "init",
     "initialize",

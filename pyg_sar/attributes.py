@@ -114,9 +114,9 @@ def encode_attributes(data: Data, num_nodes: int) -> dict[str, Column]:
                 f"The attribute '{name}' is the name of the global ids in a partition; rename it, "
                 f"for example data.orig_{name} = data.{name}; del data.{name}"
             )
-        level = _level(data, name, value, num_nodes, num_edges)
+        level = level_of(data, name, value, num_nodes, num_edges)
         _check_level(name, value, level, num_nodes, num_edges)
-        columns[name] = _encode(name, value, level)
+        columns[name] = encode(name, value, level)
     return columns
 
 
@@ -143,19 +143,19 @@ def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) ->
         try:
             if name in RESERVED:
                 raise ValueError("is the name of the global ids in a partition; rename it")
-            found = level if _rows(name, value) == count else "graph"
+            found = level if rows_of(name, value) == count else "graph"
             if found == "graph" and (_is_sparse(value) or name in required):
                 raise ValueError(
                     f"should have one row per {level}, {count} rows (got {type(value).__name__} "
                     f"of shape {list(getattr(value, 'shape', []))})"
                 )
-            columns[name] = _encode(name, value, found)
+            columns[name] = encode(name, value, found)
         except ValueError as error:
             raise ValueError(f"'{name}' of {owner}: {error}") from error
     return columns
 
 
-def _rows(name: str, value: Any) -> int:
+def rows_of(name: str, value: Any) -> int:
     """How many nodes or edges an attribute is for; -1: it is one value."""
     if isinstance(value, (list, tuple)):
         return len(value)
@@ -172,7 +172,8 @@ def _is_sparse(value: Any) -> bool:
     return isinstance(value, Tensor) and value.layout != torch.strided
 
 
-def _level(data: Data, name: str, value: Any, num_nodes: int, num_edges: int) -> str:
+def level_of(data: Data, name: str, value: Any, num_nodes: int, num_edges: int) -> str:
+    """``'node'``, ``'edge'`` or ``'graph'``: what PyG takes an attribute's rows for."""
     if _is_sparse(value):
         rows = value.size(0)
         if "adj" in name or rows not in (num_nodes, num_edges):
@@ -203,7 +204,8 @@ def _check_level(name: str, value: Any, level: str, num_nodes: int, num_edges: i
             )
 
 
-def _encode(name: str, value: Any, level: str) -> Column:
+def encode(name: str, value: Any, level: str) -> Column:
+    """Encodes an attribute; a ``ValueError`` names it when it can't be stored."""
     try:
         if _is_sparse(value):
             return _encode_sparse(value, level)

@@ -144,6 +144,7 @@ def _partition(arguments: argparse.Namespace) -> int:
         arguments.out,
         arguments.method,
         arguments.seed,
+        node_ids=arguments.node_ids,
         overwrite=arguments.overwrite,
         progress=None if arguments.quiet else lambda line: print(line, file=sys.stderr),
     )
@@ -326,9 +327,15 @@ def _add_partition(commands: Any) -> None:
     of_method = "who gets which node (metis-work: edges count as work, too)"
     add("--method", choices=METHODS, default="metis", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
+    of_ids = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
+    add("--node-ids", type=_node_ids, metavar="NAMES", help=of_ids)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     add("--overwrite", action="store_true", help="replace a partition in DIR")
     add("--quiet", action="store_true", help="print the statistics only")
+
+
+def _node_ids(text: str) -> dict[str, bool]:
+    return {name.removesuffix("=no"): not name.endswith("=no") for name in text.split(",") if name}
 
 
 def _add_train(commands: Any) -> None:

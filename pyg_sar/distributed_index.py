@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.halo import HaloPlan
+from pyg_sar.pyg_calls import pyg_call
 
 _MEMORY = 16  # derivations remembered per tensor
 
@@ -287,8 +288,10 @@ def dist_edge_index(
 
 
 def refusal(func: Any) -> DistributedIndexError:
+    call, name = pyg_call(), name_of(func)
+    named = f"'{call}' ({name})" if call else f"'{name}'"
     return DistributedIndexError(
-        f"'{name_of(func)}' on a distributed edge index would compute with this worker's own "
+        f"{named} on a distributed edge index would compute with this worker's own "
         "numbering and give local numbers. Supported: reading node tensors with it (x[row], "
         "index_select), scattering into node tensors (scatter, degree, softmax), selecting, "
         "cutting and joining edges, comparing its two rows. Do other preprocessing on the whole "
@@ -298,9 +301,11 @@ def refusal(func: Any) -> DistributedIndexError:
 
 def require_rows(x: Tensor, dim: int, plan: HaloPlan, what: str) -> None:
     if x.dim() == 0 or x.size(dim) != plan.num_local:
+        call = pyg_call()
         raise DistributedIndexError(
-            f"{what} a tensor of shape {list(x.shape)} with a distributed index at rank "
-            f"{plan.rank}: axis {dim} must hold the worker's {plan.num_local} nodes"
+            f"{f'{call!r}: ' if call else ''}{what} a tensor of shape {list(x.shape)} with a "
+            f"distributed index at rank {plan.rank}: axis {dim} must hold the worker's "
+            f"{plan.num_local} nodes"
         )
 
 

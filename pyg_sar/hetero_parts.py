@@ -9,6 +9,7 @@ A part's file holds, by the numbers of node types and relations in the metadata:
                            ``send_index``, ``send_counts``, ``pair_rows``, ``pair_units``,
                            ``covers``, ``cover_costs``, ``cover_edges``, ``edge.NAME`` as in
                            ``parts.py``, in the numbering of the relation's source and target types
+``.../list.K:...``         lists of node ids of a type or relation, as in ``node_lists.py``
 ``graph.NAME``             attributes of the graph
 =========================  =======================================================
 """
@@ -16,14 +17,14 @@ A part's file holds, by the numbers of node types and relations in the metadata:
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
 
-from pyg_sar.attributes import Attribute, Column, encode_rows
+from pyg_sar.attributes import Attribute, Column, encode_rows, rows_of
 from pyg_sar.hetero_partition import (
     Assignment,
     EdgeType,
@@ -32,6 +33,8 @@ from pyg_sar.hetero_partition import (
     count_nodes,
     hetero_statistics,
 )
+from pyg_sar.node_ids import Space
+from pyg_sar.node_lists import NodeList, SplitLists, WholeList, merge_lists, take_lists
 from pyg_sar.partition import Layout, make_layout, rank_nodes
 from pyg_sar.parts import (
     PartTensors,
@@ -54,6 +57,7 @@ class StoreInfo:
     count: int
     attributes: dict[str, Attribute]
     values: dict[str, Any]
+    lists: list[NodeList] = field(default_factory=list)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +77,7 @@ class HeteroSchema:
                     "count": info.count,
                     "attributes": {k: a.as_dict() for k, a in info.attributes.items()},
                     "values": info.values,
+                    "lists": [found.as_dict() for found in info.lists],
                 }
                 for info in infos
             ]
@@ -123,39 +128,72 @@ class HeteroGraph:
 
     Args:
         data: The graph.
+        said: What the caller says of attributes that may hold node ids.
 
     Raises:
         ValueError: When a store does not tell its size, edges or attributes can't be used.
     """
 
-    def __init__(self, data: HeteroData) -> None:
+    def __init__(self, data: HeteroData, said: Mapping[str, bool] | None = None) -> None:
         names = data.node_types
         if not names:
             raise ValueError("'data' has no node type; set data['name'].num_nodes")
         self.num_nodes = {name: count_nodes(name, data[name]) for name in names}
         self.edges = edges_of_relations(data, self.num_nodes)
-        self.columns = encode_rows(data._global_store, "graph", -2, "the graph")
+        self.lists: dict[Any, list[WholeList]] = {}
+        self._said = said or {}
+        most = max(self.num_nodes.values())
+        space = Space("the graph", most, most, vectors=False, pairs=False)
+        self.columns = self._columns(None, data._global_store, "graph", -2, space)
         self.node_columns = {
-            name: encode_rows(data[name], "node", count, f"the node type '{name}'")
+            name: self._columns(
+                name, data[name], "node", count, Space(f"the node type '{name}'", count, count)
+            )
             for name, count in self.num_nodes.items()
         }
-        self.edge_columns = {
-            edge_type: encode_rows(data[edge_type], "edge", rows.size(1), f"{edge_type}")
-            for edge_type, rows in self.edges.items()
-        }
+        self.edge_columns = {}
+        for edge_type, rows in self.edges.items():
+            sizes = self.num_nodes[edge_type[0]], self.num_nodes[edge_type[2]]
+            space = Space(f"{edge_type}", *sizes, vectors=False)
+            self.edge_columns[edge_type] = self._columns(
+                edge_type, data[edge_type], "edge", rows.size(1), space
+            )
+
+    def _columns(
+        self, key: Any, store: Any, level: str, count: int, space: Space
+    ) -> dict[str, Column]:
+        """The attributes of a store, but for its lists of node ids, which are kept by its key."""
+
+        def rows(name: str, value: Any) -> str:
+            return level if rows_of(name, value) == count else "graph"
+
+        values = dict(store.items())
+        taken, self.lists[key] = take_lists(values, rows, space, self._said)
+        rest = {name: value for name, value in values.items() if name not in taken}
+        return encode_rows(rest, level, count, space.owner)
 
     def schema(self) -> HeteroSchema:
         """What the metadata says of types and relations."""
         return HeteroSchema(
             [
-                StoreInfo((name,), self.num_nodes[name], *attribute_header(columns))
+                StoreInfo(
+                    (name,), self.num_nodes[name], *attribute_header(columns), self._listed(name)
+                )
                 for name, columns in self.node_columns.items()
             ],
             [
-                StoreInfo(edge_type, self.edges[edge_type].size(1), *attribute_header(columns))
+                StoreInfo(
+                    edge_type,
+                    self.edges[edge_type].size(1),
+                    *attribute_header(columns),
+                    self._listed(edge_type),
+                )
                 for edge_type, columns in self.edge_columns.items()
             ],
         )
+
+    def _listed(self, key: Any) -> list[NodeList]:
+        return [whole.info for whole in self.lists[key]]
 
     def partition(self, num_parts: int, method: str | Assignment, seed: int) -> HeteroPartition:
         """Assigns nodes and edges to parts."""
@@ -176,11 +214,15 @@ class HeteroPartition:
         self.graph, self.parts, self.num_parts = graph, parts, num_parts
         self._nodes = {name: rank_nodes(part, num_parts)[:2] for name, part in parts.items()}
         self.layouts: dict[EdgeType, Layout] = {}
+        self._lists = {
+            name: SplitLists(graph.lists[name], part, num_parts) for name, part in parts.items()
+        }
+        self._links = {}
         for (source, relation, target), rows in graph.edges.items():
+            key = source, relation, target
             other = None if source == target else parts[target]
-            self.layouts[source, relation, target] = make_layout(
-                rows, parts[source], num_parts, other
-            )
+            self.layouts[key] = make_layout(rows, parts[source], num_parts, other)
+            self._links[key] = SplitLists(graph.lists[key], parts[source], num_parts, other)
 
     def statistics(self) -> HeteroPartitionStatistics:
         """How good it is."""
@@ -199,10 +241,12 @@ class HeteroPartition:
             order, offsets = self._nodes[name]
             n_id = order[offsets[p] : offsets[p + 1]].clone()
             rows = {"n_id": n_id, **attribute_tensors(columns, {"node": n_id})}
+            rows |= self._lists[name].tensors(p)
             found |= {f"type.{k}/{key}": value for key, value in rows.items()}
         for k, (edge_type, columns) in enumerate(graph.edge_columns.items()):
             rows = relation_tensors(graph.edges[edge_type], self.layouts[edge_type], p)
             rows |= attribute_tensors(columns, {"edge": rows["e_id"]})
+            rows |= self._links[edge_type].tensors(p)
             found |= {f"relation.{k}/{key}": value for key, value in rows.items()}
         return found
 
@@ -236,6 +280,7 @@ def merge_hetero(
         place = {"node": torch.cat(ids[name]).argsort()}
         data[name].num_nodes = info.count
         set_attributes(data[name], merged_attributes(info.attributes, info.values, place, rows))
+        merge_lists(data[name], info.lists, rows, ids[name], ids[name])
     for k, info in enumerate(schema.relations):
         rows = [store_tensors(part, "relation", k) for part in parts]
         source, _, target = info.name
@@ -249,4 +294,5 @@ def merge_hetero(
         set_attributes(
             data[info.name], merged_attributes(info.attributes, info.values, place, rows)
         )
+        merge_lists(data[info.name], info.lists, rows, ids[source], ids[target])
     return data

@@ -46,6 +46,7 @@ from pyg_sar.joint_index import (
     set_shifted_row,
     widened_row,
 )
+from pyg_sar.pyg_calls import pyg_call
 from pyg_sar.selections import Selections
 
 __all__ = [
@@ -284,10 +285,11 @@ def _check_joined(part: Tensor, base: Any) -> None:
         )
     if part.numel() and not 0 <= int(part.min()) <= int(part.max()) < plan.num_local:
         wrong = int(part.min()) if int(part.min()) < 0 else int(part.max())
+        call = pyg_call()
         raise DistributedIndexError(
-            f"Can't join plain edges with the id {wrong} to a distributed edge index "
-            f"at rank {plan.rank}: they must be local ids below {plan.num_local}. Add other edges "
-            "before write_partitions()"
+            f"{f'{call!r}: ' if call else ''}Can't join plain edges with the id {wrong} to a "
+            f"distributed edge index at rank {plan.rank}: they must be local ids below "
+            f"{plan.num_local}. Add other edges before write_partitions()"
         )
 
 

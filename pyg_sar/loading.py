@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +20,18 @@ from pyg_sar.halo import HaloPlan
 from pyg_sar.hetero_parts import HeteroSchema, set_attributes, store_tensors
 from pyg_sar.index_space import dist_edge_index
 from pyg_sar.metadata import PartitionMetadata
-from pyg_sar.part_marks import check_marks, num_marks, part_marks
+from pyg_sar.node_ids import Space
+from pyg_sar.node_lists import (
+    PLACE,
+    NodeList,
+    decode_list,
+    decode_rows,
+    list_tensors,
+    may_hold_ids,
+    put_list,
+)
+from pyg_sar.part_data import PartData, PartHeteroData
+from pyg_sar.part_marks import check_marks, num_marks, part_marks, relations
 from pyg_sar.parts import decode_attributes, restore_adjacency
 from pyg_sar.storage import part_attributes, read_metadata, read_part
 from pyg_sar.timetable import Timetable
@@ -40,6 +52,10 @@ def load_partition(
     ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
     together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
     relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
+    (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
+    their entries stood in the whole list (see :func:`~pyg_sar.storage.write_partitions`).
+    PyG's transforms that would give it other numbers than the whole graph are refused by name.
     Where the graph had its edges as ``adj_t`` (``ToSparseTensor``), ``data.adj_t`` is the same
     distributed ``edge_index``, which layers take like the one.
 
@@ -71,19 +87,37 @@ def load_partition(
     _check_together(comm, root, metadata, tensors, problem)
     if metadata is None:
         raise PartitionError(f"'{root}' could not be read")
+    _warn_of_global_ids(metadata, tensors)
     place = torch.device(device or comm.device)
     if metadata.hetero is not None:
         return _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
     return _as_data(comm, metadata, tensors, place)
 
 
-def _plans(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> Iterator[dict[str, Tensor]]:
-    """The tensors of a part's halo plans."""
-    if metadata.hetero is None:
-        yield tensors
+def _warn_of_global_ids(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> None:
+    """Older versions kept node ids as they were: the whole graph's, on every part."""
+    if metadata.version >= 5:
         return
-    for k in range(len(metadata.hetero.relations)):
-        yield store_tensors(tensors, "relation", k)
+    whole = Space("the graph", metadata.num_nodes, metadata.num_nodes)
+    stores = [(whole, metadata.attributes, tensors)]
+    if metadata.hetero is not None:
+        sizes = {info.name[0]: info.count for info in metadata.hetero.types}
+        for kind, infos in (
+            ("type", metadata.hetero.types),
+            ("relation", metadata.hetero.relations),
+        ):
+            for k, info in enumerate(infos):
+                space = Space(f"{info.name}", sizes[info.name[0]], sizes[info.name[-1]])
+                stores.append((space, info.attributes, store_tensors(tensors, kind, k)))
+    for space, attributes, rows in stores:
+        for name, attribute in attributes.items():
+            if attribute.layout == "dense" and may_hold_ids(name, rows, attribute, space):
+                warnings.warn(
+                    f"'{name}' of {space.owner} may hold node ids, and the partition "
+                    f"'{metadata.root}' (format version {metadata.version}) keeps the whole "
+                    "graph's: on this part they name other nodes. Partition the graph anew",
+                    stacklevel=3,
+                )
 
 
 def _covers(tensors: dict[str, Tensor]) -> StoredCovers | None:
@@ -102,7 +136,7 @@ def _timetable(tensors: dict[str, Tensor]) -> Timetable | None:
 def _digest(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> bytes:
     """Tells this partition, and its timetables, from others."""
     found = hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode())
-    for plan in _plans(metadata, tensors):
+    for _, plan in relations(metadata, tensors):
         for name in ("pair_rows", "pair_units"):
             if name in plan:
                 found.update(plan[name].numpy().tobytes())
@@ -170,13 +204,14 @@ def _as_data(
     device: torch.device,
 ) -> Data:
     plan = _plan(comm, tensors["n_id"].numel(), tensors, device)
-    data = Data(**part_attributes(metadata, tensors))
+    data: Data = PartData(**part_attributes(metadata, tensors))
     data = data.to(device)
     data.n_id = tensors["n_id"].to(device)
     data.e_id = tensors["e_id"].to(device)
     data.num_nodes, plan.n_id = plan.num_local, data.n_id
     edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
     data.edge_index = edge_index.ordered(data.e_id)
+    _put_lists(comm, data, metadata.lists, tensors, data.n_id, None)
     restore_adjacency(data, whole=False)
     kind = metadata.attributes.get("batch")
     if kind is not None and (kind.level, kind.dtype, len(kind.shape)) == ("node", "int64", 1):
@@ -207,7 +242,7 @@ def _as_hetero_data(
     tensors: dict[str, Tensor],
     device: torch.device,
 ) -> HeteroData:
-    data = HeteroData()
+    data: HeteroData = PartHeteroData()
     set_attributes(data._global_store, part_attributes(metadata, tensors))
     for k, info in enumerate(schema.types):
         rows = store_tensors(tensors, "type", k)
@@ -222,6 +257,9 @@ def _as_hetero_data(
         set_attributes(store, decode_attributes(info.attributes, info.values, rows))
         store.e_id = rows["e_id"]
     data = data.to(device)
+    for k, info in enumerate(schema.types):
+        rows, store = store_tensors(tensors, "type", k), data[info.name[0]]
+        _put_lists(comm, store, info.lists, rows, store.n_id, None)
     for k, info in enumerate(schema.relations):
         rows = store_tensors(tensors, "relation", k)
         source, _, target = info.name
@@ -230,4 +268,40 @@ def _as_hetero_data(
         edges = rows["edge_index"].to(device)
         edge_index = dist_edge_index(edges, plan, targets=targets)
         data[info.name].edge_index = edge_index.ordered(data[info.name].e_id)
+        _put_lists(comm, data[info.name], info.lists, rows, data[source].n_id, targets)
     return data
+
+
+def _put_lists(
+    comm: Communicator,
+    store: Any,
+    lists: Sequence[NodeList],
+    tensors: dict[str, Tensor],
+    n_id: Tensor,
+    targets: int | None,
+) -> None:
+    """Sets lists of node ids, their places, and the attributes with a row per entry.
+
+    Args:
+        comm: The workers.
+        store: Where they go.
+        lists: What they are.
+        tensors: Those of the part, node type or relation.
+        n_id: Global ids of the (source) nodes.
+        targets: The number of this worker's targets where they are of another type.
+    """
+    device = n_id.device
+    for k, info in enumerate(lists):
+        rows = list_tensors(tensors, k)
+        place = rows["place"].to(device)
+        if info.kind == "links":
+            plan = _plan(comm, n_id.numel(), rows, device)
+            plan.n_id = n_id if targets is None else None
+            edges = dist_edge_index(rows["edge_index"].to(device), plan, targets=targets)
+            value: Any = edges.ordered(place)
+        else:
+            value = decode_list(info, rows["ids"].to(device))
+        put_list(store, info.name, info.key, value)
+        put_list(store, f"{info.name}{PLACE}", info.key, place)
+        for name, found in decode_rows(info, rows).items():
+            store[name] = found.to(device) if isinstance(found, Tensor) else found

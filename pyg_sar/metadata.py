@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ from pyg_sar.hetero_partition import (
     TypeStatistics,
 )
 from pyg_sar.hetero_parts import HeteroSchema, StoreInfo
+from pyg_sar.node_lists import PLACE, NodeList
 from pyg_sar.partition import PartitionStatistics
 from pyg_sar.prepare import FORMAT, VERSION
 
@@ -37,6 +38,8 @@ _FORMS = {
     "strings": ("list", "tuple", "numpy"),
     "json": ("json", "tuple"),
 }
+_KINDS = ("nodes", "links")
+_ID_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +72,7 @@ class PartitionMetadata:
     parts: list[PartInfo]
     hetero: HeteroSchema | None = None
     num_graphs: int | None = None
+    lists: list[NodeList] = field(default_factory=list)
 
     def check_world_size(self, world_size: int) -> None:
         """Raises :class:`PartitionError` unless there is one part per worker."""
@@ -145,16 +149,19 @@ def _parse(root: Path, fields: Fields) -> PartitionMetadata:
         "num_nodes": fields.count("num_nodes"),
         "num_edges": fields.count("num_edges"),
     }
-    hetero = _schema(fields.inner("hetero")) if "hetero" in fields.content else None
+    version = fields.content["version"]
+    listed = version >= 5
+    hetero = _schema(fields.inner("hetero"), listed) if "hetero" in fields.content else None
     rows = {} if hetero else {"node": counts["num_nodes"], "edge": counts["num_edges"]}
     attributes, values = _attributes(fields, rows)
+    lists = _lists(fields, attributes, _KINDS) if listed and not hetero else []
     statistics = _statistics(fields.inner("statistics"), counts, hetero)
     num_graphs = None
     if fields.content.get("num_graphs") is not None:
         num_graphs = fields.count("num_graphs")
     return PartitionMetadata(
         root=root,
-        version=fields.content["version"],
+        version=version,
         **counts,
         is_directed=fields.flag("is_directed"),
         method=fields.text("method"),
@@ -165,6 +172,7 @@ def _parse(root: Path, fields: Fields) -> PartitionMetadata:
         parts=_parts(fields, statistics),
         hetero=hetero,
         num_graphs=num_graphs,
+        lists=lists,
     )
 
 
@@ -248,19 +256,24 @@ def _training(fields: Fields, number: int) -> list[int] | None:
 # Attributes ##################################################################
 
 
-def _schema(fields: Fields) -> HeteroSchema:
+def _schema(fields: Fields, listed: bool) -> HeteroSchema:
+    def info(row: Fields, name: list[str], level: str, kinds: tuple[str, ...]) -> StoreInfo:
+        count = row.count("count")
+        attributes, values = _attributes(row, {level: count})
+        lists = _lists(row, attributes, kinds) if listed else []
+        return StoreInfo(tuple(name), count, attributes, values, lists)
+
     types, relations = [], []
     for row in fields.rows("types"):
-        name, count = tuple(row.texts("name", 1)), row.count("count")
-        types.append(StoreInfo(name, count, *_attributes(row, {"node": count})))
+        types.append(info(row, row.texts("name", 1), "node", _KINDS))
     names = [info.name[0] for info in types]
     if not names or len(set(names)) < len(names):
         raise fields.wrong("types", "node types of different names", names)
     for row in fields.rows("relations"):
-        name, count = tuple(row.texts("name", 3)), row.count("count")
+        name = row.texts("name", 3)
         if name[0] not in names or name[2] not in names:
-            raise row.wrong("name", f"a relation between the node types {names}", list(name))
-        relations.append(StoreInfo(name, count, *_attributes(row, {"edge": count})))
+            raise row.wrong("name", f"a relation between the node types {names}", name)
+        relations.append(info(row, name, "edge", ("links",)))
     known = [info.name for info in relations]
     if len(set(known)) < len(known):
         raise fields.wrong("relations", "relations of different names", known)
@@ -328,3 +341,53 @@ def _known_dtype(attribute: Attribute) -> bool:
     except (RuntimeError, TypeError, KeyError):
         return False
     return True
+
+
+# Lists of node ids ###########################################################
+
+
+def _lists(
+    fields: Fields, attributes: dict[str, Attribute], kinds: tuple[str, ...]
+) -> list[NodeList]:
+    """The lists of node ids of a store that has these attributes."""
+    found = [_list(row, kinds) for row in fields.rows("lists")]
+    keys: dict[str, list[str | None]] = {}
+    for info in found:
+        keys.setdefault(info.name, []).append(info.key)
+    names = ["edge_index", "num_nodes", *RESERVED, *attributes]
+    names += [name for info in found for name in info.rows]
+    for name, known in keys.items():
+        names += [name, f"{name}{PLACE}"]
+        if len(set(known)) < len(known) or (None in known and len(known) > 1):
+            raise fields.wrong("lists", f"one list for each key of '{name}'", known)
+    if len(set(names)) < len(names):
+        twice = sorted(name for name in set(names) if names.count(name) > 1)
+        raise fields.wrong("lists", "lists and rows of different names", twice)
+    return found
+
+
+def _list(fields: Fields, kinds: tuple[str, ...]) -> NodeList:
+    name, kind = fields.text("name"), fields.text("kind", kinds)
+    key = fields.get("key", "a text or null", lambda v: v is None or isinstance(v, str))
+    inner = fields.inner("attribute")
+    inner.text("dtype", _ID_DTYPES)
+    inner.same("layout", "dense")
+    shape = inner.counts("shape")
+    first = [2] if kind == "links" else []
+    if len(shape) != len(first) + 1 or shape[:-1] != first:
+        raise inner.wrong("shape", f"{[*first, 'K']}, that of {kind}", shape)
+    inner.same("dim", len(first))
+    rows = fields.inner("rows").items()
+    return NodeList(
+        name,
+        kind,
+        _row_attribute(inner, shape[-1]),
+        {other: _row_attribute(row, shape[-1]) for other, row in rows.items()},
+        key,
+    )
+
+
+def _row_attribute(fields: Fields, count: int) -> Attribute:
+    """An attribute with a row per entry of a list."""
+    fields.same("level", "row")
+    return _attribute(fields, {"row": count})

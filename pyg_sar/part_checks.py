@@ -13,6 +13,7 @@ from pyg_sar.attributes import Attribute, stored_dtype, tensor_names
 from pyg_sar.errors import PartitionError
 from pyg_sar.hetero_parts import StoreInfo, store_tensors
 from pyg_sar.metadata import PartitionMetadata
+from pyg_sar.node_lists import NodeList, list_tensors
 from pyg_sar.parts import PartTensors
 from pyg_sar.timetable import Timetable
 
@@ -96,9 +97,10 @@ def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, pat
             "node": _check_ids(whole, metadata.parts[part].num_nodes, metadata.num_nodes),
             "edge": metadata.parts[part].num_edges,
         }
-        own = tensors["n_id"]
-        ends = (own, metadata.num_nodes, own.numel())
-        _check_relation(whole, part, metadata, ends, counts["edge"], metadata.num_edges)
+        ends = (tensors["n_id"], metadata.num_nodes, tensors["n_id"])
+        _check_e_id(whole, counts["edge"], metadata.num_edges)
+        _check_relation(whole, part, metadata, ends, counts["edge"])
+        _check_lists(whole, part, metadata, metadata.lists, ends)
         _check_attributes(whole, metadata.attributes, counts)
         _check_batch(whole, metadata)
         return
@@ -109,34 +111,41 @@ def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, pat
         store = _Store(path, store_tensors(tensors, "type", k), f"type.{k}/")
         count = _check_ids(store, statistics.types[k].nodes[part], info.count)
         _check_attributes(store, info.attributes, {"node": count})
-        types[info.name[0]] = store.tensors["n_id"], info.count
+        types[info.name[0]] = own, total = store.tensors["n_id"], info.count
+        _check_lists(store, part, metadata, info.lists, (own, total, own))
     for k, info in enumerate(metadata.hetero.relations):
         store = _Store(path, store_tensors(tensors, "relation", k), f"relation.{k}/")
         count = statistics.relations[k].edges[part]
-        ends = (*types[info.name[0]], types[info.name[2]][0].numel())
-        _check_relation(store, part, metadata, ends, count, info.count)
+        ends = (*types[info.name[0]], types[info.name[2]][0])
+        _check_e_id(store, count, info.count)
+        _check_relation(store, part, metadata, ends, count)
         _check_attributes(store, info.attributes, {"edge": count})
+        _check_lists(store, part, metadata, info.lists, ends)
 
 
 def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) -> None:
-    relation: tuple[str, ...] = ("edge_index", "e_id", *_PLAN)
-    relation += _TABLES * (metadata.version >= 3) + _COVERS * (metadata.version >= 4)
+    edges: tuple[str, ...] = ("edge_index", *_PLAN)
+    edges += _TABLES * (metadata.version >= 3) + _COVERS * (metadata.version >= 4)
 
-    def of(attributes: dict[str, Attribute]) -> Iterator[str]:
+    def of(attributes: dict[str, Attribute], lists: list[NodeList]) -> Iterator[str]:
         for name, attribute in attributes.items():
             yield from tensor_names(name, attribute).values()
+        for k, info in enumerate(lists):
+            names = edges if info.kind == "links" else ("ids",)
+            yield from (f"list.{k}:{name}" for name in ("place", *names, *of(info.rows, [])))
 
-    expected = [*of(metadata.attributes)]
+    expected = [*of(metadata.attributes, metadata.lists)]
     if metadata.hetero is None:
-        expected += ["n_id", *relation]
+        expected += ["n_id", "e_id", *edges]
     else:
         stores: tuple[tuple[str, list[StoreInfo], tuple[str, ...]], ...] = (
             ("type", metadata.hetero.types, ("n_id",)),
-            ("relation", metadata.hetero.relations, relation),
+            ("relation", metadata.hetero.relations, ("e_id", *edges)),
         )
         for kind, infos, names in stores:
             for k, info in enumerate(infos):
-                expected += [f"{kind}.{k}/{name}" for name in (*names, *of(info.attributes))]
+                inner = *names, *of(info.attributes, info.lists)
+                expected += [f"{kind}.{k}/{name}" for name in inner]
     missing, unknown = set(expected) - tensors.keys(), tensors.keys() - set(expected)
     if missing or unknown:
         what = f"lacks the tensor '{min(missing)}'" if missing else f"holds '{min(unknown)}'"
@@ -156,13 +165,16 @@ def _check_ids(store: _Store, count: int, total: int) -> int:
 # Edges and halo ##############################################################
 
 
+_Ends = tuple[Tensor, int, Tensor]
+"""Own source nodes by id, source nodes of the graph, and own target nodes by id."""
+
+
+def _check_e_id(store: _Store, count: int, total: int) -> None:
+    store.within("e_id", store.of_kind("e_id", torch.int64, count), total, "edges")
+
+
 def _check_relation(
-    store: _Store,
-    part: int,
-    metadata: PartitionMetadata,
-    ends: tuple[Tensor, int, int],
-    count: int,
-    total: int,
+    store: _Store, part: int, metadata: PartitionMetadata, ends: _Ends, count: int
 ) -> None:
     """Edges into a part and their halo.
 
@@ -170,17 +182,15 @@ def _check_relation(
         store: The tensors.
         part: The part.
         metadata: The partition's.
-        ends: Own source nodes by id, source nodes of the graph, and own target nodes.
+        ends: The nodes that they are between.
         count: Edges of the part.
-        total: Edges of the graph.
     """
     own, sources, targets = ends
     num_halo = _check_halo(store, part, metadata.num_parts, own, sources)
     _check_sends(store, part, metadata, own.numel())
     edges = store.of_kind("edge_index", torch.int64, 2, count)
     store.within("edge_index", edges[0], own.numel() + num_halo, "sources")
-    store.within("edge_index", edges[1], targets, "targets")
-    store.within("e_id", store.of_kind("e_id", torch.int64, count), total, "edges")
+    store.within("edge_index", edges[1], targets.numel(), "targets")
     if metadata.version >= 3:
         table = Timetable(
             *(store.of_kind(n, torch.int32, *[metadata.num_parts] * 2) for n in _TABLES)
@@ -228,6 +238,35 @@ def _check_counts(
     store.check(good, name, f"it does not add up to the {most} rows of '{of}'")
     store.check(int(counts[part]) == 0, name, "it counts rows of the part itself")
     return counts
+
+
+# Lists of node ids ###########################################################
+
+
+def _check_lists(
+    whole: _Store, part: int, metadata: PartitionMetadata, lists: list[NodeList], ends: _Ends
+) -> None:
+    """Lists and pairs of node ids, and the attributes with a row per entry."""
+    own, _, targets = ends
+    for k, info in enumerate(lists):
+        store = _Store(whole.path, list_tensors(whole.tensors, k), f"{whole.prefix}list.{k}:")
+        place = store.of_kind("place", torch.int64, -1)
+        count = place.numel()
+        store.within("place", place, info.count, "entries")
+        if info.kind == "links":
+            _check_relation(store, part, metadata, ends, count)
+            source, target = store.tensors["edge_index"]
+            sources = torch.cat([own, store.tensors["halo_n_id"]])
+            name, ids = "edge_index", torch.stack([sources[source], targets[target]])
+        else:
+            store.ascending("place", place)
+            name, ids = "ids", store.of_kind("ids", torch.int64, count)
+            store.within("ids", ids, own.numel(), "nodes")
+            ids = own[ids]
+        dtype = info.attribute.dtype
+        fits = not ids.numel() or int(ids.max()) <= torch.iinfo(getattr(torch, dtype)).max
+        store.check(fits, name, f"it names nodes beyond {dtype}, the dtype of '{info.name}'")
+        _check_attributes(store, info.rows, {"row": count})
 
 
 # Attributes ##################################################################

@@ -1,9 +1,9 @@
 """Whether the parts of a partition are one graph.
 
 [Note: marks] What one part alone can't tell is told by a few numbers per part, the marks, which all
-workers compare as they load: sums over the ids of its nodes and edges, which show whether each is
-held once, and of each pair of parts a hash of the rows that one needs and of those that the other
-sends.
+workers compare as they load: sums over the ids of its nodes and edges, and over the places of its
+entries of lists of node ids, which show whether each is held once; and of each pair of parts a hash
+of the rows that one needs and of those that the other sends.
 """
 
 from __future__ import annotations
@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import PartitionError
-from pyg_sar.hetero_parts import store_tensors
+from pyg_sar.hetero_parts import HeteroSchema, store_tensors
 from pyg_sar.metadata import PartitionMetadata
+from pyg_sar.node_lists import NodeList, list_tensors
 from pyg_sar.part_checks import graph_ids
 from pyg_sar.parts import PartTensors
 
@@ -36,7 +37,7 @@ def part_marks(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor:
     graphs = 0 if batch is None or not batch.numel() else int(batch.max()) + 1
     needs = [hashlib.sha256() for _ in range(metadata.num_parts)]
     sends = [hashlib.sha256() for _ in range(metadata.num_parts)]
-    for own, rows in _relations(metadata, tensors):
+    for own, rows in relations(metadata, tensors):
         wanted = rows["halo_n_id"].split(rows["halo_counts"].tolist())
         given = rows["send_index"].split(rows["send_counts"].tolist())
         for q in range(metadata.num_parts):
@@ -56,8 +57,8 @@ def check_marks(metadata: PartitionMetadata, marks: Tensor) -> None:
         expected[1] += _factor(k) * ((total - 1) * total * (2 * total - 1) // 6)
     if any(_signed(sum(r[n] for r in rows)) != _signed(expected[n]) for n in (0, 1)):
         raise PartitionError(
-            f"The parts of '{metadata.root}' don't hold each node and edge of the graph once ("
-            f"'n_id', 'e_id'): one was altered; {remedy}"
+            f"The parts of '{metadata.root}' don't hold each node and edge of the graph once, or "
+            f"each entry of a list of node ids ('n_id', 'e_id', 'place'): one was altered; {remedy}"
         )
     if metadata.num_graphs is not None and max(r[2] for r in rows) != metadata.num_graphs:
         raise PartitionError(
@@ -85,30 +86,60 @@ def _signed(number: int) -> int:
 
 
 def _ids(metadata: PartitionMetadata, tensors: PartTensors) -> Iterator[Tensor]:
-    """The ids of a part's nodes and edges of each kind."""
+    """The ids of a part's nodes and edges of each kind, and the places of its lists."""
     if metadata.hetero is None:
         yield from (tensors["n_id"], tensors["e_id"])
-        return
-    for k in range(len(metadata.hetero.types)):
-        yield tensors[f"type.{k}/n_id"]
-    for k in range(len(metadata.hetero.relations)):
-        yield tensors[f"relation.{k}/e_id"]
+    else:
+        yield from (tensors[f"type.{k}/n_id"] for k in range(len(metadata.hetero.types)))
+        yield from (tensors[f"relation.{k}/e_id"] for k in range(len(metadata.hetero.relations)))
+    # Counted from 1, so that an entry at place 0 is missed: no metadata says how many a part has.
+    yield from (rows["place"] + 1 for _, _, rows in _lists(metadata, tensors))
 
 
 def _totals(metadata: PartitionMetadata) -> list[int]:
     if metadata.hetero is None:
-        return [metadata.num_nodes, metadata.num_edges]
-    return [info.count for info in (*metadata.hetero.types, *metadata.hetero.relations)]
+        counts, lists = [metadata.num_nodes, metadata.num_edges], metadata.lists
+    else:
+        infos = [*metadata.hetero.types, *metadata.hetero.relations]
+        counts = [info.count for info in infos]
+        lists = [found for info in infos for found in info.lists]
+    return counts + [found.count + 1 for found in lists]
 
 
-def _relations(
+def relations(
     metadata: PartitionMetadata, tensors: PartTensors
 ) -> Iterator[tuple[Tensor, PartTensors]]:
-    """The ids of own sources, and the tensors, of each relation of a part."""
+    """The ids of own sources, and the tensors, of each relation and list of pairs of a part."""
     if metadata.hetero is None:
         yield tensors["n_id"], tensors
-        return
-    names = [info.name[0] for info in metadata.hetero.types]
-    for k, info in enumerate(metadata.hetero.relations):
-        own = tensors[f"type.{names.index(info.name[0])}/n_id"]
-        yield own, store_tensors(tensors, "relation", k)
+    else:
+        own = _own(metadata.hetero, tensors)
+        for k, info in enumerate(metadata.hetero.relations):
+            yield own[info.name[0]], store_tensors(tensors, "relation", k)
+    for found, ids, rows in _lists(metadata, tensors):
+        if found.kind == "links":
+            yield ids, rows
+
+
+def _own(schema: HeteroSchema, tensors: PartTensors) -> dict[str, Tensor]:
+    """The ids of own nodes of each type."""
+    return {info.name[0]: tensors[f"type.{k}/n_id"] for k, info in enumerate(schema.types)}
+
+
+def _lists(
+    metadata: PartitionMetadata, tensors: PartTensors
+) -> Iterator[tuple[NodeList, Tensor, PartTensors]]:
+    """Each list of node ids of a part, the ids of own (source) nodes, and its tensors."""
+    if metadata.hetero is None:
+        stores = [(metadata.lists, tensors["n_id"], tensors)]
+    else:
+        own = _own(metadata.hetero, tensors)
+        kinds = ("type", metadata.hetero.types), ("relation", metadata.hetero.relations)
+        stores = [
+            (info.lists, own[info.name[0]], store_tensors(tensors, kind, k))
+            for kind, infos in kinds
+            for k, info in enumerate(infos)
+        ]
+    for lists, ids, rows in stores:
+        for k, info in enumerate(lists):
+            yield info, ids, list_tensors(rows, k)

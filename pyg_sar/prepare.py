@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -11,6 +10,8 @@ from torch_geometric.utils import is_undirected
 
 from pyg_sar.attributes import Column, encode_attributes
 from pyg_sar.hetero_parts import HeteroGraph, attribute_header
+from pyg_sar.node_ids import NodeIds, said_of
+from pyg_sar.node_lists import SplitLists, without_lists
 from pyg_sar.partition import (
     PartitionStatistics,
     assign_nodes,
@@ -20,18 +21,25 @@ from pyg_sar.partition import (
 from pyg_sar.parts import PartTensors, check_graph, part_tensors, with_edges
 
 FORMAT = "pyg_sar.partition"
-VERSION = 4  # 1 homogeneous, 2 heterogeneous graphs, 3 with a timetable, 4 with covers
+VERSION = 5  # 1 homogeneous, 2 heterogeneous, 3 with a timetable, 4 with covers, 5 with lists
 
 Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensors]]
 """The metadata without the parts' files, the statistics, and the tensors of each part."""
 
 
 def prepare_homogeneous(
-    data: Any, num_parts: int, method: Any, seed: int, report: Callable[[str], None]
+    data: Any,
+    num_parts: int,
+    method: Any,
+    seed: int,
+    report: Callable[[str], None],
+    node_ids: NodeIds | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``Data``; arguments as of ``write_partitions``."""
     data = with_edges(data)
     edge_index, num_nodes = check_graph(data)
+    said = said_of(node_ids, data.keys())
+    data, lists = without_lists(data, num_nodes, said)
     columns = encode_attributes(data, num_nodes)
     report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
     part = assign_nodes(edge_index, num_nodes, num_parts, method, seed)
@@ -40,14 +48,26 @@ def prepare_homogeneous(
     directed = not is_undirected(edge_index, num_nodes=num_nodes)
     header = _header(directed, statistics, columns, method, seed)
     header["num_graphs"] = _num_graphs(columns)
-    return header, statistics, partial(part_tensors, edge_index, layout, columns)
+    header["lists"] = [whole.info.as_dict() for whole in lists]
+    split = SplitLists(lists, part, num_parts)
+
+    def tensors(p: int) -> PartTensors:
+        return part_tensors(edge_index, layout, columns, p) | split.tensors(p)
+
+    return header, statistics, tensors
 
 
 def prepare_hetero(
-    data: Any, num_parts: int, method: Any, seed: int, report: Callable[[str], None]
+    data: Any,
+    num_parts: int,
+    method: Any,
+    seed: int,
+    report: Callable[[str], None],
+    node_ids: NodeIds | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``HeteroData``; arguments as of ``write_partitions``."""
-    graph = HeteroGraph(data)
+    said = said_of(node_ids, {name for store in data.stores for name in store})
+    graph = HeteroGraph(data, said)
     total = sum(graph.num_nodes.values())
     report(f"assigning {total:,} nodes of {len(graph.num_nodes)} type(s) to {num_parts} part(s)")
     partition = graph.partition(num_parts, method, seed)

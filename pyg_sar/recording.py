@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -60,12 +60,14 @@ class Rows:
         num_edges: Edges of the whole graph.
         n_id: Global ids of the process's nodes.
         e_id: Global ids of its edges.
+        lists: By their length, lists of node ids or pairs: the places that the process holds.
     """
 
     num_nodes: int
     num_edges: int
     n_id: Tensor
     e_id: Tensor
+    lists: dict[int, Tensor] = field(default_factory=dict)
 
     def ids(self, whole: Tensor) -> Tensor | None:
         """Rows of a whole graph's tensor that the process holds (``None``: all)."""
@@ -73,7 +75,7 @@ class Rows:
             return self.n_id
         if whole.dim() and whole.size(0) == self.num_edges:
             return self.e_id
-        return None
+        return self.lists.get(whole.size(0)) if whole.dim() else None
 
     def mine(self, whole: Any) -> Any:
         """The process's part of whatever a module returned for the whole graph."""

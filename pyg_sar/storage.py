@@ -6,7 +6,8 @@
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
 The tensors of a part are those of ``parts.py``, or of ``hetero_parts.py`` for a heterogeneous
-graph. Versions 1 and 2, which had no timetable, and 3, which had no covers, are still read.
+graph, and of its lists of node ids those of ``node_lists.py``. Versions 1 and 2, which had no
+timetable, 3, which had no covers, and 4, which held node ids as they were, are still read.
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder
@@ -34,6 +35,8 @@ from pyg_sar.files import flush as _flush
 from pyg_sar.hetero_partition import Assignment
 from pyg_sar.hetero_parts import merge_hetero
 from pyg_sar.metadata import METADATA, PartitionMetadata, read_metadata, with_checksum
+from pyg_sar.node_ids import NodeIds
+from pyg_sar.node_lists import merge_lists
 from pyg_sar.part_checks import check_part
 from pyg_sar.part_marks import check_marks, part_marks
 from pyg_sar.partition import PartitionStatistics
@@ -53,6 +56,7 @@ def write_partitions(
     method: str | Tensor | np.ndarray[Any, Any] | Assignment = "metis",
     seed: int = 0,
     *,
+    node_ids: NodeIds | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
 ) -> PartitionStatistics:
@@ -63,6 +67,12 @@ def write_partitions(
     types without features or edges, relations without edges, and any node-, edge- or graph-level
     attributes, sparse ones included. The same arguments give the same bytes.
 
+    Attributes that hold node ids are split to the nodes' owners: lists of them ``[K]``, such as
+    ``train_idx`` or OGB's ``split_idx``, and pairs ``[2, K]``, such as ``edge_label_index``, with
+    the attributes that have a row per entry (``edge_label``). Which these are PyG's convention
+    tells: the name has 'index' in it, or 'idx'. On a part, a list holds local ids, and pairs are a
+    distributed ``edge_index``; ``NAME_place`` says where in the whole list their entries stood.
+
     Args:
         data: The graph.
         num_parts: The number of parts; one per worker.
@@ -72,6 +82,9 @@ def write_partitions(
             dict of such vectors by node type
             (:func:`~pyg_sar.hetero_partition.assign_node_types`).
         seed: Seed of the partitioner.
+        node_ids: Names of more attributes that hold node ids; or for each name whether it does,
+            ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
+            keeps an attribute's values as they are.
         overwrite: Replace an existing partition at ``root``.
         progress: Called with a line of text before each stage.
 
@@ -80,7 +93,8 @@ def write_partitions(
         ``HeteroData`` for each node type and relation too.
 
     Raises:
-        ValueError: When an argument or an attribute of ``data`` can't be used.
+        ValueError: When an argument or an attribute of ``data`` can't be used, or may hold node
+            ids (integers with no row per node or edge) and nothing says so.
         TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
             not fit it.
         FileExistsError: When ``root`` exists.
@@ -90,7 +104,7 @@ def write_partitions(
     root = Path(root)
     _check_target(root, overwrite)
     prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
-    header, statistics, tensors_of = prepare(data, num_parts, method, seed, report)
+    header, statistics, tensors_of = prepare(data, num_parts, method, seed, report, node_ids)
     scratch = beside(root)
     try:
         scratch.mkdir(parents=True)
@@ -238,4 +252,7 @@ def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
     check_marks(metadata, torch.stack([part_marks(metadata, part) for part in parts]))
     if metadata.hetero is not None:
         return merge_hetero(metadata.hetero, metadata.attributes, metadata.values, parts)
-    return merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)
+    data = merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)
+    n_id = [part["n_id"] for part in parts]
+    merge_lists(data, metadata.lists, parts, n_id, n_id)
+    return data

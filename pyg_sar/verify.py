@@ -31,6 +31,8 @@ from pyg_sar.ledger import HALO_KINDS, Ledger
 from pyg_sar.loading import load_partition
 from pyg_sar.metrics import mean
 from pyg_sar.nn import OneShotWarning
+from pyg_sar.node_ids import NodeIds, said_of
+from pyg_sar.node_lists import PLACE, restricted, without_lists
 from pyg_sar.policy import SARPolicy
 from pyg_sar.recording import (
     NoDropout,
@@ -63,6 +65,7 @@ def verify(
     tolerance: float = 1e-9,
     seed: int = 0,
     timeout: float = 300.0,
+    node_ids: NodeIds | None = None,
 ) -> VerifyReport:
     r"""Compares a model on a few workers with itself in one process, before a long run.
 
@@ -90,6 +93,7 @@ def verify(
         tolerance: The largest error :math:`\max |a - b| / \max |b|` that counts as equal.
         seed: Of the sample.
         timeout: Seconds that an operation of a worker may take.
+        node_ids: Attributes that hold node ids (see :func:`pyg_sar.write_partitions`).
 
     Returns:
         A report with ``ok``, ``layers``, ``refused``, ``first_difference``; ``str(report)`` is a
@@ -105,14 +109,14 @@ def verify(
             f"{num_workers} and {max_nodes})"
         )
     with _float64():
-        part = _doubled(sample_nodes(data, max_nodes, seed))
+        part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))
         plain = without_dropout(copy.deepcopy(model)).double()
         run = call or call_with(_required(plain, part))
         expected = _reference(plain, part, run)
         with tempfile.TemporaryDirectory() as folder:
             root = os.path.join(folder, "parts")
-            write_partitions(part, num_workers, root, method, seed)
-            task = _Task(plain, run, root, policy or SARPolicy(), expected)
+            write_partitions(part, num_workers, root, method, seed, node_ids=node_ids)
+            task = _Task(plain, run, root, policy or SARPolicy(), expected, _lists(part, node_ids))
             report = VerifyReport(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,
@@ -146,13 +150,16 @@ def _required(model: nn.Module, data: Data) -> list[str]:
 # The sample ##################################################################
 
 
-def sample_nodes(data: Data, max_nodes: int, seed: int = 0) -> Data:
+def sample_nodes(
+    data: Data, max_nodes: int, seed: int = 0, node_ids: NodeIds | None = None
+) -> Data:
     """The subgraph of at most ``max_nodes`` nodes: a few drawn at random, grown along edges.
 
     Args:
         data: A graph.
         max_nodes: How many nodes to keep.
         seed: Of the draw.
+        node_ids: See :func:`pyg_sar.write_partitions`; lists of node ids keep their kept nodes.
 
     Returns:
         ``data`` itself where it is small enough.
@@ -175,7 +182,10 @@ def sample_nodes(data: Data, max_nodes: int, seed: int = 0) -> Data:
             break
         # Where nothing is reached any more, another node is drawn.
         kept[(new if new.numel() else order[~kept[order]][:1])[:room]] = True
-    return data.subgraph(kept.nonzero().view(-1).to(data.edge_index.device))
+    nodes_kept = kept.nonzero().view(-1)
+    rest, lists = without_lists(data, nodes, said_of(node_ids, data.keys()))
+    sample = rest.subgraph(nodes_kept.to(data.edge_index.device))
+    return restricted(sample, lists, nodes_kept, nodes)
 
 
 def _doubled(data: Data) -> Data:
@@ -207,7 +217,25 @@ class _Task:
     root: str
     policy: SARPolicy
     expected: ModelPass
+    lists: dict[int, tuple[str, str | None]]
     refused: dict[str, str] = field(default_factory=dict)
+
+
+def _lists(data: Data, node_ids: NodeIds | None) -> dict[int, tuple[str, str | None]]:
+    """Names and keys of the lists of node ids, by their length where no two have the same."""
+    _, lists = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()))
+    counts = [whole.ids.size(-1) for whole in lists]
+    return {
+        count: (whole.info.name, whole.info.key)
+        for count, whole in zip(counts, lists, strict=True)
+        if counts.count(count) == 1
+    }
+
+
+def _places(data: Data, name: str, key: str | None) -> Tensor:
+    found = data[f"{name}{PLACE}"]
+    place: Tensor = found if key is None else found[key]
+    return place
 
 
 def _values(tensor: Tensor, ids: Tensor | None) -> Tensor:
@@ -319,7 +347,8 @@ def _worker(task: _Task) -> ModelPass:
     """Two passes: one is compared, the other counted, when all that is kept has been made."""
     mine = load_partition(task.root)
     whole = task.expected.rows
-    rows = Rows(whole.num_nodes, whole.num_edges, mine.n_id, mine.e_id)
+    lists = {count: _places(mine, *which) for count, which in task.lists.items()}
+    rows = Rows(whole.num_nodes, whole.num_edges, mine.n_id, mine.e_id, lists)
     model = copy.deepcopy(task.model)
     for name in task.refused:
         put(model, name, StandIn(task.expected.results[name], rows))

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from oracle import threads
+from torch_geometric import transforms
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv, global_mean_pool
 from torch_geometric.utils import scatter, softmax
@@ -99,8 +100,55 @@ def test_verifying(document, first):
 def test_training(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pyg_sar.write_partitions(a_graph(), 1, "parts")
-    run("docs/training.md", snippets("docs/training.md"), MyModel=MyModel)
+    code = snippets("docs/training.md")
+    run("docs/training.md", code[:2] + code[5:], MyModel=MyModel)
     assert {"report", "run.ckpt"} <= set(os.listdir())
+
+
+class Energy(MyModel):
+    def forward(self, z, pos, edge_index):
+        return self.conv(torch.cat([pos, z.view(-1, 1)], dim=1).sin(), edge_index)
+
+
+def test_forces(tmp_path):
+    data = Data(z=torch.rand(30), pos=torch.randn(30, 3), edge_index=a_graph().edge_index)
+    data.force = torch.randn(30, 3)
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+
+    def work() -> None:
+        mine = pyg_sar.load_partition(tmp_path / "parts")
+        pos = mine.pos.requires_grad_()
+        code = snippets("docs/training.md")[2:3]
+        names = {"torch": torch, "pyg_sar": pyg_sar, "model": Energy(), "data": mine, "pos": pos}
+        run("docs/training.md", code, **names)
+
+    threads(work, 3)
+
+
+def test_link_prediction_and_all_nodes_in_one_place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    links, gather = snippets("docs/training.md")[3:5]
+    once, each = links.split("# in each worker\n")
+    run("docs/training.md", [once], pyg_sar=pyg_sar, data=a_graph(), T=transforms)
+    found = []
+
+    class Evaluator:
+        """As OGB's."""
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def eval(self, values: Any) -> str:
+            found.append([len(rows) for rows in values.values()])
+            return self.name
+
+    def work() -> None:
+        model = pyg_sar.distribute(MyModel())
+        names = {"pyg_sar": pyg_sar, "F": F, "model": model, "Evaluator": Evaluator}
+        run("docs/training.md", [each, "out = z", gather], **names)
+
+    threads(work, 4)
+    assert found == [[30, 30]]
 
 
 def test_reductions_over_all_nodes(tmp_path):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import json
 import random
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -42,6 +43,13 @@ def make_homogeneous() -> Any:
     data.wave = torch.randn(40, dtype=torch.complex64)
     data.numbers = np.arange(40, dtype=np.int16)
     data.scale, data.title, data.pair = torch.tensor(2.5), "a graph", (1, 2)
+    data.train_idx = torch.tensor([33, 2, 7, 7, 0, 39, 12], dtype=torch.int32)
+    data.train_y = torch.arange(7) * 100
+    data.split_idx = {"train": torch.tensor([1, 31, 2]), "test": torch.tensor([30, 5])}
+    data.array_idx = np.array([9, 3, 21, 9], dtype=np.int16)
+    data.edge_label_index = torch.arange(60).view(2, 30) % 40
+    data.edge_label = torch.randn(30, dtype=torch.float64)
+    data.edge_label_text = [f"é{k}" for k in range(30)]
     return data
 
 
@@ -50,6 +58,12 @@ def make_several() -> HeteroData:
     data["venue"].names = ["a", "bé", "", "d"]
     data["paper"].bag = torch.eye(21, 7).to_sparse_csr()
     data["paper"].note, data.title = "of papers", "whole"
+    data["paper"].train_idx = torch.tensor([20, 0, 3, 3])
+    data["paper"].split_idx = {"train": torch.tensor([7, 1]), "test": torch.tensor([2])}
+    data["paper"].pair_index = torch.tensor([[3, 20, 5], [20, 0, 0]])
+    relation = data["author", "writes", "paper"]
+    relation.edge_label_index = torch.stack([torch.arange(30) % 13, torch.arange(30) % 21])
+    relation.edge_label = torch.randn(30)
     return data
 
 
@@ -78,6 +92,8 @@ def leaves(data: BaseData) -> dict[str, Any]:
             if isinstance(value, Tensor) and value.layout == torch.sparse_csr:
                 parts = value.crow_indices(), value.col_indices(), value.values()
                 found |= {f"{number}.{name}.{k}": part for k, part in enumerate(parts)}
+            elif isinstance(value, dict):
+                found |= {f"{number}.{name}.{key}": part for key, part in value.items()}
             else:
                 found[f"{number}.{name}"] = value
     return found
@@ -104,10 +120,10 @@ def assert_same(found: BaseData, expected: BaseData, what: Any) -> None:
 
 STRUCTURE = (
     *("n_id", "e_id", "halo_n_id", "halo_counts", "send_index", "send_counts", "pair_rows"),
-    *("pair_units", "cover_edges"),
+    *("pair_units", "cover_edges", "place"),
 )
 """Tensors of which every other value can be told from the right one."""
-RANGES = ("edge_index", "crow", "col", "starts", "batch")
+RANGES = ("edge_index", "crow", "col", "starts", "batch", "ids")
 """Tensors of which values out of range can be told: others are those of another graph."""
 
 
@@ -116,7 +132,7 @@ def mutated(tensors: dict[str, Tensor], rng: random.Random) -> str:
     name = rng.choice(sorted(tensors))
     tensor = tensors[name]
     ways = ["drop", "rename", "dtype", "view", "shape", "longer", "shorter", "transpose"]
-    last = name.replace("/", ".").split(".")[-1]
+    last = re.split(r"[/.:]", name)[-1]
     indices = last in STRUCTURE + RANGES and tensor.numel() > 0
     way = rng.choice([*ways, *["value"] * 8]) if indices else rng.choice(ways)
     if way == "drop":
@@ -162,8 +178,8 @@ VALUES: tuple[Any, ...] = (
     *(None, True, -1, 0, 1, 10**30, 2.5, float("nan"), "", "x", "float32", "tensor", "node"),
     *("edge", "csr", [], {}, [1], [-1, 2, 3], [[1]], {"a": 1}, ["x"], "torch", "int32", "qint8"),
 )
-FREE = ("is_directed", "method", "seed", "file", "version")
-"""Fields of which several values are right, and that loaded data doesn't show."""
+FREE = ("name", "key", "dtype", "form")
+"""Texts of a list of node ids: others that fit are those of another graph."""
 
 
 def places(value: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
@@ -189,6 +205,8 @@ def other_metadata(content: dict[str, Any], rng: random.Random) -> str:
         return f"drop {path}"
     old = inner[path[-1]]
     choices = [value for value in VALUES if repr(value) != repr(old)]
+    if "lists" in path and path[-1] in FREE:
+        choices = [value for value in choices if not isinstance(value, str)]
     if type(old) is int:
         choices += [old + 1, old - 1, float(old), str(old)]
     inner[path[-1]] = value = rng.choice(choices)
@@ -300,23 +318,36 @@ def swap(name: str) -> Callable[[dict[str, Tensor]], None]:
     return change
 
 
-def other_row(tensors: dict[str, Tensor]) -> None:
+def other_row(prefix: str = "") -> Callable[[dict[str, Tensor]], None]:
     """Sends the neighbouring row: in range and ascending, but not what the peer asked for."""
-    index = tensors["send_index"] = tensors["send_index"].clone()
-    ends = tensors["send_counts"].cumsum(0) - 1
-    last = int(ends[(tensors["send_counts"] > 0) & (index[ends] < tensors["n_id"].numel() - 1)][0])
-    index[last] += 1
+
+    def change(tensors: dict[str, Tensor]) -> None:
+        name, counts = f"{prefix}send_index", tensors[f"{prefix}send_counts"]
+        index = tensors[name] = tensors[name].clone()
+        ends = counts.cumsum(0) - 1
+        last = int(ends[(counts > 0) & (index[ends] < tensors["n_id"].numel() - 1)][0])
+        index[last] += 1
+
+    return change
 
 
-def an_edge_twice(tensors: dict[str, Tensor]) -> None:
-    tensors["e_id"] = tensors["e_id"].clone()
-    tensors["e_id"][0] = tensors["e_id"][1]
+def twice(name: str) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        tensors[name] = tensors[name].clone()
+        tensors[name][0] = tensors[name][1]
 
+    return change
+
+
+LINKS = 4  # edge_label_index of make_homogeneous()
 
 CHANGES: dict[str, tuple[Callable[[dict[str, Tensor]], None], str]] = {
     "order of sent rows": (swap("send_index"), "'send_index' of .*its values don't ascend"),
-    "another row is sent": (other_row, r"Parts \d and \d of .* don't belong together"),
-    "an edge twice": (an_edge_twice, "don't hold each node and edge of the graph once"),
+    "another row is sent": (other_row(), r"Parts \d and \d of .* don't belong together"),
+    "an edge twice": (twice("e_id"), "don't hold each node and edge of the graph once"),
+    "order of a list": (swap("list.0:place"), "'list.0:place' of .*its values don't ascend"),
+    "a pair twice": (twice(f"list.{LINKS}:place"), "or each entry of a list of node ids"),
+    "another row for pairs": (other_row(f"list.{LINKS}:"), r"Parts \d and \d of .* don't belong"),
 }
 
 
@@ -334,6 +365,37 @@ def test_other_rows_in_range_are_one_error_on_every_worker(name: str, tmp_path: 
         return str(caught.value)
 
     assert len(set(threads(worker, WORLD))) == 1
+
+
+LISTS: dict[str, tuple[int, str, Any, str]] = {
+    "the name of an attribute": (0, "name", "x", r"lists and rows of different names.*'x'"),
+    "the name of a row": (0, "name", "edge_label", "lists and rows of different names"),
+    "the name of places": (1, "name", "train_idx_place", "lists and rows of different names"),
+    "a key twice": (2, "key", "test", "one list for each key of 'split_idx'"),
+    "a list among keys": (2, "key", None, "one list for each key of 'split_idx'"),
+    "pairs of floats": (LINKS, "dtype", "float64", "'lists.4..attribute.dtype' to be one of int8"),
+    "ids beyond the dtype": (0, "dtype", "int8", "names nodes beyond int8, .* of 'train_idx'"),
+    "pairs beyond the dtype": (LINKS, "dtype", "int8", "beyond int8, .* 'edge_label_index'"),
+}
+
+
+def test_lists_that_another_program_described(tmp_path: Path):
+    data = make_graph(300)
+    data.train_idx, data.array_idx = torch.tensor([5, 299, 290]), np.array([3])
+    data.split_idx = {"train": torch.tensor([1]), "test": torch.tensor([2])}
+    data.edge_label_index, data.edge_label = torch.tensor([[1, 290], [2, 3]]), torch.ones(2)
+    pyg_sar.write_partitions(data, 1, tmp_path / "parts")
+    original = metadata_of(tmp_path / "parts")
+    order = ["train_idx", "array_idx", "split_idx", "split_idx", "edge_label_index"]
+    assert [row["name"] for row in original["lists"]] == order
+    for name, (number, field, value, text) in LISTS.items():
+        content = copy.deepcopy(original)
+        row = content["lists"][number]
+        (row["attribute"] if field == "dtype" else row)[field] = value
+        storage._write_metadata(tmp_path / "parts", content)
+        with pytest.raises(PartitionError, match=text):
+            merge_partitions(tmp_path / "parts")
+            raise AssertionError(name)
 
 
 def test_features_of_another_dtype_are_named(tmp_path: Path):

@@ -389,6 +389,40 @@ def test_functions_of_the_whole_graph_are_refused(name: str, root: Path):
     assert "distributed" in message and len(message) > 40
 
 
+def test_the_function_of_pyg_is_named(root: Path):
+    """Not just the operator inside it; nothing of PyG where the caller used the operator."""
+    called: dict[str, Callable[[Data], Any]] = {
+        "utils.coalesce": lambda d: utils.coalesce(d.edge_index),
+        "utils.to_undirected": lambda d: utils.to_undirected(d.edge_index),
+        "utils.negative_sampling": lambda d: utils.negative_sampling(d.edge_index, d.num_nodes),
+        "utils.add_random_edge": lambda d: utils.add_random_edge(d.edge_index, 0.5),
+        "utils.k_hop_subgraph": lambda d: utils.k_hop_subgraph(0, 1, d.edge_index),
+        "utils.subgraph": lambda d: utils.subgraph(
+            torch.tensor([0]), d.edge_index, relabel_nodes=True
+        ),
+        "utils.degree": lambda d: utils.degree(d.edge_index[0], 99),
+        "utils.add_self_loops": lambda d: utils.add_self_loops(d.edge_index, num_nodes=99),
+        "data.Data.coalesce": lambda d: d.coalesce(),
+        "transforms.ToUndirected": lambda d: T.ToUndirected()(d),
+        "nn.ARMAConv": lambda d: gnn.ARMAConv(6, 3).double()(d.x, d.edge_index * 2),
+        "nn.InnerProductDecoder": lambda d: gnn.InnerProductDecoder()(d.x[:1], d.edge_index),
+    }
+
+    def worker(data: Data) -> dict[str, str]:
+        found = {}
+        for name, fn in called.items():
+            with pytest.raises(DistributedIndexError) as caught:
+                fn(data)
+            found[name] = str(caught.value)
+        return found
+
+    for found in on_workers(worker, root):
+        assert found.pop("nn.ARMAConv").startswith("'torch.Tensor.mul' on")
+        for name, message in found.items():
+            assert message.startswith(f"'torch_geometric.{name}'"), message
+            assert "before write_partitions()" in message or "must hold" in message
+
+
 def test_node_tensors_must_hold_this_workers_rows(root: Path):
     message = refused(lambda d: torch.zeros(NODES, 2)[d.edge_index[0]], root)
     assert "[40, 2]" in message and "rank" in message

@@ -134,7 +134,8 @@ def test_round_trip_and_format(num_nodes, num_edges, num_parts, method, seed):
         method = torch.randint(num_parts, (num_nodes,))
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder) / "parts"
-        statistics = write_partitions(data, num_parts, root, method, seed)
+        plain = {"node_index": False}  # Its values are no ids, whatever its name says.
+        statistics = write_partitions(data, num_parts, root, method, seed, node_ids=plain)
         metadata = read_metadata(root)
         parts = [read_part(root, p) for p in range(num_parts)]
         assert metadata.statistics == statistics
@@ -390,7 +391,8 @@ def test_wrong_arguments(tmp_path):
 def test_same_seed_same_bytes(method, tmp_path):
     data = random_data(40, 200, seed=1)
     for name, seed in (("a", 5), ("b", 5), ("c", 6)):
-        write_partitions(data, 3, tmp_path / name, method, seed)
+        plain = {"node_index": False}
+        write_partitions(data, 3, tmp_path / name, method, seed, node_ids=plain)
     a, b, c = (folder_bytes(tmp_path / name) for name in "abc")
     assert a == b
     assert a.keys() == c.keys() and a[METADATA] != c[METADATA]
@@ -560,8 +562,8 @@ def test_missing_or_foreign_metadata(tmp_path):
 def test_a_newer_version_says_so(root):
     path = root / METADATA
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "version": 5, "parts": "of another kind"}))
-    with pytest.raises(PartitionError, match=r"format version 5, newer than 4.*update pyg_sar"):
+    path.write_text(json.dumps({**content, "version": 6, "parts": "of another kind"}))
+    with pytest.raises(PartitionError, match=r"format version 6, newer than 5.*update pyg_sar"):
         read_metadata(root)
 
 
