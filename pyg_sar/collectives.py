@@ -63,12 +63,20 @@ class _Extreme(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, size: int, comm: Communicator) -> Tensor:
         width = x.size(1)
-        found = x.new_full((size, width + 1), float("-inf"))  # The last column: has rows at all.
+        # Two more columns: has rows at all, and holds NaN, which backends' maxima lose or keep.
+        found = x.new_full((size, width + 2), float("-inf"))
         rows = index.view(-1, 1).expand_as(x)
-        found[:, :width].scatter_reduce_(0, rows, x.detach(), "amax")
+        best = found[:, :width]
+        best.scatter_reduce_(0, rows, x.detach(), "amax")
+        nan = best.isnan()
+        best.masked_fill_(nan, float("-inf"))
         found[index, width] = 0
+        found[:, width + 1] = nan.any(1).to(x.dtype)
         comm.all_reduce(found, "max", label=FORWARD)
-        out = found[:, :width].masked_fill(found[:, width:].isinf(), 0)
+        out = best.masked_fill(found[:, width : width + 1].isinf(), 0)
+        if bool(found[:, width + 1].any()):  # The same on all workers.
+            everyones = comm.all_reduce(nan.to(x.dtype), "max", label=FORWARD)
+            out.masked_fill_(everyones > 0, float("nan"))
         ctx.save_for_backward(index, x == out.index_select(0, index))
         ctx.comm = comm
         return out
@@ -80,7 +88,7 @@ class _Extreme(torch.autograd.Function):
         rows = index.view(-1, 1).expand_as(winners)
         ties = torch.zeros_like(gradient).scatter_add_(0, rows, winners.to(gradient.dtype))
         total, ties = _summed(torch.stack([gradient, ties]), ctx.comm, BACKWARD)
-        share = total / ties.clamp(min=1)
+        share = total / ties  # Of NaN none: 0 times infinity, as scatter_reduce has it.
         return share.index_select(0, index) * winners, None, None, None
 
 
@@ -100,7 +108,8 @@ def product_over_workers(x: Tensor, comm: Communicator) -> Tensor:
 def largest_of_groups(x: Tensor, index: Tensor, size: int, comm: Communicator) -> Tensor:
     r""":math:`\max_{k : g_k = g} x_k` over the rows of all workers; 0 for no rows.
 
-    The gradient is shared evenly among equal maxima, as by :func:`torch.scatter_reduce`.
+    The gradient is shared evenly among equal maxima, as by :func:`torch.scatter_reduce`; that of a
+    group whose maximum is NaN is NaN.
 
     Args:
         x: ``[n, F]``, floating point.
