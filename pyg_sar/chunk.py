@@ -4,6 +4,10 @@ For aggregations whose partial states don't merge (median, LSTM, sort, a layer's
 ``aggregate()``): HongTu's way through the graph (Wang et al., SIGMOD 2023), over workers. Whatever
 needs all in-edges of a target at once is right within a chunk; resident are the rows of one chunk,
 or ``1 + prefetch``. A row that several chunks need travels once for each.
+
+Where messages are equal, PyG's median and quantiles give the gradient to those that an unstable
+sort of all edges of the graph puts first. A chunk's sort may put others first: outputs are the
+same, and the gradient is another of those that are right (a subgradient).
 """
 
 from __future__ import annotations

@@ -50,26 +50,35 @@ class _Extreme(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, index: Tensor, size: int, comm: Communicator) -> Tensor:
-        width = x.size(1)
-        x = x.detach()
-        found = x.new_full((size, width + 1), float("-inf"))  # The last column: has rows at all.
+        width, x = x.size(1), x.detach()
+        # Two more columns: has rows at all, and holds NaN, which backends' maxima lose or keep.
+        found = x.new_full((size, width + 2), float("-inf"))
         rows = index.view(-1, 1).expand_as(x)
-        found[:, :width].scatter_reduce_(0, rows, x, "amax")
+        best = found[:, :width]
+        best.scatter_reduce_(0, rows, x, "amax")
+        nan = best.isnan()
+        best.masked_fill_(nan, float("-inf"))
         found[index, width] = 0
+        found[:, width + 1] = nan.any(1).to(x.dtype)
         comm.all_reduce(found, "max", label=FORWARD)
-        out = found[:, :width].masked_fill(found[:, width:].isinf(), 0)
-        ctx.save_for_backward(index, x == out.index_select(0, index))
+        empty = found[:, width : width + 1].isinf()
+        out = best.masked_fill(empty, 0)
+        if bool(found[:, width + 1].any()):  # The same on all workers.
+            everyones = comm.all_reduce(nan.to(x.dtype), "max", label=FORWARD)
+            out.masked_fill_(everyones > 0, float("nan"))
+        ctx.save_for_backward(index, x == out.index_select(0, index), empty)
         ctx.comm = comm
         return out
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        index, winners = ctx.saved_tensors
+        index, winners, empty = ctx.saved_tensors
         rows = index.view(-1, 1).expand_as(winners)
         ties = torch.zeros_like(gradient).scatter_add_(0, rows, winners.to(gradient.dtype))
         total, ties = _Sum.apply(torch.stack([gradient, ties]), ctx.comm, BACKWARD)
         _warn_if_counted_often(gradient, total, ctx.comm)
-        share = total / ties.clamp(min=1)
+        # Of NaN there are no ties: 0 times infinity, as scatter_reduce has it.
+        share = total / ties.masked_fill(empty, 1)
         return share.index_select(0, index) * winners, None, None, None
 
 
@@ -109,7 +118,8 @@ def product_over_workers(x: Tensor, comm: Communicator) -> Tensor:
 def largest_of_groups(x: Tensor, index: Tensor, size: int, comm: Communicator) -> Tensor:
     r""":math:`\max_{k : g_k = g} x_k` over the rows of all workers; 0 for no rows.
 
-    The gradient is shared evenly among equal maxima, as by :func:`torch.scatter_reduce`.
+    The gradient is shared evenly among equal maxima, as by :func:`torch.scatter_reduce`; that of a
+    group whose maximum is NaN is NaN.
 
     Args:
         x: ``[n, F]``, floating point.

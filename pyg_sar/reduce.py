@@ -221,7 +221,8 @@ class ExtremumReducer(RowReducer):
 
     All :math:`k` messages that reach the extremum, on whichever shard, get :math:`g_i / k`, or
     :math:`g_i / (k + 1)` where it is 0: the gradient of PyG's ``scatter_reduce``, which counts the
-    zero that its output began with among the winners.
+    zero that its output began with among the winners. Where an in-edge's message is NaN, so is the
+    extremum; nobody reaches it, and the gradient of all in-edges is :math:`0 \cdot g_i / 0`, NaN.
     """
 
     needs_values = True
@@ -236,6 +237,7 @@ class ExtremumReducer(RowReducer):
         self._ties: Tensor | None = None
         self._gradient: Tensor | None = None
         self._missing: Tensor | None = None
+        self._nowhere: Tensor | None = None
 
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._out is None or self._ties is None:
@@ -274,7 +276,11 @@ class ExtremumReducer(RowReducer):
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         self._out, self._ties = state
         winners = self._ties + (self._out == 0)
-        self._gradient = (gradient / winners.clamp(min=1)).to(gradient.dtype)
+        self._gradient = (gradient / winners).to(gradient.dtype)  # infinite or NaN for NaN
+        nobody = winners == 0
+        self._nowhere = None
+        if bool(nobody.any()):
+            self._nowhere = gradient.new_zeros(gradient.shape).masked_fill_(nobody, float("nan"))
         self._missing = self._ties.sum(dtype=torch.float64)
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
@@ -291,6 +297,8 @@ class ExtremumReducer(RowReducer):
         at = transposed.source, transposed.offsets, transposed.targets
         found = extremum_backward_(flat, flat_rows(present(rows)), gradient, best, *at)
         self._missing = present(self._missing) - found
+        if self._nowhere is not None:  # The kernel gives a share to those that reach it only.
+            gather_into(total, self._nowhere, transposed)
 
     def finish_backward(self) -> None:
         if float(present(self._missing)) != 0 and bool(present(self._out).isfinite().all()):

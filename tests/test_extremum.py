@@ -1,7 +1,8 @@
-"""Maxima and minima of source rows by kernel: PyTorch's values, ties, NaN and gradients."""
+"""Maxima and minima of source rows: PyTorch's values, ties, NaN and gradients."""
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, threads
 from test_ops import problem
 from torch import Tensor
 from torch_geometric import nn as gnn
-from torch_geometric.nn import MessagePassing
+from torch_geometric.nn import MessagePassing, SimpleConv, global_max_pool
 
 import pyg_sar
 from pyg_sar import SARPolicy, ops
+from pyg_sar.collectives import largest_of_groups
 
 SWITCHES = (
     SARPolicy(),
@@ -205,3 +207,80 @@ def test_no_message_is_materialized(aggr: Any, partitions: Partitions, kernels: 
         assert rows == [1] * 3
     for rows, edges in threads(rows_of_messages, 3, root, SARPolicy(mode=2), aggr):
         assert sum(rows) == edges
+
+
+WHOLE = (
+    SARPolicy(),
+    SARPolicy(kernels="off", message_budget=600),
+    SARPolicy(mode=2),
+    SARPolicy(mode=3),
+    SARPolicy(strategy="chunked"),
+)
+
+
+def same(found: Tensor, right: Tensor) -> bool:
+    close = torch.allclose(found.nan_to_num(), right.nan_to_num(), rtol=1e-10, atol=1e-12)
+    return close and torch.equal(found.isnan(), right.isnan())
+
+
+def test_nan_and_infinite_features_as_in_one_process(tmp_path: Path):
+    """PyG's gradient of a target whose extremum is NaN is NaN at all of its in-edges; it was 0."""
+    data = make_graph()
+    data.x[3, 0], data.x[7, 1], data.x[8, 2] = math.nan, math.inf, -math.inf
+    data.x[5], data.x[10:20, 3] = math.nan, 0
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    weight = torch.randn(data.x.size(1), dtype=torch.float64)
+    expected = {}
+    for aggr in ("max", "min"):
+        x = data.x.clone().requires_grad_()
+        out = SimpleConv(aggr)(x, data.edge_index)
+        (out * weight).sum().backward()
+        assert x.grad is not None and x.grad.isnan().sum() > out.isnan().sum() > 0
+        expected[aggr] = out.detach(), x.grad
+
+    def worker() -> None:
+        part = pyg_sar.load_partition(tmp_path / "parts")
+        for policy in WHOLE:
+            for aggr, (out, gradient) in expected.items():
+                layer = pyg_sar.distribute(SimpleConv(aggr), policy)
+                x = part.x.clone().requires_grad_()
+                found = layer(x, part.edge_index)
+                (found * weight).sum().backward()
+                assert same(found.detach(), out[part.n_id]), (aggr, policy)
+                assert x.grad is not None and same(x.grad, gradient[part.n_id]), (aggr, policy)
+
+    threads(worker, 3)
+
+
+def test_nan_in_a_readout_as_in_one_process():
+    x = torch.tensor([[1.0, 2.0], [math.nan, 0.0], [5.0, 4.0], [3.0, 4.0]], dtype=torch.float64)
+    batch = torch.tensor([0, 0, 1, 1])
+    whole = x.clone().requires_grad_()
+    right = global_max_pool(whole, batch)
+    (right * torch.tensor([1.0, 2.0])).sum().backward()
+
+    def worker() -> None:
+        rows = slice(pyg_sar.current().rank, None, 2)
+        mine = x[rows].clone().requires_grad_()
+        out = pyg_sar.nn.global_max_pool(mine, pyg_sar.dist_batch(batch[rows]))
+        (out * torch.tensor([1.0, 2.0])).sum().div(2).backward()  # of two copies
+        assert same(out.detach(), right.detach())
+        assert mine.grad is not None and whole.grad is not None
+        assert same(mine.grad, whole.grad[rows])
+
+    threads(worker, 2)
+
+
+def test_a_backend_that_loses_nan():
+    """gloo's maximum of NaN and a number is the one or the other."""
+
+    class Losing:
+        world_size = 2
+
+        def all_reduce(self, tensor: Tensor, op: str, label: Any) -> Tensor:
+            return tensor.copy_(torch.fmax(tensor, torch.zeros_like(tensor)))
+
+    comm: Any = Losing()
+    x = torch.tensor([[1.0, math.nan], [2.0, 3.0]])
+    out = largest_of_groups(x, torch.tensor([0, 0]), 1, comm)
+    assert same(out, torch.tensor([[2.0, math.nan]]))
