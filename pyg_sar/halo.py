@@ -38,6 +38,15 @@ class Unit:
         return sum(self.counts)
 
 
+class _Call:
+    """What a layer that runs now makes of a plan; shared with the plan's widened ones."""
+
+    def __init__(self) -> None:
+        self.scope = ""
+        self.wire = Wire()
+        self.gathered: dict[Any, Any] = {}
+
+
 class HaloPlan:
     r"""A worker's place in the distributed node numbering, and its exchange with the peers.
 
@@ -87,9 +96,7 @@ class HaloPlan:
         self.halo_offsets = [0, *accumulate(self.halo_counts)]
         self.num_halo = self.halo_offsets[-1]
         self.n_id: Tensor | None = None  # global ids of the own nodes, where they are known
-        self.scope = ""  # the layer that runs now: whom the ledger charges for plain gathers
-        self.wire = Wire()  # how rows that this layer gathers plainly travel
-        self.gathered: dict[Any, Any] = {}  # halo gathers of that layer's present call
+        self._call = _Call()
         self.tokens = 0  # things made together by all workers, see distributed_index.py
         self.shared: Any = None  # what neighbours read in place, see shared_rows.py
         self.open_ended = False  # more own rows may follow the last that a relation has
@@ -98,6 +105,29 @@ class HaloPlan:
         self.timetable = timetable
         self._sends = list(send_index.split(self.send_counts))
         self._units: list[Unit] = []
+
+    @property
+    def scope(self) -> str:
+        """The layer that runs now: whom the ledger charges for plain gathers."""
+        return self._call.scope
+
+    @scope.setter
+    def scope(self, layer: str) -> None:
+        self._call.scope = layer
+
+    @property
+    def wire(self) -> Wire:
+        """How rows that this layer gathers plainly travel."""
+        return self._call.wire
+
+    @wire.setter
+    def wire(self, wire: Wire) -> None:
+        self._call.wire = wire
+
+    @property
+    def gathered(self) -> dict[Any, Any]:
+        """Halo gathers of that layer's present call."""
+        return self._call.gathered
 
     @property
     def rank(self) -> int:
@@ -183,7 +213,9 @@ class HaloPlan:
 
     def widened(self, num_local: int) -> HaloPlan:
         """The same exchange among more own rows, the new ones behind those known so far."""
-        return self._like(num_local, torch.cat(self._sends))
+        plan = self._like(num_local, torch.cat(self._sends))
+        plan._call = self._call  # Other workers' plans may not need to be widened.
+        return plan
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HaloPlan:
         return self  # Immutable, and bound to a communicator that can't be copied.

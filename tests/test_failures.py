@@ -226,7 +226,8 @@ RANKS = textwrap.dedent(
 
     AT_START = in_the_roll_call, while_meeting, while_connecting
     # What is to take long takes a second or two.
-    QUICK = extra_sum, ends_before_a_letter, extra_layer, other_dtype, other_sum, slow, holds_the_lock, stopped
+    QUICK = (extra_sum, ends_before_a_letter, extra_layer, other_dtype, other_sum, slow,
+             holds_the_lock, stopped)
 
     def worker(scenario, victim, timeout, folder):
         rank = int(os.environ["RANK"])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import socket
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
@@ -209,9 +210,12 @@ def test_who_can_not_prove_it_uses_the_network(light):
         told = []
         rank = current().rank
         real = meeting._read_greeting
-        for lie in ("dial", "number"):
+        for lie in ("dial", "number", "user"):
             if lie == "dial":
                 meeting._Meeting._dial = lambda *_: False  # type: ignore[method-assign]
+            elif lie == "user":
+                meeting._read_greeting = real
+                meeting._same_user = lambda _: rank != 0  # Whoever calls rank 0 is another's.
             else:
                 meeting._Meeting._dial = dial  # type: ignore[method-assign]
                 meeting._read_greeting = lambda c: (real(c)[0], "x" * 32)
@@ -237,11 +241,19 @@ def test_who_can_not_prove_it_uses_the_network(light):
     dial = meeting._Meeting._dial
     both = launch(work, 2, timeout=60)
     for rank, told in enumerate(both):
-        for heard, raised in (told[:2], told[2:]):
+        for heard, raised in (told[:2], told[2:4], told[4:]):
             assert len(heard) == rank  # One warning, by the second of the two.
             assert all("Ranks [(0, 1)] are on one host" in text for text in heard)
             assert "ranks 0 and 1 of one host can't share memory" in raised
             assert "Set it to 'auto' or '0'" in raised
+
+
+def test_the_kernel_says_whose_process_it_is(monkeypatch):
+    near, far = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with near, far:
+        assert meeting._same_user(near)
+        monkeypatch.setattr(meeting.os, "getuid", lambda: 12345)
+        assert not meeting._same_user(near)
 
 
 def test_a_segment_is_seen_by_who_maps_it():
