@@ -79,7 +79,7 @@ class HeteroSchema:
                     "count": info.count,
                     "attributes": {k: a.as_dict() for k, a in info.attributes.items()},
                     "values": info.values,
-                    "lists": [found.as_dict() for found in info.lists],
+                    "lists": {found.path: found.as_dict() for found in info.lists},
                 }
                 for info in infos
             ]
@@ -97,7 +97,7 @@ class HeteroSchema:
                     row["count"],
                     {k: Attribute(**a) for k, a in row["attributes"].items()},
                     row["values"],
-                    [NodeList.from_dict(found) for found in row.get("lists", ())],
+                    [NodeList.from_dict(found) for found in row.get("lists", {}).values()],
                 )
                 for row in rows
             ]

@@ -61,6 +61,11 @@ class NodeList:
     rows: dict[str, Attribute]
     key: str | None = None
 
+    @property
+    def path(self) -> str:
+        """What the metadata call it: ``train_idx``, ``split_idx['train']``."""
+        return self.name if self.key is None else f"{self.name}[{self.key!r}]"
+
     def as_dict(self) -> dict[str, Any]:
         """The fields as plain values that JSON can hold."""
         rows = {name: attribute.as_dict() for name, attribute in self.rows.items()}

@@ -48,7 +48,7 @@ def prepare_homogeneous(
     directed = not is_undirected(edge_index, num_nodes=num_nodes)
     header = _header(directed, statistics, columns, method, seed)
     header["num_graphs"] = _num_graphs(columns)
-    header["lists"] = [whole.info.as_dict() for whole in lists]
+    header["lists"] = {whole.info.path: whole.info.as_dict() for whole in lists}
     split = SplitLists(lists, part, num_parts)
 
     def tensors(p: int) -> PartTensors:

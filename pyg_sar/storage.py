@@ -324,7 +324,7 @@ def _parse_metadata(root: Path, content: dict[str, Any]) -> PartitionMetadata:
         parts=[PartInfo(**row) for row in content["parts"]],
         hetero=hetero,
         num_graphs=content.get("num_graphs"),
-        lists=[NodeList.from_dict(row) for row in content.get("lists", ())],
+        lists=[NodeList.from_dict(row) for row in content.get("lists", {}).values()],
     )
 
 
