@@ -38,6 +38,7 @@ _USAGE_ERRORS = ("UsageError", "PartitionError", "CheckpointError", "ReportError
 _CLEAR_ERRORS = ("DivergedError", "CommTimeoutError")
 
 _COURTESY = 2.0  # seconds
+_OF_IDS = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
 
 _PARTITION_EPILOG = """\
 sources:
@@ -257,6 +258,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         call=call_with(names) if names else None,
         max_nodes=arguments.max_nodes,
         method=arguments.method,
+        node_ids=arguments.node_ids,
         seed=arguments.seed,
     )
     print(report)
@@ -327,8 +329,7 @@ def _add_partition(commands: Any) -> None:
     of_method = "who gets which node (metis-work: edges count as work, too)"
     add("--method", choices=METHODS, default="metis", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
-    of_ids = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
-    add("--node-ids", type=_node_ids, metavar="NAMES", help=of_ids)
+    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     add("--overwrite", action="store_true", help="replace a partition in DIR")
     add("--quiet", action="store_true", help="print the statistics only")
@@ -417,6 +418,7 @@ def _add_verify(commands: Any) -> None:
     add("--method", choices=METHODS, default="random", help="who gets which node")
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     add("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
+    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
     add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")
     add("--seed", type=int, default=0, help="of the sample and the parameters")
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")

@@ -512,4 +512,7 @@ def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert "roots" in capsys.readouterr().err
     told = ["--out", str(tmp_path / "p"), "--node-ids", "roots,cluster_idx=no"]
     assert main([*command, *told]) == 0
+    verify = ["verify", str(tmp_path / "graph.pt"), "--model", "gcn", "--workers", "1"]
+    assert main([*verify, "--node-ids", "roots,cluster_idx=no"]) == 0
+    assert "ok" in capsys.readouterr().out
     assert same(merge_partitions(tmp_path / "p").roots, data.roots)
