@@ -61,7 +61,7 @@ def save_tensors(
     tensors: dict[str, Tensor], path: Path, metadata: dict[str, str] | None = None
 ) -> None:
     """Writes a safetensors file, which the library alone would make readable by its owner only."""
-    with path.open("wb") as file:
+    with path.open("ab") as file:  # Not truncated: a file in its place may be memory mapped.
         mode = os.fstat(file.fileno()).st_mode & 0o777
     save_file(tensors, path, metadata=metadata)
     path.chmod(mode)
