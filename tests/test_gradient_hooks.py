@@ -125,6 +125,16 @@ def called_with_others(model: Any, loss: Loss) -> Any:
     return found + [p.grad for p in model.parameters()]
 
 
+def asked_by_a_hook(model: Any, loss: Loss) -> Any:
+    """``torch.autograd.grad`` within a hook of another pass: of a loss of its own."""
+    parameters, found = list(model.parameters()), []
+    other = loss()
+    last = loss()
+    last.register_hook(lambda _: found.extend(torch.autograd.grad(other, parameters)))
+    last.backward()
+    return found + [p.grad for p in parameters]
+
+
 def scaled(model: Any, loss: Loss) -> Any:
     """A ``GradScaler``, whose scale is taken off the sums."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -137,7 +147,8 @@ def scaled(model: Any, loss: Loss) -> Any:
     return [total, *(p.detach() for p in model.parameters())]
 
 
-RUNS = [clipped, stepped_in_backward, seen_together, returned, called_with_others, scaled]
+RUNS = [clipped, stepped_in_backward, seen_together, returned, called_with_others]
+RUNS += [asked_by_a_hook, scaled]
 
 
 @pytest.mark.parametrize("run", RUNS)
