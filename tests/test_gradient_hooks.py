@@ -121,7 +121,11 @@ def called_with_others(model: Any, loss: Loss) -> Any:
     given = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
     called = loss(lambda *inputs: functional_call(model, given, inputs))
     found = [*torch.autograd.grad(called, list(given.values()))]
-    loss().backward()
+    student = loss()
+    teacher = {name: (3 * p).detach() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        found.append(loss(lambda *inputs: functional_call(model, teacher, inputs)))
+    student.backward()
     return found + [p.grad for p in model.parameters()]
 
 
@@ -286,6 +290,11 @@ def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
             with pytest.raises(pyg_sar.PygSarError, match=r"'head.weight' has a hook on its Acc"):
                 loss().backward()
             handle.remove()
+        early = loss()
+        given = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        functional_call(model, given, (data.x, data.edge_index))
+        with pytest.raises(pyg_sar.PygSarError, match=r"was called with others .*before that"):
+            early.backward()
         computed = {name: 2 * p for name, p in model.named_parameters()}
         with pytest.raises(ValueError, match=r"'convs.0.lin_l.weight' is computed from other tens"):
             functional_call(model, computed, (data.x, data.edge_index))
