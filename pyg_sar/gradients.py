@@ -69,8 +69,9 @@ class ParameterHook(ABC):
         self.settle()
         for name, _, rows in owned_parameters(model):
             setattr(rows, MARK, name)  # Their gradients are complete where they are.
-        self._set(shared_names(model))
-        if not torch.is_grad_enabled() and in_space(inputs):
+        if torch.is_grad_enabled() or not inputs:
+            self._set(shared_names(model))
+        elif in_space(inputs):
             check_replicas(model, self.comm)  # No gradient sum will do it.
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParameterHook:
@@ -142,6 +143,7 @@ class GradientSum(ParameterHook):
         super().__init__(comm)
         self.bucket_bytes = bucket_bytes
         self._warned = False
+        self._known: dict[int, None] = {}
         self._passes: dict[int, _Pass] = {}
         self._points: dict[int, int] = {}
         self._schedule: dict[int, list[Tensor]] | None = None
@@ -151,9 +153,10 @@ class GradientSum(ParameterHook):
         return GradientSum(self.comm, self.bucket_bytes)
 
     def _set(self, named: Iterable[tuple[str, Tensor]]) -> None:
-        before = [id(parameter) for parameter in self.parameters]
+        before = list(self._known)
         super()._set(named)
-        if before != [id(parameter) for parameter in self.parameters]:
+        self._known = {id(parameter): None for parameter in self.parameters}
+        if before != list(self._known):
             self._schedule = None
 
     def take_in(self, parameter: Tensor) -> None:
@@ -181,6 +184,11 @@ class GradientSum(ParameterHook):
             "are not there, as it is summed over the workers; of inputs they are: "
             "torch.autograd.grad(out, inputs, create_graph=True)",
         )
+        if id(parameter) not in self._known:
+            raise PygSarError(
+                f"Parameter {name!r} was replaced, or the model was called with others "
+                "(functional_call), before this backward pass: run backward() before that"
+            )
         refuse_node_hooks(node, name)
         if gradient.layout != torch.strided:
             raise ValueError(

@@ -86,7 +86,9 @@ def begun_within_another() -> bool:
     frame = _entry()
     while frame is not None and frame.f_back is not None:
         frame = frame.f_back
-        if frame.f_code.co_name == _ENTRY or frame.f_code.co_qualname == _NODE:
+        if frame.f_code.co_name == _ENTRY:
+            return False  # A hook began it.
+        if frame.f_code.co_qualname == _NODE:
             return True
     return False
 

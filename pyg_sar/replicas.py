@@ -31,7 +31,7 @@ _LOCAL = frozenset({"debug", "device", "local_rank", "num_nodes", "rank", "verbo
 
 def _checksum(tensor: Tensor) -> Tensor:
     """The sum of a tensor's words of at most 32 bits, as int64."""
-    flat = tensor.detach().reshape(-1)
+    flat = tensor.detach().contiguous().view(-1)
     words = {2: torch.int16}.get(flat.itemsize, torch.int32 if flat.itemsize >= 4 else torch.uint8)
     return flat.view(words).sum(dtype=torch.int64)
 
@@ -66,9 +66,9 @@ def reconcile(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
         ranks = [r for r, sums in enumerate(everyone) if sums[k] != everyone[0][k]]
         if not ranks:
             continue
-        value = tensor.detach()
-        exact = not value.is_floating_point()
-        value = value.to(torch.int64) if exact else value.nan_to_num()
+        exact = not tensor.is_floating_point()
+        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+        value = value.nan_to_num() if value.is_floating_point() else value.to(torch.int64)
         low = comm.all_reduce(value.clone().contiguous(), "min", label=_LABEL)
         high = comm.all_reduce(value.clone().contiguous(), "max", label=_LABEL)
         gap = float((high - low).max())

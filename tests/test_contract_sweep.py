@@ -44,7 +44,7 @@ def prepared(case: Case, dtype: torch.dtype = torch.float64) -> torch.nn.Module:
 def gradient(
     case: Case, layer: torch.nn.Module, data: Data, mean: Any
 ) -> tuple[dict[str, Tensor | None], dict[str, Tensor | None]]:
-    """Gradients of inputs and (this worker's share) of parameters by torch.autograd.grad."""
+    """Gradients of inputs and of parameters by torch.autograd.grad."""
     ids = data.n_id if "n_id" in data else torch.arange(data.num_nodes)
     given = leaves(case, data, torch.float64, ids, 0)
     inputs = {k: v for k, v in given.items() if isinstance(v, Tensor) and v.requires_grad}
@@ -159,10 +159,10 @@ def test_uses(name: str, graph: Data, root: Path):
         for key, value in expected["state"].items():
             assert error(w["state"][key], value) <= TOLERANCE, key
         same("twice", w["twice"], expected["first"].parameter_grads, 2.0)
+        same("sums", w["grad"][1], expected["grad"][1])
     copy.deepcopy(layer).load_state_dict(workers[0]["state"])
-    inputs, parameters = expected["grad"]
+    inputs, _ = expected["grad"]
     same("grad", {k: gathered(k, workers, graph, ids, root) for k in inputs}, inputs)
-    same("shares", {k: shares(k, workers) for k in parameters}, parameters)
     if half is not None:
         check_autocast(case, half, graph, workers, ids, expected["autocast"])
 
@@ -177,12 +177,6 @@ def gathered(key: str, workers: list[Any], graph: Data, ids: list[Tensor], root:
     for place, row in zip(places, rows, strict=True):
         whole[place] = row
     return whole
-
-
-def shares(key: str, workers: list[Any]) -> Tensor | None:
-    """autograd.grad gives each worker's share of a parameter's gradient; they add up."""
-    known = [w["grad"][1][key] for w in workers if w["grad"][1][key] is not None]
-    return sum(known[1:], known[0]) if known else None
 
 
 def check_autocast(

@@ -121,8 +121,22 @@ def called_with_others(model: Any, loss: Loss) -> Any:
     given = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
     called = loss(lambda *inputs: functional_call(model, given, inputs))
     found = [*torch.autograd.grad(called, list(given.values()))]
-    loss().backward()
+    student = loss()
+    teacher = {name: (3 * p).detach() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        found.append(loss(lambda *inputs: functional_call(model, teacher, inputs)))
+    student.backward()
     return found + [p.grad for p in model.parameters()]
+
+
+def asked_by_a_hook(model: Any, loss: Loss) -> Any:
+    """``torch.autograd.grad`` within a hook of another pass: of a loss of its own."""
+    parameters, found = list(model.parameters()), []
+    other = loss()
+    last = loss()
+    last.register_hook(lambda _: found.extend(torch.autograd.grad(other, parameters)))
+    last.backward()
+    return found + [p.grad for p in parameters]
 
 
 def scaled(model: Any, loss: Loss) -> Any:
@@ -137,7 +151,8 @@ def scaled(model: Any, loss: Loss) -> Any:
     return [total, *(p.detach() for p in model.parameters())]
 
 
-RUNS = [clipped, stepped_in_backward, seen_together, returned, called_with_others, scaled]
+RUNS = [clipped, stepped_in_backward, seen_together, returned, called_with_others]
+RUNS += [asked_by_a_hook, scaled]
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -275,6 +290,11 @@ def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
             with pytest.raises(pyg_sar.PygSarError, match=r"'head.weight' has a hook on its Acc"):
                 loss().backward()
             handle.remove()
+        early = loss()
+        given = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
+        functional_call(model, given, (data.x, data.edge_index))
+        with pytest.raises(pyg_sar.PygSarError, match=r"was called with others .*before that"):
+            early.backward()
         computed = {name: 2 * p for name, p in model.named_parameters()}
         with pytest.raises(ValueError, match=r"'convs.0.lin_l.weight' is computed from other tens"):
             functional_call(model, computed, (data.x, data.edge_index))

@@ -19,7 +19,7 @@ from torch_geometric.nn import GAT, GATConv
 
 import pyg_sar
 from pyg_sar.checkpoint import save_checkpoint
-from pyg_sar.replicas import LIMBS, differ, in_space, marks
+from pyg_sar.replicas import LIMBS, differ, in_space, marks, reconcile
 from pyg_sar.train_config import TrainConfig
 from pyg_sar.training import Trainer
 
@@ -194,6 +194,10 @@ def test_checksums_and_roundings():
                 assert own.numel() == LIMBS * comm.world_size and own.dtype == dtype
                 comm.all_reduce(own)
                 seen.append(differ(own.tolist()) == (place is not None))
+            strided = torch.ones(4, 2, dtype=dtype)[:, 0]
+            seen.append(
+                marks([strided], comm, strided).equal(marks([strided.clone()], comm, strided))
+            )
             doubled = torch.full((4096,), 1.0 + comm.rank, dtype=dtype)
             own = comm.all_reduce(marks([doubled], comm, doubled[0]))
             seen.append(differ(own.tolist()))
@@ -205,6 +209,8 @@ def test_checksums_and_roundings():
         for hook in list(model._forward_pre_hooks.values())[:1]:
             hook(model)
         weight.square().sum().backward()
+        whole = torch.full((2,), 1j * comm.rank)
+        seen.append("'z' differs" in refusal(lambda: reconcile([("z", whole)], comm)))
         return seen, weight.detach(), weight.grad
 
     workers = threads(worker, WORLD)
