@@ -19,7 +19,7 @@ LAYERS = (
     "errors policy ledger ops",
     "attention_terms attention_fallback attention_sums attention_ops functional",
     "posts beacon rendezvous turns issuer failure signals watch backends payload segments",
-    "neighbours same_host meeting",
+    "device_order neighbours same_host meeting",
     "sharing communicator inprocess comm launch",
     "timetable cover partition sparse_matrix attributes parts hetero_partition hetero_parts",
     "prepare storage synthetic graph_files graphs",
