@@ -135,6 +135,8 @@ class GroupTransport(Transport):
     """Whether the workers meet in torchrun's store (MPI brings its own)."""
     stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {torch.bool: torch.uint8}
     """dtypes that the backend can't (or shouldn't) reduce: which one is used instead."""
+    tagged: ClassVar[bool] = False
+    """Whether messages have tags made of their names."""
 
     def __init__(self, setting: Setting) -> None:
         self.owns_world = not dist.is_initialized()
@@ -194,7 +196,8 @@ class GroupTransport(Transport):
         ways = (RECEIVE, recvs), (SEND, sends)
         names = [(way, p, name_of(where, t.dtype, t.shape)) for way, all in ways for p, t in all]
         with self.posts.waiting(names) as posts, _reported():
-            self.transfer(outgoing, incoming, [TAGS + post.mark for post in posts])
+            tags = [TAGS + post.mark if self.tagged else 0 for post in posts]
+            self.transfer(outgoing, incoming, tags)
         for buffer, target in landing:
             if buffer is not target:
                 target.copy_(buffer)
@@ -253,6 +256,7 @@ class GlooTransport(GroupTransport):
     """gloo: CPU, over TCP. Tensors of other devices are staged through CPU memory."""
 
     name = "gloo"
+    tagged = True
     # Half precision is summed in float32: W roundings become one.
     stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {
         torch.bool: torch.uint8,
@@ -425,38 +429,3 @@ def _reported() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise TransportError(str(error).partition("\n")[0]) from error
-
-
-# Order on a GPU ##############################################################
-
-
-class Lane:
-    """Orders the issuer's work on a GPU after what the caller has queued there.
-
-    The caller marks its stream; the issuer then works on a stream of its own, after the mark, and
-    empties it before it goes on: an ended transfer is one whose data is there. Does nothing
-    where CUDA isn't in use.
-    """
-
-    def __init__(self) -> None:
-        self._streams: dict[torch.device, torch.cuda.Stream] = {}
-
-    def mark(self) -> torch.cuda.Event | None:
-        """Marks how far the caller's stream has to be."""
-        if not torch.cuda.is_initialized():
-            return None
-        return torch.cuda.current_stream().record_event()
-
-    @contextlib.contextmanager
-    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Runs a block after the mark."""
-        if mark is None:
-            yield
-            return
-        if mark.device not in self._streams:
-            self._streams[mark.device] = torch.cuda.Stream(mark.device)
-        stream = self._streams[mark.device]
-        stream.wait_event(mark)
-        with torch.cuda.stream(stream):
-            yield
-        stream.synchronize()

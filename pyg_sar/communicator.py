@@ -11,7 +11,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pyg_sar.backends import OPS, Lane, Parcel, Transport, TransportError
+from pyg_sar.backends import OPS, Parcel, Transport, TransportError
+from pyg_sar.device_order import Lane
 from pyg_sar.errors import PygSarError
 from pyg_sar.failure import Watch, is_consequence
 from pyg_sar.issuer import Issuer, Work

@@ -31,8 +31,8 @@ class Progress(NamedTuple):
     """How far an issuer is."""
 
     started: int
-    """Operations begun since the communicator exists; the same number means the same operation on
-    every rank."""
+    """Operations begun since the communicator exists. About the same on all ranks: those that need
+    nothing of a neighbour's memory skip what the others read there."""
     ended: int
     """Operations that ended well."""
     pending: int
@@ -76,6 +76,7 @@ class Work:
             CommTimeoutError: After ``timeout`` (the transfer goes on), or when the communicator
                 made no progress within its own timeout (it's broken then).
             LostWorkerError: A worker was lost.
+            MismatchError: The workers run different operations.
             WorkerError: Another worker failed.
         """
         if not self._ended.is_set():

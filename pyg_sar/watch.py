@@ -20,7 +20,7 @@ keeps Python's lock: that is no reason to give it up. Who is silent is looked at
 timeout says.
 
 [Note: the start] The watch begins before the workers have met. Until then nobody may end: a dead
-process is a lost worker at once.
+process is a lost worker at once. Whoever comes later than the store is kept waits for its host.
 """
 
 from __future__ import annotations

@@ -170,7 +170,7 @@ RANKS = textwrap.dedent(
         # Where memory is shared, nothing is received from the rank that has ended.
         comm.barrier()
         if comm.rank != 1:
-            time.sleep(1)
+            time.sleep(0.5)
             for _ in range(3):
                 send = torch.ones(3) if comm.rank == 0 else None
                 comm.exchange(send, 1, None, 1, label=LABEL).wait()
@@ -212,7 +212,7 @@ RANKS = textwrap.dedent(
     def in_the_roll_call(kill):
         whole = comm_module.call_the_roll
         if os.environ["RANK"] == "2":
-            time.sleep(3)  # The others wait for it.
+            time.sleep(1)  # The others wait for it.
         comm_module.call_the_roll = lambda *args: whole(*args[:4], lambda known: (
             kill() if len(known) == 2 else None, args[4](known)))
 
@@ -237,7 +237,7 @@ RANKS = textwrap.dedent(
                 os.kill(os.getpid(), signal.SIGKILL)
         play = globals()[scenario]
         if play in QUICK:
-            watch_module.STUCK, watch_module.SILENT, watch_module.UNKNOWN = 1.0, 2.0, 4.0
+            watch_module.BEAT, watch_module.STUCK, watch_module.SILENT = 0.1, 0.3, 0.7
         try:
             if play in AT_START:
                 play(kill)
@@ -402,9 +402,10 @@ def test_operations_that_differ(switch, light, tmp_path):
     """An error that names ranks and operations, on all of them, through memory and through gloo."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    names = ("extra_sum", "extra_layer", "other_dtype", "other_sum")
-    others = ("slow", "ends_before_a_letter")
-    scenarios = [f"{name}:3:-1:600" for name in names + others]
+    names = ["extra_layer", "other_dtype"]
+    names += ["extra_sum", "other_sum"] if switch == "0" else []
+    other = "slow" if switch == "0" else "ends_before_a_letter"
+    scenarios = [f"{name}:3:-1:600" for name in (*names, other)]
     done = run([str(script), str(tmp_path), *scenarios], light, PYG_SAR_SHARED_MEMORY=switch)
     assert done.returncode == 0, done.stderr
 
@@ -421,11 +422,11 @@ def test_operations_that_differ(switch, light, tmp_path):
         }[name]
         for text in told.values():
             assert all(re.search(part, text, re.IGNORECASE) for part in parts), (name, text)
-    assert set(read_told(tmp_path, "slow").values()) == {"ended well"}
-    told = read_told(tmp_path, "ends_before_a_letter")
+    told = read_told(tmp_path, other)
     assert told.pop(1) == "ended well"
     for text in told.values():
-        assert text.startswith("LostWorkerError: Rank 1 was lost: its program had already ended")
+        ended = "LostWorkerError: Rank 1 was lost: its program had already ended"
+        assert text.startswith("ended well" if other == "slow" else ended), text
 
 
 def test_silent_workers(light, tmp_path):

@@ -19,7 +19,7 @@ LAYERS = (
     "errors files policy ledger ops",
     "attention_terms attention_fallback attention_sums attention_ops functional",
     "posts beacon rendezvous turns issuer failure signals watch backends payload segments",
-    "neighbours same_host meeting",
+    "device_order neighbours same_host meeting",
     "sharing communicator inprocess comm launch",
     "timetable cover partition sparse_matrix fields attributes node_ids parts node_lists",
     "hetero_partition hetero_parts",
