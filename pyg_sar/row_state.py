@@ -54,7 +54,7 @@ class Snapshot:
             for key, value in module.__dict__.items():
                 if key in self._internal:
                     continue
-                old = before.get(key)
+                old: Any = before.get(key)
                 if key in contents and value is before[key]:
                     if not _alike(value, contents[key]):
                         yield prefix + key, contents[key], _copied(value)
