@@ -236,7 +236,7 @@ class RowCheck:
             with (
                 ambient.restored(),
                 torch.enable_grad(),
-                saved_tensors_hooks(_same, _same),  # others' hooks are for graphs that they see
+                saved_tensors_hooks(_alias, _same),  # others' hooks are for graphs that they see
                 _without_statistics(self.layer),
                 Asked(trace),
                 trace,
@@ -371,3 +371,7 @@ def _without_statistics(layer: torch.nn.Module) -> Iterator[None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.detach()  # or an operator's output would own itself
