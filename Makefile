@@ -42,8 +42,8 @@ test: $(STAMPS)/test ## Run ruff, mypy and the tests
 
 test-full: $(STAMPS)/full test ## Install the extras sparse and ogb (minutes of compiling), then test
 
-test-random: $(STAMPS)/test ## Try a thousand random layers, graphs and partitions
-	$(BIN)/pytest tests/test_random_models.py --hypothesis-profile thousand $(PYTEST_ARGS)
+test-random: $(STAMPS)/test ## Try a thousand random layers, and two thousand random messages
+	$(BIN)/pytest tests/test_random_models.py tests/test_random_messages.py --hypothesis-profile thousand $(PYTEST_ARGS)
 
 coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/coverage.md
 	$(BIN)/pytest tests/test_coverage.py --coverage-out docs/coverage.md $(PYTEST_ARGS)

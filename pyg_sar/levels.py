@@ -40,6 +40,8 @@ def _methods(
     kwargs: dict[str, Any], complete: bool, method: str
 ) -> Iterator[tuple[dict[str, Any], str]]:
     yield kwargs, method
+    if method == "message":
+        yield kwargs, "update"
     if complete:
         yield kwargs, "aggregate"
     for value in kwargs.values():

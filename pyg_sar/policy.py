@@ -32,8 +32,16 @@ class SARPolicy:
           PyG's own ``propagate``         messages
     ====  ==============================  =====================  ======================
 
+    In every mode each edge's message must be computed from that edge alone, and from reductions at
+    its two ends: a worker has some edges only, in a numbering of its own. It is looked at once per
+    kind of call, by its operators; whatever mixes edges, computes with ids of nodes or with how
+    many edges or nodes there are (but for ``size_i`` and the like, where they are only numbers), or
+    hands values to Python, is refused. A message that counts its own calls runs in one shot.
+
     Args:
-        mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes".
+        mode: 1, 2 or 3. Source: SAR (Mostafa, MLSys 2022), "SAR's training modes". Mode 3 is one
+            shot for every aggregation: where one may depend on the order of a node's edges, they
+            come by target and in the whole graph's order.
         prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
             shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
             cost of a second resident shard. Outgoing gradients then stay in flight behind the
@@ -44,7 +52,7 @@ class SARPolicy:
             partition, but at least 1 MiB and at most 8 MiB.
         strategy: ``'auto'`` goes through the edges by source workers (sequential aggregation)
             where partial states merge, and else by chunks of targets with all their in-edges;
-            ``'chunked'`` always takes the latter way (modes 1 and 2).
+            ``'chunked'`` always takes the latter way. Modes 1 and 2; mode 3 takes neither.
         kernels: ``'auto'`` takes the C++ kernels, in modes 1 and 2, for sums and extrema of source
             rows, sums weighted by numbers of the edges, and softmax attention that they know: no
             message is materialized. With a warning where they were not built. On one process they

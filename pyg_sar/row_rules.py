@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from pyg_sar.row_labels import (
     COUNT,
@@ -52,9 +51,18 @@ class Call:
     labels: Labels
     pointwise: bool
     counted: list[list[int]] = field(default_factory=list)
+    _operands: list[Tensor] | None = None
 
     def operands(self) -> list[Tensor]:
-        return [t for t in tree_leaves(self.given) if isinstance(t, Tensor)]
+        """The arguments that are tensors, in order."""
+        if self._operands is None:
+            self._operands = []
+            for value in self.given.values():
+                if isinstance(value, Tensor):
+                    self._operands.append(value)
+                elif isinstance(value, list | tuple):
+                    self._operands += [t for t in value if isinstance(t, Tensor)]
+        return self._operands
 
     def of(self, tensor: Any) -> Tensor:
         """The labels of a value to compute with."""

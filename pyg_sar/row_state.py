@@ -10,6 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
+from pyg_sar.distributed_index import version_of
+
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
 _OWN = frozenset({"_edge_type", "_identity", "_not_fused", "_verdicts", "_warned", "own_graphs"})
@@ -36,7 +38,10 @@ class Snapshot:
         ]
         self._buffers = [dict(module._buffers) for _, module in self._modules]
         self._values = {
-            id(b): (b, b.clone()) for kept in self._buffers for b in kept.values() if b is not None
+            id(b): (b, b.clone(), version_of(b))
+            for kept in self._buffers
+            for b in kept.values()
+            if b is not None
         }
         self._internal = internal
 
@@ -49,7 +54,7 @@ class Snapshot:
             for key, value in module.__dict__.items():
                 if key in self._internal:
                     continue
-                old = before.get(key)
+                old: Any = before.get(key)
                 if key in contents and value is before[key]:
                     if not _alike(value, contents[key]):
                         yield prefix + key, contents[key], _copied(value)
@@ -59,7 +64,7 @@ class Snapshot:
                     yield prefix + key, old, _copied(value)
             for key, buffer in module._buffers.items():
                 old = buffers.get(key)
-                if buffer is None:
+                if buffer is None or (buffer is old and not self._written(buffer)):
                     continue
                 saved = None if old is None else self._values[id(old)][1]
                 if buffer is not old or not _alike(buffer, saved):
@@ -78,9 +83,14 @@ class Snapshot:
                 _refill(before[key], value)
             module._buffers.clear()
             module._buffers.update(buffers)
-        for buffer, saved in self._values.values():
-            if not _alike(buffer, saved):
+        for buffer, saved, _ in self._values.values():
+            if self._written(buffer):
                 buffer.copy_(saved)
+
+    def _written(self, buffer: Tensor) -> bool:
+        """Whether somebody wrote into a buffer."""
+        _, saved, version = self._values[id(buffer)]
+        return version_of(buffer) != version or (version < 0 and not _alike(buffer, saved))
 
 
 def _copied(value: Any) -> Any:

@@ -165,7 +165,8 @@ class RowTrace(TorchDispatchMode):
 
     def _label(self, call: Call, before: Step | None) -> None:
         operands = call.operands()
-        own = any(bool(self.labels.of(t).any()) for t in operands)
+        known = [self.labels.of(t) for t in operands if self.labels.known(t)]
+        own = any(bool(labels.any()) for labels in known)
         found = labels_after(call)
         if found is None:
             mixed = torch.full((), MIXED, dtype=torch.int32)
@@ -174,14 +175,14 @@ class RowTrace(TorchDispatchMode):
                 self.causes.note("operator", call.name)
         ragged = any(self.labels.key(t) in self.labels.ragged for t in operands)
         numbers = before is not None and _differ(self.steps[-1].numbers, before.numbers)
-        clean = not any(bool((self.labels.of(t) == MIXED).any()) for t in operands)
-        numbered = any(bool(_is_id(self.labels.of(t)).any()) for t in operands)
+        clean = own and not any(bool((labels == MIXED).any()) for labels in known)
         for number, (out, label) in enumerate(zip(call.outs, found, strict=True)):
             if not own and before is not None and number < len(before.outputs):
                 label = self._constant(call, out, before.outputs[number], label)
             if numbers and not (call.name == "arange" and bool((label > 0).any())):
                 label = torch.full_like(label, MIXED)
-            if clean and bool((label == MIXED).any()):
+            if (clean or not own) and bool((label == MIXED).any()):
+                numbered = any(bool(_is_id(labels).any()) for labels in known)
                 kind = "ids" if numbered else "numbers" if numbers or not own else "edges"
                 self.causes.note(kind, call.name)
             self.labels.put(out, label)

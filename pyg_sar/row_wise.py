@@ -8,7 +8,7 @@ left on the layer, it is refused.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -79,6 +79,23 @@ class RowWise:
 class RowProgram(TileProgram):
     """A message with all arguments that PyG knows, as in one shot."""
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        names = self.layer.inspector.get_param_names("update")
+        asks = any(n in self.layer.special_args or n[-2:] in ("_i", "_j") for n in names)
+        self._update = self._bind("update", args[2]) if asks and self.method == "message" else None
+
+    @property
+    def updates(self) -> bool:
+        """Whether ``update`` asks for edges."""
+        return self._update is not None
+
+    def updated(self, out: Tensor, values: Sequence[Any], own: Mapping[str, Any]) -> Any:
+        """What ``update`` makes of aggregates."""
+        if self._update is None:
+            return out
+        return self.layer.update(out, **self._collect(self._update, values, own))
+
     def of_aggregate(self) -> dict[str, Any]:
         """The arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
         return {} if self._aggregate is None else dict(self._aggregate.arguments)
@@ -91,6 +108,7 @@ class RowProgram(TileProgram):
 class _Run:
     trace: RowTrace
     out: Any
+    nodes: Any
     changed: dict[str, Any]
 
 
@@ -151,6 +169,8 @@ class RowCheck:
             )
         elif mixed or trace.differs or "python" in trace.causes.found:
             reason = f"its message {_reason(trace)}"
+        elif any(self._kind(trace, t, NODE) == "mixed" for t in _tensors(second.nodes)):
+            reason = f"its update() {_reason(trace)}"
         rows = second.out if isinstance(second.out, Tensor) else None
         if rows is not None and rows.dim() > 0 and -rows.dim() <= self._axis < rows.dim():
             rows = rows.detach().movedim(self._axis, 0)[:0].clone()
@@ -210,23 +230,39 @@ class RowCheck:
             source, index = self._ends(sizes)
             values = self._values(labels, sizes, source, index)
             own = self._own(labels, sizes, source, index)
-        own.update(numbers or {})
         trace = RowTrace(labels, sizes, other)
         state, ambient = Snapshot(self.layer), AmbientState(index.device, self.layer)
         try:
             with (
                 ambient.restored(),
                 torch.enable_grad(),
-                saved_tensors_hooks(_same, _same),  # others' hooks are for graphs that they see
+                saved_tensors_hooks(_alias, _same),  # others' hooks are for graphs that they see
                 _without_statistics(self.layer),
                 Asked(trace),
                 trace,
             ):
-                out = self.program.call(values, own)[0]
+                out, moved, _ = self.program.call(values, {**own, **(numbers or {})})
             changes = [*state.changes()]
+            nodes = self._updated(trace, out, moved, own)
         finally:
             state.restore()
-        return _Run(trace, out, {"*": changes, **{name: now for name, _, now in changes}})
+        return _Run(trace, out, nodes, {"*": changes, **{name: now for name, _, now in changes}})
+
+    def _updated(
+        self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
+    ) -> Any:
+        """What ``update`` makes of aggregates of the messages, where it asks for edges."""
+        if not self.program.updates or not isinstance(out, Tensor):
+            return None
+        data = self.layer.inspector.collect_param_data("aggregate", dict(own))
+        with torch.no_grad():
+            total = self.layer.aggregate(out.detach(), **data)
+        targets = NODE + torch.arange(trace.sizes.targets, dtype=torch.int32)
+        axis = self._axis % total.dim()
+        shape = [-1 if k == axis else 1 for k in range(total.dim())]
+        trace.labels.put(total, targets.view(shape))
+        with torch.no_grad(), Asked(trace), trace:
+            return self.program.updated(total, values, own)
 
     def _ends(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
         """Sources and targets of made-up edges; every node is an end of one."""
@@ -291,16 +327,17 @@ class RowCheck:
             "size": list(size if ends[0] is source else size[::-1]),
         }
 
-    def _kind(self, trace: RowTrace, tensor: Tensor) -> str:
-        """``'rows'``: row k is of edge k alone; ``''``: of no edge; else ``'mixed'``."""
+    def _kind(self, trace: RowTrace, tensor: Tensor, base: int = EDGE) -> str:
+        """``'rows'``: row k is of edge (or node) k alone; ``''``: of none; else ``'mixed'``."""
         found = trace.labels.of(tensor)
         if not bool(found.any()):
             return ""
+        count = trace.sizes.edges if base == EDGE else trace.sizes.targets
         axes = {self._axis, 0} if -found.dim() <= self._axis < found.dim() else {0}
         for axis in axes:
-            if found.dim() and found.size(axis) == trace.sizes.edges:
-                rows = found.movedim(axis, 0).reshape(trace.sizes.edges, -1)
-                own = EDGE + torch.arange(trace.sizes.edges, dtype=torch.int32).view(-1, 1)
+            if found.dim() and found.size(axis) == count:
+                rows = found.movedim(axis, 0).reshape(count, -1)
+                own = base + torch.arange(count, dtype=torch.int32).view(-1, 1)
                 if bool(((rows == 0) | (rows == own)).all()):
                     return "rows"
         return "mixed"
@@ -334,3 +371,7 @@ def _without_statistics(layer: torch.nn.Module) -> Iterator[None]:
 
 def _same(tensor: Tensor) -> Tensor:
     return tensor
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.detach()  # or an operator's output would own itself

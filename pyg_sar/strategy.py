@@ -200,12 +200,14 @@ class Chooser:
         own = not is_known(self.layer)
         levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
         mine, rows, sizes = self.rows.agree(levels, nodes, "message")
+        if nodes:
+            rows = replace(rows, refused="")
         verdict = self._chosen(strategy, reason, rows, sizes)
         return replace(verdict, sizes=sizes, rows=RowsFound(mine, levels, nodes))
 
     def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Verdict:
         known = () if rows.rows is None else (rows.rows,)
-        if rows.refused:  # One worker has all edges.
+        if rows.refused:  # One worker has all edges, and all nodes: it may read these by any id.
             return replace(self._whole(rows.refused), out_rows=known)
         if rows.updates and strategy != "one_shot":
             names = ", ".join(f"'{name}'" for name in rows.updates)

@@ -221,5 +221,8 @@ def build(program: Program) -> Layer:
     if program.own:
         body = [f"return {program.own.format('inputs')}"]
         methods["aggregate"] = _method("aggregate", "inputs", ("index", "dim_size"), body)
+    if program.kind.startswith("update "):
+        body = [f"return {program.kind.removeprefix('update ')}"]
+        methods["update"] = _method("update", "inputs", ARGUMENTS, body)
     layer: Layer = type("Random", (Layer,), methods)(program.aggr)
     return layer

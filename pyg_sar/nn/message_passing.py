@@ -254,7 +254,7 @@ class DistMessagePassing(MessagePassing):
                 for name in names & kwargs.keys():
                     kwargs[name] = kwargs[name].index_select(0, columns)
         with (
-            first_target_filled(self, levels),
+            first_target_filled(self),
             padded_to(self, padded),
             in_first_order(self, columns),
             travelling(plan, self.policy.wire),

@@ -148,15 +148,16 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
 
 
 @contextmanager
-def first_target_filled(layer: MessagePassing, edge_level: Mapping[str, bool]) -> Iterator[None]:
+def first_target_filled(layer: MessagePassing) -> Iterator[None]:
     """Where a worker's first target has no message, its aggregation sees two before the first.
 
     PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
     its parts. The target of these messages is cut off again.
     """
-    taken = any(level and name.startswith("aggregate.") for name, level in edge_level.items())
+    names = {"index", "ptr", "dim_size", "size_i"}
+    takes_more = not names.issuperset(layer.inspector.get_param_names("aggregate", exclude=[0]))
     merges = decompose(layer.aggr_module) is not None
-    if taken or (merges and type(layer).aggregate is MessagePassing.aggregate):
+    if takes_more or (merges and type(layer).aggregate is MessagePassing.aggregate):
         yield
         return
     own, before = layer.aggregate, layer.__dict__.get("aggregate")
