@@ -8,14 +8,11 @@ adjoint of every reduction starts by summing the shares. :func:`pyg_sar.mean` di
 of values on all workers, copies included: the mean of :math:`W` equal copies is the mean, and a
 loss of replicated values goes through it like a loss of nodes.
 
-One that doesn't is counted W times. It shows in the backward pass of a readout: the workers' shares
-are equal, and :func:`pyg_sar.mean` was not passed. That can be a coincidence (a readout that is
-added to as many nodes on every worker), so that it is a warning.
+One that doesn't is counted W times, of which ``loss_check.py`` warns.
 """
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -23,6 +20,7 @@ from torch import Tensor
 
 from pyg_sar.comm import Communicator
 from pyg_sar.ledger import Label
+from pyg_sar.loss_check import warn_of_copies
 
 FORWARD: Label = ("", "forward", "readout")
 BACKWARD: Label = ("", "backward", "readout")
@@ -41,7 +39,7 @@ class _Sum(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         total = _Sum.apply(gradient, ctx.comm, ctx.label)
         if ctx.label[2] == "readout":
-            _warn_if_counted_often(gradient, total, ctx.comm)
+            warn_of_copies(gradient, total, ctx.comm.world_size)
         return total, None, None
 
 
@@ -76,27 +74,10 @@ class _Extreme(torch.autograd.Function):
         rows = index.view(-1, 1).expand_as(winners)
         ties = torch.zeros_like(gradient).scatter_add_(0, rows, winners.to(gradient.dtype))
         total, ties = _Sum.apply(torch.stack([gradient, ties]), ctx.comm, BACKWARD)
-        _warn_if_counted_often(gradient, total, ctx.comm)
+        warn_of_copies(gradient, total, ctx.comm.world_size)
         # Of NaN there are no ties: 0 times infinity, as scatter_reduce has it.
         share = total / ties.masked_fill(empty, 1)
         return share.index_select(0, index) * winners, None, None, None
-
-
-@torch.no_grad()
-def _warn_if_counted_often(share: Tensor, total: Tensor, comm: Communicator) -> None:
-    """Warns of a loss that each worker computes alike, without :func:`pyg_sar.mean`."""
-    if comm.world_size == 1 or comm.averaged == torch._C._current_graph_task_id():
-        return
-    # Equal shares add up to the same number on all workers: they all see it.
-    if bool(share.any()) and torch.allclose(total, share * comm.world_size, rtol=1e-5, atol=0):
-        warnings.warn(
-            f"The gradients of a readout are the same on all {comm.world_size} workers, as those "
-            "of a loss of graphs are that each of them computes: if it is one, all gradients are "
-            f"{comm.world_size} times those of one process (rank {comm.rank}). Call backward() on "
-            "pyg_sar.mean(losses), with a loss for each graph",
-            UserWarning,
-            stacklevel=2,
-        )
 
 
 def sum_over_workers(x: Tensor, comm: Communicator, label: Label = FORWARD) -> Tensor:

@@ -69,8 +69,6 @@ class Communicator(ABC):
         self.ledgers: list[Any] = []
         self.sharing: Sharing | None = None
         """What there is between workers that read each other's memory, if any."""
-        self.averaged = -1
-        """The last backward pass that came through :func:`pyg_sar.mean`, by its number."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0

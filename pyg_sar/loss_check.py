@@ -1,10 +1,16 @@
-"""What a backward pass began at: a mean over one worker's values, or a node of another pass.
+"""Where a backward pass began: at a mean of one worker, at a copy of a loss, in another pass.
 
 [Note: local means] Parameter gradients are summed over the workers. A sum over nodes is right so,
 and so is :func:`pyg_sar.mean`; ``loss.mean()``, or a loss function that averages, gives the sum of
 the workers' means. The graph of the loss is read from its end, as far as its values are scalars:
 every node there that averages takes a mean over this worker's values, unless its result is
 scaled, by which a user may have put it right.
+
+[Note: copies of a loss] What comes out of a readout is the same on all workers, and so is a loss
+of it. If each worker calls ``backward()`` on its copy, it is counted W times. It shows where the
+readout's gradient comes back: the workers' shares are equal, and the loss is neither scaled nor
+made of :func:`pyg_sar.mean`. Equal shares can be a coincidence (a readout that is added to as many
+nodes on every worker), so that it is a warning.
 """
 
 from __future__ import annotations
@@ -12,6 +18,7 @@ from __future__ import annotations
 import math
 import sys
 import warnings
+from collections.abc import Iterator
 from types import FrameType
 from typing import Any
 
@@ -22,6 +29,7 @@ _ENTRY = "_engine_run_backward"  # torch's function through which every pass beg
 _NODE = "BackwardCFunction.apply"  # and through which a node written in Python runs
 _LONGEST = 200
 _JOINS = ("StackBackward", "CatBackward")
+_MEANS = ("_GlobalMean",)  # of pyg_sar.mean
 _SCALES = ("MulBackward", "DivBackward")  # By what is not known any more in a backward pass.
 
 
@@ -49,8 +57,48 @@ def warn_of_local_mean(device: torch.device) -> bool:
     return False
 
 
+@torch.no_grad()
+def warn_of_copies(share: Tensor, total: Tensor, world_size: int) -> None:
+    """Warns of a loss that every worker computes alike. See [Note: copies of a loss].
+
+    Args:
+        share: This worker's gradient of a readout.
+        total: The sum of all workers'.
+        world_size: The number of workers.
+    """
+    if world_size == 1 or not bool(share.any()):
+        return
+    if not torch.allclose(total, share * world_size, rtol=1e-5, atol=0):
+        return
+    for root, gradient in _roots(share.device):
+        if gradient is not None and (gradient.dim() or float(gradient) != 1):
+            continue
+        names = [] if root.grad_fn is None else [node.name() for node in _scalars(root.grad_fn)]
+        if not any(name.startswith((*_SCALES, *_MEANS)) for name in names):
+            warnings.warn(
+                f"The gradients of a readout are the same on all {world_size} workers, as those "
+                "of a loss of graphs are that each of them computes: if it is one, all gradients "
+                f"are {world_size} times those of one process. Call backward() on "
+                "pyg_sar.mean(losses), with a loss for each graph",
+                stacklevel=2,
+            )
+            return
+
+
 def local_mean(root: Any) -> str | None:
     """The name of the autograd node that averages values of this worker, if there is one."""
+    for node in _scalars(root):
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
+        averages = (
+            node.name().startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1
+        )
+        if averages and not any(_scalar(p) or p.name().startswith(_JOINS) for p in parents[:1]):
+            return str(node.name())
+    return None
+
+
+def _scalars(root: Any) -> Iterator[Any]:
+    """The nodes that a loss is computed by as one number, up to those that scale it."""
     stack: list[Any] = [root]
     seen: set[Any] = set()
     while stack and len(seen) < _LONGEST:
@@ -58,17 +106,13 @@ def local_mean(root: Any) -> str | None:
         if node in seen:
             continue
         seen.add(node)
-        name = node.name()
-        parents = [parent for parent, _ in node.next_functions if parent is not None]
-        averages = name.startswith("MeanBackward") or getattr(node, "_saved_reduction", None) == 1
-        if averages and not any(_scalar(p) or p.name().startswith(_JOINS) for p in parents[:1]):
-            return name
-        if name.startswith(_SCALES):
+        yield node
+        if node.name().startswith(_SCALES):
             continue
+        parents = [parent for parent, _ in node.next_functions if parent is not None]
         joins = [p for p in parents if p.name().startswith(_JOINS)]
         parents += [scalar for join in joins for scalar, _ in join.next_functions if scalar]
         stack += [p for p in parents if _scalar(p)]
-    return None
 
 
 def _scalar(node: Any) -> bool:

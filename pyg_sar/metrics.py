@@ -31,7 +31,6 @@ class _GlobalMean(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        ctx.given[-1].averaged = torch._C._current_graph_task_id()
         return _Share.apply(gradient, *ctx.given), None, None
 
 

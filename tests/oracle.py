@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 import math
+import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -42,6 +43,16 @@ MODES = (
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=1, message_budget=BUDGET, strategy="chunked"),
 )
+
+
+class Messages(threading.local):
+    """How many rows the messages of this worker had, beside the layers: these may not keep it."""
+
+    def __init__(self) -> None:
+        self.rows: list[int] = []
+
+
+MESSAGES = Messages()
 
 # Graphs ######################################################################
 

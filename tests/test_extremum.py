@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, threads
+from oracle import CHANNELS, MESSAGES, OUT, Job, Partitions, Sweep, make_graph, threads
 from test_ops import problem
 from torch import Tensor
 from torch_geometric import nn as gnn
@@ -155,13 +155,12 @@ class Plain(MessagePassing):
 
     def __init__(self, aggr: Any) -> None:
         super().__init__(aggr)
-        self.rows: list[int] = []
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x)
 
     def message(self, x_j: Tensor) -> Tensor:
-        self.rows.append(x_j.size(0))
+        MESSAGES.rows.append(x_j.size(0))
         return x_j
 
 
@@ -194,9 +193,9 @@ def rows_of_messages(root: Path, policy: SARPolicy, aggr: Any) -> tuple[list[int
     layer = pyg_sar.distribute(Plain(aggr), policy)
     x = data.x.requires_grad_()
     layer(x, data.edge_index)  # is analysed
-    layer.rows.clear()
+    MESSAGES.rows.clear()
     layer(x, data.edge_index).square().sum().backward()
-    return layer.rows, data.edge_index.size(1)
+    return MESSAGES.rows.copy(), data.edge_index.size(1)
 
 
 @pytest.mark.parametrize("aggr", ["max", ["sum", "min"]])

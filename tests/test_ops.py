@@ -9,7 +9,17 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, single_process, threads
+from oracle import (
+    CHANNELS,
+    MESSAGES,
+    OUT,
+    Job,
+    Partitions,
+    Sweep,
+    make_graph,
+    single_process,
+    threads,
+)
 from torch import Tensor
 from torch.nn import Linear
 from torch_geometric import nn as gnn
@@ -441,14 +451,13 @@ class Default(MessagePassing):
 
     def __init__(self, aggr: Any = "sum", **kwargs: Any) -> None:
         super().__init__(aggr, **kwargs)
-        self.rows: list[int] = []
         self.scale = 1.0
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x)
 
     def message(self, x_j: Tensor) -> Tensor:
-        self.rows.append(x_j.size(0))
+        MESSAGES.rows.append(x_j.size(0))
         return x_j if self.scale == 1.0 else x_j * self.scale
 
 
@@ -503,9 +512,9 @@ def rows_of_messages(root: Path, policy: SARPolicy, aggr: Any) -> tuple[list[int
     layer = pyg_sar.distribute(Default(aggr), policy)
     x = data.x.requires_grad_()
     layer(x, data.edge_index)  # is analysed
-    layer.rows.clear()
+    MESSAGES.rows.clear()
     layer(x, data.edge_index).square().sum().backward()
-    return layer.rows, data.edge_index.size(1)
+    return MESSAGES.rows.copy(), data.edge_index.size(1)
 
 
 @pytest.mark.parametrize("aggr", ["sum", "mean", ["mean", "sum"]])

@@ -8,7 +8,17 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, single_process, threads
+from oracle import (
+    CHANNELS,
+    MESSAGES,
+    OUT,
+    Job,
+    Partitions,
+    Sweep,
+    make_graph,
+    single_process,
+    threads,
+)
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -44,14 +54,13 @@ class Weighted(MessagePassing):
     def __init__(self, write: Callable[..., Tensor], aggr: Any = "sum", **kwargs: Any) -> None:
         super().__init__(aggr, **kwargs)
         self.write = write
-        self.rows: list[int] = []
         self.scale = 1.0
 
     def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x, edge_weight=edge_weight)
 
     def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:
-        self.rows.append(x_j.size(0))
+        MESSAGES.rows.append(x_j.size(0))
         out = self.write(x_j, edge_weight)
         return out if self.scale == 1.0 else out * self.scale
 
@@ -140,9 +149,9 @@ def rows_of_messages(
     x = data.x.requires_grad_()
     weight = data.edge_weight.requires_grad_(learned)
     layer(x, data.edge_index, weight)  # is analysed
-    layer.rows.clear()
+    MESSAGES.rows.clear()
     layer(x, data.edge_index, weight).square().sum().backward()
-    return layer.rows, data.edge_index.size(1)
+    return MESSAGES.rows.copy(), data.edge_index.size(1)
 
 
 @pytest.mark.parametrize("write", PRODUCTS)

@@ -160,11 +160,11 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
     for rank, worker in enumerate(workers):
         sent = [m["sent_bytes"][rank] for m in metrics]
         halo = [b - a for a, b in zip([0, *worker["halo"]], worker["halo"], strict=False)]
-        # What is left are sums of losses and parameter gradients, and an evaluation's counts: nine
-        # values of 8 bytes.
+        # What is left are sums of losses and parameter gradients; an evaluation's counts, nine
+        # values of 8 bytes; and two that it compares of each of the model's six parameters.
         rest = [a - b for a, b in zip(sent, halo, strict=True)]
         assert min(halo) > 0 and 0 < rest[0] < 10_000
-        assert rest == [rest[0], rest[0] + 72] * 2
+        assert rest == [rest[0], rest[0] + (9 + 2 * 6) * 8] * 2
         assert len(metrics[0]["memory_bytes"]) == 3
         assert summary["workers"][rank]["rank"] == rank
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)
