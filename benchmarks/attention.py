@@ -39,11 +39,11 @@ from torch_geometric.nn import (
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.attention_ops import attention_
-from pyg_sar.attention_terms import Attention, AttentionState
-from pyg_sar.ops import gather_sum_
-from pyg_sar.shard import segments_of
-from pyg_sar.synthetic import SyntheticGraph, synthetic_graph
+from pyg_sar.kernels.attention_ops import attention_
+from pyg_sar.kernels.attention_terms import Attention, AttentionState
+from pyg_sar.kernels.ops import gather_sum_
+from pyg_sar.space.shard import segments_of
+from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
 
 FEATURES = 100
 SHAPES = {

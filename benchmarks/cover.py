@@ -5,7 +5,7 @@
 One layer on METIS parts; the ledger counts what each worker receives in one forward and one
 backward pass. Sums: a SAGEConv layer; the bound is the sum of the largest matchings of all cuts: no
 choice of pulled rows and pushed sums takes fewer. Attention: the bound is the sum of the largest
-flows at the bytes that a row of each kind takes, over both passes (:mod:`pyg_sar.cover`).
+flows at the bytes that a row of each kind takes, over both passes (:mod:`pyg_sar.exchange.cover`).
 Edge lists are made undirected where the file says so.
 """
 
@@ -33,12 +33,12 @@ from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.attention_terms import Attention
-from pyg_sar.cover import COSTS, minimum_cover, stored_covers
+from pyg_sar.engine.pushed_attention import row_bytes
+from pyg_sar.exchange.cover import COSTS, minimum_cover, stored_covers
+from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.ledger import HALO_KINDS
-from pyg_sar.partition import assign_nodes
-from pyg_sar.pushed_attention import row_bytes
-from pyg_sar.storage import read_part
+from pyg_sar.partition.partitioners import assign_nodes
+from pyg_sar.partition.storage import read_part
 
 GRAPHS = {  # name: to be made undirected
     "pkg_npm_2016": False,
@@ -223,7 +223,8 @@ def attention_lines(results: dict[str, dict[str, Any]]) -> list[str]:
         f"Kilobytes in mode 1, float32, one head of {CHANNELS} channels; bytes are in proportion "
         "to the heads. Pulling: rows are fetched twice, and their gradients sent. Pushing: queries "
         "go, and states come back; what is known of a target goes, and its query's gradient comes "
-        "back (`pyg_sar/pushed_attention.py` has the law). Each pass has its own cover. Bound: "
+        "back (`pyg_sar/engine/pushed_attention.py` has the law). Each pass has its own cover. "
+        "Bound: "
         "the sum of the largest flows through all cuts, at the exact bytes of both kinds of rows, "
         "pass by pass. Where the cover of a pass saves less than 5%, all its rows are pulled.",
         "",

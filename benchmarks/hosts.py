@@ -37,7 +37,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 
 import pyg_sar
-from pyg_sar.graphs import load_graph
+from pyg_sar.tools.graphs import load_graph
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PORT = 29511

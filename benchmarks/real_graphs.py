@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, Linear, SAGEConv
 from torch_geometric.transforms import LargestConnectedComponents
 
-from pyg_sar.graphs import load_graph
+from pyg_sar.tools.graphs import load_graph
 
 MODELS = ("gcn", "sage", "gat")
 
@@ -69,7 +69,7 @@ class RealGraph:
     """A graph of the data folder.
 
     Attributes:
-        options: Options of the graph source (see ``pyg_sar.graphs``).
+        options: Options of the graph source (see ``pyg_sar.tools.graphs``).
         largest_component: Keep the largest connected component only.
         split: ``'public'`` (the file's masks; seed ``s`` uses split ``s`` where there are several)
             or ``'per_class'``: 20 nodes per class for training, 30 for validation, drawn by seed.

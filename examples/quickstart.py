@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch_geometric.nn import GATConv
 
 import pyg_sar
-from pyg_sar.graphs import load_graph
+from pyg_sar.tools.graphs import load_graph
 
 
 class GAT(torch.nn.Module):

@@ -1,7 +1,7 @@
 // The kernels as functions that autograd records: gather_sum and attention of all edges at once.
 //
 // Both are made of the operators that add in place, forward and backward; so they run, are traced and
-// are functionalized as these are. What a shard at a time needs (pyg_sar/fused_attention.py) is not
+// are functionalized as these are. What a shard at a time needs (pyg_sar/engine/fused_attention.py) is not
 // a function of its inputs alone, and calls the operators in place itself.
 
 #include <ATen/ATen.h>

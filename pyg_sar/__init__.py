@@ -13,8 +13,8 @@ A plugin for PyTorch Geometric with the sequential aggregation and rematerializa
     loss = pyg_sar.mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))
 """
 
-from pyg_sar.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from pyg_sar.comm import Communicator, current, finalize, init
+from pyg_sar.comm.group import Communicator, current, finalize, init
+from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.errors import (
     CommTimeoutError,
@@ -25,23 +25,23 @@ from pyg_sar.errors import (
     PygSarError,
     WorkerError,
 )
-from pyg_sar.gathering import gather_nodes
-from pyg_sar.gradients import sum_gradients
-from pyg_sar.graph_index import DistBatch, dist_batch
-from pyg_sar.index_space import DistEdgeIndex, DistIndex
-from pyg_sar.launch import launch
 from pyg_sar.lazy import initialize
 from pyg_sar.ledger import Ledger
-from pyg_sar.loading import load_partition
-from pyg_sar.metrics import accuracy, mean
 from pyg_sar.nn import DistMessagePassing, OneShotWarning
+from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.storage import merge_partitions, write_partitions
 from pyg_sar.policy import SARPolicy
-from pyg_sar.storage import merge_partitions, write_partitions
-from pyg_sar.train_config import TrainConfig
-from pyg_sar.training import Trainer
-from pyg_sar.verify import call_with, verify
-from pyg_sar.verify_report import VerifyReport
-from pyg_sar.wire_error import gradient_error
+from pyg_sar.reduction.gathering import gather_nodes
+from pyg_sar.reduction.gradients import sum_gradients
+from pyg_sar.reduction.metrics import accuracy, mean
+from pyg_sar.space.graph_index import DistBatch, dist_batch
+from pyg_sar.space.index_space import DistEdgeIndex, DistIndex
+from pyg_sar.tools.verify import call_with, verify
+from pyg_sar.tools.verify_report import VerifyReport
+from pyg_sar.train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pyg_sar.train.config import TrainConfig
+from pyg_sar.train.trainer import Trainer
+from pyg_sar.train.wire_error import gradient_error
 
 __version__ = "0.1.0"
 

@@ -1,6 +1,6 @@
 """``python -m pyg_sar`` is ``pyg-sar``; so is ``torchrun ... -m pyg_sar``."""
 
-from pyg_sar.cli import main
+from pyg_sar.tools.cli import main
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.comm import Communicator, current
-from pyg_sar.gradients import GradientSum, SummedByHand
-from pyg_sar.moments import OVER_ROWS
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.nn import registry
 from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
-from pyg_sar.owned_rows import owned_parameters, shared_parameters
-from pyg_sar.parameter_hooks import refuse_wrapped
 from pyg_sar.policy import SARPolicy
-from pyg_sar.replicas import attribute_rows, first_difference
+from pyg_sar.reduction.gradients import GradientSum, SummedByHand
+from pyg_sar.reduction.moments import OVER_ROWS
+from pyg_sar.reduction.owned_rows import owned_parameters, shared_parameters
+from pyg_sar.reduction.parameter_hooks import refuse_wrapped
+from pyg_sar.reduction.replicas import attribute_rows, first_difference
 
 
 @cache

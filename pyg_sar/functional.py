@@ -4,7 +4,7 @@ These are the kernels for all edges at once: ``torch.ops.pyg_sar.gather_sum`` an
 ``torch.ops.pyg_sar.attention``, registered with gradients and shapes, so that ``torch.compile`` and
 :func:`torch.library.opcheck` know them too. Layers that :func:`pyg_sar.distribute` converts need
 neither: they go shard by shard, by the same kernels. Edges are sorted once by
-:func:`pyg_sar.shard.segments_of`:
+:func:`pyg_sar.space.shard.segments_of`:
 
     segments = segments_of(edge_index[0], edge_index[1], num_sources, num_targets)
     out = gather_sum(x, segments, num_targets, edge_weight[segments.edges])
@@ -18,11 +18,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_sar import attention_fallback
-from pyg_sar.attention_ops import arguments_of, takes_attention
-from pyg_sar.attention_sums import weight_of
-from pyg_sar.attention_terms import Attention, Segments, check_segments, wide_dtype
-from pyg_sar.ops import takes, use_kernel, warn_if_missing
+from pyg_sar.kernels import attention_fallback
+from pyg_sar.kernels.attention_ops import arguments_of, takes_attention
+from pyg_sar.kernels.attention_sums import weight_of
+from pyg_sar.kernels.attention_terms import Attention, Segments, check_segments, wide_dtype
+from pyg_sar.kernels.ops import takes, use_kernel, warn_if_missing
 
 
 def gather_sum(
@@ -99,8 +99,9 @@ def attention(
         a_e = \frac{e^{s_e}}{\sum_{e'} e^{s_{e'}}}
 
     over the in-edges of target i, per head; the scores s, values and factors k of dropout are those
-    of :class:`~pyg_sar.attention_terms.Attention`. Keeps its inputs, the output and two numbers per
-    target and head for the backward pass, nothing per edge (``tanh``: the edges' weights).
+    of :class:`~pyg_sar.kernels.attention_terms.Attention`. Keeps its inputs, the output and two
+    numbers per target and head for the backward pass, nothing per edge (``tanh``: the edges'
+    weights).
 
     Args:
         terms: Scores and values.

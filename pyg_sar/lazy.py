@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from pyg_sar.distributed_index import DistEdgeIndex
+from pyg_sar.space.distributed_index import DistEdgeIndex
 
 
 @torch.no_grad()

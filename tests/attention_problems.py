@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 from torch_geometric.utils import scatter, softmax
 
-from pyg_sar.attention_ops import keep_factors
-from pyg_sar.attention_terms import Attention
+from pyg_sar.kernels.attention_ops import keep_factors
+from pyg_sar.kernels.attention_terms import Attention
 
 
 @dataclass(frozen=True)

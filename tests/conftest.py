@@ -17,7 +17,7 @@ import torch
 from forked_workers import Templates, templates
 from hypothesis import HealthCheck, settings
 
-from pyg_sar.launch import _Worker
+from pyg_sar.comm.launch import _Worker
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -24,7 +24,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
-from pyg_sar.launch import _environment, _Worker, _worker_main
+from pyg_sar.comm.launch import _environment, _Worker, _worker_main
 
 Start = Callable[[int, Mapping[str, str]], _Worker]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.nn import attention as plain
 
 import pyg_sar
-from pyg_sar import ring
+from pyg_sar.engine import ring
 
 CHANNELS, NODES = 6, 37
 WORLDS = (1, 2, 3, 5)

@@ -13,15 +13,15 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from pyg_sar import ops
-from pyg_sar.attention_ops import (
+from pyg_sar.kernels import ops
+from pyg_sar.kernels.attention_ops import (
     KINDS,
     attention_,
     attention_backward_sources_,
     attention_backward_targets_,
     keep_factors,
 )
-from pyg_sar.attention_terms import (
+from pyg_sar.kernels.attention_terms import (
     Attention,
     AttentionGradients,
     AttentionState,

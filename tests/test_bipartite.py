@@ -21,8 +21,8 @@ from torch_geometric.utils import degree
 
 import pyg_sar
 from pyg_sar import DistributedIndexError, SARPolicy
-from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import dist_edge_index
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.space.index_space import dist_edge_index
 
 SOURCES, TARGETS, EDGES = 23, 17, 120
 WIDE, NARROW, OUT = 6, 4, 5

@@ -15,7 +15,7 @@ from torch_geometric.nn import GATConv, SAGEConv
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.gradients import GradientSum
+from pyg_sar.reduction.gradients import GradientSum
 
 
 class Model(torch.nn.Module):

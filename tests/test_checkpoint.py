@@ -21,11 +21,11 @@ from small_graphs import CLASSES, FEATURES, small_graph
 from torch import nn
 
 import pyg_sar
-from pyg_sar.callbacks import CheckpointEvery
-from pyg_sar.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
-from pyg_sar.models import build_model
-from pyg_sar.train_config import EpochRecord, TrainConfig
-from pyg_sar.training import Callback, Trainer, call_model
+from pyg_sar.tools.models import build_model
+from pyg_sar.train.callbacks import CheckpointEvery
+from pyg_sar.train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pyg_sar.train.config import EpochRecord, TrainConfig
+from pyg_sar.train.trainer import Callback, Trainer, call_model
 
 CONFIG = TrainConfig(epochs=8, lr=0.05, schedule="plateau", step_size=1, warmup=1, patience=50)
 

@@ -13,13 +13,13 @@ import pytest
 import torch
 
 import pyg_sar
-from pyg_sar import cli, demo
-from pyg_sar.checkpoint import load_checkpoint
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.models import MODELS, build_model
-from pyg_sar.report import read_metrics
-from pyg_sar.run import ModelConfig, RunConfig, train_worker
-from pyg_sar.train_config import TrainConfig
+from pyg_sar.tools import cli, demo
+from pyg_sar.tools.models import MODELS, build_model
+from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.train.checkpoint import load_checkpoint
+from pyg_sar.train.config import TrainConfig
+from pyg_sar.train.report import read_metrics
 
 GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"
 SMALL = ["--hidden", "4", "--heads", "2", "--eval-every", "2"]
@@ -192,7 +192,7 @@ def test_features_labels_and_weights_of_other_graphs(tmp_path):
 
 def write(path: Path, change) -> str:
     """A one-part partition of the small graph after ``change(data)``, at ``path`` plus ``1``."""
-    from pyg_sar.graphs import load_graph
+    from pyg_sar.tools.graphs import load_graph
 
     data = load_graph(GRAPH)
     change(data)

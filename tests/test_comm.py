@@ -14,9 +14,9 @@ import cloudpickle
 import pytest
 import torch
 
-from pyg_sar.comm import Communicator, current, finalize, init
+from pyg_sar.comm.group import Communicator, current, finalize, init
+from pyg_sar.comm.launch import launch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, PygSarError, WorkerError
-from pyg_sar.launch import launch
 from pyg_sar.ledger import Ledger
 
 WORLD = 3

@@ -261,7 +261,7 @@ def test_rule_4_dropped_weights_are_those_of_the_whole_softmax(tmp_path: Path, g
         out = layer(x, data.edge_index)
         out.square().sum().backward()
         # Tiles follow the targets, and a target's edges their sources.
-        source, target = pyg_sar.index_space.plain(data.edge_index)
+        source, target = pyg_sar.space.index_space.plain(data.edge_index)
         places = source.argsort(stable=True)
         places = places[target[places].argsort(stable=True)]
         whole = torch.empty(graph.num_edges, 2, dtype=torch.float64)

@@ -36,7 +36,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.layer_state import TileValue
+from pyg_sar.message.layer_state import TileValue
 
 WORLD = 3
 REMADE = SARPolicy(mode=1, prefetch=0, message_budget=BUDGET)

@@ -15,8 +15,9 @@ from torch_geometric import nn as gnn
 from torch_geometric.nn import MessagePassing, SimpleConv, global_max_pool
 
 import pyg_sar
-from pyg_sar import SARPolicy, ops
-from pyg_sar.collectives import largest_of_groups
+from pyg_sar import SARPolicy
+from pyg_sar.comm.collectives import largest_of_groups
+from pyg_sar.kernels import ops
 
 SWITCHES = (
     SARPolicy(),

@@ -10,9 +10,9 @@ import torch
 from attention_problems import Edges, Problem, looped, problem, shards_of
 from torch import Tensor
 
-from pyg_sar import ops
-from pyg_sar.attention_ops import attention_, attention_backward_sources_
-from pyg_sar.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
+from pyg_sar.kernels import ops
+from pyg_sar.kernels.attention_ops import attention_, attention_backward_sources_
+from pyg_sar.kernels.attention_terms import Attention, AttentionGradients, AttentionState, Cotangent
 
 MISSING = ops.why_missing()
 NATIVE = [pytest.param(True, marks=pytest.mark.skipif(MISSING is not None, reason=str(MISSING)))]

@@ -19,17 +19,17 @@ import torch
 import torch.distributed as dist
 
 import pyg_sar
-import pyg_sar.watch as watch_module
-from pyg_sar.backends import TransportError
-from pyg_sar.beacon import ask
-from pyg_sar.comm import current
+import pyg_sar.comm.watch as watch_module
+from pyg_sar.comm.backends import TransportError
+from pyg_sar.comm.beacon import ask
+from pyg_sar.comm.failure import is_consequence
+from pyg_sar.comm.group import current
+from pyg_sar.comm.issuer import Progress
+from pyg_sar.comm.launch import launch
+from pyg_sar.comm.posts import Posts, to_text
+from pyg_sar.comm.rendezvous import Place, call_the_roll, claim_rank, is_dead, this_process
+from pyg_sar.comm.watch import StoreWatch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, MismatchError, WorkerError
-from pyg_sar.failure import is_consequence
-from pyg_sar.issuer import Progress
-from pyg_sar.launch import launch
-from pyg_sar.posts import Posts, to_text
-from pyg_sar.rendezvous import Place, call_the_roll, claim_rank, is_dead, this_process
-from pyg_sar.watch import StoreWatch
 
 LABEL = ("conv", "forward", "fetch")
 PATIENCE = 120  # Seconds after which a test counts as hanging.
@@ -83,10 +83,10 @@ RANKS = textwrap.dedent(
     """
     import ctypes, json, os, signal, socket, sys, time, traceback
     import torch
-    import pyg_sar.comm as comm_module
-    import pyg_sar.watch as watch_module
-    from pyg_sar.backends import GlooTransport
-    from pyg_sar.comm import init, finalize
+    import pyg_sar.comm.group as comm_module
+    import pyg_sar.comm.watch as watch_module
+    from pyg_sar.comm.backends import GlooTransport
+    from pyg_sar.comm.group import init, finalize
     from pyg_sar.errors import PygSarError
 
     LABEL = ("conv", "forward", "fetch")
@@ -636,7 +636,7 @@ def test_a_wait_in_vain_is_told_once_both_are_seen_to_be_in_it(quick):
 
 BEACON = """
 import json, sys, time
-from pyg_sar.beacon import Beacon
+from pyg_sar.comm.beacon import Beacon
 beacon = Beacon(["127.0.0.1"])
 print(json.dumps(beacon.where), flush=True)
 sys.stdin.read()

@@ -17,12 +17,12 @@ from small_graphs import CLASSES, FEATURES, small_graph
 
 import pyg_sar
 import pyg_sar.files as files
-import pyg_sar.report as report
-from pyg_sar.checkpoint import CheckpointError
-from pyg_sar.models import build_model
-from pyg_sar.report import Report, ReportError, read_metrics
-from pyg_sar.train_config import TrainConfig
-from pyg_sar.training import Callback, Trainer
+import pyg_sar.train.report as report
+from pyg_sar.tools.models import build_model
+from pyg_sar.train.checkpoint import CheckpointError
+from pyg_sar.train.config import TrainConfig
+from pyg_sar.train.report import Report, ReportError, read_metrics
+from pyg_sar.train.trainer import Callback, Trainer
 
 
 def content(folder: Path) -> dict[str, bytes]:

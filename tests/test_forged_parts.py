@@ -26,9 +26,15 @@ from torch_geometric.data import HeteroData
 from torch_geometric.data.data import BaseData
 
 import pyg_sar
-import pyg_sar.storage as storage
+import pyg_sar.partition.storage as storage
 from pyg_sar import PartitionError
-from pyg_sar.storage import METADATA, merge_partitions, part_file, read_metadata, read_part
+from pyg_sar.partition.storage import (
+    METADATA,
+    merge_partitions,
+    part_file,
+    read_metadata,
+    read_part,
+)
 
 WORLD = 3
 PER_GRAPH = 150  # mutations of each kind of graph and of file

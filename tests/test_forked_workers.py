@@ -15,8 +15,8 @@ import torch
 from forked_workers import Templates
 
 import pyg_sar.comm
+from pyg_sar.comm.launch import _Worker, launch
 from pyg_sar.errors import LostWorkerError
-from pyg_sar.launch import _Worker, launch
 
 
 def surroundings() -> dict[str, Any]:
@@ -27,7 +27,7 @@ def surroundings() -> dict[str, Any]:
         "session": os.getsid(0) == os.getpgrp() == os.getpid(),
         "torch": (torch.get_num_threads(), torch.get_default_dtype()),
         "modules": sorted(name for name in sys.modules if name.startswith("pyg_sar")),
-        "generation": pyg_sar.comm._scope.get().generation,
+        "generation": pyg_sar.comm.group._scope.get().generation,
         "standard": standard,
         "threads": sorted(thread.name for thread in threading.enumerate()),
     }

@@ -10,10 +10,10 @@ import torch
 from attention_problems import Problem, looped, problem, shards_of
 from torch import Tensor
 
-from pyg_sar import ops
-from pyg_sar.attention_ops import KINDS, arguments_of
 from pyg_sar.functional import attention, gather_sum
-from pyg_sar.shard import Segments, segments_of
+from pyg_sar.kernels import ops
+from pyg_sar.kernels.attention_ops import KINDS, arguments_of
+from pyg_sar.space.shard import Segments, segments_of
 
 ALL = (*KINDS, "tanh")
 MISSING = ops.why_missing()

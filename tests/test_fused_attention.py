@@ -25,7 +25,7 @@ from torch_geometric import nn as gnn
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.ops import why_missing
+from pyg_sar.kernels.ops import why_missing
 
 Make = Callable[[], torch.nn.Module]
 POLICIES = (

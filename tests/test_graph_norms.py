@@ -17,9 +17,9 @@ from oracle import TOLERANCE, error, threads
 from torch import Tensor
 
 import pyg_sar
-from pyg_sar.moments import moments, reduces_over_rows
 from pyg_sar.nn import NORMS
-from pyg_sar.replicas import LIMBS
+from pyg_sar.reduction.moments import moments, reduces_over_rows
+from pyg_sar.reduction.replicas import LIMBS
 
 CHANNELS, NODES, TYPES = 5, 31, 4
 WORLDS = [1, 2, 3, 5]

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.node_rows import node_rows, plain_rows
+from pyg_sar.space.node_rows import node_rows, plain_rows
 
 SOURCES = 5000
 AGGREGATIONS = ("mean", "var", "max", "min")

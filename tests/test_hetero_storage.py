@@ -13,13 +13,13 @@ from oracle import threads
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
-from pyg_sar.cli import main
 from pyg_sar.errors import PartitionError
-from pyg_sar.graphs import load_graph
-from pyg_sar.hetero_partition import assign_node_types
-from pyg_sar.index_space import plain
-from pyg_sar.run import ModelConfig, RunConfig, train_worker
-from pyg_sar.storage import merge_partitions, read_metadata, write_partitions
+from pyg_sar.partition.hetero_partition import assign_node_types
+from pyg_sar.partition.storage import merge_partitions, read_metadata, write_partitions
+from pyg_sar.space.index_space import plain
+from pyg_sar.tools.cli import main
+from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
 
 
 def rich() -> HeteroData:

@@ -636,8 +636,8 @@ def test_data_knows_its_size(root: Path, graph: Data):
 
 
 def test_it_refuses_other_shapes():
-    from pyg_sar.halo import HaloPlan
-    from pyg_sar.index_space import dist_edge_index
+    from pyg_sar.exchange.halo import HaloPlan
+    from pyg_sar.space.index_space import dist_edge_index
 
     plan = HaloPlan(pyg_sar.current(), 4, [0], torch.empty(0, dtype=torch.long), [0])
     for shape in ((3, 2), (2,), (2, 3, 1)):

@@ -10,12 +10,12 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from pyg_sar import backends, rendezvous
-from pyg_sar.comm import Communicator, LocalCommunicator, current, finalize, init
+from pyg_sar.comm import backends, rendezvous
+from pyg_sar.comm.group import Communicator, LocalCommunicator, current, finalize, init
+from pyg_sar.comm.posts import Posts
+from pyg_sar.comm.rendezvous import read_environment
 from pyg_sar.errors import CommTimeoutError
 from pyg_sar.ledger import Ledger
-from pyg_sar.posts import Posts
-from pyg_sar.rendezvous import read_environment
 
 FETCH = ("conv", "forward", "fetch")
 

@@ -15,10 +15,10 @@ import pytest
 import torch
 
 import pyg_sar
-from pyg_sar.comm import current
+from pyg_sar.comm.group import current
+from pyg_sar.comm.launch import _pack as pack
+from pyg_sar.comm.launch import launch
 from pyg_sar.errors import WorkerError
-from pyg_sar.launch import _pack as pack
-from pyg_sar.launch import launch
 
 
 @pytest.fixture(autouse=True)
@@ -147,7 +147,7 @@ def test_a_script_without_main_guard(tmp_path):
     """Functions, classes and globals of ``__main__`` travel; the script isn't run again."""
     script = tmp_path / "script.py"
     script.write_text(
-        "from pyg_sar.launch import launch\n"
+        "from pyg_sar.comm.launch import launch\n"
         "class Pair:\n"
         "    def __init__(self, a): self.a = a\n"
         "OFFSET = 5\n"
@@ -250,7 +250,7 @@ def test_threads_compute_one_at_a_time():
 
 
 def test_a_thread_that_keeps_its_turn_loses_it(monkeypatch):
-    monkeypatch.setattr("pyg_sar.turns.PATIENCE", 0.05)
+    monkeypatch.setattr("pyg_sar.comm.turns.PATIENCE", 0.05)
     first, second = threading.Event(), threading.Event()
 
     def work() -> None:

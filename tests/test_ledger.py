@@ -23,9 +23,9 @@ from torch_geometric.nn.conv import gcn_conv
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.cover import ALL_PUSHED
-from pyg_sar.pushed_edges import pushed_edges
-from pyg_sar.replicas import LIMBS
+from pyg_sar.engine.pushed_edges import pushed_edges
+from pyg_sar.exchange.cover import ALL_PUSHED
+from pyg_sar.reduction.replicas import LIMBS
 
 WORLD = 4
 HEADS = 3

@@ -15,12 +15,12 @@ import pytest
 import torch
 
 import pyg_sar
-import pyg_sar.meeting as meeting
-import pyg_sar.segments as segments
+import pyg_sar.comm.meeting as meeting
+import pyg_sar.comm.segments as segments
+from pyg_sar.comm.launch import launch
+from pyg_sar.comm.same_host import SharedLetter
+from pyg_sar.comm.segments import GRAIN, Pool, Segment
 from pyg_sar.errors import LostWorkerError, PygSarError
-from pyg_sar.launch import launch
-from pyg_sar.same_host import SharedLetter
-from pyg_sar.segments import GRAIN, Pool, Segment
 
 SWITCH = "PYG_SAR_SHARED_MEMORY"
 
@@ -105,7 +105,7 @@ def test_descriptors_do_not_grow_and_are_closed(light):
 
         import torch
 
-        from pyg_sar.comm import finalize, init
+        from pyg_sar.comm.group import finalize, init
 
         os.environ["PYG_SAR_SHARED_MEMORY"] = "0"
         finalize()
@@ -156,8 +156,8 @@ def test_killed_worker_leaves_nothing(light, tmp_path, moment):
 
         import torch
 
-        from pyg_sar import meeting, same_host
-        from pyg_sar.comm import current, finalize, init
+        from pyg_sar.comm import meeting, same_host
+        from pyg_sar.comm.group import current, finalize, init
 
         comm = current()
         rank = comm.rank
@@ -203,8 +203,8 @@ def test_who_can_not_prove_it_uses_the_network(light):
     def work() -> Any:
         import torch
 
-        from pyg_sar import meeting
-        from pyg_sar.comm import current, finalize, init
+        from pyg_sar.comm import meeting
+        from pyg_sar.comm.group import current, finalize, init
         from pyg_sar.errors import PygSarError
 
         told = []

@@ -20,11 +20,11 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
 
 import pyg_sar
-from pyg_sar.index_space import plain
-from pyg_sar.node_ids import is_named
-from pyg_sar.partition import assign_nodes
-from pyg_sar.storage import METADATA, merge_partitions, with_checksum, write_partitions
-from pyg_sar.verify import sample_nodes
+from pyg_sar.partition.node_ids import is_named
+from pyg_sar.partition.partitioners import assign_nodes
+from pyg_sar.partition.storage import METADATA, merge_partitions, with_checksum, write_partitions
+from pyg_sar.space.index_space import plain
+from pyg_sar.tools.verify import sample_nodes
 
 NODES = 40
 
@@ -502,7 +502,7 @@ def test_verify_knows_lists(max_nodes: int):
 
 
 def test_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    from pyg_sar.cli import main
+    from pyg_sar.tools.cli import main
 
     data = make_graph(NODES)
     data.roots, data.cluster_idx = torch.tensor([3, 7]), torch.arange(40) % 3

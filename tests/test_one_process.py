@@ -29,7 +29,8 @@ from torch_geometric.nn import (
 )
 
 import pyg_sar
-from pyg_sar import SARPolicy, ops
+from pyg_sar import SARPolicy
+from pyg_sar.kernels import ops
 
 NODES, EDGES, WIDTH = 60, 400, 6
 

@@ -27,9 +27,10 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 import pyg_sar
-from pyg_sar import SARPolicy, ops
-from pyg_sar.ops import KernelWarning, edge_dot, gather_sum_, sort_edges
-from pyg_sar.shard import Segments, shards_of
+from pyg_sar import SARPolicy
+from pyg_sar.kernels import ops
+from pyg_sar.kernels.ops import KernelWarning, edge_dot, gather_sum_, sort_edges
+from pyg_sar.space.shard import Segments, shards_of
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 TOLERANCES = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 1e-2}

@@ -28,8 +28,8 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.exchange.streams import GradientReturn
 from pyg_sar.ledger import HALO_KINDS
-from pyg_sar.streams import GradientReturn
 
 POLICIES = (
     SARPolicy(prefetch=0),

@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pyg_sar.partition import (
+from pyg_sar.partition.partitioners import (
     PartitionStatistics,
     assign_nodes,
     format_statistics,

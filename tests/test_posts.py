@@ -7,10 +7,9 @@ import threading
 import pytest
 import torch
 
-from pyg_sar.comm import current
-from pyg_sar.errors import CommTimeoutError, MismatchError, WorkerError
-from pyg_sar.launch import launch
-from pyg_sar.posts import (
+from pyg_sar.comm.group import current
+from pyg_sar.comm.launch import launch
+from pyg_sar.comm.posts import (
     MEET,
     READ,
     RECEIVE,
@@ -24,6 +23,7 @@ from pyg_sar.posts import (
     mark_of,
     to_text,
 )
+from pyg_sar.errors import CommTimeoutError, MismatchError, WorkerError
 
 Messages = list[tuple[str, int, str]]
 
@@ -124,7 +124,7 @@ def exchange(dtype: torch.dtype = torch.float32) -> None:
 
 @pytest.fixture
 def impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("pyg_sar.inprocess.PATIENCE", 0.05)
+    monkeypatch.setattr("pyg_sar.comm.inprocess.PATIENCE", 0.05)
 
 
 def test_threads_that_run_different_operations(impatient):

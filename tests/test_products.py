@@ -25,7 +25,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
 import pyg_sar
-from pyg_sar import SARPolicy, ops
+from pyg_sar import SARPolicy
+from pyg_sar.kernels import ops
 
 SWITCHES = (
     SARPolicy(),

@@ -17,9 +17,10 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
 import pyg_sar
-from pyg_sar import SARPolicy, ops
-from pyg_sar.cover import minimum_cover
-from pyg_sar.pushed import _BoundaryStream
+from pyg_sar import SARPolicy
+from pyg_sar.engine.pushed import _BoundaryStream
+from pyg_sar.exchange.cover import minimum_cover
+from pyg_sar.kernels import ops
 
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
 
@@ -162,7 +163,7 @@ def _found(root: Path, partly: bool) -> tuple[int, int]:
 def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data, roots = stars(), (tmp_path / "stored", tmp_path / "bare")
     pyg_sar.write_partitions(data, 3, roots[0], "random")
-    monkeypatch.setattr("pyg_sar.cover.COSTS", ())
+    monkeypatch.setattr("pyg_sar.exchange.cover.COSTS", ())
     pyg_sar.write_partitions(data, 3, roots[1], "random")
     monkeypatch.undo()
     stored, bare = (threads(_found, 3, root, False) for root in roots)

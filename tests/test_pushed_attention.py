@@ -32,11 +32,11 @@ from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.attention_terms import Attention, AttentionState
-from pyg_sar.cover import minimum_cover, nearest_costs
+from pyg_sar.engine.pushed_attention import row_bytes
+from pyg_sar.engine.pushed_edges import pushed_edges
+from pyg_sar.exchange.cover import minimum_cover, nearest_costs
+from pyg_sar.kernels.attention_terms import Attention, AttentionState
 from pyg_sar.ledger import HALO_KINDS
-from pyg_sar.pushed_attention import row_bytes
-from pyg_sar.pushed_edges import pushed_edges
 
 Make = Callable[[], torch.nn.Module]
 POLICIES = (
@@ -168,7 +168,9 @@ def test_workers_without_kernels_push_alike(
 ) -> None:
     """One worker has none; what it sends and expects is the same."""
     missing = {0: "not built here"}
-    monkeypatch.setattr("pyg_sar.ops.why_missing", lambda: missing.get(pyg_sar.current().rank))
+    monkeypatch.setattr(
+        "pyg_sar.kernels.ops.why_missing", lambda: missing.get(pyg_sar.current().rank)
+    )
     data, sweep = stars(), Sweep(3)
     root = Partitions(tmp_path)(data, 3)
     for name in ("gat", "gatv2", "transformer"):

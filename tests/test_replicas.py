@@ -18,10 +18,10 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GATConv
 
 import pyg_sar
-from pyg_sar.checkpoint import save_checkpoint
-from pyg_sar.replicas import LIMBS, differ, in_space, marks, reconcile
-from pyg_sar.train_config import TrainConfig
-from pyg_sar.training import Trainer
+from pyg_sar.reduction.replicas import LIMBS, differ, in_space, marks, reconcile
+from pyg_sar.train.checkpoint import save_checkpoint
+from pyg_sar.train.config import TrainConfig
+from pyg_sar.train.trainer import Trainer
 
 WORLD = 3
 

@@ -13,10 +13,10 @@ import torch
 from small_graphs import CLASSES, FEATURES, small_graph
 
 import pyg_sar
-from pyg_sar.models import build_model
-from pyg_sar.report import Report, ReportError, draw_report, read_metrics
-from pyg_sar.train_config import EpochRecord, TrainConfig
-from pyg_sar.training import Callback, DivergedError, Trainer
+from pyg_sar.tools.models import build_model
+from pyg_sar.train.config import EpochRecord, TrainConfig
+from pyg_sar.train.report import Report, ReportError, draw_report, read_metrics
+from pyg_sar.train.trainer import Callback, DivergedError, Trainer
 
 CONFIG = TrainConfig(epochs=4, eval_every=2, clip_norm=1.0)
 KEYS = {"epoch", "loss", "lr", "grad_norm", "seconds"}

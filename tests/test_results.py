@@ -17,7 +17,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv
 
 import pyg_sar
-from pyg_sar.graphs import load_graph
+from pyg_sar.tools.graphs import load_graph
 
 EPOCHS = 30
 NODES = 3000  # The first so many nodes of a larger graph, to be quick.

@@ -26,15 +26,15 @@ from oracle import (
 )
 from torch_geometric import nn as gnn
 
-import pyg_sar.neighbours as neighbours
-import pyg_sar.rendezvous as rendezvous
+import pyg_sar.comm.neighbours as neighbours
+import pyg_sar.comm.rendezvous as rendezvous
 from pyg_sar import Ledger, SARPolicy, distribute, load_partition
-from pyg_sar.comm import Communicator, current, finalize, init
-from pyg_sar.exchange import Use, add_distinct_rows, add_rows
-from pyg_sar.halo import HaloPlan
-from pyg_sar.launch import launch
-from pyg_sar.shared_rows import shared_rows
-from pyg_sar.streams import GradientReturn, ShardStream
+from pyg_sar.comm.group import Communicator, current, finalize, init
+from pyg_sar.comm.launch import launch
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.rows import Use, add_distinct_rows, add_rows
+from pyg_sar.exchange.shared_rows import shared_rows
+from pyg_sar.exchange.streams import GradientReturn, ShardStream
 
 SWITCH = "PYG_SAR_SHARED_MEMORY"
 SHARED = "shared memory"
@@ -331,7 +331,7 @@ def test_gradients_stay_in_flight(switch, monkeypatch):
     are all that the policy affords.
     """
     monkeypatch.setenv(SWITCH, switch)
-    monkeypatch.setattr("pyg_sar.turns.PATIENCE", 0.05)  # Waiting for an event keeps the turn.
+    monkeypatch.setattr("pyg_sar.comm.turns.PATIENCE", 0.05)  # Waiting for an event keeps the turn.
     gone_on = threading.Event()
 
     def work(prefetch: int, refetches: bool) -> Any:

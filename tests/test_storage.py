@@ -20,9 +20,9 @@ from torch_geometric import EdgeIndex, Index
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
 
-import pyg_sar.storage as storage
+import pyg_sar.partition.storage as storage
 from pyg_sar.errors import PartitionError
-from pyg_sar.storage import (
+from pyg_sar.partition.storage import (
     METADATA,
     merge_partitions,
     part_attributes,
@@ -459,7 +459,7 @@ def test_a_failed_rename_puts_the_old_folder_back(root, monkeypatch):
 KILLED_WRITES = """
 import os, signal, sys
 import torch
-import pyg_sar.storage as storage
+import pyg_sar.partition.storage as storage
 from torch_geometric.data import Data
 
 write = storage._write_metadata

@@ -11,9 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from pyg_sar import functional, ops
-from pyg_sar.attention_terms import Attention
-from pyg_sar.shard import Segments, segments_of
+from pyg_sar import functional
+from pyg_sar.kernels import ops
+from pyg_sar.kernels.attention_terms import Attention
+from pyg_sar.space.shard import Segments, segments_of
 
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason=str(ops.why_missing()))
 EDGES, ROWS, WIDTH = 2**16 + 77, 1500, 12

@@ -19,10 +19,11 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
 import pyg_sar
-from pyg_sar import SARPolicy, storage
+from pyg_sar import SARPolicy
+from pyg_sar.comm.timetable import Timetable, make_timetable
 from pyg_sar.errors import PartitionError
-from pyg_sar.storage import METADATA, part_file, read_part
-from pyg_sar.timetable import Timetable, make_timetable
+from pyg_sar.partition import storage
+from pyg_sar.partition.storage import METADATA, part_file, read_part
 
 # Units #######################################################################
 

@@ -15,12 +15,12 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv
 
 import pyg_sar
-from pyg_sar.callbacks import LineProgress, TqdmProgress
-from pyg_sar.models import MODELS, NORMS, build_model
-from pyg_sar.schedule import Constant, Cosine, Plateau, Step, Warmup
-from pyg_sar.splits import split_nodes
-from pyg_sar.train_config import EpochRecord, TrainConfig, TrainResult
-from pyg_sar.training import Callback, DivergedError, Trainer, seed_worker
+from pyg_sar.tools.models import MODELS, NORMS, build_model
+from pyg_sar.train.callbacks import LineProgress, TqdmProgress
+from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
+from pyg_sar.train.schedule import Constant, Cosine, Plateau, Step, Warmup
+from pyg_sar.train.splits import split_nodes
+from pyg_sar.train.trainer import Callback, DivergedError, Trainer, seed_worker
 
 DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
 

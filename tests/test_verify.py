@@ -16,8 +16,8 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
 import pyg_sar
-from pyg_sar.cli import main
-from pyg_sar.verify import sample_nodes
+from pyg_sar.tools.cli import main
+from pyg_sar.tools.verify import sample_nodes
 
 
 @pytest.fixture(scope="module")

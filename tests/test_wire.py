@@ -16,8 +16,8 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.wire import Wire
-from pyg_sar.wire_error import ALL
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.train.wire_error import ALL
 
 WORLD = 3
 PRECISION = {"bfloat16": 2**-8, "float16": 2**-11}

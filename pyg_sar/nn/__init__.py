@@ -1,6 +1,7 @@
 """Layers, norms and readouts that run on a distributed graph."""
 
-from pyg_sar.graph_index import DistBatch, dist_batch
+from pyg_sar.engine.ring import global_attention
+from pyg_sar.engine.strategy import OneShotWarning
 from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
 from pyg_sar.nn.graph_norm import (
     DistGraphNorm,
@@ -21,9 +22,8 @@ from pyg_sar.nn.norm import (
     DistSyncBatchNorm,
 )
 from pyg_sar.nn.pool import DistReadout, global_add_pool, global_max_pool, global_mean_pool
-from pyg_sar.node_rows import shuffle_nodes
-from pyg_sar.ring import global_attention
-from pyg_sar.strategy import OneShotWarning
+from pyg_sar.space.graph_index import DistBatch, dist_batch
+from pyg_sar.space.node_rows import shuffle_nodes
 
 __all__ = [
     "NORMS",

@@ -9,7 +9,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.space.index_space import DistEdgeIndex
 
 _LABEL = ("", "forward", "colours")
 

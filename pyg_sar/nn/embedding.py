@@ -10,9 +10,9 @@ from torch import Tensor
 from torch_geometric.nn.models import LightGCN
 from torch_geometric.nn.models.linkx import SparseLinear
 
-from pyg_sar.comm import Communicator, current
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import PygSarError
-from pyg_sar.owned_rows import gather_to_first, ids_of, in_global_order, owned_parameters
+from pyg_sar.reduction.owned_rows import gather_to_first, ids_of, in_global_order, owned_parameters
 
 _DRAWN = 2**20  # numbers that are drawn at a time
 
@@ -200,7 +200,7 @@ def gather_embedding(
     Args:
         embedding: This worker's rows.
         n_id: Their global ids.
-        comm: The workers (:func:`pyg_sar.comm.current`).
+        comm: The workers (:func:`pyg_sar.comm.group.current`).
 
     Returns:
         On rank 0 an :class:`torch.nn.Embedding` on the CPU whose row i is that of node i, so that

@@ -28,12 +28,12 @@ from torch_geometric.nn import (
 )
 from torch_geometric.utils import scatter
 
-from pyg_sar.attention_terms import Attention
-from pyg_sar.index_space import DistEdgeIndex
+from pyg_sar.engine.relational_attention import RelationalTerms
+from pyg_sar.kernels.attention_terms import Attention
+from pyg_sar.kernels.ops import takes
+from pyg_sar.message.program import DeferredEdge
 from pyg_sar.nn.projected import terms_together
-from pyg_sar.ops import takes
-from pyg_sar.program import DeferredEdge
-from pyg_sar.relational_attention import RelationalTerms
+from pyg_sar.space.index_space import DistEdgeIndex
 
 
 def attention_of(

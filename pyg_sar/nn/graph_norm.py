@@ -16,9 +16,15 @@ import torch_geometric.nn as gnn
 from torch import Tensor
 from torch.nn.functional import instance_norm
 
-from pyg_sar.comm import current
-from pyg_sar.graph_index import plain_batch
-from pyg_sar.moments import Moments, graph_moments, moments, reduces_over_rows, standardise
+from pyg_sar.comm.group import current
+from pyg_sar.reduction.moments import (
+    Moments,
+    graph_moments,
+    moments,
+    reduces_over_rows,
+    standardise,
+)
+from pyg_sar.space.graph_index import plain_batch
 
 
 def plain_dtype(norm: torch.nn.Module, kind: Any, x: Tensor, batch: Tensor | None) -> torch.dtype:

@@ -12,16 +12,27 @@ from typing import Any
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, RGCNConv
 
-from pyg_sar.aggregate import SequentialAggregation
-from pyg_sar.autograd_gap import aggregate
-from pyg_sar.decompose import Decomposition, decompose
+from pyg_sar.engine.aggregate import SequentialAggregation
+from pyg_sar.engine.autograd_gap import aggregate
+from pyg_sar.engine.fused_attention import attend
+from pyg_sar.engine.relational_attention import attention_run
+from pyg_sar.engine.reverse import reversed_edges
+from pyg_sar.engine.strategy import (
+    Chooser,
+    Verdict,
+    decomposition_of,
+    most_edges,
+    needs_sorted_edges,
+    title_of,
+)
 from pyg_sar.errors import DistributedIndexError, named
-from pyg_sar.fused_attention import attend
-from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import DistEdgeIndex
-from pyg_sar.joint_index import widened
-from pyg_sar.layer_state import forget_tile_values, padded_to, tile_value
-from pyg_sar.levels import edge_level_names
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.kernels.ops import warn_if_missing
+from pyg_sar.message.decompose import Decomposition, decompose
+from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_value
+from pyg_sar.message.levels import edge_level_names
+from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
+from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
@@ -38,20 +49,9 @@ from pyg_sar.nn.propagation import (
     sorted_edges,
     travelling,
 )
-from pyg_sar.ops import warn_if_missing
 from pyg_sar.policy import SARPolicy
-from pyg_sar.program import DeferredEdge, TileProgram, deferred_edge
-from pyg_sar.relational_attention import attention_run
-from pyg_sar.reverse import reversed_edges
-from pyg_sar.strategy import (
-    Chooser,
-    Verdict,
-    decomposition_of,
-    most_edges,
-    needs_sorted_edges,
-    title_of,
-)
-from pyg_sar.target_index import NeedsAllEdges
+from pyg_sar.space.index_space import DistEdgeIndex
+from pyg_sar.space.joint_index import widened
 
 
 class DistMessagePassing(MessagePassing):

@@ -18,14 +18,14 @@ from torch import Tensor
 from torch_geometric.nn.models.autoencoder import EPS, MAX_LOGSTD
 from torch_geometric.utils import get_laplacian, one_hot, scatter
 
-from pyg_sar.attention_terms import wide_dtype
-from pyg_sar.collectives import sum_over_workers
-from pyg_sar.comm import current
-from pyg_sar.graph_index import dist_batch
-from pyg_sar.index_space import DistEdgeIndex
-from pyg_sar.metrics import mean
+from pyg_sar.comm.collectives import sum_over_workers
+from pyg_sar.comm.group import current
+from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.nn.pool import global_add_pool
-from pyg_sar.node_rows import node_rows, plain_rows
+from pyg_sar.reduction.metrics import mean
+from pyg_sar.space.graph_index import dist_batch
+from pyg_sar.space.index_space import DistEdgeIndex
+from pyg_sar.space.node_rows import node_rows, plain_rows
 
 
 def _count(number: int, device: torch.device) -> int:
@@ -48,8 +48,8 @@ def _refuse(model: torch.nn.Module, what: str, instead: str) -> ValueError:
 class DistDeepGraphInfomax(gnn.DeepGraphInfomax):
     """:class:`DeepGraphInfomax` whose summary and loss are over the nodes of all workers.
 
-    ``summary`` and ``corruption`` get node rows (:mod:`pyg_sar.node_rows`): means over axis 0 are
-    global, and shuffling rows needs :func:`pyg_sar.nn.shuffle_nodes`.
+    ``summary`` and ``corruption`` get node rows (:mod:`pyg_sar.space.node_rows`): means over axis 0
+    are global, and shuffling rows needs :func:`pyg_sar.nn.shuffle_nodes`.
     """
 
     def forward(self, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor, Tensor]:

@@ -9,8 +9,7 @@ import torch_geometric.nn as gnn
 from torch import Tensor
 from torch.nn.functional import batch_norm
 
-from pyg_sar.comm import current
-from pyg_sar.moments import check_batch, moments, reduces_over_rows, standardise
+from pyg_sar.comm.group import current
 from pyg_sar.nn.graph_norm import (
     DistGraphNorm,
     DistGraphSizeNorm,
@@ -22,6 +21,7 @@ from pyg_sar.nn.graph_norm import (
     plain_dtype,
     scaled,
 )
+from pyg_sar.reduction.moments import check_batch, moments, reduces_over_rows, standardise
 
 
 class DistBatchNorm1d(torch.nn.BatchNorm1d):

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm import current
+from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import DistEdgeIndex, dist_edge_index, version_of
-from pyg_sar.ops import takes, why_missing
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.kernels.ops import takes, why_missing
+from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
 
 
 class NothingFused(Exception):

@@ -2,9 +2,9 @@
 
 [Note: readouts] An aggregation that is not the ``aggr_module`` of a message passing layer reduces
 over nodes of all workers. PyG's own code computes it, with a distributed index
-(:mod:`pyg_sar.graph_index`): the classes here only see to it that the index is one. The result is
-the same on all workers and differentiable; see [Note: gradients of replicated values] in
-:mod:`pyg_sar.collectives` for what its gradient means. Train with
+(:mod:`pyg_sar.space.graph_index`): the classes here only see to it that the index is one. The
+result is the same on all workers and differentiable; see [Note: gradients of replicated values] in
+:mod:`pyg_sar.comm.collectives` for what its gradient means. Train with
 
 .. code-block:: python
 
@@ -27,11 +27,11 @@ from torch_geometric.nn import Aggregation
 from torch_geometric.nn.aggr.fused import FusedAggregation
 from torch_geometric.utils import scatter
 
-from pyg_sar.attention_terms import wide_dtype
-from pyg_sar.comm import current
+from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.graph_index import DistBatch, dist_batch, one_graph, plain_batch, whole_batch
-from pyg_sar.node_rows import plain_rows
+from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch, whole_batch
+from pyg_sar.space.node_rows import plain_rows
 
 # Functions ###################################################################
 

@@ -11,17 +11,17 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.chunk import Chunks, by_target
-from pyg_sar.decompose import decompose
+from pyg_sar.engine.chunk import Chunks, by_target
+from pyg_sar.engine.pushed import cheaper_rounds
+from pyg_sar.engine.rounds import ChunkRounds, Rounds, ShardRounds
+from pyg_sar.engine.strategy import Verdict, title_of
 from pyg_sar.errors import PygSarError
-from pyg_sar.halo import HaloPlan
-from pyg_sar.index_space import DistEdgeIndex, version_of
-from pyg_sar.program import DeferredEdge
-from pyg_sar.pushed import cheaper_rounds
-from pyg_sar.rounds import ChunkRounds, Rounds, ShardRounds
-from pyg_sar.shard import shards_of
-from pyg_sar.strategy import Verdict, title_of
-from pyg_sar.wire import Wire
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.message.decompose import decompose
+from pyg_sar.message.program import DeferredEdge
+from pyg_sar.space.index_space import DistEdgeIndex, version_of
+from pyg_sar.space.shard import shards_of
 
 
 def kind_of_argument(value: Any) -> Any:
@@ -47,7 +47,7 @@ def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
 
 @contextmanager
 def travelling(plan: HaloPlan, wire: str) -> Iterator[None]:
-    """Rows that are gathered plainly meanwhile travel so (:class:`pyg_sar.wire.Wire`)."""
+    """Rows that are gathered plainly meanwhile travel so (:class:`pyg_sar.exchange.wire.Wire`)."""
     outer, plan.wire = plan.wire, Wire(wire)
     try:
         yield

@@ -23,7 +23,7 @@ from torch_geometric.nn import (
     SetTransformerAggregation,
 )
 
-from pyg_sar.comm import current
+from pyg_sar.comm.group import current
 from pyg_sar.nn import attention, colours, models, pool, refused_convs, sequences, set_attention
 from pyg_sar.nn.norm import NORMS
 

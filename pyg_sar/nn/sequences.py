@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 
-from pyg_sar.comm import current
+from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 
 

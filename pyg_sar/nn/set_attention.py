@@ -17,10 +17,10 @@ from torch_geometric.nn import GraphMultisetTransformer, SetTransformerAggregati
 from torch_geometric.nn.aggr import utils as blocks
 from torch_geometric.utils import softmax
 
-from pyg_sar.collectives import first_workers
-from pyg_sar.graph_index import DistBatch
+from pyg_sar.comm.collectives import first_workers
 from pyg_sar.nn.attention import heads_of, outer_sums, self_attention
 from pyg_sar.nn.pool import DistReadout
+from pyg_sar.space.graph_index import DistBatch
 
 
 def _finish(block: blocks.MultiheadAttentionBlock, out: Tensor, x: Tensor) -> Tensor:

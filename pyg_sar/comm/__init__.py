@@ -1,0 +1,1 @@
+"""Workers: groups, backends, shared memory, heartbeats, and how workers are started."""

@@ -1,0 +1,431 @@
+"""The libraries that carry tensors between processes, each an object behind one interface.
+
+A transport's methods block; the communicator calls them from its issuing thread alone.
+
+[Note: messages that don't fit] gloo ends the process when a message is larger than what the
+receiver made ready for it, and takes a smaller one, or another one of its size, for the right one.
+So each message has a tag made of its name (operation, dtype, shape): one that isn't expected is
+never received, both sides wait, and the watch says what for. Its collectives have no tags: small
+ones are therefore exchanges of all with all, summed in the order of ranks by everyone, and before
+a large one all exchange a byte with a tag of its name.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, ClassVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.comm.posts import MEET, RECEIVE, SEND, Posts, name_of
+from pyg_sar.comm.rendezvous import Place, interface_to
+from pyg_sar.comm.turns import Free, Turns
+from pyg_sar.errors import PygSarError
+
+Parcel = tuple[int, Tensor]
+"""(peer, contiguous tensor)"""
+
+TAGS = 1 << 30
+"""The first tag of a name's; all are below twice that."""
+ABORT_TAG = 1 << 20
+"""Nobody ever sends with this tag."""
+SMALL_SUM = 1 << 14  # Bytes up to which all send all to all, in one step.
+
+OPS = ("sum", "max", "min")
+
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+class TransportError(PygSarError):
+    """The backend reported a failed transfer; why is still to be found out."""
+
+
+class Transport(ABC):
+    """Carries tensors between ranks."""
+
+    name: ClassVar[str]
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.turns: Turns | Free = Free()
+        self.posts = Posts()
+
+    # ``where`` names the operation; it is the same on all ranks that take part.
+
+    @abstractmethod
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
+        """Sends and receives all parcels at once; returns when all have arrived."""
+
+    @abstractmethod
+    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
+        """Reduces a contiguous tensor over all ranks, in place."""
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
+        """Returns every rank's tensor, of equal shapes, in rank order."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
+        """Overwrites a contiguous tensor with the one of rank ``src``."""
+
+    def others(self) -> list[int]:
+        """All other ranks."""
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def abort(self) -> None:
+        """Gives up what is under way, without waiting for it."""
+
+    def close(self) -> None:
+        """Frees what the transport holds."""
+
+
+def to_bytes(tensor: Tensor) -> Tensor:
+    """Returns a contiguous tensor's memory as a flat uint8 tensor: any dtype can travel so."""
+    return tensor.detach().reshape(-1).view(torch.uint8)
+
+
+def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
+    """Reduces tensors in their order: the same bits wherever it is done.
+
+    The sum of truth values is "any"; floats of 16 bits are summed in 32.
+    """
+    first = tensors[0]
+    if op != "sum" or first.dtype == torch.bool:
+        stacked = torch.stack(list(tensors))
+        return stacked.amin(0) if op == "min" else stacked.amax(0)
+    if first.is_floating_point() and first.element_size() == 2:
+        first = first.float()
+    total = first.clone()
+    for other in tensors[1:]:
+        total += other
+    return total.to(tensors[0].dtype)
+
+
+# Through torch.distributed ###################################################
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Setting:
+    """What a transport is opened with."""
+
+    place: Place
+    store: dist.Store | None
+    timeout: float
+    device: torch.device
+
+
+class GroupTransport(Transport):
+    """Any backend of :mod:`torch.distributed`.
+
+    The default process group is set up where the script has none yet, so that the rest of
+    ``torch.distributed`` can be used as well; otherwise a group is made beside it.
+    """
+
+    uses_store: ClassVar[bool] = True
+    """Whether the workers meet in torchrun's store (MPI brings its own)."""
+    stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {torch.bool: torch.uint8}
+    """dtypes that the backend can't (or shouldn't) reduce: which one is used instead."""
+    tagged: ClassVar[bool] = False
+    """Whether messages have tags made of their names."""
+
+    def __init__(self, setting: Setting) -> None:
+        self.owns_world = not dist.is_initialized()
+        limit = timedelta(seconds=setting.timeout)
+        if self.owns_world:
+            dist.init_process_group(timeout=limit, **self.arguments(setting))
+            group = dist.group.WORLD
+        else:
+            group = dist.new_group(backend=self.name, timeout=limit)
+        if group is None:
+            raise PygSarError(f"torch.distributed gave no process group for {self.name!r}")
+        self.group: dist.ProcessGroup = group
+        super().__init__(dist.get_rank(), dist.get_world_size(), setting.device)
+
+    @classmethod
+    def check(cls) -> None:
+        """Raises ``ValueError`` where this backend isn't available."""
+        if not dist.is_backend_available(cls.name):
+            raise unavailable(cls.name, f"a PyTorch built with {cls.name}")
+
+    @classmethod
+    def choose_device(cls, place: Place) -> torch.device:
+        """Returns the device of a worker."""
+        return torch.device("cpu")
+
+    def arguments(self, setting: Setting) -> dict[str, Any]:
+        """Returns the arguments of ``init_process_group``."""
+        if setting.store is None:
+            return {"backend": self.name}
+        return {
+            "backend": self.name,
+            "store": setting.store,
+            "rank": setting.place.rank,
+            "world_size": setting.place.world_size,
+        }
+
+    def home(self) -> torch.device:
+        """Returns the device whose memory the backend reads and writes."""
+        return torch.device("cpu")
+
+    def stage(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, or a copy of it that the backend can read."""
+        return tensor.to(self.home())
+
+    def buffer(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, or memory of its size that the backend can write."""
+        if tensor.device == self.home():
+            return tensor
+        return torch.empty_like(tensor, device=self.home())
+
+    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
+        outgoing = [(peer, to_bytes(self.stage(tensor))) for peer, tensor in sends]
+        landing = [(self.buffer(tensor), tensor) for _, tensor in recvs]
+        incoming = [
+            (peer, to_bytes(buffer[0])) for (peer, _), buffer in zip(recvs, landing, strict=True)
+        ]
+        ways = (RECEIVE, recvs), (SEND, sends)
+        names = [(way, p, name_of(where, t.dtype, t.shape)) for way, all in ways for p, t in all]
+        with self.posts.waiting(names) as posts, _reported():
+            tags = [TAGS + post.mark if self.tagged else 0 for post in posts]
+            self.transfer(outgoing, incoming, tags)
+        for buffer, target in landing:
+            if buffer is not target:
+                target.copy_(buffer)
+
+    def transfer(
+        self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tags: Sequence[int]
+    ) -> None:
+        """Posts all (``tags``: first of what is received), then waits for all."""
+        posts = zip(tags, [*recvs, *sends], strict=True)
+        works = []
+        for k, (tag, (peer, tensor)) in enumerate(posts):
+            post = dist.irecv if k < len(recvs) else dist.isend
+            works.append(post(tensor, peer, group=self.group, tag=tag))
+        for work in works:
+            if work is not None:
+                work.wait()
+
+    @contextlib.contextmanager
+    def together(self, tensor: Tensor, where: str) -> Iterator[None]:
+        """Waits for all in the block, for a collective."""
+        name = name_of(where, tensor.dtype, tensor.shape)
+        with self.posts.waiting([(MEET, peer, name) for peer in self.others()]), _reported():
+            yield
+
+    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
+        staged = self.stage(tensor)
+        dtype = self.stand_in.get(tensor.dtype, tensor.dtype)
+        wide = staged if dtype == staged.dtype else staged.to(dtype)
+        # The sum of truth values is "any", which uint8 would wrap around.
+        how = "max" if tensor.dtype == torch.bool and op == "sum" else op
+        with self.together(wide, where):
+            dist.all_reduce(wide, getattr(dist.ReduceOp, how.upper()), group=self.group)
+        if wide is not tensor:
+            tensor.copy_(wide)
+
+    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
+        staged = self.stage(tensor)
+        out = [torch.empty_like(staged) for _ in range(self.world_size)]
+        with self.together(staged, where):
+            dist.all_gather([to_bytes(t) for t in out], to_bytes(staged), group=self.group)
+        return [t.to(tensor.device) for t in out]
+
+    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
+        staged = self.stage(tensor)
+        with self.together(staged, where):
+            dist.broadcast(to_bytes(staged), src, group=self.group)
+        if staged is not tensor:
+            tensor.copy_(staged)
+
+    def close(self) -> None:
+        if dist.is_initialized():
+            dist.destroy_process_group(None if self.owns_world else self.group)
+
+
+class GlooTransport(GroupTransport):
+    """gloo: CPU, over TCP. Tensors of other devices are staged through CPU memory."""
+
+    name = "gloo"
+    tagged = True
+    # Half precision is summed in float32: W roundings become one.
+    stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {
+        torch.bool: torch.uint8,
+        torch.int16: torch.int32,
+        torch.float16: torch.float32,
+        torch.bfloat16: torch.float32,
+    }
+
+    def __init__(self, setting: Setting) -> None:
+        with _interface(os.environ.get("MASTER_ADDR", "")):
+            super().__init__(setting)
+
+    # See [Note: messages that don't fit].
+
+    def all_gather(self, tensor: Tensor, where: str = "") -> list[Tensor]:
+        staged = self.stage(tensor)
+        out = [torch.empty_like(staged) for _ in self.others()]
+        sends = [(peer, staged) for peer in self.others()]
+        self.exchange(sends, list(zip(self.others(), out, strict=True)), where)
+        out.insert(self.rank, staged.clone())
+        return [found.to(tensor.device) for found in out]
+
+    def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
+        if tensor.numel() * tensor.element_size() > SMALL_SUM:
+            self._agree(tensor, where)
+            super().all_reduce(tensor, op, where)
+            return
+        tensor.copy_(reduced(self.all_gather(tensor, where), op))
+
+    def broadcast(self, tensor: Tensor, src: int, where: str = "") -> None:
+        self._agree(tensor, where)
+        super().broadcast(tensor, src, where)
+
+    def _agree(self, tensor: Tensor, where: str) -> None:
+        """Waits until all are about to do the same."""
+        name = name_of(where, tensor.dtype, tensor.shape)
+        byte = torch.zeros(1, dtype=torch.uint8)
+        sends = [(peer, byte) for peer in self.others()]
+        self.exchange(sends, [(peer, byte.clone()) for peer in self.others()], name)
+
+    def abort(self) -> None:
+        # gloo has no call for it, but a receive that times out closes all connections of the
+        # group, which ends whatever waits for them.
+        for peer in range(self.world_size):
+            if peer != self.rank:
+                with contextlib.suppress(RuntimeError, ValueError):
+                    work = dist.irecv(torch.empty(1), peer, group=self.group, tag=ABORT_TAG)
+                    if work is not None:
+                        work.wait(timedelta(milliseconds=1))
+
+
+class NcclTransport(GroupTransport):
+    """NCCL: one GPU per worker."""
+
+    name = "nccl"
+    stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {
+        torch.bool: torch.uint8,
+        torch.int16: torch.int32,
+    }
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        # NCCL connects at the first operation, which must be one that all ranks take part in.
+        dist.all_reduce(torch.zeros(1, device=self.device), group=self.group)
+
+    @classmethod
+    def check(cls) -> None:
+        if not dist.is_nccl_available() or not torch.cuda.is_available():
+            raise unavailable(cls.name, "a PyTorch built with NCCL, and CUDA devices")
+
+    @classmethod
+    def choose_device(cls, place: Place) -> torch.device:
+        number = place.local_rank
+        if number is None:
+            if place.local_world_size > 1 and torch.cuda.device_count() > 1:
+                raise ValueError(
+                    "LOCAL_RANK is not set, so backend 'nccl' can't choose a GPU. Start the "
+                    "workers with torchrun, or pass device= to init()"
+                )
+            number = 0
+        if number >= torch.cuda.device_count():
+            raise ValueError(
+                f"LOCAL_RANK={number}, but this host has {torch.cuda.device_count()} CUDA "
+                f"device(s). Start fewer workers per host, or use backend='gloo'"
+            )
+        return torch.device("cuda", number)
+
+    def arguments(self, setting: Setting) -> dict[str, Any]:
+        torch.cuda.set_device(setting.device)
+        return {**super().arguments(setting), "device_id": setting.device}
+
+    def home(self) -> torch.device:
+        return self.device
+
+    def transfer(
+        self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tags: Sequence[int]
+    ) -> None:
+        posts = [dist.P2POp(dist.irecv, tensor, peer, self.group) for peer, tensor in recvs]
+        posts += [dist.P2POp(dist.isend, tensor, peer, self.group) for peer, tensor in sends]
+        for work in dist.batch_isend_irecv(posts) if posts else ():
+            work.wait()
+
+    def abort(self) -> None:
+        if hasattr(self.group, "abort"):  # Newer than the oldest PyTorch that will do.
+            self.group.abort()
+
+
+class MpiTransport(GroupTransport):
+    """MPI, for a PyTorch built with it; the workers are started with ``mpirun``."""
+
+    name = "mpi"
+    uses_store = False
+
+    @classmethod
+    def check(cls) -> None:
+        if not dist.is_mpi_available():
+            raise unavailable(cls.name, "a PyTorch built from source with MPI")
+
+
+class CclTransport(GroupTransport):
+    """Intel oneCCL, from the package ``oneccl_bindings_for_pytorch``."""
+
+    name = "ccl"
+
+    @classmethod
+    def check(cls) -> None:
+        try:
+            # Importing it is what registers the backend.
+            importlib.import_module("oneccl_bindings_for_pytorch")
+        except ImportError as error:
+            needs = "the package oneccl_bindings_for_pytorch"
+            raise unavailable(cls.name, needs) from error
+
+
+TRANSPORTS: dict[str, type[GroupTransport]] = {
+    kind.name: kind for kind in (GlooTransport, NcclTransport, MpiTransport, CclTransport)
+}
+
+
+def unavailable(name: str, needs: str) -> ValueError:
+    """Returns the error for a backend that isn't there."""
+    return ValueError(
+        f"backend={name!r} needs {needs}, which is not here (torch {torch.__version__}). "
+        f"Use backend='gloo', which every PyTorch has"
+    )
+
+
+@contextlib.contextmanager
+def _interface(master: str) -> Iterator[None]:
+    """Has gloo connect from the interface by which the first worker is reached.
+
+    Left alone it takes whatever the host's own name resolves to, which may be the loopback, or
+    nothing. ``GLOO_SOCKET_IFNAME``, if set, is the user's choice.
+    """
+    name = interface_to(master) if master else None
+    if name is None or _INTERFACE in os.environ:
+        yield
+        return
+    os.environ[_INTERFACE] = name
+    try:
+        yield
+    finally:
+        del os.environ[_INTERFACE]
+
+
+@contextlib.contextmanager
+def _reported() -> Iterator[None]:
+    """Marks errors of the backend: they tell that a transfer failed, never why."""
+    try:
+        yield
+    except RuntimeError as error:
+        raise TransportError(str(error).partition("\n")[0]) from error

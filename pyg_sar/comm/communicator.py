@@ -1,0 +1,441 @@
+"""What workers say to each other: the communicator's interface, and its two kinds."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any, Protocol
+from weakref import WeakValueDictionary
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.backends import OPS, Parcel, Transport, TransportError
+from pyg_sar.comm.device_order import Lane
+from pyg_sar.comm.failure import Watch, is_consequence
+from pyg_sar.comm.issuer import Issuer, Work
+from pyg_sar.comm.neighbours import Neighbours
+from pyg_sar.comm.payload import (
+    BARRIER,
+    BROADCAST,
+    GATHER,
+    OBJECT,
+    SUM,
+    Outgoing,
+    count,
+    count_all,
+    decode,
+    encode,
+    num_bytes,
+    pack,
+    spoken,
+)
+from pyg_sar.comm.sharing import Sharing
+from pyg_sar.comm.signals import TerminationNotice
+from pyg_sar.errors import PygSarError
+from pyg_sar.ledger import Label
+
+
+class Listener(Protocol):
+    """Who is told where a backward pass is."""
+
+    def returning(self) -> None:
+        """It begins to return gradients of rows."""
+
+
+class Communicator(ABC):
+    """Transfers between the workers of a group.
+
+    Every rank must call the same operations in the same order (with sizes that fit). They are
+    issued by one thread, in that order. After an error the communicator is broken: every
+    later operation raises as well. As a context manager it is closed on leaving, and an exception
+    that leaves the block is told to the other workers, which then end with it.
+
+    Args:
+        rank: Rank of this worker.
+        world_size: Number of workers.
+        device: Device of this worker.
+        timeout: Seconds that an operation may take.
+    """
+
+    backend: str
+
+    def __init__(self, rank: int, world_size: int, device: torch.device, timeout: float) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.timeout = timeout
+        self.ledgers: list[Any] = []
+        self.sharing: Sharing | None = None
+        """What there is between workers that read each other's memory, if any."""
+        self.closed = False
+        self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
+        self._joined = 0
+
+    def add_listener(self, listener: Listener) -> None:
+        """Has :meth:`returning` call ``listener``, as long as that lives; alike on every worker."""
+        self._listeners[self._joined] = listener
+        self._joined += 1
+
+    def returning(self) -> None:
+        """Tells the listeners that a backward pass begins to return gradients of rows.
+
+        Every worker calls it at the same places of its program.
+        """
+        for _, listener in sorted(self._listeners.items()):
+            listener.returning()
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}(rank={self.rank}, world_size={self.world_size}, "
+            f"backend={self.backend!r}, device='{self.device}')"
+        )
+
+    # Halo rows ---------------------------------------------------------------
+
+    def exchange(
+        self, send: Outgoing, dst: int, recv: Tensor | None, src: int, *, label: Label
+    ) -> Work:
+        """Sends to one rank while receiving from one, without waiting.
+
+        Both sides know the sizes: an empty tensor isn't sent, and must not be expected.
+
+        Args:
+            send: What rank ``dst`` gets; a function is called on the issuing thread, when it's
+                this transfer's turn. Must not change before the transfer ended.
+            dst: Rank to send to.
+            recv: Where to put what comes from rank ``src``: contiguous, of its very size and dtype.
+            src: Rank to receive from.
+            label: (layer, phase, kind) for the ledgers.
+
+        Returns:
+            The handle to wait for.
+
+        Raises:
+            ValueError: ``recv`` isn't contiguous, or a rank isn't another one of the group.
+        """
+        sends: list[tuple[int, Outgoing]] = []
+        recvs: list[Parcel] = []
+        if send is not None:
+            self._check_peer("dst", dst)
+            sends.append((dst, send))
+        if recv is not None:
+            self._check_peer("src", src)
+            recvs.append((src, self._check_recv(recv, src)))
+        return self._post(sends, recvs, label, f"exchange with ranks {dst} (to) and {src} (from)")
+
+    def exchange_all(
+        self, sends: Sequence[Outgoing], recvs: Sequence[Tensor | None], *, label: Label
+    ) -> Work:
+        """As :meth:`exchange`, with all ranks at once: one entry per rank, the own one ``None``."""
+        for name, entries in (("sends", sends), ("recvs", recvs)):
+            if len(entries) != self.world_size:
+                raise ValueError(
+                    f"'{name}' needs one entry per rank ({self.world_size}), got {len(entries)}"
+                )
+            if entries[self.rank] is not None:
+                raise ValueError(f"'{name}[{self.rank}]' is this rank's own entry: must be None")
+        outgoing = [(rank, send) for rank, send in enumerate(sends) if send is not None]
+        incoming = [(r, self._check_recv(t, r)) for r, t in enumerate(recvs) if t is not None]
+        to, come = (", ".join(str(rank) for rank, _ in way) for way in (outgoing, incoming))
+        doing = f"exchange with ranks {to or 'none'} (to) and {come or 'none'} (from)"
+        return self._post(outgoing, incoming, label, doing)
+
+    def _check_peer(self, name: str, peer: int) -> None:
+        if not 0 <= peer < self.world_size or peer == self.rank:
+            raise ValueError(
+                f"'{name}'={peer} must be another rank than {self.rank} of "
+                f"{self.world_size} workers"
+            )
+
+    def _check_recv(self, recv: Tensor, src: int) -> Tensor:
+        if not recv.is_contiguous():
+            raise ValueError(
+                f"rank {self.rank}: the tensor to receive into from rank {src} (shape "
+                f"{tuple(recv.shape)}, strides {recv.stride()}) isn't contiguous; receive into a "
+                f"contiguous one and copy"
+            )
+        return recv
+
+    @abstractmethod
+    def _post(
+        self,
+        sends: Sequence[tuple[int, Outgoing]],
+        recvs: Sequence[Parcel],
+        label: Label,
+        doing: str,
+    ) -> Work:
+        """Queues an exchange."""
+
+    # Collectives -------------------------------------------------------------
+
+    def all_reduce(self, tensor: Tensor, op: str = "sum", *, label: Label = SUM) -> Tensor:
+        r"""Reduces over all ranks, in place: :math:`t \leftarrow \sum_p t_p` (or max, min).
+
+        All ranks get the same bits. The sum of booleans is "any"; 16-bit floats are summed in
+        32 bits on the CPU.
+
+        Args:
+            tensor: Of the same shape and dtype on every rank.
+            op: ``'sum'``, ``'max'`` or ``'min'``.
+            label: (layer, phase, kind) for the ledgers.
+
+        Returns:
+            ``tensor``.
+        """
+        self.all_reduce_async(tensor, op, label=label).wait()
+        return tensor
+
+    def all_reduce_async(self, tensor: Tensor, op: str = "sum", *, label: Label = SUM) -> Work:
+        """As :meth:`all_reduce`, without waiting."""
+        if op not in OPS:
+            raise ValueError(f"'op' must be one of {', '.join(OPS)}; got {op!r}")
+        return self._reduce(tensor, op, label)
+
+    @abstractmethod
+    def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work: ...
+
+    @abstractmethod
+    def all_gather(self, tensor: Tensor, *, label: Label = GATHER) -> list[Tensor]:
+        """Returns every rank's tensor in rank order; shapes and dtypes must be equal."""
+
+    @abstractmethod
+    def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
+        """Overwrites ``tensor`` with the one of rank ``src``, in place; returns it."""
+
+    def all_gather_object(self, obj: Any, *, label: Label = OBJECT) -> list[Any]:
+        """Returns every rank's object in rank order. They travel as JSON (tuples become lists).
+
+        Raises:
+            TypeError: When ``obj`` has no JSON form.
+        """
+        data = encode(obj)
+        sizes = self.all_gather(torch.tensor([data.numel()], device=self.device), label=label)
+        largest = int(max(sizes))
+        padded = torch.zeros(largest, dtype=torch.uint8)
+        padded[: data.numel()] = data
+        everyone = self.all_gather(padded.to(self.device), label=label)
+        return [decode(t[: int(n)]) for t, n in zip(everyone, sizes, strict=True)]
+
+    def broadcast_object(self, obj: Any = None, src: int = 0, *, label: Label = OBJECT) -> Any:
+        """Returns rank ``src``'s object; see :meth:`all_gather_object`."""
+        data = encode(obj) if self.rank == src else torch.empty(0, dtype=torch.uint8)
+        size = torch.tensor([data.numel()], device=self.device)
+        self.broadcast(size, src, label=label)
+        buffer = data if self.rank == src else torch.empty(int(size), dtype=torch.uint8)
+        return decode(self.broadcast(buffer.to(self.device), src, label=label))
+
+    def barrier(self) -> None:
+        """Waits until every rank came here (and all earlier operations ended)."""
+        self.all_reduce(torch.zeros(1, device=self.device), label=BARRIER)
+
+    # Its end -----------------------------------------------------------------
+
+    def report(self, error: BaseException) -> None:
+        """Tells the other workers that this one fails by ``error``, so that they end promptly."""
+
+    def close(self) -> None:
+        """Ends it, after what is queued. Never raises."""
+        self.closed = True
+
+    def __enter__(self) -> Communicator:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if error is not None:
+            self.report(error)
+        self.close()
+
+
+class LocalCommunicator(Communicator):
+    """The communicator of a single process: there is nobody to talk to."""
+
+    backend = "local"
+
+    def __init__(self, device: torch.device | None = None, timeout: float = 1800.0) -> None:
+        super().__init__(0, 1, device or torch.device("cpu"), timeout)
+
+    def _post(
+        self,
+        sends: Sequence[tuple[int, Outgoing]],
+        recvs: Sequence[Parcel],
+        label: Label,
+        doing: str,
+    ) -> Work:
+        return Work.completed()
+
+    def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
+        return Work.completed()
+
+    def all_gather(self, tensor: Tensor, *, label: Label = GATHER) -> list[Tensor]:
+        return [tensor.detach().clone()]
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
+        _check_src(src, 1)
+        return tensor
+
+
+class GroupCommunicator(Communicator):
+    """A communicator over a transport.
+
+    Args:
+        transport: What carries the tensors.
+        watch: What finds out who failed.
+        timeout: Seconds that an operation may take.
+        neighbours: Workers whose memory this one reads.
+    """
+
+    def __init__(
+        self,
+        transport: Transport,
+        watch: Watch,
+        timeout: float,
+        neighbours: Neighbours | None = None,
+    ) -> None:
+        super().__init__(transport.rank, transport.world_size, transport.device, timeout)
+        self.backend = transport.name
+        self._transport = transport
+        self._watch = watch
+        self._lane = Lane()
+        name = f"pyg_sar issuer {self.rank}"
+        self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.turns)
+        self._neighbours = neighbours
+        if neighbours is not None:
+            neighbours.posts = transport.posts
+            self.sharing = Sharing(neighbours, self.rank, self._submit, self.ledgers)
+        watch.start(self._issuer.fail, self._issuer.progress, transport.posts)
+        self._notice = TerminationNotice(self._explain_termination)
+        self._notice.install()
+
+    def _submit(self, task: Callable[[], None], label: Label, doing: str) -> Work:
+        mark = self._lane.mark()
+
+        def run() -> None:
+            with self._lane.after(mark):
+                task()
+
+        return self._issuer.submit(run, f"{doing} [{spoken(label)}]")
+
+    def _post(
+        self,
+        sends: Sequence[tuple[int, Outgoing]],
+        recvs: Sequence[Parcel],
+        label: Label,
+        doing: str,
+    ) -> Work:
+        ledgers = list(self.ledgers)
+        everything = self._neighbours is not None and self._neighbours.carries_all
+        shared = self.sharing if everything else None
+
+        def task() -> None:
+            packed = [(peer, pack(send)) for peer, send in sends]
+            full = [(peer, tensor) for peer, tensor in packed if tensor.numel()]
+            wanted = [(peer, tensor) for peer, tensor in recvs if tensor.numel()]
+            if shared is not None:
+                shared.exchange(self._transport, full, wanted, ledgers, label)
+                return
+            self._transport.exchange(full, wanted, spoken(label))
+            out, back = ({q: num_bytes(t) for q, t in parcels} for parcels in (full, wanted))
+            count(ledgers, label, out, back, self.backend)
+
+        return self._submit(task, label, doing)
+
+    def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
+        ledgers = list(self.ledgers)
+
+        def task() -> None:
+            target = tensor.detach()
+            whole = target if target.is_contiguous() else target.contiguous()
+            if whole.numel():
+                self._transport.all_reduce(whole, op, f"{spoken(label)} ({op})")
+            if whole is not target:
+                target.copy_(whole)
+            size = num_bytes(whole)
+            count_all(ledgers, label, size, size, self.backend)
+
+        return self._submit(task, label, f"all_reduce ({op})")
+
+    def all_gather(self, tensor: Tensor, *, label: Label = GATHER) -> list[Tensor]:
+        ledgers = list(self.ledgers)
+        result: list[Tensor] = []
+
+        def task() -> None:
+            whole = pack(tensor)
+            if whole.numel():
+                result.extend(self._transport.all_gather(whole, spoken(label)))
+            else:
+                result.extend(whole.clone() for _ in range(self.world_size))
+            size = num_bytes(whole)
+            count_all(ledgers, label, size, size * (self.world_size - 1), self.backend)
+
+        self._submit(task, label, "all_gather").wait()
+        return result
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
+        _check_src(src, self.world_size)
+        ledgers = list(self.ledgers)
+
+        def task() -> None:
+            target = tensor.detach()
+            whole = target if target.is_contiguous() else target.contiguous()
+            if whole.numel():
+                self._transport.broadcast(whole, src, f"{spoken(label)} from rank {src}")
+            if whole is not target:
+                target.copy_(whole)
+            size = num_bytes(whole)
+            mine = self.rank == src
+            count_all(ledgers, label, size if mine else 0, 0 if mine else size, self.backend)
+
+        self._submit(task, label, f"broadcast from rank {src}").wait()
+        return tensor
+
+    # Failure -----------------------------------------------------------------
+
+    def _abort(self) -> None:
+        if self._neighbours is not None:
+            self._neighbours.abort()
+        self._transport.abort()
+
+    def _diagnose(self, error: BaseException, doing: str) -> BaseException:
+        if isinstance(error, TransportError | TimeoutError):
+            reason = self._watch.diagnose(error, doing)
+            reason.__cause__ = error
+            return reason
+        # Packing failed: this worker's own mistake, whose type and traceback are to be kept.
+        self._watch.report(error)
+        return error
+
+    def _explain_termination(self) -> PygSarError | None:
+        error = self._watch.cause()
+        if error is not None:
+            self._issuer.fail(error)
+        return error
+
+    def report(self, error: BaseException) -> None:
+        if not is_consequence(error, self.rank):
+            self._watch.report(error)
+        self._issuer.fail(error)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self._issuer.close()
+        self._watch.close()
+        self._notice.remove()
+        if self._neighbours is not None:
+            self._neighbours.close()
+        # What is under way in a broken backend may never end: leave it to the process's end.
+        if self._issuer.broken is None:
+            self._transport.close()
+
+
+def _check_src(src: int, world_size: int) -> None:
+    if not 0 <= src < world_size:
+        raise ValueError(f"'src'={src} must be a rank of the {world_size} worker(s)")

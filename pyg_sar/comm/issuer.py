@@ -1,0 +1,247 @@
+"""The one thread that issues a communicator's traffic, and the handles it gives out.
+
+[Note: One issuer]
+Two ranks that post the same transfers in different orders wait for each other forever. All traffic
+of a communicator (halo rows, gradient sums, collectives) therefore goes through one first-in
+first-out queue that one thread empties: the order on the wire is the order of the calls, and the
+order of the calls is the program's, the same on every rank. A task packs, posts and waits; only
+then does the next one start. The caller goes on meanwhile, which is what prefetching is.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import queue
+import threading
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from pyg_sar.comm.turns import Free, Turns
+from pyg_sar.errors import CommTimeoutError, PygSarError
+
+Task = Callable[[], None]
+
+SETTLE = 1.0  # Seconds to wait for an aborted task to come back.
+GRACE = 5.0  # Seconds a waiter leaves the issuer to report a timeout first, and to end.
+
+
+class Progress(NamedTuple):
+    """How far an issuer is."""
+
+    started: int
+    """Operations begun since the communicator exists. About the same on all ranks: those that need
+    nothing of a neighbour's memory skip what the others read there."""
+    ended: int
+    """Operations that ended well."""
+    pending: int
+    """Operations begun or queued and not ended."""
+    doing: str
+    """The operation under way, or the last one."""
+
+
+class Work:
+    """A transfer under way.
+
+    What was handed to it (the tensors sent and received into) must not be touched before
+    :meth:`wait` returned.
+    """
+
+    def __init__(self, issuer: Issuer | None, doing: str) -> None:
+        self._issuer = issuer
+        self._ended = threading.Event()
+        self._error: BaseException | None = None
+        self.doing = doing
+
+    @classmethod
+    def completed(cls) -> Work:
+        """Returns a handle of nothing: already done."""
+        work = cls(None, "nothing")
+        work._ended.set()
+        return work
+
+    def done(self) -> bool:
+        """Returns whether the transfer ended, well or not."""
+        return self._ended.is_set()
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the data is there. May be called more than once, from any thread.
+
+        Args:
+            timeout: Seconds to wait at most. By default, as long as operations keep ending within
+                the communicator's timeout.
+
+        Raises:
+            CommTimeoutError: After ``timeout`` (the transfer goes on), or when the communicator
+                made no progress within its own timeout (it's broken then).
+            LostWorkerError: A worker was lost.
+            MismatchError: The workers run different operations.
+            WorkerError: Another worker failed.
+        """
+        if not self._ended.is_set():
+            self._block(timeout)
+        if self._error is not None:
+            raise self._error
+
+    def _block(self, timeout: float | None) -> None:
+        issuer = self._issuer
+        assert issuer is not None  # Handles without one are born ended.
+        if timeout is not None:
+            if not self._await(issuer, timeout):
+                raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")
+            return
+        seen = issuer.progress().started
+        while not self._await(issuer, issuer.timeout + GRACE):
+            now = issuer.progress().started
+            if now == seen:
+                issuer.stuck(self.doing)
+                return
+            seen = now
+
+    def _await(self, issuer: Issuer, seconds: float) -> bool:
+        with issuer.turns.passed():
+            return self._ended.wait(seconds)
+
+    def _end(self, error: BaseException | None = None) -> None:
+        """Ends the transfer; the first call counts (the failure watch may be faster)."""
+        if not self._ended.is_set():
+            self._error = error
+            self._ended.set()
+
+
+class Issuer:
+    """Runs tasks one after another on a thread of its own.
+
+    Args:
+        name: Name of the thread.
+        timeout: Seconds that one task may take.
+        diagnose: Turns an error of a task and what it was doing into the error to raise.
+        abort: Makes a task that is under way end, if it can.
+        turns: Of threads that compute one at a time.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        timeout: float,
+        diagnose: Callable[[BaseException, str], BaseException],
+        abort: Callable[[], None],
+        turns: Turns | Free,
+    ) -> None:
+        self.timeout = timeout
+        self.turns = turns
+        self.broken: BaseException | None = None
+        self._diagnose = diagnose
+        self._abort = abort
+        self._lock = threading.RLock()
+        self._queue: queue.SimpleQueue[tuple[Work, Task] | None] = queue.SimpleQueue()
+        self._open: dict[int, Work] = {}
+        self._started = self._ended = 0
+        self._doing = "nothing"
+        self._closed = False
+        self._idle = threading.Event()
+        self._idle.set()
+        # A daemon: stuck in a backend's wait, it must not keep the process from ending.
+        self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
+        self._thread.start()
+
+    def submit(self, task: Task, doing: str) -> Work:
+        """Queues ``task``; ``doing`` names it in errors and progress.
+
+        Raises:
+            PygSarError: The communicator is closed, or broken by an earlier error.
+        """
+        work = Work(self, doing)
+        context = contextvars.copy_context()
+        inference = torch.is_inference_mode_enabled()
+
+        def run() -> None:
+            # Autograd's state belongs to a thread: take over what concerns writing to a tensor,
+            # and never record what packing does.
+            with torch.inference_mode(inference), torch.no_grad():
+                context.run(task)
+
+        with self._lock:
+            self._check()
+            self._open[id(work)] = work
+            self._queue.put((work, run))
+        return work
+
+    def _check(self) -> None:
+        if isinstance(self.broken, PygSarError):
+            raise self.broken
+        if self.broken is not None:
+            raise PygSarError(
+                f"The communicator is broken by an earlier error: {self.broken!r}"
+            ) from self.broken
+        if self._closed:
+            raise PygSarError("The communicator is closed; call pyg_sar.init() again")
+
+    def progress(self) -> Progress:
+        """Returns how far this issuer is."""
+        return Progress(self._started, self._ended, len(self._open), self._doing)
+
+    def fail(self, error: BaseException) -> None:
+        """Breaks the communicator: every open and every later operation raises ``error``."""
+        with self._lock:
+            if self.broken is None:
+                self.broken = error
+        # A thread that comes back from the backend's C++ while the interpreter shuts down aborts
+        # the process: have it back before a waiter learns of the error, and ends the program.
+        self._abort()
+        if threading.current_thread() is not self._thread:
+            with self.turns.passed():
+                self._idle.wait(SETTLE)
+        with self._lock:
+            for work in self._open.values():
+                work._end(self.broken)
+            self._open.clear()
+
+    def stuck(self, doing: str) -> None:
+        """Breaks the communicator because the task under way outlived its timeout."""
+        cause = TimeoutError(f"no progress within {self.timeout:g} s")
+        self.fail(self._diagnose(cause, doing))
+
+    def close(self) -> None:
+        """Runs what is queued, then ends the thread. Never raises, never waits without end."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            self._queue.put(None)
+        if self.broken is None and threading.current_thread() is not self._thread:
+            with self.turns.passed():
+                self._thread.join(self.timeout + GRACE)
+
+    def _loop(self) -> None:
+        while (entry := self._queue.get()) is not None:
+            with self.turns.taken():
+                work, handed = entry[0], [entry[1]]
+                del entry
+                if self.broken is None:
+                    self._run(work, handed)
+                # Hold no buffer while waiting for the next task.
+                del work, handed
+
+    def _run(self, work: Work, handed: list[Task]) -> None:
+        self._doing = work.doing
+        self._started += 1
+        error: BaseException | None = None
+        self._idle.clear()
+        try:
+            with torch.profiler.record_function(f"pyg_sar::{work.doing}"):
+                handed[0]()
+        except BaseException as caught:  # Whatever it is, somebody waits for it.
+            error = caught
+        finally:
+            self._idle.set()
+        handed.clear()  # Whoever waited may free the buffers: be no longer among their owners.
+        if error is not None:
+            if self.broken is None:  # Else it's known, and this is only what followed.
+                self.fail(self._diagnose(error, work.doing))
+            return
+        with self._lock:
+            self._open.pop(id(work), None)
+            self._ended += 1
+        work._end()

@@ -1,0 +1,389 @@
+"""Workers started from a script or a notebook: ``launch(fn, num_workers)``.
+
+Workers are fresh Python processes, not forks and not ``multiprocessing``'s: each gets its
+environment before it starts (glibc and OpenMP read theirs once), the script that calls ``launch``
+isn't run again, and functions defined in it, or in a notebook's cell, travel by value.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import io
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection, wait
+from typing import Any, TypeVar
+
+import cloudpickle
+import torch
+
+from pyg_sar.comm.communicator import GroupCommunicator
+from pyg_sar.comm.failure import LAUNCHER, RESUME, failed, is_consequence
+from pyg_sar.comm.group import adopt, check_init, current, finalize, init
+from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadNeighbours, ThreadTransport
+from pyg_sar.comm.meeting import read_switch
+from pyg_sar.comm.rendezvous import host_store
+from pyg_sar.errors import LostWorkerError, WorkerError
+
+T = TypeVar("T")
+
+POLL = 0.25  # Seconds between two looks at the workers' processes.
+CASCADE = 5.0  # Seconds to wait for the cause when the first error names another rank.
+SETTLE = 0.3  # Seconds to wait for a killed worker behind an error that names nobody.
+GOODBYE = 60.0  # Seconds a worker may take to end once it has delivered its result.
+FAREWELL = 1.0  # Seconds between SIGTERM and SIGKILL.
+
+
+def launch(
+    fn: Callable[..., T],
+    num_workers: int,
+    *args: Any,
+    backend: str | None = None,
+    threads_per_worker: int | None = None,
+    timeout: float = 1800.0,
+    env: Mapping[str, str] | None = None,
+) -> list[T]:
+    """Runs ``fn(*args)`` on workers of this machine, and returns their results in rank order.
+
+    In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.current()`` is its
+    communicator. Functions and arguments may come from a notebook or a script's ``__main__``,
+    closures and lambdas included.
+
+    Args:
+        fn: What each worker runs.
+        num_workers: Number of workers.
+        *args: Its arguments.
+        backend: As for :func:`pyg_sar.init`, or ``'threads'``: the workers are threads of this
+            process, for debugging.
+        threads_per_worker: Threads that each worker computes with. By default
+            ``OMP_NUM_THREADS`` where it is set, else this machine's cores divided by the workers.
+        timeout: Seconds that one operation between workers may take.
+        env: Further environment variables of the workers.
+
+    Returns:
+        One result per rank.
+
+    Raises:
+        ValueError: When an argument makes no sense.
+        WorkerError: When a worker raised: the first one, with its rank and traceback. All others
+            are ended before.
+        LostWorkerError: When a worker was killed or crashed; names the rank and the signal.
+    """
+    _check(num_workers, backend, threads_per_worker, timeout)
+    if backend == "threads":
+        if env is not None or threads_per_worker is not None:
+            raise ValueError(
+                "'env' and 'threads_per_worker' are for processes: not with backend='threads'"
+            )
+        return _run_threads(fn, num_workers, args, timeout)
+    work = _pack((fn, args, backend, timeout), "fn or an argument", -1)
+    store = host_store("127.0.0.1", 0)
+    common = _environment(num_workers, store.port, threads_per_worker, env)
+    workers: list[_Worker] = []
+    try:
+        for rank in range(num_workers):
+            workers.append(_Worker.start(rank, common))
+        for worker in workers:
+            worker.give(work)
+        results = _collect(workers)
+        for worker in workers:
+            worker.see_off()
+        return results
+    finally:
+        _end(workers)
+
+
+def _check(
+    num_workers: int, backend: str | None, threads_per_worker: int | None, timeout: float
+) -> None:
+    if not isinstance(num_workers, int) or num_workers < 1:
+        raise ValueError(f"num_workers={num_workers!r} must be an integer of at least 1")
+    if threads_per_worker is not None and threads_per_worker < 1:
+        raise ValueError(f"threads_per_worker={threads_per_worker!r} must be at least 1")
+    check_init(None if backend == "threads" else backend, timeout)
+
+
+class _Pickler(cloudpickle.Pickler):
+    """Sends torch's namespaces ``torch.ops`` and ``torch.classes`` by name.
+
+    cloudpickle ships each submodule that a function's attribute names match ("classes", say), and
+    these two look like modules without being picklable as such.
+    """
+
+    def reducer_override(self, obj: Any) -> Any:
+        if obj is torch.ops or obj is torch.classes:
+            return importlib.import_module, (obj.__name__,)
+        return super().reducer_override(obj)
+
+
+def _pack(value: Any, what: str, rank: int) -> bytes:
+    try:
+        buffer = io.BytesIO()
+        _Pickler(buffer).dump(value)
+        return buffer.getvalue()
+    except Exception as error:  # Pickling runs code of the objects: anything may be raised.
+        who = "launch()" if rank < 0 else f"rank {rank}"
+        raise TypeError(
+            f"{who}: {what} can't be sent between processes ({type(error).__name__}: {error}); "
+            f"use tensors, numbers, strings, and containers and functions of these"
+        ) from error
+
+
+def _environment(
+    num_workers: int, port: int, threads: int | None, env: Mapping[str, str] | None
+) -> dict[str, str]:
+    """Returns the environment that all workers share."""
+    common = {k: v for k, v in os.environ.items() if not k.startswith("TORCHELASTIC_")}
+    if threads is None and not common.get("OMP_NUM_THREADS"):
+        threads = max(1, _cores() // num_workers)
+    if threads is not None:
+        common["OMP_NUM_THREADS"] = str(threads)
+    # Frees large buffers to the system at once; glibc reads this when a process starts.
+    common.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
+    # Large buffers in pages of 2 MB where the system has them: a few faults each, not thousands.
+    common.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    if any(name == "lo" for _, name in socket.if_nameindex()):
+        common.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    common |= {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(num_workers),
+        "LOCAL_WORLD_SIZE": str(num_workers),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # The store is the parent's.
+    }
+    return common | dict(env or {})
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+# The parent's side ###########################################################
+
+
+@dataclass
+class _Worker:
+    rank: int
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    failure: WorkerError | None = None
+    consequence: bool = False
+    finished: bool = False
+    result: Any = None
+
+    @classmethod
+    def start(cls, rank: int, common: Mapping[str, str]) -> _Worker:
+        here, there = Pipe()
+        paths = [os.path.abspath(path) for path in sys.path]
+        command = (
+            f"import gc, sys; gc.disable(); sys.path[:] = {paths!r}; "
+            f"from pyg_sar.comm.launch import _worker_main; _worker_main({there.fileno()})"
+        )
+        process = subprocess.Popen(
+            [sys.executable, "-c", command],
+            env={**common, "RANK": str(rank), "LOCAL_RANK": str(rank)},
+            pass_fds=[there.fileno()],
+            stdin=subprocess.DEVNULL,
+            # Ctrl-C reaches the parent alone, which ends each worker with all that it started.
+            start_new_session=True,
+        )
+        there.close()
+        return cls(rank, process, here)
+
+    def give(self, work: bytes) -> None:
+        """Sends what to do (which waits until the worker reads, if it's large)."""
+        with contextlib.suppress(OSError):  # It died at once: reading from it will tell.
+            self.pipe.send_bytes(work)
+
+    def read(self) -> None:
+        """Takes the worker's message: its result, its error, or its death."""
+        try:
+            if not self.pipe.poll():
+                raise EOFError
+            kind, *rest = cloudpickle.loads(self.pipe.recv_bytes())
+        except (EOFError, OSError):
+            self.failure = self._lost()
+        except Exception as error:
+            self.failure = WorkerError(
+                f"Rank {self.rank} returned what can't be read here: {error!r}", rank=self.rank
+            )
+        else:
+            if kind == "result":
+                self.result = rest[0]
+            else:
+                self.failure, self.consequence = rest
+        self.finished = True
+
+    def _lost(self) -> LostWorkerError:
+        code = self._wait(5.0)
+        if code is None:
+            how = "closed its connection"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name} (signal {-code})"
+        else:
+            how = f"ended with exit code {code} before it returned a result"
+        return LostWorkerError(f"Rank {self.rank} was lost: it {how}. {RESUME}", rank=self.rank)
+
+    def _wait(self, seconds: float) -> int | None:
+        try:
+            return self.process.wait(max(0.0, seconds))
+        except subprocess.TimeoutExpired:
+            return None
+
+    def see_off(self) -> None:
+        """Lets a worker that has delivered its result end by itself."""
+        self._wait(GOODBYE)
+
+
+def _collect(workers: Sequence[_Worker]) -> list[Any]:
+    """Returns the results, or raises the failure that came first."""
+    deadline: float | None = None
+    while not all(worker.finished for worker in workers):
+        by_pipe = {worker.pipe: worker for worker in workers if not worker.finished}
+        limit = POLL if deadline is None else deadline - time.monotonic()
+        ready = wait(list(by_pipe), max(0.0, min(limit, POLL)))
+        for pipe, worker in by_pipe.items():
+            # A dead worker's children may keep its pipe open.
+            if pipe in ready or worker.process.poll() is not None:
+                worker.read()
+        failed = [worker for worker in workers if worker.failure is not None]
+        if failed and deadline is None:
+            known = any(not worker.consequence for worker in failed)
+            deadline = time.monotonic() + (SETTLE if known else CASCADE)
+        if any(isinstance(w.failure, LostWorkerError) and not w.consequence for w in failed):
+            break
+        if deadline is not None and time.monotonic() >= deadline:
+            break
+    failed = sorted((w for w in workers if w.failure is not None), key=_cause_first)
+    if failed:
+        assert failed[0].failure is not None
+        raise failed[0].failure
+    return [worker.result for worker in workers]
+
+
+def _cause_first(worker: _Worker) -> tuple[bool, bool]:
+    return worker.consequence, not isinstance(worker.failure, LostWorkerError)
+
+
+def _end(workers: Sequence[_Worker]) -> None:
+    """Ends every process that still runs."""
+    for signum, patience in ((signal.SIGTERM, FAREWELL), (signal.SIGKILL, 10.0)):
+        running = [worker for worker in workers if worker.process.poll() is None]
+        for worker in running:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(worker.process.pid, signum)
+        end = time.monotonic() + patience
+        for worker in running:
+            worker._wait(end - time.monotonic())
+    for worker in workers:
+        worker.pipe.close()
+
+
+# The worker's side ###########################################################
+
+
+def _worker_main(descriptor: int) -> None:
+    """Runs a worker: reads the function from the pipe, and writes its result or error to it."""
+    pipe = Connection(descriptor)
+    os.set_inheritable(descriptor, False)
+    rank = int(os.environ["RANK"])
+    try:
+        fn, args, backend, timeout = cloudpickle.loads(pipe.recv_bytes())
+        # What is imported by now stays: going through it time and again takes a second.
+        gc.freeze()
+        gc.enable()
+        threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
+        init(backend, timeout=timeout)
+        message = _pack(("result", fn(*args)), "the result", rank)
+        finalize()
+        pipe.send_bytes(message)
+    except BaseException as error:  # SystemExit and KeyboardInterrupt included: somebody waits.
+        current().report(error)
+        pipe.send_bytes(_pack(("failure", *_describe(error, rank)), "the error", rank))
+        _flush()
+        # The ordinary end would wait for what hangs in the backend.
+        os._exit(1)
+
+
+def _end_with_parent(pipe: Connection) -> None:
+    try:
+        pipe.recv_bytes()
+    except (EOFError, OSError):
+        os._exit(1)
+
+
+def _describe(error: BaseException, rank: int) -> tuple[WorkerError, bool]:
+    """Returns the error for the parent, and whether it only follows from another rank's."""
+    text = "".join(traceback.format_exception(error))
+    consequence = is_consequence(error, rank)
+    if isinstance(error, WorkerError) and consequence:
+        return type(error)(str(error), rank=error.rank, traceback=text), True
+    message = f"Rank {rank} failed: {type(error).__name__}: {error}\n\n{text}"
+    return WorkerError(message, rank=rank, traceback=text), consequence
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):  # Closed: nothing to lose.
+            stream.flush()
+
+
+# Threads #####################################################################
+
+
+def _run_threads(fn: Callable[..., T], num: int, args: tuple[Any, ...], timeout: float) -> list[T]:
+    """Runs the workers as threads of this process."""
+    hub = Hub(num, timeout)
+    near = num > 1 and read_switch() != "0"
+    neighbours = [ThreadNeighbours(hub, rank) if near else None for rank in range(num)]
+    results: list[Any] = [None] * num
+    failures: list[tuple[bool, WorkerError, BaseException]] = []
+
+    def run(rank: int) -> None:
+        transport = ThreadTransport(hub, rank, torch.device("cpu"))
+        comm = GroupCommunicator(transport, HubWatch(hub, rank), timeout, neighbours[rank])
+        adopt(comm)
+        with hub.turns.taken():
+            try:
+                results[rank] = fn(*args)
+            except BaseException as error:  # SystemExit included: the caller must learn of it.
+                comm.report(error)
+                failure, consequence = _describe(error, rank)
+                failures.append((consequence, failure, error))
+            finally:
+                comm.close()
+
+    threads = [
+        threading.Thread(target=run, args=(rank,), name=f"pyg_sar rank {rank}", daemon=True)
+        for rank in range(num)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        while any(thread.is_alive() for thread in threads) and not failures:
+            for thread in threads:
+                thread.join(0.05)
+    except BaseException as error:  # KeyboardInterrupt: the workers must not run on.
+        hub.fail(failed(LAUNCHER, error), LAUNCHER)
+        raise
+    end = time.monotonic() + CASCADE
+    for thread in threads:
+        # After a failure the others end at their next operation; a thread can't be killed.
+        thread.join(max(0.0, end - time.monotonic()) if failures else None)
+    if failures:
+        _, failure, origin = min(failures, key=lambda item: item[0])
+        raise failure from origin
+    return results

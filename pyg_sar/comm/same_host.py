@@ -1,0 +1,268 @@
+"""Letters between the processes of one host, through shared memory and Unix sockets.
+
+[Note: two connections] Between two workers there are two connections of whole packets. One carries
+letters (which segment, how many bytes; the first time the segment's descriptor itself) and is read
+by the issuing thread alone, which sleeps until one comes, and keeps those of other subjects for
+later. The other carries what may stay unread when a worker ends: releases, and which segments are
+gone. A worker looks at these, without waiting, when it needs a segment. A peer that dies closes
+both: whoever waits for it knows at once.
+
+[Note: resident memory] What a reader touches of a mapped segment counts as resident in the reader
+as well. It gives these pages up with each piece that it has read and with each release (the memory
+stays the writer's), so that a reader has a mebibyte or two of its neighbours' rows mapped, or the
+rows of one neighbour where it reads them in place, as many as it would else have copied.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import mmap
+import os
+import select
+import socket
+import struct
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+from pyg_sar.comm.backends import TransportError
+from pyg_sar.comm.neighbours import Letter, Neighbours, Page, Subject
+from pyg_sar.comm.posts import READ, WROTE, Posts, unlike
+from pyg_sar.comm.segments import Pool, Segment, map_bytes
+from pyg_sar.errors import PygSarError
+
+PACKET = "<BQQQQ"
+"""Subject, segment, its capacity, first byte, bytes. The letter's name follows."""
+NAME = 400  # Bytes of a letter's name that travel: its last ones.
+FORGET, RELEASE = 254, 255  # Subjects of packets that are no letters.
+GIVE_UP = 1 << 16  # bytes above which a reader gives a letter's pages up
+
+
+class Envelope(NamedTuple):
+    """A letter: where its bytes are, and what it says of them."""
+
+    subject: int
+    segment: int
+    start: int
+    size: int
+    name: bytes
+
+
+@dataclass(slots=True)
+class Link:
+    """The two connections to a neighbour, and what each side knows of the other's segments.
+
+    Attributes:
+        peer: Its rank.
+        letters, releases: The connections.
+        told: Segments of this worker whose descriptors the neighbour has.
+        mapped: Segments of the neighbour that are mapped here.
+        early: Letters that came before they were expected.
+    """
+
+    peer: int
+    letters: socket.socket
+    releases: socket.socket
+    told: set[int]
+    mapped: dict[int, tuple[mmap.mmap, Tensor]]
+    early: list[Envelope]
+
+    def close(self) -> None:
+        """Closes both connections."""
+        self.letters.close()
+        self.releases.close()
+
+
+class SharedPage(Page):
+    """A piece of a segment of this worker."""
+
+    def __init__(self, segment: Segment, size: int) -> None:
+        self.segment, self.size = segment, size
+        self.data = segment.data[:size]
+
+
+class SharedLetter(Letter):
+    """A piece of a neighbour's segment."""
+
+    def __init__(
+        self, owner: SharedMemory, link: Link, segment: int, start: int, size: int
+    ) -> None:
+        self._owner, self._link, self._segment = owner, link, segment
+        self._mapping, whole = link.mapped[segment]
+        self.data = whole[start : start + size]
+
+    def pause(self) -> None:
+        if self.data.numel() > GIVE_UP:
+            self._mapping.madvise(mmap.MADV_DONTNEED)
+
+    def release(self) -> None:
+        self.pause()
+        # A writer that has ended needs it no more; one that died is noticed by whoever waits.
+        with contextlib.suppress(TransportError, TimeoutError):
+            packet = struct.pack(PACKET, RELEASE, self._segment, 0, 0, 0)
+            self._owner.post(self._link, self._link.releases, packet)
+
+
+class SharedMemory(Neighbours):
+    """The neighbours of a worker on its host.
+
+    Args:
+        rank: This worker.
+        links: Connections to the neighbours, by :func:`pyg_sar.comm.meeting.meet_neighbours`.
+        timeout: Seconds that a wait may take.
+    """
+
+    name = "shared memory"
+    carries_all = True
+
+    def __init__(self, rank: int, links: Mapping[int, Link], timeout: float) -> None:
+        self.rank, self.timeout = rank, timeout
+        self.ranks = frozenset(links)
+        self.posts = Posts()
+        self._links = dict(links)
+        self._pool = Pool(rank, self._forget)
+        self._reading = threading.Lock()
+
+    # Writing -----------------------------------------------------------------
+
+    def take(self, size: int) -> SharedPage:
+        self._collect()
+        return SharedPage(self._pool.take(size), size)
+
+    def send_parts(
+        self, page: SharedPage, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
+    ) -> None:
+        segment = page.segment
+        for peer, start, size, name in parts:
+            link = self._links[peer]
+            self._pool.hold(segment)
+            packet = struct.pack(PACKET, subject, segment.number, segment.capacity, start, size)
+            packet += name.encode()[-NAME:]
+            new = segment.number not in link.told
+            # As a rule nobody waits here; but whoever has ended reads no letters.
+            with self.posts.waiting([(f"{WROTE} {subject:d}", peer, name)]):
+                self.post(link, link.letters, packet, segment.descriptor if new else None)
+            link.told.add(segment.number)
+        self._pool.release(segment.number)
+
+    def _forget(self, segment: Segment) -> None:
+        for link in self._links.values():
+            if segment.number in link.told:
+                link.told.remove(segment.number)
+                packet = struct.pack(PACKET, FORGET, segment.number, 0, 0, 0)
+                with contextlib.suppress(TransportError, TimeoutError):
+                    self.post(link, link.releases, packet)
+
+    def post(
+        self, link: Link, connection: socket.socket, packet: bytes, descriptor: int | None = None
+    ) -> None:
+        """Sends a packet; waits only where the peer has left hundreds unread."""
+        rights = []
+        if descriptor is not None:
+            rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [descriptor]))]
+        end = time.monotonic() + self.timeout
+        while True:
+            try:
+                connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
+                return
+            except BlockingIOError:
+                self._wait(connection, select.POLLOUT, end, f"rank {link.peer} to read letters")
+            except OSError as error:
+                raise TransportError(f"rank {link.peer} can't be reached: {error}") from error
+
+    def _collect(self) -> None:
+        """Takes in what has arrived beside letters."""
+        with self._reading:
+            for link in self._links.values():
+                with contextlib.suppress(OSError):  # Nothing more, or gone.
+                    while packet := link.releases.recv(
+                        struct.calcsize(PACKET), socket.MSG_DONTWAIT
+                    ):
+                        about, segment, *_ = struct.unpack(PACKET, packet)
+                        if about == RELEASE:
+                            self._pool.release(segment)
+                        else:
+                            link.mapped.pop(segment, None)
+
+    def trim(self) -> None:
+        self._collect()
+        self._pool.trim()
+
+    # Reading -----------------------------------------------------------------
+
+    def receive(self, src: int, subject: Subject, name: str) -> SharedLetter:
+        link = self._links[src]
+        with self.posts.waiting([(f"{READ} {subject:d}", src, name)]):
+            found = self._find(link, src, subject)
+        link.early.remove(found)
+        if found.name != name.encode()[-NAME:]:
+            raise unlike(self.rank, src, name, found.name.decode(errors="replace"))
+        return SharedLetter(self, link, found.segment, found.start, found.size)
+
+    def _find(self, link: Link, src: int, subject: Subject) -> Envelope:
+        """The next letter about a subject; others are kept."""
+        end = time.monotonic() + self.timeout
+        while (found := next((e for e in link.early if e.subject == subject), None)) is None:
+            (about, segment, capacity, start, size), name = self._next(link, end)
+            if segment not in link.mapped:  # The kernel drops what doesn't fit the limit.
+                raise PygSarError(
+                    f"Rank {self.rank} got no file descriptor of rank {src}'s shared memory: too "
+                    f"many open files (ulimit -n). Raise the limit, or set PYG_SAR_SHARED_MEMORY=0"
+                )
+            if start + size > capacity:
+                raise PygSarError(
+                    f"Rank {self.rank} got rows of rank {src} that end at byte {start + size} of a "
+                    f"segment of {capacity}. Set PYG_SAR_SHARED_MEMORY=0"
+                )
+            link.early.append(Envelope(about, segment, start, size, name))
+        return found
+
+    def _next(self, link: Link, end: float) -> tuple[tuple[int, int, int, int, int], bytes]:
+        """The next packet and its name; its descriptor, if it has one, is mapped."""
+        head = struct.calcsize(PACKET)
+        while True:
+            try:
+                packet, rights, _, _ = link.letters.recvmsg(
+                    head + NAME, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
+                )
+            except BlockingIOError:
+                self._wait(link.letters, select.POLLIN, end, f"rank {link.peer} to send")
+                continue
+            except OSError as error:
+                raise TransportError(f"rank {link.peer} can't be reached: {error}") from error
+            if not packet:
+                raise TransportError(f"rank {link.peer} closed its connection")
+            about, segment, capacity, start, size = struct.unpack(PACKET, packet[:head])
+            for _, _, data in rights:
+                (descriptor,) = array.array("i", data)
+                try:
+                    link.mapped[segment] = map_bytes(descriptor, capacity)
+                finally:
+                    os.close(descriptor)
+            return (about, segment, capacity, start, size), packet[head:]
+
+    def _wait(self, connection: socket.socket, event: int, end: float, what: str) -> None:
+        poll = select.poll()
+        with contextlib.suppress(ValueError):  # Closed: the next call on it says so.
+            poll.register(connection, event)
+            if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
+                raise TimeoutError(f"timed out after {self.timeout:g} s waiting for {what}")
+
+    # Its end -----------------------------------------------------------------
+
+    def abort(self) -> None:
+        for link in self._links.values():
+            for connection in (link.letters, link.releases):
+                with contextlib.suppress(OSError):  # Closed by the peer.
+                    connection.shutdown(socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        for link in self._links.values():
+            link.close()
+            link.mapped.clear()
+        self._pool.close()

@@ -1,0 +1,438 @@
+"""Who failed: heartbeats and a failure record in the workers' store.
+
+[Note: Naming the lost worker]
+When a worker is killed, the transfers with it fail at its neighbours; these end, and then their
+neighbours' transfers fail too. Which rank a failed transfer names is therefore chance. The first
+worker to notice finds out who is really gone (a process of this host that no longer exists, a
+heartbeat that stopped) and writes that into the store's ``failure`` record, where the first
+writer wins; all others read it there. A worker that fails by its own error writes that. The
+process that hosts the store must not end before the others have read the record, so it waits for
+their acknowledgements, for a few seconds at most.
+
+A waiter is also woken when no transfer fails but none can succeed either: its peer's process is
+gone and the operation under way has made no progress since; or all it waits for are workers that
+wait themselves, in other operations. For that a worker whose wait takes long writes into the store
+what it has posted and waits for, once per wait; see [Note: waiting in vain] in posts.
+
+[Note: silence] Heartbeats stop where a worker was stopped, and also where it computes in code that
+keeps Python's lock: that is no reason to give it up. Who is silent is looked at from outside: in
+``/proc`` on this host, by its beacon elsewhere. What runs is waited for, as long as the operation's
+timeout says.
+
+[Note: the start] The watch begins before the workers have met. Until then nobody may end: a dead
+process is a lost worker at once. Whoever comes later than the store is kept waits for its host.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from pyg_sar.comm.beacon import RUNS, STOPPED, Beacon, ask
+from pyg_sar.comm.failure import (
+    LAUNCHER,
+    GetProgress,
+    OnFailure,
+    Watch,
+    failed,
+    is_consequence,
+    lost,
+    to_error,
+    unmatched,
+)
+from pyg_sar.comm.issuer import Progress
+from pyg_sar.comm.posts import Posts, State, explain, from_text, in_vain, to_text
+from pyg_sar.comm.rendezvous import Place, is_dead, is_stopped
+from pyg_sar.errors import CommTimeoutError, PygSarError
+
+BEAT = 0.5  # Seconds between two heartbeats.
+STUCK = 3.0  # Seconds without progress after which to ask whether it can still come.
+STUCK_DEAD = 8.0  # The same, where a process ended without finalize().
+QUIET = 5.0  # Seconds without heartbeat that explain a failed transfer.
+SILENT = 20.0  # Seconds without heartbeat after which to look whether a peer runs.
+UNKNOWN = 60.0  # Seconds without heartbeat after which it is lost where nobody can look.
+INQUIRY = 8.0  # Seconds to find out why a transfer failed.
+LINGER = 5.0  # Seconds to keep the store for those who still have to read it.
+LATE = 15.0  # The same, where a worker was lost before all have met.
+ASK = 20.0  # Seconds that the store may take to answer.
+
+ENDED = "its process ended without a word (killed, out of memory, or crashed)"
+DESERTED = "its program had already ended (do all ranks run the same operations?)"
+START = "the start"  # What a worker does until all have met.
+
+
+class StoreWatch(Watch):
+    """A watch through the workers' store.
+
+    Args:
+        store: A connection to the store, for the watch alone.
+        place: Place of this worker.
+        everyone: What each rank is, from the roll call; by :meth:`meet` where that is to come.
+    """
+
+    def __init__(
+        self, store: dist.Store, place: Place, everyone: Sequence[Mapping[str, Any]] = ()
+    ) -> None:
+        self.rank, self.world_size = place.rank, place.world_size
+        self.others = [rank for rank in range(place.world_size) if rank != place.rank]
+        self.everyone: Mapping[int, Mapping[str, Any]] = dict(enumerate(everyone))
+        self.host = None if place.agent_store else 0
+        self._store = store
+        self._store_error: BaseException | None = None
+        self._lock = threading.RLock()
+        self._stop = threading.Event()
+        self._record: dict[str, Any] | None = None
+        self._beats = {rank: (-1, time.monotonic()) for rank in self.others}
+        self._notes: dict[int, dict[str, Any]] = {}
+        self._deaths: dict[int, float] = {}
+        self._count = 0
+        self._last_start = (0, time.monotonic())
+        self._told: PygSarError | None = None
+        self._progress: GetProgress = lambda: Progress(0, 0, 1, START)
+        self._on_failure: OnFailure = lambda error: None
+        self._posts = Posts()
+        self._published = -1
+        self._states: dict[int, State] = {}
+        self._suspected: dict[int, tuple[int, int]] = {}
+        self._beacon: Beacon | None = None
+        # Not a daemon: ended inside the store's C++ by the interpreter's shutdown, it would abort
+        # the process. It ends with the main thread instead.
+        self._thread = threading.Thread(target=self._loop, name="pyg_sar watch", daemon=False)
+
+    # The start: see its note -------------------------------------------------
+
+    def begin(self) -> None:
+        """Watches the start."""
+        self._thread.start()
+
+    def meet(self, known: Mapping[int, Mapping[str, Any]]) -> None:
+        """Takes in who has come so far; raises once one of them has failed."""
+        with self._lock:
+            for rank in known.keys() & self._beats.keys() - self.everyone.keys():
+                self._beats[rank] = self._beats[rank][0], time.monotonic()
+            self.everyone = dict(known)
+        self.check()
+
+    def check(self) -> None:
+        """Raises once another worker has failed during the start."""
+        if self._told is not None:
+            raise self._told
+
+    def light(self, addresses: Sequence[str]) -> None:
+        """Has a beacon answer for this worker. See [Note: silence]."""
+        with contextlib.suppress(OSError):  # Without one, silence is all there is to see.
+            self._beacon = Beacon(addresses)
+            text = json.dumps(self._beacon.where)
+            self._ask(lambda: self._store.set(f"beacon/{self.rank}", text))
+
+    def start(
+        self, on_failure: OnFailure, progress: GetProgress, posts: Posts | None = None
+    ) -> None:
+        with self._lock:
+            self._on_failure, self._progress = on_failure, progress
+            self._posts = posts or self._posts
+            told = self._told
+        if told is not None:
+            on_failure(told)
+        if not self._thread.is_alive():
+            self._thread.start()
+
+    def _loop(self) -> None:
+        main = threading.main_thread()
+        while main.is_alive():
+            record = self._look()
+            if record is None and (suspect := self._stalled()) is not None:
+                record = self._publish(suspect)
+            if record is not None:
+                self._acknowledge()
+                # Its own error is this rank's already: who wrote the record raises it.
+                if record["kind"] != "error" or record["rank"] != self.rank:
+                    with self._lock:
+                        on_failure = self._on_failure
+                        self._told = to_error(record, self.rank)
+                    on_failure(self._told)
+                return
+            if self._stop.wait(BEAT):
+                return
+
+    # What there is to see ----------------------------------------------------
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        """Asks the store; ``None`` once it is gone (it never comes back)."""
+        with self._lock:
+            if self._store_error is not None:
+                return None
+            try:
+                return question()
+            except dist.DistError as error:
+                self._store_error = error
+                return None
+
+    def _beat(self, left: bool = False) -> None:
+        progress = self._progress()
+        self._count += 1
+        turn = self._tell_waits(progress.doing, left)
+        note = {"beat": self._count, "left": left, "turn": turn, **progress._asdict()}
+        self._ask(lambda: self._store.set(f"beat/{self.rank}", json.dumps(note)))
+
+    def _tell_waits(self, doing: str, left: bool) -> int | None:
+        """Writes what this worker waits for, once it does so for long; returns the wait's turn."""
+        if not left and not self._posts.for_long(STUCK):
+            return None
+        state = self._posts.state(doing)
+        if state.turn != self._published:
+            self._ask(lambda: self._store.set(f"waits/{self.rank}", to_text(state)))
+            self._published = state.turn
+        return state.turn
+
+    def _look(self) -> dict[str, Any] | None:
+        """Beats, and looks at everything once; returns the failure record, if any."""
+        with self._lock:
+            now = time.monotonic()
+            self._beat()
+            # Deaths before notes: whoever is seen dead has written its last note by then.
+            for rank in self.others:
+                who = self.everyone.get(rank)
+                if rank not in self._deaths and who is not None and is_dead(who):
+                    self._deaths[rank] = now
+            if self._record is None and self._ask(lambda: self._store.check(["failure"])):
+                self._record = json.loads(self._ask(lambda: self._store.get("failure")) or "null")
+            present = [r for r in self.others if r in self._notes or self._came(r)]
+            keys = [f"beat/{rank}" for rank in present]
+            notes = self._ask(lambda: self._store.multi_get(keys)) if keys else None
+            for rank, text in zip(present, notes or [], strict=False):
+                note = json.loads(text)
+                if note["beat"] != self._beats[rank][0]:
+                    self._beats[rank] = (note["beat"], now)
+                self._notes[rank] = note
+            return self._record
+
+    def _came(self, rank: int) -> bool:
+        return bool(self._ask(lambda: self._store.check([f"beat/{rank}"])))
+
+    def _left(self, rank: int) -> bool:
+        return bool(self._notes.get(rank, {}).get("left"))
+
+    def _suspect(self, doing: str, limit: float = QUIET) -> dict[str, Any] | None:
+        """Returns the record of who made a transfer fail by all that was seen, if anybody."""
+        dead = [rank for rank in self._deaths if not self._left(rank)]
+        dead.sort(key=lambda rank: (self._did_its_part(rank), self._deaths[rank]))
+        # The store's host outlives every failure but its own (it waits for the others to read).
+        if self._store_error is not None and self.host in dead:
+            dead = [self.host]
+        if dead:
+            return lost(dead[0], ENDED, self.rank, doing)
+        return self._orphaned(doing) or self._silent(doing, limit)
+
+    def _stalled(self) -> dict[str, Any] | None:
+        """Returns the record of a lost worker that the pending operation waits for in vain."""
+        now = time.monotonic()
+        progress = self._progress()
+        if progress.doing == START:
+            return self._suspect(progress.doing, SILENT)
+        if progress.pending == 0 or progress.started != self._last_start[0]:
+            self._last_start = (progress.started, now)
+        since = now - self._last_start[1]
+        if since < STUCK:
+            return None
+        for rank, when in self._deaths.items():
+            # A process may end without finalize() when it has done its part.
+            if min(since, now - when) > STUCK_DEAD and not self._did_its_part(rank):
+                return lost(rank, ENDED, self.rank, progress.doing)
+        orphaned = self.host is None or not self._did_its_part(self.host)
+        return (
+            (self._orphaned(progress.doing) if orphaned else None)
+            or self._in_vain(progress.doing)
+            or self._silent(progress.doing, SILENT)
+        )
+
+    def _did_its_part(self, rank: int) -> bool:
+        """Returns whether ``rank`` has been through the operation that this rank is in."""
+        return bool(self._notes.get(rank, {}).get("ended", 0) >= self._progress().started)
+
+    def _orphaned(self, doing: str) -> dict[str, Any] | None:
+        """Returns the record of the lost host of the store."""
+        if self._store_error is None or (self.host is not None and self._left(self.host)):
+            return None
+        how = "it hosts the workers' store, which can't be reached any more"
+        return lost(LAUNCHER if self.host is None else self.host, how, self.rank, doing)
+
+    def _silent(self, doing: str, limit: float) -> dict[str, Any] | None:
+        """Returns the record of a worker that gave no sign of life for ``limit`` seconds."""
+        if self._store_error is not None:
+            return None
+        for rank, (_, when) in self._beats.items():
+            silence = time.monotonic() - when
+            if silence <= limit or self._left(rank) or rank not in self.everyone:
+                continue
+            stopped = self._is_stopped(rank)
+            if stopped:
+                return lost(rank, "its process was stopped (SIGSTOP)", self.rank, doing)
+            if stopped is None and (silence > UNKNOWN or limit <= QUIET):
+                return lost(rank, f"no sign of life for {silence:.0f} s", self.rank, doing)
+        return None
+
+    def _is_stopped(self, rank: int) -> bool | None:
+        """Whether a silent worker was stopped; ``None``: can't tell. See [Note: silence]."""
+        known = is_stopped(self.everyone[rank])
+        key = f"beacon/{rank}"
+        if known is not None or not self._ask(lambda: self._store.check([key])):
+            return known
+        answer = ask(json.loads(self._ask(lambda: self._store.get(key)) or "[]"))
+        return {STOPPED: True, RUNS: False}.get(answer or "")
+
+    def _in_vain(self, doing: str) -> dict[str, Any] | None:
+        """Returns the record of workers that wait for what never comes."""
+        with self._lock:
+            if not self._posts.for_long(STUCK):
+                return None
+            states = {self.rank: self._posts.state(doing), **self._read_waits()}
+            ended = {rank for rank in states if self._left(rank)}
+            found = in_vain(states, ended)
+            seen = {r: (states[r].turn, self._beats[r][0]) for r in found if r != self.rank}
+            before = self._suspected
+            same = before.keys() == seen.keys()
+            if not same or any(seen[r][0] != before[r][0] for r in seen):
+                self._suspected = before = seen
+            # All waited at once: since one moment, everyone has said again that it waits.
+            if not found or any(seen[r][1] == before[r][1] for r in seen):
+                return None
+        gone = ended.intersection(post.peer for post in found.values())
+        if gone:
+            return lost(min(gone), DESERTED, self.rank, doing)
+        return unmatched(explain(found, states, ended), self.rank)
+
+    def _deserted(self, doing: str) -> dict[str, Any] | None:
+        """Returns the record of a worker that left without what a failed transfer was for."""
+        states = {r: state for r, state in self._read_waits().items() if self._left(r)}
+        mine = self._posts.state(doing)._replace(waits=self._posts.failed)
+        for post in in_vain({**states, self.rank: mine}, states.keys()).values():
+            return lost(post.peer, DESERTED, self.rank, doing)
+        return None
+
+    def _read_waits(self) -> dict[int, State]:
+        """What the others that wait for long, or have left, wrote of it."""
+        found = {}
+        for rank, note in list(self._notes.items()):
+            turn, known = note.get("turn"), self._states.get(rank)
+            if turn is None:
+                continue
+            if known is None or known.turn != turn:
+                text = self._ask(partial(self._store.get, f"waits/{rank}"))
+                known = None if text is None else from_text(text.decode())
+            if known is not None and known.turn == turn:
+                found[rank] = self._states[rank] = known
+        return found
+
+    # What there is to say ----------------------------------------------------
+
+    def _publish(self, record: dict[str, Any]) -> dict[str, Any]:
+        """Writes the failure record; returns the one that was first."""
+        with self._lock:
+            if self._record is None:
+                text = self._ask(lambda: self._store.compare_set("failure", "", json.dumps(record)))
+                self._record = json.loads(text) if text else record
+            return self._record
+
+    def _acknowledge(self) -> None:
+        self._ask(lambda: self._store.set(f"seen/{self.rank}", "1"))
+        if self.host == self.rank:
+            late = self._record is not None and self._record["kind"] == "lost"
+            self._linger(self._has_seen, LATE if late else 0.0)
+
+    def _has_seen(self, rank: int) -> bool:
+        return bool(self._ask(lambda: self._store.check([f"seen/{rank}"])))
+
+    def _linger(self, finished: Callable[[int], bool], late: float = 0.0) -> None:
+        """Waits until all others that live, or come so late, are finished with the store."""
+        begin, waiting = time.monotonic(), list(self.others)
+        while waiting:
+            waited = time.monotonic() - begin
+            ends = {rank: LINGER if rank in self.everyone else late for rank in waiting}
+            waiting = [
+                rank
+                for rank in waiting
+                if waited < ends[rank]
+                and not (rank in self.everyone and is_dead(self.everyone[rank]))
+                and not finished(rank)
+            ]
+            time.sleep(0.02)
+
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        said = str(error).lower()
+        late = isinstance(error, TimeoutError) or "timed out" in said or "timeout" in said
+        begin = time.monotonic()
+        record: dict[str, Any] | None = None
+        while True:
+            record = self._look()
+            if record is None and (suspect := self._suspect(doing)) is not None:
+                record = self._publish(suspect)
+            waited = time.monotonic() - begin
+            if record is None and waited > 1.0 and (gone := self._deserted(doing)) is not None:
+                record = self._publish(gone)
+            if record is not None or waited > (0.0 if late else INQUIRY):
+                break
+            time.sleep(0.02)
+        if record is None:
+            reason = self._tell_time(error, doing) if late else self._tell(error, doing)
+            record = self._publish(failed(self.rank, reason))
+            if record["rank"] == self.rank and record["kind"] == "error":
+                self._acknowledge()
+                return reason
+        self._acknowledge()
+        return to_error(record, self.rank)
+
+    def _tell(self, error: BaseException, doing: str) -> PygSarError:
+        return PygSarError(
+            f"Rank {self.rank}: {doing} failed though all workers seem alive: {error}"
+        )
+
+    def _tell_time(self, error: BaseException, doing: str) -> CommTimeoutError:
+        mine = self._progress().started
+        lines = []
+        for rank, note in sorted(self._notes.items()):
+            state = "in" if note["pending"] else "idle after"
+            number, doing_there = note["started"], note["doing"]
+            lines.append(f"rank {rank} is {state} its operation {number} ({doing_there})")
+        return CommTimeoutError(
+            f"Rank {self.rank}: {doing} (its operation {mine}) did not end in time: {error}. "
+            f"All workers are alive: {'; '.join(lines) or 'no other was heard of'}. Do all ranks "
+            f"run the same operations in the same order? If one is only slow, raise init(timeout=)"
+        )
+
+    def cause(self) -> PygSarError | None:
+        end = time.monotonic() + 1.0
+        while True:
+            record = self._look() or self._suspect(self._progress().doing)
+            if record is not None:
+                return to_error(self._publish(record), self.rank)
+            if time.monotonic() > end:
+                return None
+            time.sleep(0.02)
+
+    def report(self, error: BaseException) -> None:
+        if is_consequence(error, self.rank):
+            return
+        self._publish(failed(self.rank, error))
+        self._acknowledge()
+
+    def close(self) -> None:
+        self._stop.set()
+        if threading.current_thread() is not self._thread:
+            self._thread.join(LINGER)
+        self._beat(left=True)  # The last beat: no other may follow it.
+        if self._beacon is not None:
+            self._beacon.close()
+        if self._record is None and self.host == self.rank:
+            self._linger(self._has_left)
+
+    def _has_left(self, rank: int) -> bool:
+        text = self._ask(lambda: self._store.get(f"beat/{rank}")) if self._came(rank) else None
+        return self._store_error is not None or bool(text and json.loads(text)["left"])

@@ -1,0 +1,1 @@
+"""The aggregation: blocks of edges, reducers, and the passes over them."""

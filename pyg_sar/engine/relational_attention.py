@@ -1,0 +1,231 @@
+"""Additive attention whose transform depends on the edge's relation, one relation at a time.
+
+The softmax is over all in-edges of a target, of whichever relation, and states merge: so a shard's
+edges are added relation by relation. Of each relation only those rows of a shard are transformed
+that its edges read, one relation's at a time; what travels are the untransformed rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.engine.fused_attention import FusedAttention
+from pyg_sar.engine.pushed_attention import edges_to_push
+from pyg_sar.engine.rounds import ShardRounds
+from pyg_sar.exchange.rows import UnitRows, Use
+from pyg_sar.kernels.attention_ops import attention_, attention_backward_sources_
+from pyg_sar.kernels.attention_terms import (
+    Attention,
+    AttentionGradients,
+    AttentionState,
+    Cotangent,
+    wide_dtype,
+)
+from pyg_sar.policy import SARPolicy
+from pyg_sar.space.index_space import DistEdgeIndex
+from pyg_sar.space.shard import Segments, shards_of
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RelationalTerms:
+    r"""Scores and values of edges e = (j -> i) of relation r.
+
+    .. math::
+        \mathrm{value}_e = x_j W_r, \qquad
+        s_e = \mathrm{leaky}(x_j K_r + q_{r,i} + \mathrm{edge\_attr}_e \, \mathrm{edge\_weight})
+
+    Attributes:
+        x: ``[M, F]``.
+        weight: :math:`W`, ``[R, F, H * C]``.
+        key_weight: :math:`K`, ``[R, F, H]``.
+        query: :math:`q`, ``[R, N, H]``.
+        edge_type: The relation of each edge, ``[E]``, int64.
+        edge_attr: ``[E, D]``; ``None``: no edge term.
+        edge_weight: ``[D, H]``; goes with ``edge_attr``.
+        slope: Leaky ReLU's negative slope.
+        seed: Of the dropout.
+        p: Probability to drop a weight after the normalisation.
+    """
+
+    x: Tensor
+    weight: Tensor
+    key_weight: Tensor
+    query: Tensor
+    edge_type: Tensor
+    edge_attr: Tensor | None = None
+    edge_weight: Tensor | None = None
+    slope: float = 1.0
+    seed: int = 0
+    p: float = 0.0
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors of floating point that are there, by name."""
+        names = ("x", "weight", "key_weight", "query", "edge_attr", "edge_weight")
+        return {n: t for n in names if (t := getattr(self, n)) is not None}
+
+
+@dataclass(frozen=True, slots=True)
+class _Relation:
+    """A relation's edges: their columns of the whole ``edge_index``, and the way through them."""
+
+    columns: Tensor
+    rounds: ShardRounds
+
+
+class RelationalAttention(FusedAttention):
+    """One call of a layer: see :class:`~pyg_sar.engine.fused_attention.FusedAttention`.
+
+    Args:
+        terms: Scores and values; ``x`` of this worker's nodes.
+        relations: The edges.
+        policy: Its mode and prefetch depth.
+        name: The layer's name, for the ledger.
+        title: The layer and the rank, for messages.
+    """
+
+    sources = ("x",)
+    use = Use.PASSES
+
+    def __init__(
+        self,
+        terms: RelationalTerms,
+        relations: Sequence[_Relation],
+        policy: SARPolicy,
+        name: str,
+        title: str,
+    ) -> None:
+        super().__init__(terms, relations[0].rounds, policy, name, title)
+        self._relations = relations
+
+    def start(self, given: Any) -> AttentionState:
+        heads = given.query.size(2)
+        value = given.x.new_empty(0, heads, given.weight.size(2) // heads)
+        return AttentionState.start(self.rounds.in_degree.numel(), value)
+
+    def add(self, state: AttentionState, given: Any, unit: int, rows: UnitRows) -> None:
+        (every,) = rows.tensors
+        for number, relation in enumerate(self._relations):
+            edges = relation.rounds.segments(unit)
+            if edges.source.numel() == 0:
+                continue
+            used = torch.zeros(every.size(0), dtype=torch.bool, device=every.device)
+            used[edges.source.long()] = True
+            place = used.cumsum(0).sub_(1).to(edges.source.dtype)
+            source = place.index_select(0, edges.source)
+            x = every[used]
+            shard = self._of_relation(given, number, unit, x)
+            attention_(state, shard, Segments(source, edges.offsets, edges.targets, edges.edges))
+
+    def add_gradients(
+        self,
+        sums: dict[str, Tensor],
+        given: Any,
+        cotangent: Cotangent,
+        unit: int,
+        rows: UnitRows,
+    ) -> None:
+        (every,) = rows.tensors
+        for number, relation in enumerate(self._relations):
+            numbered = given.edge_attr is not None or given.p > 0
+            edges = relation.rounds.segments(unit, transposed=True, numbered=numbered)
+            if edges.source.numel() == 0:
+                continue
+            x = every if edges.targets is None else every.index_select(0, edges.targets)
+            shard = self._of_relation(given, number, unit, x)
+            alone = Segments(edges.source, edges.offsets, None, edges.edges)
+            found = self._gradients(sums, shard, number)
+            attention_backward_sources_(found, shard, cotangent, alone)
+            if found.edge_attr is not None:
+                sums["edge_attr"][self._columns(number, unit)] = found.edge_attr
+            wide = wide_dtype(x.dtype)
+            for name, part in (("weight", found.value), ("key_weight", found.key)):
+                if part is None:
+                    continue
+                part = part.flatten(1)
+                if name in sums:
+                    sums[name][number].addmm_(x.to(wide).t(), part)
+                if "x" in sums:
+                    back = part @ getattr(given, name)[number].to(wide).t()
+                    where = slice(None) if edges.targets is None else edges.targets
+                    sums["x"][where] += back
+
+    def _of_relation(self, given: Any, number: int, unit: int, x: Tensor) -> Attention:
+        """A relation's part of a shard, whose source rows are ``x``."""
+        columns = self._columns(number, unit) if given.edge_attr is not None or given.p else None
+        return Attention(
+            kind="additive",
+            value=(x @ given.weight[number]).unflatten(1, (given.query.size(2), -1)),
+            key=x @ given.key_weight[number],
+            query=given.query[number],
+            edge_attr=None if given.edge_attr is None else given.edge_attr[columns],
+            edge_weight=given.edge_weight,
+            slope=given.slope,
+            drop_key=columns if given.p > 0 else None,
+            seed=given.seed,
+            p=given.p,
+        )
+
+    def _columns(self, number: int, unit: int) -> Tensor:
+        relation = self._relations[number]
+        return relation.columns[relation.rounds.columns(unit)]
+
+    @staticmethod
+    def _gradients(sums: dict[str, Tensor], shard: Attention, number: int) -> AttentionGradients:
+        """What to add a relation's gradients to."""
+        wide = wide_dtype(shard.value.dtype)
+        found: dict[str, Tensor] = {}
+        for name, through in (("value", "weight"), ("key", "key_weight")):
+            if through in sums or "x" in sums:
+                found[name] = torch.zeros_like(getattr(shard, name), dtype=wide)
+        if "query" in sums:
+            found["query"] = sums["query"][number]
+        if "edge_attr" in sums and shard.edge_attr is not None:
+            found["edge_attr"] = torch.zeros_like(shard.edge_attr, dtype=wide)
+        if "edge_weight" in sums:
+            found["edge_weight"] = sums["edge_weight"]
+        return AttentionGradients(**found)
+
+
+def attention_run(
+    attention: Attention | RelationalTerms,
+    edge_index: DistEdgeIndex,
+    max_edges: int,
+    policy: SARPolicy,
+    name: str,
+    title: str,
+) -> FusedAttention:
+    """A call of a layer, ready to :func:`~pyg_sar.engine.fused_attention.attend`.
+
+    Args:
+        attention: Scores and values.
+        edge_index: The edges.
+        max_edges: Edges per tile.
+        policy: The layer's mode and prefetch depth.
+        name: The layer's name, for the ledger.
+        title: The layer and the rank, for messages.
+
+    Raises:
+        IndexError: An edge is of no relation.
+    """
+    if isinstance(attention, Attention):
+        rounds = ShardRounds(shards_of(edge_index), max_edges)
+        covers = edges_to_push(edge_index, attention, policy, torch.is_grad_enabled())
+        return FusedAttention(attention, rounds, policy, name, title, covers)
+    kinds, count = attention.edge_type, attention.weight.size(0)
+    if kinds.numel() and not 0 <= int(kinds.min()) <= int(kinds.max()) < count:
+        raise IndexError(
+            f"{title}: expected 'edge_type' in [0, {count}) (got {int(kinds.min())} to "
+            f"{int(kinds.max())})"
+        )
+    relations = []
+    for relation in range(count):
+        # Found again in later passes by the mask's content.
+        edges: Any = edge_index[:, kinds == relation]
+        columns = (kinds == relation).nonzero().view(-1)
+        relations.append(_Relation(columns, ShardRounds(shards_of(edges), max_edges)))
+    return RelationalAttention(attention, relations, policy, name, title)

@@ -1,0 +1,293 @@
+"""Attention over a shard's edges: the C++ kernels' Python face; without them, PyTorch.
+
+[Note: attention by shards]
+
+For a target i and a head h, over the in-edges e = (j -> i),
+
+    s_e = score(query_i, key_j, edge_attr_e),      a_e = exp(s_e - max_i) / normaliser_i,
+    out_i = sum_e a_e k_e value_e,
+
+where k_e is 0 with probability p, else 1 / (1 - p). Shards come one at a time: the state (``acc``,
+``maximum``, ``normaliser``) goes from one to the next, and is rescaled when the maximum grows
+(Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018; SAR, section 3.4).
+Nothing per edge is kept; only ``tanh``, which has no softmax, takes a few numbers per edge of a
+shard for as long as a pass lasts. With g = dL/dout and delta_i = <g_i, out_i>, the backward pass
+recomputes a_e from the state after the last shard, and
+
+    dL/dvalue_e = a_e k_e g_i,      dL/ds_e = a_e (k_e <g_i, value_e> - delta_i).
+
+A source row's gradient is summed over its own edges (the transposed shard), a target row's over its
+in-edges, in a fixed order: no two threads write to one row. Gradients that edges of several rows
+share (parameters; the query of additive scores) have a buffer per thread, summed in thread order:
+for one number of threads they are always the same.
+
+    state = AttentionState.start(num_targets, value)
+    for shard:      attention_(state, attention, segments)
+    out = state.finish()
+
+    cotangent = Cotangent.of(grad_out, out, state.maximum, state.normaliser)
+    for shard:      attention_backward_sources_(gradients, attention, cotangent, transposed)
+                    attention_backward_targets_(gradients, attention, cotangent, segments)
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pyg_sar.kernels import attention_fallback as fallback
+from pyg_sar.kernels import attention_sums as sums
+from pyg_sar.kernels.attention_terms import (
+    Attention,
+    AttentionGradients,
+    AttentionState,
+    Cotangent,
+    Segments,
+    wide_dtype,
+)
+from pyg_sar.kernels.ops import takes, use_kernel
+
+KINDS = ("additive", "gatv2", "dot", "mixed")  # in the order of the kernels' numbers
+_ALL_BY_SOURCE = ("additive", "tanh")  # whose gradients need one pass
+_ROWS = 2**31 - 1  # what the kernels' row numbers reach
+
+
+def attention_(
+    state: AttentionState,
+    attention: Attention,
+    segments: Segments,
+    *,
+    native: bool | None = None,
+) -> AttentionState:
+    r"""Adds a shard's edges to a softmax over targets, in place.
+
+    .. math::
+        m'_i &= \max(m_i, \max_e s_e), \qquad r_i = e^{m_i - m'_i} \\
+        \mathrm{normaliser}_i &\leftarrow r_i \, \mathrm{normaliser}_i + \sum_e e^{s_e - m'_i} \\
+        \mathrm{acc}_i &\leftarrow r_i \, \mathrm{acc}_i
+            + \sum_e e^{s_e - m'_i} \, k_e \, \mathrm{value}_e
+
+    per head, over the edges e into target i. See [Note: attention by shards]; the scores s are
+    those of :class:`~pyg_sar.kernels.attention_terms.Attention`, whose ``tanh`` only adds to
+    ``acc``. Half precision accumulates in float32. NaN and infinite features give what PyG gives: a
+    NaN score makes the head of its target NaN. Not recorded by autograd.
+
+    Args:
+        state: What was added so far; each row of its tensors in one piece.
+        attention: Scores and values of the shard.
+        segments: Its edges by target: ``source`` are rows of ``key`` and ``value``, ``targets``
+            rows of ``query`` and the state.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Returns:
+        ``state``.
+
+    Raises:
+        ValueError: Shapes don't fit, edges are not sorted, or autograd would have to record this.
+        TypeError: Dtypes don't fit.
+        IndexError: An index is out of range. The state may have been added to.
+        RuntimeError: The kernel was asked for and is missing.
+    """
+    attention.check(segments)
+    state.check(attention)
+    _check_grad(attention)
+    attention, segments = _in_place(attention, segments)
+    if attention.kind == "tanh":
+        sums.attention_(state, attention, segments, native=native)
+    elif not use_kernel(native, takes_attention(attention, state.acc.size(0))):
+        _check_offsets(segments)
+        fallback.attention_(state, attention, segments)
+    else:
+        torch.ops.pyg_sar.attention_(
+            state.acc, state.maximum, state.normaliser, *_detached(attention, segments)
+        )
+    return state
+
+
+def attention_backward_sources_(
+    gradients: AttentionGradients,
+    attention: Attention,
+    cotangent: Cotangent,
+    transposed: Segments,
+    *,
+    native: bool | None = None,
+) -> None:
+    r"""Adds to the gradients that come by source row: one pass over a transposed shard.
+
+    .. math::
+        \frac{\partial L}{\partial v_j} \mathrel{+}= \sum_e a_e k_e g_i, \qquad
+        \frac{\partial L}{\partial k_j} \mathrel{+}= \sum_e \frac{\partial L}{\partial s_e}
+            \frac{\partial s_e}{\partial k_j}, \qquad
+        \frac{\partial L}{\partial s_e} = a_e (k_e \langle g_i, \mathrm{value}_e \rangle - \delta_i)
+
+    over the edges e out of source row j; with additive scores and ``tanh`` those of ``query``,
+    ``edge_attr`` and ``edge_weight`` too, which then need no other pass. See [Note: attention by
+    shards].
+
+    Args:
+        gradients: What is wanted, and added to (``edge_attr``: written); each row in one piece.
+            Those that the other pass gives are left alone.
+        attention: Scores and values of the shard, as in the forward pass.
+        cotangent: Of the targets.
+        transposed: The shard's edges by source row: ``source`` are rows of ``query`` and the
+            cotangent, ``targets`` rows of ``key`` and ``value``.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Raises:
+        As :func:`attention_`.
+    """
+    names: tuple[str, ...] = ("value", "key")
+    if attention.kind in _ALL_BY_SOURCE:
+        names = (*names, "query", "edge_attr", "edge_weight")
+    _backward(gradients, names, attention, cotangent, transposed, True, native)
+
+
+def attention_backward_targets_(
+    gradients: AttentionGradients,
+    attention: Attention,
+    cotangent: Cotangent,
+    segments: Segments,
+    *,
+    native: bool | None = None,
+) -> None:
+    r"""Adds to the gradients that come by target: one pass over a shard.
+
+    .. math::
+        \frac{\partial L}{\partial q_i} \mathrel{+}= \sum_e \frac{\partial L}{\partial s_e}
+            \frac{\partial s_e}{\partial q_i}
+
+    over the in-edges e of target i, and those of ``att``, ``edge_attr`` and ``edge_weight``.
+    Nothing is left to do here with additive scores and ``tanh``, nor where none of these is wanted.
+
+    Args:
+        gradients: What is wanted, and added to (``edge_attr``: written); each row in one piece.
+            Those that the other pass gives are left alone.
+        attention: Scores and values of the shard, as in the forward pass.
+        cotangent: Of the targets.
+        segments: The shard's edges by target, as in the forward pass.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Raises:
+        As :func:`attention_`.
+    """
+    names: tuple[str, ...] = ("query", "att", "edge_attr", "edge_weight")
+    names = () if attention.kind in _ALL_BY_SOURCE else names
+    _backward(gradients, names, attention, cotangent, segments, False, native)
+
+
+def keep_factors(drop_key: Tensor, heads: int, seed: int, p: float) -> Tensor:
+    r"""The dropout factors :math:`k_e` of edges and heads: 0, or :math:`1 / (1 - p)`.
+
+    A function of its arguments alone, by a hash of the edge's key, the head and the seed.
+
+    Args:
+        drop_key: ``[E]``, int32 or int64 of which 32 bits count.
+        heads: H.
+        seed: 64 bits.
+        p: Probability of 0.
+
+    Returns:
+        ``[E, H]``, float64.
+    """
+    return fallback.keep_factors(drop_key, heads, seed, p)
+
+
+def _backward(
+    gradients: AttentionGradients,
+    names: tuple[str, ...],
+    attention: Attention,
+    cotangent: Cotangent,
+    segments: Segments,
+    transposed: bool,
+    native: bool | None,
+) -> None:
+    attention.check(segments)
+    cotangent.check(attention)
+    gradients.check(attention)
+    _check_grad(attention)
+    gradients = gradients.only(names)
+    if not gradients.wanted():
+        return
+    if not transposed:
+        attention, segments = _in_place(attention, segments)
+    if attention.kind == "tanh":
+        sums.backward_(gradients, attention.in_order(), cotangent, segments, native=native)
+        return
+    if not use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0))):
+        attention = attention.in_order()
+        _check_offsets(segments)
+        fallback.backward_(gradients, attention, cotangent, segments, transposed)
+        return
+    known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
+    given = *known, *_detached(attention, segments)
+    by_edge = gradients.edge_attr, gradients.edge_weight
+    if transposed:
+        by_source = gradients.value, gradients.key, gradients.query, *by_edge
+        run = torch.ops.pyg_sar.attention_backward_sources_
+        run(*by_source, *given, attention.places)
+    else:
+        run = torch.ops.pyg_sar.attention_backward_targets_
+        run(gradients.query, gradients.att, *by_edge, *given)
+
+
+def _in_place(attention: Attention, segments: Segments) -> tuple[Attention, Segments]:
+    """Edges that read source rows where they lie."""
+    places = attention.places
+    if places is None:
+        return attention, segments
+    source = places.index_select(0, segments.source).to(segments.source.dtype)
+    return replace(attention, places=None), replace(cast(Any, segments), source=source)
+
+
+def _detached(attention: Attention, segments: Segments) -> tuple[object, ...]:
+    given = arguments_of(attention, segments)
+    return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
+
+
+def arguments_of(attention: Attention, segments: Segments) -> tuple[object, ...]:
+    """What the kernels take after their own tensors; they compute in the accumulators' dtype."""
+    wide = wide_dtype(attention.value.dtype)
+    floats = [attention.value, attention.key, attention.query, attention.att]
+    floats += [attention.edge_attr, attention.edge_weight]
+    keys = attention.drop_key if attention.p > 0 else None
+    low, high = fallback.split_seed(attention.seed)
+    return (
+        KINDS.index(attention.kind),
+        *(None if t is None else t.to(wide) for t in floats),
+        attention.slope,
+        attention.scale,
+        segments.source,
+        segments.offsets,
+        segments.targets,
+        segments.edges,
+        None if keys is None else keys.to(torch.int32),
+        low,
+        high,
+        attention.p,
+    )
+
+
+def takes_attention(attention: Attention, num_targets: int) -> bool:
+    """Whether the kernels are made for the tensors."""
+    return takes(attention.value) and max(attention.value.size(0), num_targets) <= _ROWS
+
+
+def _check_grad(attention: Attention) -> None:
+    tensors = attention.tensors()
+    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
+        raise ValueError(
+            "attention is not recorded by autograd, and was given tensors that require a "
+            "gradient: call it under torch.no_grad()"
+        )
+
+
+def _check_offsets(segments: Segments) -> None:
+    """What the kernels check by themselves."""
+    offsets, count = segments.offsets, segments.source.numel()
+    if bool(offsets[0] != 0) or bool(offsets[-1] != count) or bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"attention: expected 'offsets' that ascend from 0 to the number of edges, {count}"
+        )

@@ -1,0 +1,394 @@
+"""The C++ kernels' Python face (sources in ``extensions/``), and the same in PyTorch."""
+
+from __future__ import annotations
+
+import warnings
+from functools import cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_LIBRARY = "_kernels.so"
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_BLOCK = 2**18  # values that the PyTorch implementation gathers at a time
+
+
+class KernelWarning(UserWarning):
+    """The C++ kernels can't be used, and PyTorch stands in: same results, slower."""
+
+
+@cache
+def why_missing() -> str | None:
+    """Loads the kernels on first use; says why there are none, or ``None`` where there are."""
+    path = Path(__file__).parent.parent / _LIBRARY
+    if not path.exists():
+        return "they were not built when it was installed"
+    try:
+        torch.ops.load_library(str(path))
+        built_with = str(torch.ops.pyg_sar.built_with())
+    except (AttributeError, OSError, RuntimeError) as error:
+        return f"{path} can't be loaded: {error}"
+    if built_with != torch.__version__.partition("+")[0]:
+        return f"they were built with PyTorch {built_with}, and this is {torch.__version__}"
+    return None
+
+
+@cache
+def warn_if_missing() -> None:
+    """Warns, once in a process, where there are no kernels."""
+    reason = why_missing()
+    if reason is not None:
+        warnings.warn(
+            f"pyg_sar runs without its C++ kernels, with the same results but slower: {reason}. "
+            "Install it with a C++ compiler at hand by `pip install --no-build-isolation`; "
+            "SARPolicy(kernels='off') silences this",
+            KernelWarning,
+            stacklevel=2,
+        )
+
+
+def takes(rows: Tensor) -> bool:
+    """Whether the kernels are made for tensors of this device and dtype."""
+    return rows.device.type == "cpu" and rows.dtype in _DTYPES
+
+
+def use_kernel(native: bool | None, fits: bool) -> bool:
+    """Whether to call the kernel: where it is asked for, or there and made for the tensors."""
+    if native is None:
+        return fits and why_missing() is None
+    if native and (reason := why_missing()) is not None:
+        raise RuntimeError(f"pyg_sar has no C++ kernels: {reason}")
+    return native
+
+
+def sort_edges(
+    key: Tensor, num_keys: int, order: Tensor | None = None, *, native: bool | None = None
+) -> tuple[Tensor, Tensor]:
+    r"""Sorts edges by a key, stably, and says where each key's edges begin.
+
+    A counting sort, so that edges are sorted by two keys by sorting them by the second, then by the
+    first: ``sort_edges(first, n, sort_edges(second, m)[0])``.
+
+    Args:
+        key: ``[E]``, int32 or int64, in :math:`[0, \mathrm{num\_keys})`.
+        num_keys: Keys that there may be.
+        order: Numbers of the edges in the order in which ties are left, ``[E]``; ``None``: as they
+            are.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Returns:
+        The edges' numbers in the order of their keys, ``[E]``, and the place of each key's first
+        edge in it, ``[num_keys + 1]``: int32 where the number of edges fits, else int64.
+
+    Raises:
+        ValueError: Shapes don't fit.
+        TypeError: Dtypes don't fit.
+        IndexError: A key is out of range.
+        RuntimeError: The kernel was asked for and is missing.
+    """
+    narrow = torch.int32 if key.numel() < 2**31 else torch.int64
+    if order is not None:
+        order = order.to(narrow)
+    if use_kernel(native, key.device.type == "cpu" and key.dtype in (torch.int32, torch.int64)):
+        found: tuple[Tensor, Tensor] = torch.ops.pyg_sar.sort_edges(key, num_keys, order)
+        return found
+    if key.numel() and not (0 <= int(key.min()) and int(key.max()) < num_keys):
+        raise IndexError(f"sort_edges: expected keys in [0, {num_keys})")
+    keys = key if order is None else key[order]
+    place = keys.argsort(stable=True)
+    offsets = torch.zeros(num_keys + 1, dtype=narrow, device=key.device)
+    offsets[1:] = torch.bincount(keys, minlength=num_keys).cumsum(0)
+    return place.to(narrow) if order is None else order[place], offsets
+
+
+def transpose(
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    num_rows: int,
+    num_targets: int,
+    *,
+    numbered: bool = False,
+    native: bool | None = None,
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    r"""Edges in the order of their targets, put into the order of the rows that they read.
+
+    Args:
+        source: The row that each edge reads, ``[E]``, int32 or int64.
+        offsets: The first edge of each target, and at last E: ``[U + 1]``, of the same dtype.
+        targets: The targets' rows, ``[U]``, int64, ascending; ``None``: rows 0 to U - 1.
+        num_rows: Rows that are read, M.
+        num_targets: Rows that are added to.
+        numbered: Whether the edges' numbers are wanted.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Returns:
+        Each edge's target row, ``[E]``; the first edge of each row that is read, and at last E,
+        ``[M + 1]``; each edge's number in the given order, ``[E]``, or ``None``. Edges of a row
+        stay in order.
+
+    Raises:
+        ValueError: Shapes don't fit, or edges are not sorted.
+        TypeError: Dtypes don't fit.
+        IndexError: An index is out of range.
+        RuntimeError: The kernel was asked for and is missing.
+    """
+    if use_kernel(native, source.device.type == "cpu"):
+        rows, first, numbers = torch.ops.pyg_sar.transpose(
+            source, offsets, targets, None, num_rows, num_targets, numbered
+        )
+        return rows, first, numbers if numbered else None
+    order, first = sort_edges(source, num_rows, native=native)
+    place = torch.arange(offsets.numel() - 1, device=order.device) if targets is None else targets
+    rows = place.to(source.dtype).repeat_interleave(offsets.diff())[order]
+    return rows, first.to(source.dtype), order.to(source.dtype) if numbered else None
+
+
+def gather_sum_(
+    out: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
+    weight: Tensor | None = None,
+    edges: Tensor | None = None,
+    *,
+    native: bool | None = None,
+) -> Tensor:
+    r"""Adds gathered rows to their targets, in place, without materializing a message.
+
+    .. math::
+        \mathrm{out}_{t_k} \mathrel{+}= \sum_{e = o_k}^{o_{k+1} - 1} w_{n(e)} \,
+        \mathrm{rows}_{s(e)} \quad \text{for all targets } k
+
+    A sparse-dense product that accumulates, with the edges grouped by target, as in compressed
+    sparse rows (the "copy-reduce" of DistGNN, Md et al., SC 2021). Its transpose, for the backward
+    pass, is the same on edges grouped by source. bfloat16 accumulates in float32, and is rounded
+    once per target and call. The kernel's result doesn't depend on the number of threads. Not
+    recorded by autograd.
+
+    Args:
+        out: ``[N, F]``, float32, float64 or bfloat16 (the kernel), any dtype (PyTorch); each row in
+            one piece.
+        rows: ``[M, F]``, of the same dtype, any strides.
+        source: The row :math:`s(e)` of each edge, ``[E]``, int32 or int64.
+        offsets: The first edge :math:`o_k` of each target, and at last :math:`E`: ``[U + 1]``.
+        targets: Rows :math:`t_k` of ``out``, ``[U]``, int64, ascending; ``None``: the first U.
+        weight: ``[E]``, float64 for float64 rows, else float32; ``None`` for 1.
+        edges: The place :math:`n(e)` of each edge's weight in ``weight``, ``[E]``; ``None``: in
+            order.
+        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+
+    Returns:
+        ``out``.
+
+    Raises:
+        ValueError: Shapes don't fit, ``offsets`` don't ascend from 0 to E, or autograd would have
+            to record this.
+        TypeError: Dtypes don't fit.
+        IndexError: An index is out of range.
+        RuntimeError: The kernel was asked for and is missing, or ``out`` and ``rows`` overlap.
+    """
+    if torch.is_grad_enabled() and (out.requires_grad or rows.requires_grad):
+        raise ValueError(
+            "gather_sum_ is not recorded by autograd, and was given tensors that require a "
+            "gradient: call it under torch.no_grad()"
+        )
+    if use_kernel(native, takes(out)):
+        torch.ops.pyg_sar.gather_sum_(out, rows, source, offsets, targets, weight, edges)
+    else:
+        _gather_sum(out, rows, source, offsets, targets, weight, edges)
+    return out
+
+
+def edge_dot(
+    rows: Tensor,
+    gradient: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
+    edges: Tensor | None = None,
+    *,
+    native: bool | None = None,
+) -> Tensor:
+    r"""Inner products of gathered rows with their targets' rows: the gradient of weights.
+
+    .. math::
+        \mathrm{out}_{n(e)} = \langle \mathrm{rows}_{s(e)}, \mathrm{gradient}_{t_k} \rangle
+        \quad \text{for } o_k \le e < o_{k+1}
+
+    Args:
+        rows: ``[M, F]``, float32, float64 or bfloat16 (the kernel), any dtype (PyTorch).
+        gradient: ``[N, F]``, of the same dtype.
+        source: See :func:`gather_sum_`, as of ``offsets``, ``targets``, ``edges`` and ``native``.
+        offsets: ``[U + 1]``.
+        targets: ``[U]``.
+        edges: Each edge's place in the result, ``[E]``, once each; ``None``: in order.
+        native: Whether to use the kernel.
+
+    Returns:
+        ``[E]``, float32 for bfloat16 rows, else of their dtype.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
+    """
+    if torch.is_grad_enabled() and (gradient.requires_grad or rows.requires_grad):
+        raise ValueError("edge_dot is not recorded by autograd: call it under torch.no_grad()")
+    if use_kernel(native, takes(rows)):
+        found: Tensor = torch.ops.pyg_sar.edge_dot(rows, gradient, source, offsets, targets, edges)
+        return found
+    _check("edge_dot", gradient, rows, source, offsets, targets, None)
+    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
+    out = rows.new_zeros(source.numel(), dtype=wide)
+    place = torch.arange(offsets.numel() - 1, device=out.device) if targets is None else targets
+    place = place.repeat_interleave(offsets.diff())
+    block = max(_BLOCK // max(rows.size(1), 1), 1)
+    for start in range(0, source.numel(), block):
+        run = slice(start, start + block)
+        part = rows.index_select(0, source[run]).to(wide)
+        part *= gradient.index_select(0, place[run])
+        out[run if edges is None else edges[run].long()] = part.sum(1)
+    return out
+
+
+def extremum_(
+    best: Tensor,
+    ties: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
+    largest: bool = True,
+) -> None:
+    r"""Merges gathered rows into their targets' extrema, in place, and counts who reaches them.
+
+    .. math::
+        b_{t_k} \leftarrow \max(b_{t_k}, \max_{o_k \le e < o_{k+1}} \mathrm{rows}_{s(e)}), \qquad
+        n_{t_k} = \#\{e: \mathrm{rows}_{s(e)} = b_{t_k}\}
+
+    column by column, or the minimum. NaN wins over all numbers, and is counted as 0. There is no
+    implementation in PyTorch: see :class:`pyg_sar.engine.reduce.ExtremumReducer`.
+
+    Args:
+        best: The extrema so far, ``[N, F]``, float32 or float64; infinite at first.
+        ties: The edges that reach them so far, ``[N, F]``, of the same dtype.
+        rows: ``[M, F]``, of the same dtype.
+        source: See :func:`gather_sum_`, as of ``offsets`` and ``targets``; int32.
+        offsets: ``[U + 1]``.
+        targets: ``[U]``.
+        largest: Whether the extremum is the maximum.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
+    """
+    use_kernel(True, True)
+    torch.ops.pyg_sar.extremum_(best, ties, rows, source, offsets, targets, largest)
+
+
+def extremum_backward_(
+    total: Tensor,
+    rows: Tensor,
+    gradient: Tensor,
+    best: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None = None,
+) -> Tensor:
+    r"""Adds the gradients of rows that reach extrema, over edges grouped by the rows they read.
+
+    .. math::
+        \mathrm{total}_{t_k} \mathrel{+}= \sum_{o_k \le e < o_{k+1}} g_{s(e)} \,
+        [\mathrm{rows}_{t_k} = b_{s(e)}]
+
+    Args:
+        total: ``[M, F]``, float32 or float64.
+        rows: The rows that were read, ``[M, F]``.
+        gradient: The gradient of the extrema, shared between those that reach them, ``[N, F]``.
+        best: The extrema, ``[N, F]``.
+        source: The target of each edge, ``[E]``, int32; see :func:`gather_sum_`.
+        offsets: ``[U + 1]``.
+        targets: The row that its edges read, ``[U]``.
+
+    Returns:
+        How many values reached an extremum, ``[]``, int64.
+
+    Raises:
+        ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
+    """
+    use_kernel(True, True)
+    found: Tensor = torch.ops.pyg_sar.extremum_backward_(
+        total, rows, gradient, best, source, offsets, targets
+    )
+    return found
+
+
+def _check(
+    name: str,
+    out: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    weight: Tensor | None,
+) -> None:
+    """Shapes and dtypes, and that ``offsets`` say where each edge belongs."""
+    if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
+        raise ValueError(
+            f"{name}: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
+            f"{list(out.shape)} and {list(rows.shape)})"
+        )
+    if out.dtype != rows.dtype:
+        raise TypeError(
+            f"{name}: expected 'out' and 'rows' of one dtype (got {out.dtype} and {rows.dtype})"
+        )
+    if source.dim() != 1 or offsets.dim() != 1 or offsets.numel() == 0:
+        raise ValueError(
+            f"{name}: expected 'source' and 'offsets' of shapes [E] and [U + 1] (got "
+            f"{list(source.shape)} and {list(offsets.shape)})"
+        )
+    if targets is not None and list(targets.shape) != [offsets.numel() - 1]:
+        raise ValueError(
+            f"{name}: expected 'targets' of shape [{offsets.numel() - 1}] (got "
+            f"{list(targets.shape)})"
+        )
+    if weight is not None and weight.shape != source.shape:
+        raise ValueError(
+            f"{name}: expected a 'weight' for each of the {source.numel()} edges (got shape "
+            f"{list(weight.shape)})"
+        )
+    counts = offsets.diff()
+    if int(offsets[0]) != 0 or int(offsets[-1]) != source.numel() or bool((counts < 0).any()):
+        raise ValueError(
+            f"{name}: expected 'offsets' that ascend from 0 to the number of edges, "
+            f"{source.numel()}"
+        )
+
+
+def _gather_sum(
+    out: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    weight: Tensor | None,
+    edges: Tensor | None,
+) -> None:
+    """:func:`gather_sum_` in PyTorch, a block of edges at a time."""
+    _check("gather_sum", out, rows, source, offsets, targets, weight)
+    wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
+    block = max(_BLOCK // max(out.size(1), 1), 1)
+    count = offsets.numel() - 1
+    # One row for each target: its sum is rounded once.
+    sums = out.new_zeros(count, out.size(1), dtype=wide)
+    place = torch.arange(count, device=out.device).repeat_interleave(offsets.diff())
+    for start in range(0, source.numel(), block):
+        run = slice(start, start + block)
+        part = rows.index_select(0, source[run]).to(wide)
+        if weight is not None:
+            part *= (weight[run] if edges is None else weight[edges[run]]).view(-1, 1)
+        sums.scatter_add_(0, place[run].view(-1, 1).expand_as(part), part)
+    if targets is None:
+        out[:count] += sums.to(out.dtype)
+    else:
+        out.index_add_(0, targets, sums.to(out.dtype))

@@ -1,0 +1,261 @@
+"""Aggregations as mergeable reductions: what happens to messages before, and to results after.
+
+An aggregation whose partial states merge is a map of each message, one or more reductions over the
+in-edges of a target, and a map of each target's results:
+
+.. math::
+    \\mathrm{AGG}(\\{m_e\\}) = \\mathrm{finish}\\left(\\bigoplus_1 \\mathrm{map}_1(m_e),
+    \\bigoplus_2 \\mathrm{map}_2(m_e), \\ldots \\right)
+
+The reductions run tile by tile (:mod:`pyg_sar.engine.reduce`); ``finish`` runs once, on one row per
+target, recorded by autograd like any other code of the layer.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import aggr
+from torch_geometric.utils import softmax
+
+Premap = Callable[[Tensor, Tensor, int], Tensor]
+"""``(messages [E, *], index [E], number of targets)`` to mapped messages ``[E, *]``."""
+
+Finish = Callable[[Sequence[Tensor], Tensor, int], Tensor]
+"""``(results, in-degrees [num_targets], node axis)`` to the aggregate."""
+
+_PLAIN = {
+    aggr.SumAggregation: "sum",
+    aggr.MeanAggregation: "mean",
+    aggr.MaxAggregation: "max",
+    aggr.MinAggregation: "min",
+    aggr.MulAggregation: "mul",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Reductions of messages that are mapped alike.
+
+    Attributes:
+        premap: The map, or ``None`` for the messages themselves.
+        kinds: The reductions (:func:`pyg_sar.engine.softmax_reduce.make_reducer`).
+        normalises: The map takes a softmax over each target's in-edges, in whose weights it is
+            linear.
+    """
+
+    premap: Premap | None
+    kinds: tuple[str, ...]
+    normalises: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Decomposition:
+    """An aggregation's groups of reductions, and what becomes of their results, in that order."""
+
+    groups: tuple[Group, ...]
+    finish: Finish
+
+    @property
+    def linear(self) -> bool:
+        """Results are linear in the messages, so that these may hold weights to be merged."""
+        return len(self.groups) == 1 and self.groups[0] in (
+            Group(None, ("sum",)),
+            Group(None, ("mean",)),
+        )
+
+
+def in_place() -> Decomposition:
+    """Of chunks with all in-edges, which the layer's own ``aggregate`` reduces."""
+    return Decomposition((Group(None, ("place",)),), lambda results, degrees, dim: results[0])
+
+
+def decompose(module: Any) -> Decomposition | None:
+    """The decomposition of an aggregation module, or ``None`` where partial states don't merge.
+
+    Args:
+        module: A :class:`torch_geometric.nn.aggr.Aggregation`; subclasses of those that are known
+            may do anything, and are not.
+    """
+    parts = _Parts()
+    finish = parts.add(module)
+    return None if finish is None else Decomposition(parts.groups(), parts.in_order(finish))
+
+
+class _Parts:
+    """Collects an aggregation's reductions; each is computed once, however often it is used."""
+
+    def __init__(self) -> None:
+        self._kinds: list[list[str]] = []
+        self._maps: list[tuple[Any, Premap | None, bool]] = []
+        self._places: list[tuple[int, int]] = []
+
+    def groups(self) -> tuple[Group, ...]:
+        return tuple(
+            Group(premap, tuple(kinds), normalises)
+            for (_, premap, normalises), kinds in zip(self._maps, self._kinds, strict=True)
+        )
+
+    def in_order(self, finish: Finish) -> Finish:
+        """Takes results group by group, where ``finish`` takes them as they were reserved."""
+        starts = [sum(map(len, self._kinds[:k])) for k in range(len(self._kinds))]
+        order = [starts[group] + place for group, place in self._places]
+        return lambda results, degrees, dim: finish([results[k] for k in order], degrees, dim)
+
+    def _reserve(
+        self, kind: str, owner: Any = None, premap: Premap | None = None, normalises: bool = False
+    ) -> int:
+        owners = [known for known, _, _ in self._maps]
+        group = next((k for k, known in enumerate(owners) if known is owner), len(owners))
+        if group == len(owners):
+            self._maps.append((owner, premap, normalises))
+            self._kinds.append([])
+        if kind not in self._kinds[group]:
+            self._kinds[group].append(kind)
+        self._places.append((group, self._kinds[group].index(kind)))
+        return len(self._places) - 1
+
+    def add(self, module: Any) -> Finish | None:
+        kind = type(module)
+        if kind in _PLAIN:
+            return _taken(self._reserve(_PLAIN[kind]))
+        make = {
+            aggr.VarAggregation: self._variance,
+            aggr.StdAggregation: self._deviation,
+            aggr.SoftmaxAggregation: self._softmax,
+            aggr.PowerMeanAggregation: self._power_mean,
+            aggr.AttentionalAggregation: self._attention,
+            aggr.DeepSetsAggregation: self._deep_sets,
+            aggr.VariancePreservingAggregation: self._variance_preserving,
+            aggr.MultiAggregation: self._several,
+            aggr.DegreeScalerAggregation: self._scaled,
+        }.get(kind)
+        return None if make is None else make(module)
+
+    def _variance(self, module: Any) -> Finish:
+        return _taken(self._reserve("semi_var" if module.semi_grad else "var"))
+
+    def _deviation(self, module: Any) -> Finish | None:
+        variance = self.add(module.var_aggr)
+        if variance is None:
+            return None
+
+        def finish(results: Sequence[Tensor], degrees: Tensor, dim: int) -> Tensor:
+            out = variance(results, degrees, dim).clamp(min=1e-5).sqrt()
+            return out.masked_fill(out <= sqrt(1e-5), 0.0)
+
+        return finish
+
+    def _softmax(self, module: Any) -> Finish:
+        def premap(x: Tensor, index: Tensor, targets: int) -> Tensor:
+            t = module.t if module.channels == 1 else module.t.view(-1, module.channels)
+            alpha = x if isinstance(t, int | float) and t == 1 else x * t
+            with torch.set_grad_enabled(torch.is_grad_enabled() and not module.semi_grad):
+                alpha = softmax(alpha, index, None, targets, 0)
+            return x * alpha
+
+        return _taken(self._reserve("sum", module, premap, normalises=True))
+
+    def _power_mean(self, module: Any) -> Finish:
+        if not isinstance(module.p, Tensor) and module.p == 1:
+            return _taken(self._reserve("mean"))
+
+        def power() -> Any:
+            return module.p if module.channels == 1 else module.p.view(-1, module.channels)
+
+        def premap(x: Tensor, index: Tensor, targets: int) -> Tensor:
+            return x.clamp(min=module.min_value, max=module.max_value).pow(power())
+
+        place = self._reserve("mean", module, premap)
+
+        def finish(results: Sequence[Tensor], degrees: Tensor, dim: int) -> Tensor:
+            out = results[place].clamp(min=module.min_value, max=module.max_value)
+            return out.pow(1.0 / power())
+
+        return finish
+
+    def _attention(self, module: Any) -> Finish | None:
+        if module.gate_mlp is not None or module.mlp is not None:
+            return None  # PyG's MLP may normalise over each target's messages
+
+        def premap(x: Tensor, index: Tensor, targets: int) -> Tensor:
+            gate = module.gate_nn(x)
+            x = x if module.nn is None else module.nn(x)
+            return softmax(gate, index, None, targets, 0) * x
+
+        return _taken(self._reserve("sum", module, premap, normalises=True))
+
+    def _deep_sets(self, module: Any) -> Finish | None:
+        if module.local_mlp is not None or module.global_mlp is not None:
+            return None
+
+        def premap(x: Tensor, index: Tensor, targets: int) -> Tensor:
+            local: Tensor = module.local_nn(x)
+            return local
+
+        mapped = premap if module.local_nn is not None else None
+        place = self._reserve("sum", module if mapped else None, mapped)
+
+        def finish(results: Sequence[Tensor], degrees: Tensor, dim: int) -> Tensor:
+            out = results[place]
+            return out if module.global_nn is None else module.global_nn(out)
+
+        return finish
+
+    def _variance_preserving(self, module: Any) -> Finish:
+        place = self._reserve("sum")
+
+        def finish(results: Sequence[Tensor], degrees: Tensor, dim: int) -> Tensor:
+            out = results[place]
+            shape = [1] * out.dim()
+            shape[dim] = -1
+            return out / degrees.to(out.dtype).sqrt().clamp(min=1.0).view(shape)
+
+        return finish
+
+    def _several(self, module: Any) -> Finish | None:
+        parts = [self.add(part) for part in module.aggrs]
+        if any(part is None for part in parts):
+            return None
+
+        def finish(results: Sequence[Tensor], degrees: Tensor, dim: int) -> Tensor:
+            combined: Tensor = module.combine(
+                [part(results, degrees, dim) for part in parts if part is not None]
+            )
+            return combined
+
+        return finish
+
+    def _scaled(self, module: Any) -> Finish | None:
+        inner = self.add(module.aggr)
+        if inner is None:
+            return None
+
+        def finish(results: Sequence[Tensor], degrees: Tensor, dim: int) -> Tensor:
+            given = copy.copy(module)  # PyG's own scaling of a result that is there already
+            given._modules = {**module._modules, "aggr": _Given()}
+            nodes = torch.arange(degrees.numel(), device=degrees.device)
+            index = nodes.repeat_interleave(degrees)
+            out: Tensor = given.forward(
+                inner(results, degrees, dim), index, dim_size=degrees.numel(), dim=dim
+            )
+            return out
+
+        return finish
+
+
+class _Given(torch.nn.Module):
+    """Stands for an aggregation whose result is handed over."""
+
+    def forward(self, x: Tensor, *_: Any) -> Tensor:
+        return x
+
+
+def _taken(place: int) -> Finish:
+    return lambda results, degrees, dim: results[place]

@@ -1,0 +1,377 @@
+"""Whether a message treats each edge alone: decided by its operators, before it runs over workers.
+
+A worker has some edges of the graph, in an order and a numbering of its own. What a message may do
+with a set of edges is therefore: the same to each of them, and reductions at their two ends. It is
+run twice on made-up edges (:mod:`pyg_sar.message.row_trace`); if anything else reaches a message,
+or is left on the layer, it is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
+from torch_geometric.nn import MessagePassing
+
+from pyg_sar.message.aggregate_checks import EDGES, TARGETS, AggregateCheck, is_known
+from pyg_sar.message.layer_state import AmbientState
+from pyg_sar.message.program import TileProgram
+from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
+from pyg_sar.message.row_state import Changes, Snapshot
+from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step
+from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
+from pyg_sar.space.index_space import DistEdgeIndex
+
+SIZE_NAMES = ("size", "size_i", "size_j", "dim_size")
+_OTHER_EDGES, _OTHER_NODES = 31, 8  # of which a run is made
+_REMEDIES = {
+    "edges": (
+        "mixes edges of different targets (by '{}'), of which a worker has some only: compute that "
+        "on the whole graph before write_partitions(), or from node features"
+    ),
+    "ids": (
+        "computes with ids of nodes ('{}' of 'index', 'edge_index_i' or 'edge_index_j'), which are "
+        "this worker's own numbering: pass data.n_id to propagate() and take it as an '_i' or '_j' "
+        "argument"
+    ),
+    "numbers": (
+        "computes with a number of edges or nodes (in '{}'), of which this worker has its own: "
+        "pass the graph's numbers to the layer as constants"
+    ),
+    "operator": (
+        "calls '{}', of which it is not known that it treats each edge alone: compute that before "
+        "propagate(), and pass the result as an edge-level or node-level tensor"
+    ),
+    "python": (
+        "hands values of its edges to Python (by '{}'), where nobody sees what becomes of them: "
+        "use operators on tensors instead, such as torch.where()"
+    ),
+    "branches": (
+        "takes another way for another number of edges, of which each worker has its own: let it "
+        "compute the same for any number of edges"
+    ),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RowWise:
+    """What a worker found out about a message.
+
+    Attributes:
+        refused: Why it can't run over workers, or an empty string.
+        updates: Attributes and buffers that it changes by itself: it must run once per call.
+        numbers: Whether sizes are numbers to it, and lengths of no tensor.
+        rows: The messages, without rows ``[0, *]``, where they are one tensor.
+    """
+
+    refused: str = ""
+    updates: tuple[str, ...] = ()
+    numbers: bool = False
+    rows: Tensor | None = None
+
+
+class RowProgram(TileProgram):
+    """A message with all arguments that PyG knows, as in one shot."""
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        names = self.layer.inspector.get_param_names("update")
+        asks = any(n in self.layer.special_args or n[-2:] in ("_i", "_j") for n in names)
+        self._update = self._bind("update", args[2]) if asks and self.method == "message" else None
+
+    @property
+    def updates(self) -> bool:
+        """Whether ``update`` asks for edges."""
+        return self._update is not None
+
+    def updated(self, out: Tensor, values: Sequence[Any], own: Mapping[str, Any]) -> Any:
+        """What ``update`` makes of aggregates."""
+        if self._update is None:
+            return out
+        return self.layer.update(out, **self._collect(self._update, values, own))
+
+    def of_aggregate(self) -> dict[str, Any]:
+        """The arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
+        return {} if self._aggregate is None else dict(self._aggregate.arguments)
+
+    never_per_tile: tuple[str, ...] = ("adj_t",)
+    only_scalars = False
+
+
+@dataclass(slots=True)
+class _Run:
+    trace: RowTrace
+    out: Any
+    nodes: Any
+    changed: dict[str, Any]
+
+
+class RowCheck:
+    """Looks at the message of one call of ``propagate``. Communicates nothing.
+
+    Args:
+        layer: The layer.
+        edge_index: Distributed edges; this worker must have some.
+        kwargs: Keyword arguments of ``propagate``.
+        levels: What has a row per edge, as :class:`TileProgram` takes it.
+        nodes: Unsuffixed tensors with a row per node of a type: 0 for sources, 1 for targets.
+        method: ``'message'``, or ``'edge_update'`` alone.
+    """
+
+    def __init__(
+        self,
+        layer: MessagePassing,
+        edge_index: DistEdgeIndex,
+        kwargs: Mapping[str, Any],
+        levels: Mapping[str, bool],
+        nodes: Mapping[str, int],
+        method: str = "message",
+    ) -> None:
+        self.layer, self.edge_index = layer, edge_index
+        self.own_aggregate = method == "message" and not is_known(layer)
+        self.program = RowProgram(
+            layer, edge_index, kwargs, levels, (), self.own_aggregate, method=method
+        )
+        self.nodes = {k: nodes[n] for n, k in self.program.whole.items() if n in nodes}
+        self.bipartite = edge_index.bipartite
+        names = set(layer.inspector.get_param_names(method))
+        if method == "message" and self.program._deferred:
+            names |= set(layer.inspector.get_param_names("edge_update"))
+        self.asks_sizes = bool(names.intersection(SIZE_NAMES))
+
+    def found(self) -> RowWise:
+        """What the message does. The layer is afterwards as it was."""
+        small = Sizes(34, 10, 13 if self.bipartite else 10)
+        large = Sizes(46, 11, 17 if self.bipartite else 11)
+        numbers: Mapping[str, Any] | None = None
+        if self.asks_sizes:
+            numbers = self._numbers(101) if self._only_numbers(small) else None
+        first = self._run(small, numbers)
+        second = self._run(large, numbers, (small, first.trace.steps))
+        trace, changes = second.trace, Changes()
+        changes.judge(first.changed, iter(second.changed["*"]), lambda t: self._kind(trace, t))
+        if len(trace.steps) != len(first.trace.steps):
+            trace.differs = True
+        if trace.differs:
+            trace.causes.note("branches", "")
+        mixed = any(self._kind(trace, t) == "mixed" for t in _tensors(second.out))
+        reason = ""
+        if changes.refused:
+            reason = (
+                f"its message changes '{changes.refused}' by what its edges hold or how many they "
+                "are, of which each worker has its own: compute that from node features, outside"
+            )
+        elif mixed or trace.differs or "python" in trace.causes.found:
+            reason = f"its message {_reason(trace)}"
+        elif any(self._kind(trace, t, NODE) == "mixed" for t in _tensors(second.nodes)):
+            reason = f"its update() {_reason(trace)}"
+        rows = second.out if isinstance(second.out, Tensor) else None
+        if rows is not None and rows.dim() > 0 and -rows.dim() <= self._axis < rows.dim():
+            rows = rows.detach().movedim(self._axis, 0)[:0].clone()
+        updates = set(changes.updates)
+        if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
+            reason, more = self._aggregate(rows)
+            updates |= set(more)
+        return RowWise(reason, tuple(sorted(updates)), numbers is not None, rows)
+
+    def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...]]:
+        """Tries the layer's own aggregation."""
+        sizes = Sizes(EDGES, TARGETS, TARGETS)
+        source, index = self._ends(sizes)
+        values = self._values(Labels(), sizes, source, index)
+        given, levels = {}, {}
+        for name, place in self.program.of_aggregate().items():
+            given[name] = place[0] if isinstance(place, tuple) else values[place].detach()
+            if isinstance(place, int):
+                role = self.program.operands[place].role
+                if role != "whole":
+                    levels[name] = "edge"
+                elif place in self.nodes:
+                    levels[name] = "node"
+        return AggregateCheck(self.layer, rows, given, levels).found(
+            self.edge_index.order is not None
+        )
+
+    @property
+    def _axis(self) -> int:
+        return int(self.layer.node_dim)
+
+    def _numbers(self, base: int) -> dict[str, Any]:
+        sources = base + 2 if self.bipartite else base
+        source_first = self.layer.flow == "source_to_target"
+        size = (sources, base) if source_first else (base, sources)
+        return {"size_i": base, "dim_size": base, "size_j": sources, "size": list(size)}
+
+    def _only_numbers(self, sizes: Sizes) -> bool:
+        """Whether sizes, whatever they are, are the length of no tensor."""
+        try:
+            runs = [self._run(sizes, self._numbers(base)) for base in (101, 211)]
+        except (IndexError, RuntimeError, ValueError, TypeError):
+            return False
+        first, second = ([(s.name, s.inputs, s.outputs) for s in r.trace.steps] for r in runs)
+        return first == second or [s[0] for s in first] != [s[0] for s in second]
+
+    # One run #################################################################
+
+    def _run(
+        self,
+        sizes: Sizes,
+        numbers: Mapping[str, Any] | None,
+        other: tuple[Sizes, list[Step]] | None = None,
+    ) -> _Run:
+        labels = Labels()
+        with torch.no_grad():
+            source, index = self._ends(sizes)
+            values = self._values(labels, sizes, source, index)
+            own = self._own(labels, sizes, source, index)
+        trace = RowTrace(labels, sizes, other)
+        state, ambient = Snapshot(self.layer), AmbientState(index.device, self.layer)
+        try:
+            with (
+                ambient.restored(),
+                torch.enable_grad(),
+                saved_tensors_hooks(_alias, _same),  # others' hooks are for graphs that they see
+                _without_statistics(self.layer),
+                Asked(trace),
+                trace,
+            ):
+                out, moved, _ = self.program.call(values, {**own, **(numbers or {})})
+            changes = [*state.changes()]
+            nodes = self._updated(trace, out, moved, own)
+        finally:
+            state.restore()
+        return _Run(trace, out, nodes, {"*": changes, **{name: now for name, _, now in changes}})
+
+    def _updated(
+        self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
+    ) -> Any:
+        """What ``update`` makes of aggregates of the messages, where it asks for edges."""
+        if not self.program.updates or not isinstance(out, Tensor):
+            return None
+        data = self.layer.inspector.collect_param_data("aggregate", dict(own))
+        with torch.no_grad():
+            total = self.layer.aggregate(out.detach(), **data)
+        targets = NODE + torch.arange(trace.sizes.targets, dtype=torch.int32)
+        axis = self._axis % total.dim()
+        shape = [-1 if k == axis else 1 for k in range(total.dim())]
+        trace.labels.put(total, targets.view(shape))
+        with torch.no_grad(), Asked(trace), trace:
+            return self.program.updated(total, values, own)
+
+    def _ends(self, sizes: Sizes) -> tuple[Tensor, Tensor]:
+        """Sources and targets of made-up edges; every node is an end of one."""
+        edges = torch.arange(sizes.edges, device=self.edge_index.device)
+        return edges * 3 % sizes.sources, edges * sizes.targets // sizes.edges
+
+    def _values(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> list[Any]:
+        """The operands' rows for these edges, with labels."""
+        device = self.edge_index.device
+        edges = torch.arange(sizes.edges, device=device) % _OTHER_EDGES
+        of_edge = EDGE + torch.arange(sizes.edges, dtype=torch.int32)
+        values: list[Any] = []
+        for number, operand in enumerate(self.program.operands):
+            tensor = operand.tensor.detach()
+            space = self.nodes.get(number)
+            if operand.role == "whole" and space is None:
+                values.append(tensor.clone())
+                continue
+            rows, label = edges, of_edge
+            if operand.role == "source":
+                rows = source
+            elif operand.role == "target":
+                rows = index
+            elif space is not None:
+                count = sizes.targets if space else sizes.sources
+                rows = torch.arange(count, device=device)
+                base = NODE + (STEP if self.bipartite and not space else 0)
+                label = base + torch.arange(count, dtype=torch.int32)
+            if tensor.size(0) == 0:
+                tensor = tensor.new_ones(1, *tensor.shape[1:])
+            if operand.role in ("source", "target") or space is not None:
+                rows = rows % _OTHER_NODES  # the same rows in both runs: masks find the same
+            value = tensor.index_select(0, rows % tensor.size(0))
+            if operand.tensor.requires_grad:
+                with torch.enable_grad():
+                    value = value.requires_grad_().clone()  # a message may write into it
+            labels.put(value, label.view(-1, *[1] * (value.dim() - 1)))
+            values.append(value)
+        return values
+
+    def _own(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> dict[str, Any]:
+        """The arguments that PyG adds."""
+        at_targets = NUMBER + torch.arange(sizes.edges, dtype=torch.int32)
+        at_sources = at_targets + (STEP if self.bipartite else 0)
+        ends = [source, index] if self.layer.flow == "source_to_target" else [index, source]
+        both = [at_sources, at_targets] if ends[0] is source else [at_targets, at_sources]
+        edge_index, again = torch.stack(ends), index.clone()
+        labels.put(edge_index, torch.stack(both))
+        labels.put(source, at_sources)
+        for tensor in (index, again):
+            labels.put(tensor, at_targets)
+        size = (sizes.sources, sizes.targets)
+        return {
+            "index": index,
+            "edge_index_i": again,
+            "edge_index_j": source,
+            "edge_index": edge_index,
+            "ptr": None,
+            "dim_size": sizes.targets,
+            "size_i": sizes.targets,
+            "size_j": sizes.sources,
+            "size": list(size if ends[0] is source else size[::-1]),
+        }
+
+    def _kind(self, trace: RowTrace, tensor: Tensor, base: int = EDGE) -> str:
+        """``'rows'``: row k is of edge (or node) k alone; ``''``: of none; else ``'mixed'``."""
+        found = trace.labels.of(tensor)
+        if not bool(found.any()):
+            return ""
+        count = trace.sizes.edges if base == EDGE else trace.sizes.targets
+        axes = {self._axis, 0} if -found.dim() <= self._axis < found.dim() else {0}
+        for axis in axes:
+            if found.dim() and found.size(axis) == count:
+                rows = found.movedim(axis, 0).reshape(count, -1)
+                own = base + torch.arange(count, dtype=torch.int32).view(-1, 1)
+                if bool(((rows == 0) | (rows == own)).all()):
+                    return "rows"
+        return "mixed"
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+
+
+def _reason(trace: RowTrace) -> str:
+    """The first cause, of the kind that says most."""
+    found = trace.causes.found
+    for kind in ("python", "ids", "operator", "edges", "numbers", "branches"):
+        if kind in found:
+            return _REMEDIES[kind].format(found[kind])
+    return _REMEDIES["edges"].format("its order of edges")
+
+
+@contextmanager
+def _without_statistics(layer: torch.nn.Module) -> Iterator[None]:
+    """Norms over edges pass their input through: they have a way of their own over workers."""
+    norms = [m for m in layer.modules() if isinstance(m, OVER_ROWS) and reduces_over_rows(m)]
+    for norm in norms:
+        norm.__dict__["forward"] = lambda x, *args, **kwargs: x * 1
+    try:
+        yield
+    finally:
+        for norm in norms:
+            norm.__dict__.pop("forward", None)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    return tensor.detach()  # or an operator's output would own itself

@@ -1,0 +1,1 @@
+"""Partitions: who owns which node, the files, and what a worker loads from them."""

@@ -1,0 +1,402 @@
+"""Node-, edge- and graph-level attributes of a ``Data`` as plain tensors, and back.
+
+A partition file holds tensors only. So every attribute is *encoded* as one or more tensors whose
+rows can be selected, and an :class:`Attribute` that says how to *decode* them.
+
+=========  ==========================================  ==================================
+layout     tensors                                     attributes
+=========  ==========================================  ==================================
+dense      one, named by the attribute itself          tensors, arrays, lists of numbers
+csr        ``crow`` [rows + 1], ``col``, ``values``    sparse matrices
+strings    ``starts`` [rows + 1], ``bytes`` (UTF-8)    lists of strings
+json       none: the value is in the metadata          graph-level plain Python values
+=========  ==========================================  ==================================
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.typing import SparseTensor
+
+from pyg_sar.partition.sparse_matrix import compressed_rows, matrix_of
+
+RESERVED = ("n_id", "e_id")
+MASKS = ("train_mask", "val_mask", "test_mask")
+NODE_NAMES = ("x", "pos", *MASKS)
+EDGE_NAMES = ("edge_weight", "edge_attr", "edge_type")
+STORED_DTYPES = (
+    *(torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+)
+"""Dtypes that are stored as they are; others are stored as integers of the same width."""
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Attribute:
+    """How an attribute is stored.
+
+    Attributes:
+        level: ``'node'``, ``'edge'`` or ``'graph'``.
+        layout: ``'dense'``, ``'csr'``, ``'strings'`` or ``'json'``.
+        dtype: The torch dtype by name (``'float32'``), ``'str'`` or ``'json'``, or ``'none'``
+            for a sparse matrix without values.
+        shape: The shape in the whole graph.
+        dim: The dimension that nodes or edges run along.
+        form: The type to decode to: ``'tensor'``, ``'numpy'``, ``'list'``, ``'tuple'``,
+            ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``.
+    """
+
+    level: str
+    layout: str
+    dtype: str
+    shape: list[int]
+    dim: int = 0
+    form: str = "tensor"
+
+    def as_dict(self) -> dict[str, Any]:
+        """The fields as plain values that JSON can hold."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """An attribute of the whole graph: its description, tensors by suffix, or JSON value."""
+
+    attribute: Attribute
+    tensors: dict[str, Tensor]
+    value: Any = None
+
+
+def tensor_names(name: str, attribute: Attribute) -> dict[str, str]:
+    """The names of an attribute's tensors in a partition file, by suffix."""
+    base = f"{attribute.level}.{name}"
+    suffixes = {
+        "dense": [""],
+        "csr": ["crow", "col"] + ["values"] * (attribute.dtype != "none"),
+        "strings": ["starts", "bytes"],
+        "json": [],
+    }[attribute.layout]
+    return {suffix: f"{base}.{suffix}" if suffix else base for suffix in suffixes}
+
+
+# Encoding ################################################################################
+
+
+def encode_attributes(data: Data, num_nodes: int) -> dict[str, Column]:
+    """Encodes every attribute of ``data``, of ``num_nodes`` nodes, but its edges and size.
+
+    The level is PyG's (``data.is_node_attr``, ``data.is_edge_attr``); sparse matrices are node-
+    or edge-level by their number of rows.
+
+    Raises:
+        ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
+            reserved name.
+    """
+    data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
+    data.num_nodes, num_edges = num_nodes, data.num_edges
+    columns = {}
+    for name, value in data.to_dict().items():
+        if name in ("edge_index", "num_nodes") or value is None:
+            continue
+        if name in RESERVED:
+            raise ValueError(
+                f"The attribute '{name}' is the name of the global ids in a partition; rename it, "
+                f"for example data.orig_{name} = data.{name}; del data.{name}"
+            )
+        level = level_of(data, name, value, num_nodes, num_edges)
+        _check_level(name, value, level, num_nodes, num_edges)
+        columns[name] = encode(name, value, level)
+    return columns
+
+
+def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) -> dict[str, Column]:
+    """Encodes the attributes of the nodes of one type, or of the edges of one relation.
+
+    What has ``count`` rows is of that level, everything else graph-level.
+
+    Args:
+        store: The attributes by name.
+        level: ``'node'`` or ``'edge'``.
+        count: Nodes of the type, or edges of the relation.
+        owner: How errors name the store.
+
+    Raises:
+        ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
+            reserved name.
+    """
+    columns = {}
+    required = {"node": NODE_NAMES, "edge": EDGE_NAMES}.get(level, ())
+    for name, value in store.items():
+        if name in ("edge_index", "num_nodes") or value is None:
+            continue
+        try:
+            if name in RESERVED:
+                raise ValueError("is the name of the global ids in a partition; rename it")
+            found = level if rows_of(name, value) == count else "graph"
+            if found == "graph" and (_is_sparse(value) or name in required):
+                raise ValueError(
+                    f"should have one row per {level}, {count} rows (got {type(value).__name__} "
+                    f"of shape {list(getattr(value, 'shape', []))})"
+                )
+            columns[name] = encode(name, value, found)
+        except ValueError as error:
+            raise ValueError(f"'{name}' of {owner}: {error}") from error
+    return columns
+
+
+def rows_of(name: str, value: Any) -> int:
+    """How many nodes or edges an attribute is for; -1: it is one value."""
+    if isinstance(value, (list, tuple)):
+        return len(value)
+    if _is_sparse(value):
+        return int(value.size(0))
+    if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
+        return -1
+    return int(value.shape[-1 if "index" in name or name == "face" else 0])
+
+
+def _is_sparse(value: Any) -> bool:
+    if isinstance(value, SparseTensor):
+        return True
+    return isinstance(value, Tensor) and value.layout != torch.strided
+
+
+def level_of(data: Data, name: str, value: Any, num_nodes: int, num_edges: int) -> str:
+    """``'node'``, ``'edge'`` or ``'graph'``: what PyG takes an attribute's rows for."""
+    if _is_sparse(value):
+        rows = value.size(0)
+        if "adj" in name or rows not in (num_nodes, num_edges):
+            raise ValueError(
+                f"The sparse attribute '{name}' of shape [{value.size(0)}, {value.size(1)}] "
+                f"has no row per node ({num_nodes}) or edge ({num_edges}); keep edges in "
+                f"'edge_index', and delete '{name}'"
+            )
+        edge = rows == num_edges and (num_nodes != num_edges or "edge" in name)
+        return "edge" if edge else "node"
+    if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
+        return "graph"
+    if data.is_node_attr(name):
+        return "node"
+    return "edge" if data.is_edge_attr(name) else "graph"
+
+
+def _check_level(name: str, value: Any, level: str, num_nodes: int, num_edges: int) -> None:
+    for names, expected, number in (
+        (NODE_NAMES, "node", num_nodes),
+        (EDGE_NAMES, "edge", num_edges),
+    ):
+        if name in names and level != expected:
+            shape = list(getattr(value, "shape", []))
+            raise ValueError(
+                f"Expected '{name}' to have one row per {expected}, {number} rows (got "
+                f"{type(value).__name__} of shape {shape})"
+            )
+
+
+def encode(name: str, value: Any, level: str) -> Column:
+    """Encodes an attribute; a ``ValueError`` names it when it can't be stored."""
+    try:
+        if _is_sparse(value):
+            return _encode_sparse(value, level)
+        if isinstance(value, (Tensor, np.ndarray)):
+            return _encode_dense(name, value, level)
+        if level == "graph":
+            return _encode_json(value)
+        return _encode_list(value, level)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ValueError(
+            f"The {level}-level attribute '{name}' ({type(value).__name__}) can't be stored: "
+            f"{error}; convert it to a tensor or delete it"
+        ) from error
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _store(value: Tensor) -> Tensor:
+    """The value on the CPU, in a dtype that a partition file holds."""
+    value = value.detach().cpu()
+    if value.is_quantized:
+        raise TypeError("quantized tensors are not supported, call .dequantize()")
+    value = value.resolve_conj().resolve_neg()
+    if value.is_complex():
+        return torch.view_as_real(value)
+    if value.dtype not in STORED_DTYPES:
+        return value.view(INTEGERS[value.element_size()])
+    return value
+
+
+def stored_dtype(name: str) -> tuple[torch.dtype, list[int]]:
+    """The dtype that holds values of a dtype in a partition file, and the axes that it adds."""
+    dtype: torch.dtype = getattr(torch, name)
+    if dtype.is_complex:
+        return dtype.to_real(), [2]
+    return (dtype if dtype in STORED_DTYPES else INTEGERS[dtype.itemsize]), []
+
+
+def _unstore(value: Tensor, dtype_name: str) -> Tensor:
+    dtype = getattr(torch, dtype_name)
+    if dtype.is_complex:
+        return torch.view_as_complex(value)
+    return value if value.dtype == dtype else value.view(dtype)
+
+
+def _encode_dense(name: str, value: Tensor | np.ndarray[Any, Any], level: str) -> Column:
+    form = "numpy" if isinstance(value, np.ndarray) else "tensor"
+    if isinstance(value, np.ndarray):
+        if value.dtype.kind == "U" and value.ndim == 1 and level != "graph":
+            return _encode_strings(value.tolist(), level, form)
+        tensor = torch.from_numpy(value)
+    else:  # PyG's Index and EdgeIndex have as_tensor().
+        tensor = value.as_tensor() if hasattr(value, "as_tensor") else value
+    if name in MASKS and tensor.dtype != torch.bool:
+        raise TypeError(f"a mask is bool, this is {tensor.dtype}: call .bool()")
+    dim = tensor.dim() - 1 if level != "graph" and ("index" in name or name == "face") else 0
+    attribute = Attribute(
+        level=level,
+        layout="dense",
+        dtype=_dtype_name(tensor.dtype),
+        shape=list(tensor.shape),
+        dim=dim,
+        form=form,
+    )
+    return Column(attribute, {"": _store(tensor)})
+
+
+def _encode_sparse(value: Any, level: str) -> Column:
+    if isinstance(value, SparseTensor):
+        crow, column, entries = value.csr()
+        form, shape = "SparseTensor", value.sizes()
+    else:
+        form, shape = str(value.layout).removeprefix("torch."), list(value.shape)
+        if value.dim() != 2 or value.layout in (torch.sparse_bsr, torch.sparse_bsc):
+            raise ValueError(f"expected a matrix in COO, CSR or CSC layout (got {value.layout})")
+        crow, column, entries = compressed_rows(value)
+    tensors = {"crow": _store(crow).long(), "col": _store(column).long()}
+    dtype = "none"
+    if entries is not None:
+        tensors["values"], dtype = _store(entries), _dtype_name(entries.dtype)
+    attribute = Attribute(level=level, layout="csr", dtype=dtype, shape=list(shape), form=form)
+    return Column(attribute, tensors)
+
+
+def _encode_json(value: Any) -> Column:
+    form = "tuple" if isinstance(value, tuple) else "json"
+    plain = list(value) if form == "tuple" else value
+    text = json.dumps(plain)
+    if json.dumps(json.loads(text)) != text or _holds_tuple(plain):
+        raise ValueError("it is not a plain value that JSON gives back unchanged")
+    attribute = Attribute(level="graph", layout="json", dtype="json", shape=[], form=form)
+    return Column(attribute, {}, plain)
+
+
+def _holds_tuple(value: Any) -> bool:
+    if isinstance(value, dict):
+        return any(not isinstance(k, str) or _holds_tuple(v) for k, v in value.items())
+    return isinstance(value, tuple) or (isinstance(value, list) and any(map(_holds_tuple, value)))
+
+
+def _encode_list(value: list[Any] | tuple[Any, ...], level: str) -> Column:
+    form = type(value).__name__
+    if form not in ("list", "tuple"):
+        raise TypeError("only plain lists and tuples are supported")
+    kinds = {type(item) for item in value}
+    if kinds == {str}:
+        return _encode_strings(list(value), level, form)
+    dtypes = {bool: torch.bool, int: torch.int64, float: torch.float64}
+    if len(kinds) > 1 or not kinds <= set(dtypes):
+        names = sorted(kind.__name__ for kind in kinds)
+        raise TypeError(f"expected strings, or numbers of one type (got {', '.join(names)})")
+    tensor = torch.tensor(value, dtype=dtypes[kinds.pop()] if kinds else torch.int64)
+    return Column(
+        Attribute(
+            level=level,
+            layout="dense",
+            dtype=_dtype_name(tensor.dtype),
+            shape=[len(value)],
+            form=form,
+        ),
+        {"": tensor},
+    )
+
+
+def _encode_strings(value: list[str], level: str, form: str) -> Column:
+    encoded = [item.encode() for item in value]
+    starts = torch.tensor([0, *map(len, encoded)], dtype=torch.int64).cumsum(0)
+    characters = np.frombuffer(b"".join(encoded), dtype=np.uint8).copy()
+    attribute = Attribute(level=level, layout="strings", dtype="str", shape=[len(value)], form=form)
+    return Column(attribute, {"starts": starts, "bytes": torch.from_numpy(characters)})
+
+
+# Rows ####################################################################################
+
+
+def select_rows(attribute: Attribute, tensors: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
+    """The rows ``ids`` of an encoded node- or edge-level attribute, in that order."""
+    if attribute.layout == "dense":
+        return {"": tensors[""].index_select(attribute.dim, ids)}
+    (first, starts), *entries = tensors.items()
+    counts = starts.diff()[ids]
+    ends = counts.cumsum(0)
+    position = torch.arange(int(ends[-1]) if ids.numel() else 0)
+    position += torch.repeat_interleave(starts[:-1][ids] - ends + counts, counts)
+    selected = {first: torch.cat([ends.new_zeros(1), ends])}
+    selected.update((suffix, entry[position]) for suffix, entry in entries)
+    return selected
+
+
+def concatenate_rows(attribute: Attribute, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    """The rows of all parts of an encoded attribute, one part after the other."""
+    if attribute.layout == "dense":
+        return {"": torch.cat([part[""] for part in parts], dim=attribute.dim)}
+    first, *others = parts[0]
+    counts = torch.cat([part[first].diff() for part in parts])
+    joined = {first: torch.cat([counts.new_zeros(1), counts.cumsum(0)])}
+    joined.update((suffix, torch.cat([part[suffix] for part in parts])) for suffix in others)
+    return joined
+
+
+# Decoding ################################################################################
+
+
+def decode(attribute: Attribute, tensors: dict[str, Tensor], value: Any = None) -> Any:
+    """The attribute as ``Data`` held it, for the rows in ``tensors``."""
+    if attribute.layout == "json":
+        return tuple(value) if attribute.form == "tuple" else value
+    if attribute.layout == "csr":
+        return _decode_sparse(attribute, tensors)
+    if attribute.layout == "strings":
+        starts, text = tensors["starts"].tolist(), tensors["bytes"].numpy().tobytes()
+        strings = [text[a:b].decode() for a, b in pairwise(starts)]
+        if attribute.form == "numpy":
+            return np.array(strings, dtype=str)
+        return tuple(strings) if attribute.form == "tuple" else strings
+    tensor = _unstore(tensors[""], attribute.dtype)
+    if attribute.form == "numpy":
+        return tensor.numpy()
+    if attribute.form in ("list", "tuple"):
+        return tensor.tolist() if attribute.form == "list" else tuple(tensor.tolist())
+    return tensor
+
+
+def _decode_sparse(attribute: Attribute, tensors: dict[str, Tensor]) -> Any:
+    crow, column = tensors["crow"], tensors["col"]
+    size = (crow.numel() - 1, attribute.shape[1])
+    if attribute.dtype == "none":
+        return SparseTensor(rowptr=crow, col=column, sparse_sizes=size)
+    entries = _unstore(tensors["values"], attribute.dtype)
+    if attribute.form == "SparseTensor":
+        return SparseTensor(rowptr=crow, col=column, value=entries, sparse_sizes=size)
+    return matrix_of(crow, column, entries, size, attribute.form)

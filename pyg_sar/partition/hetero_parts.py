@@ -1,0 +1,298 @@
+"""The tensors of one part of a heterogeneous graph, and the whole graph back from all parts.
+
+A part's file holds, by the numbers of node types and relations in the metadata:
+
+=========================  =======================================================
+``type.T/n_id``            global ids of its nodes of type T, ascending
+``type.T/node.NAME``       their attributes; ``type.T/graph.NAME`` those that have no row per node
+``relation.R/...``         ``edge_index``, ``e_id``, ``halo_n_id``, ``halo_counts``,
+                           ``send_index``, ``send_counts``, ``pair_rows``, ``pair_units``,
+                           ``covers``, ``cover_costs``, ``cover_edges``, ``edge.NAME`` as in
+                           ``parts.py``, in the numbering of the relation's source and target types
+``.../list.K:...``         lists of node ids of a type or relation, as in ``node_lists.py``
+``graph.NAME``             attributes of the graph
+=========================  =======================================================
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import HeteroData
+
+from pyg_sar.partition.attributes import Attribute, Column, encode_rows, rows_of
+from pyg_sar.partition.hetero_partition import (
+    Assignment,
+    EdgeType,
+    HeteroPartitionStatistics,
+    assign_node_types,
+    count_nodes,
+    hetero_statistics,
+)
+from pyg_sar.partition.node_ids import Space
+from pyg_sar.partition.node_lists import NodeList, SplitLists, WholeList, merge_lists, take_lists
+from pyg_sar.partition.partitioners import Layout, make_layout, rank_nodes
+from pyg_sar.partition.parts import (
+    PartTensors,
+    attribute_tensors,
+    decode_attributes,
+    edges_of,
+    merged_attributes,
+    relation_tensors,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StoreInfo:
+    """One node type or relation of the whole graph: its rows and attributes.
+
+    ``name`` is ``(type,)`` or ``(source type, relation, target type)``.
+    """
+
+    name: tuple[str, ...]
+    count: int
+    attributes: dict[str, Attribute]
+    values: dict[str, Any]
+    lists: list[NodeList] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class HeteroSchema:
+    """The node types and relations of a partition, in the order of their numbers."""
+
+    types: list[StoreInfo]
+    relations: list[StoreInfo]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything as plain values that JSON can hold."""
+
+        def rows(infos: list[StoreInfo]) -> list[dict[str, Any]]:
+            return [
+                {
+                    "name": list(info.name),
+                    "count": info.count,
+                    "attributes": {k: a.as_dict() for k, a in info.attributes.items()},
+                    "values": info.values,
+                    "lists": [found.as_dict() for found in info.lists],
+                }
+                for info in infos
+            ]
+
+        return {"types": rows(self.types), "relations": rows(self.relations)}
+
+
+def attribute_header(columns: Mapping[str, Column]) -> tuple[dict[str, Attribute], dict[str, Any]]:
+    """The descriptions of attributes, and the values of those that are stored as JSON."""
+    return (
+        {name: column.attribute for name, column in columns.items()},
+        {name: c.value for name, c in columns.items() if c.attribute.layout == "json"},
+    )
+
+
+def edges_of_relations(data: HeteroData, num_nodes: Mapping[str, int]) -> dict[EdgeType, Tensor]:
+    """``edge_index`` of each relation, int64, on the CPU.
+
+    Raises:
+        ValueError: When one is none, or names nodes that a type does not have.
+    """
+    return {edge_type: _edges(edge_type, data, num_nodes) for edge_type in data.edge_types}
+
+
+def _edges(edge_type: EdgeType, data: HeteroData, num_nodes: Mapping[str, int]) -> Tensor:
+    try:
+        edges = edges_of(data[edge_type])
+    except ValueError as error:
+        raise ValueError(f"{edge_type}: {error}") from error
+    for row, name, what in ((0, edge_type[0], "source"), (1, edge_type[2], "target")):
+        if name not in num_nodes:
+            raise ValueError(
+                f"{edge_type} refers to the node type '{name}', which 'data' does not have; "
+                f"set data['{name}'].num_nodes"
+            )
+        count = num_nodes[name]
+        low, high = (int(edges[row].min()), int(edges[row].max())) if edges.numel() else (0, -1)
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "
+                f"'{name}' (got {low} to {high}); correct it or set data['{name}'].num_nodes"
+            )
+    return edges
+
+
+class HeteroGraph:
+    """A heterogeneous graph, checked and encoded, ready to be partitioned.
+
+    Args:
+        data: The graph.
+        said: What the caller says of attributes that may hold node ids.
+
+    Raises:
+        ValueError: When a store does not tell its size, edges or attributes can't be used.
+    """
+
+    def __init__(self, data: HeteroData, said: Mapping[str, bool] | None = None) -> None:
+        names = data.node_types
+        if not names:
+            raise ValueError("'data' has no node type; set data['name'].num_nodes")
+        self.num_nodes = {name: count_nodes(name, data[name]) for name in names}
+        self.edges = edges_of_relations(data, self.num_nodes)
+        self.lists: dict[Any, list[WholeList]] = {}
+        self._said = said or {}
+        most = max(self.num_nodes.values())
+        space = Space("the graph", most, most, vectors=False, pairs=False)
+        self.columns = self._columns(None, data._global_store, "graph", -2, space)
+        self.node_columns = {
+            name: self._columns(
+                name, data[name], "node", count, Space(f"the node type '{name}'", count, count)
+            )
+            for name, count in self.num_nodes.items()
+        }
+        self.edge_columns = {}
+        for edge_type, rows in self.edges.items():
+            sizes = self.num_nodes[edge_type[0]], self.num_nodes[edge_type[2]]
+            space = Space(f"{edge_type}", *sizes, vectors=False)
+            self.edge_columns[edge_type] = self._columns(
+                edge_type, data[edge_type], "edge", rows.size(1), space
+            )
+
+    def _columns(
+        self, key: Any, store: Any, level: str, count: int, space: Space
+    ) -> dict[str, Column]:
+        """The attributes of a store, but for its lists of node ids, which are kept by its key."""
+
+        def rows(name: str, value: Any) -> str:
+            return level if rows_of(name, value) == count else "graph"
+
+        values = dict(store.items())
+        taken, self.lists[key] = take_lists(values, rows, space, self._said)
+        rest = {name: value for name, value in values.items() if name not in taken}
+        return encode_rows(rest, level, count, space.owner)
+
+    def schema(self) -> HeteroSchema:
+        """What the metadata says of types and relations."""
+        return HeteroSchema(
+            [
+                StoreInfo(
+                    (name,), self.num_nodes[name], *attribute_header(columns), self._listed(name)
+                )
+                for name, columns in self.node_columns.items()
+            ],
+            [
+                StoreInfo(
+                    edge_type,
+                    self.edges[edge_type].size(1),
+                    *attribute_header(columns),
+                    self._listed(edge_type),
+                )
+                for edge_type, columns in self.edge_columns.items()
+            ],
+        )
+
+    def _listed(self, key: Any) -> list[NodeList]:
+        return [whole.info for whole in self.lists[key]]
+
+    def partition(self, num_parts: int, method: str | Assignment, seed: int) -> HeteroPartition:
+        """Assigns nodes and edges to parts."""
+        parts = assign_node_types(self.edges, self.num_nodes, num_parts, method, seed)
+        return HeteroPartition(self, parts, num_parts)
+
+
+class HeteroPartition:
+    """A heterogeneous graph and which part owns what.
+
+    Args:
+        graph: The graph.
+        parts: Part of each node by type.
+        num_parts: The number of parts.
+    """
+
+    def __init__(self, graph: HeteroGraph, parts: dict[str, Tensor], num_parts: int) -> None:
+        self.graph, self.parts, self.num_parts = graph, parts, num_parts
+        self._nodes = {name: rank_nodes(part, num_parts)[:2] for name, part in parts.items()}
+        self.layouts: dict[EdgeType, Layout] = {}
+        self._lists = {
+            name: SplitLists(graph.lists[name], part, num_parts) for name, part in parts.items()
+        }
+        self._links = {}
+        for (source, relation, target), rows in graph.edges.items():
+            key = source, relation, target
+            other = None if source == target else parts[target]
+            self.layouts[key] = make_layout(rows, parts[source], num_parts, other)
+            self._links[key] = SplitLists(graph.lists[key], parts[source], num_parts, other)
+
+    def statistics(self) -> HeteroPartitionStatistics:
+        """How good it is."""
+        masks = {}
+        for name, columns in self.graph.node_columns.items():
+            column = columns.get("train_mask")
+            if column is not None and column.attribute.dtype == "bool":
+                masks[name] = column.tensors[""]
+        return hetero_statistics(self.parts, self.layouts, masks, self.num_parts)
+
+    def tensors(self, p: int) -> PartTensors:
+        """The tensors of part ``p``, by their names in its file."""
+        graph = self.graph
+        found = attribute_tensors(graph.columns, {})
+        for k, (name, columns) in enumerate(graph.node_columns.items()):
+            order, offsets = self._nodes[name]
+            n_id = order[offsets[p] : offsets[p + 1]].clone()
+            rows = {"n_id": n_id, **attribute_tensors(columns, {"node": n_id})}
+            rows |= self._lists[name].tensors(p)
+            found |= {f"type.{k}/{key}": value for key, value in rows.items()}
+        for k, (edge_type, columns) in enumerate(graph.edge_columns.items()):
+            rows = relation_tensors(graph.edges[edge_type], self.layouts[edge_type], p)
+            rows |= attribute_tensors(columns, {"edge": rows["e_id"]})
+            rows |= self._links[edge_type].tensors(p)
+            found |= {f"relation.{k}/{key}": value for key, value in rows.items()}
+        return found
+
+
+def store_tensors(tensors: PartTensors, kind: str, number: int) -> PartTensors:
+    """The tensors of one node type (``kind='type'``) or relation, by their own names."""
+    start = f"{kind}.{number}/"
+    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+
+
+def set_attributes(store: Any, attributes: Mapping[str, Any]) -> None:
+    """Puts attributes into a store of a ``HeteroData``."""
+    for name, value in attributes.items():
+        store[name] = value
+
+
+def merge_hetero(
+    schema: HeteroSchema,
+    attributes: dict[str, Attribute],
+    values: dict[str, Any],
+    parts: list[PartTensors],
+) -> HeteroData:
+    """The whole graph from the tensors of all parts, nodes and edges in their old order."""
+    data = HeteroData()
+    set_attributes(data._global_store, decode_attributes(attributes, values, parts[0]))
+    ids: dict[Any, list[Tensor]] = {}
+    for k, info in enumerate(schema.types):
+        rows = [store_tensors(part, "type", k) for part in parts]
+        (name,) = info.name
+        ids[name] = [part["n_id"] for part in rows]
+        place = {"node": torch.cat(ids[name]).argsort()}
+        data[name].num_nodes = info.count
+        set_attributes(data[name], merged_attributes(info.attributes, info.values, place, rows))
+        merge_lists(data[name], info.lists, rows, ids[name], ids[name])
+    for k, info in enumerate(schema.relations):
+        rows = [store_tensors(part, "relation", k) for part in parts]
+        source, _, target = info.name
+        place = {"edge": torch.cat([part["e_id"] for part in rows]).argsort()}
+        edges = []
+        for p, part in enumerate(rows):
+            known = torch.cat([ids[source][p], part["halo_n_id"]])
+            row, column = part["edge_index"]
+            edges.append(torch.stack([known[row], ids[target][p][column]]))
+        data[info.name].edge_index = torch.cat(edges, dim=1)[:, place["edge"]]
+        set_attributes(
+            data[info.name], merged_attributes(info.attributes, info.values, place, rows)
+        )
+        merge_lists(data[info.name], info.lists, rows, ids[source], ids[target])
+    return data

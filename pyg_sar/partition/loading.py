@@ -1,0 +1,307 @@
+"""``load_partition``: this worker's part of the graph as a PyG ``Data`` or ``HeteroData``."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_sar.comm.group import Communicator, Label, current
+from pyg_sar.comm.timetable import Timetable
+from pyg_sar.errors import PartitionError
+from pyg_sar.exchange.cover import StoredCovers
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.partition.hetero_parts import HeteroSchema, set_attributes, store_tensors
+from pyg_sar.partition.metadata import PartitionMetadata
+from pyg_sar.partition.node_ids import Space
+from pyg_sar.partition.node_lists import (
+    PLACE,
+    NodeList,
+    decode_list,
+    decode_rows,
+    list_tensors,
+    may_hold_ids,
+    put_list,
+)
+from pyg_sar.partition.part_data import PartData, PartHeteroData
+from pyg_sar.partition.part_marks import check_marks, num_marks, part_marks, relations
+from pyg_sar.partition.parts import decode_attributes, restore_adjacency
+from pyg_sar.partition.storage import part_attributes, read_metadata, read_part
+from pyg_sar.space.graph_index import dist_batch, whole_batch
+from pyg_sar.space.index_space import dist_edge_index
+
+_AGREE: Label = ("", "", "agreement")
+
+
+def load_partition(
+    root: str | os.PathLike[str],
+    *,
+    device: torch.device | str | None = None,
+    verify: bool = True,
+) -> Data | HeteroData:
+    """Loads this worker's part of a partitioned graph.
+
+    The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
+    ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
+    ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
+    together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
+    relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
+    (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
+    their entries stood in the whole list (see :func:`~pyg_sar.partition.storage.write_partitions`).
+    PyG's transforms that would give it other numbers than the whole graph are refused by name.
+    Where the graph had its edges as ``adj_t`` (``ToSparseTensor``), ``data.adj_t`` is the same
+    distributed ``edge_index``, which layers take like the one.
+
+    The halo plan is part of the file: the workers exchange a digest, to see that their parts belong
+    together, and nothing else.
+
+    Args:
+        root: The folder that :func:`write_partitions` wrote.
+        device: Where the tensors go; the communicator's device by default.
+        verify: Compare the file's checksum.
+
+    Returns:
+        ``data`` with ``data.num_nodes`` own nodes and ``data.num_edges`` edges into them.
+
+    Raises:
+        PartitionError: On every worker alike, when any worker can't read its part, or the number
+            of parts is not the number of workers.
+    """
+    comm = current()
+    metadata: PartitionMetadata | None = None
+    tensors: dict[str, Tensor] = {}
+    problem = ""
+    try:
+        metadata = read_metadata(root)
+        metadata.check_world_size(comm.world_size)
+        tensors = read_part(root, comm.rank, verify=verify, metadata=metadata)
+    except (PartitionError, OSError) as error:
+        problem = str(error)
+    _check_together(comm, root, metadata, tensors, problem)
+    if metadata is None:
+        raise PartitionError(f"'{root}' could not be read")
+    _warn_of_global_ids(metadata, tensors)
+    place = torch.device(device or comm.device)
+    if metadata.hetero is not None:
+        return _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
+    return _as_data(comm, metadata, tensors, place)
+
+
+def _warn_of_global_ids(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> None:
+    """Older versions kept node ids as they were: the whole graph's, on every part."""
+    if metadata.version >= 5:
+        return
+    whole = Space("the graph", metadata.num_nodes, metadata.num_nodes)
+    stores = [(whole, metadata.attributes, tensors)]
+    if metadata.hetero is not None:
+        sizes = {info.name[0]: info.count for info in metadata.hetero.types}
+        for kind, infos in (
+            ("type", metadata.hetero.types),
+            ("relation", metadata.hetero.relations),
+        ):
+            for k, info in enumerate(infos):
+                space = Space(f"{info.name}", sizes[info.name[0]], sizes[info.name[-1]])
+                stores.append((space, info.attributes, store_tensors(tensors, kind, k)))
+    for space, attributes, rows in stores:
+        for name, attribute in attributes.items():
+            if attribute.layout == "dense" and may_hold_ids(name, rows, attribute, space):
+                warnings.warn(
+                    f"'{name}' of {space.owner} may hold node ids, and the partition "
+                    f"'{metadata.root}' (format version {metadata.version}) keeps the whole "
+                    "graph's: on this part they name other nodes. Partition the graph anew",
+                    stacklevel=3,
+                )
+
+
+def _covers(tensors: dict[str, Tensor]) -> StoredCovers | None:
+    if "covers" not in tensors:
+        return None
+    costs = tuple((int(pull), int(push)) for pull, push in tensors["cover_costs"].tolist())
+    return StoredCovers(tensors["covers"], costs, int(tensors["cover_edges"]))
+
+
+def _timetable(tensors: dict[str, Tensor]) -> Timetable | None:
+    if "pair_rows" not in tensors:
+        return None
+    return Timetable(tensors["pair_rows"], tensors["pair_units"])
+
+
+def _digest(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> bytes:
+    """Tells this partition, and its timetables, from others."""
+    found = hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode())
+    for _, plan in relations(metadata, tensors):
+        for name in ("pair_rows", "pair_units"):
+            if name in plan:
+                found.update(plan[name].numpy().tobytes())
+    return found.digest()
+
+
+def _check_together(
+    comm: Communicator,
+    root: str | os.PathLike[str],
+    metadata: PartitionMetadata | None,
+    tensors: dict[str, Tensor],
+    problem: str,
+) -> None:
+    """Raises on all workers where one met a problem, or where their parts don't belong together."""
+    fine = metadata is not None and not problem
+    digest = _digest(metadata, tensors) if metadata is not None and fine else bytes(32)
+    marks = torch.zeros(num_marks(comm.world_size), dtype=torch.long)
+    if metadata is not None and fine:
+        marks = part_marks(metadata, tensors)
+    mine = torch.tensor([int(fine), *digest], dtype=torch.uint8)
+    mine = torch.cat([mine, marks.view(torch.uint8)]).to(comm.device)
+    everyone = torch.stack(comm.all_gather(mine, label=_AGREE)).cpu()
+    everyone, found = (
+        everyone[:, : mine.numel() - 8 * marks.numel()],
+        everyone[:, 1 + len(digest) :],
+    )
+    if bool((everyone[:, 0] == 1).all()) and bool((everyone == everyone[0]).all()):
+        if metadata is not None:
+            check_marks(metadata, found.reshape(-1).clone().view(torch.long).view(len(found), -1))
+        return
+    _agree(comm, problem)
+    files = [] if metadata is None else [part.sha256 for part in metadata.parts]
+    copies = comm.all_gather_object([os.fspath(root), files])
+    rank = next(k for k, row in enumerate(everyone) if not torch.equal(row, everyone[0]))
+    if copies[rank][1] == copies[0][1]:
+        raise PartitionError(
+            f"The halo plan of '{copies[rank][0]}' at rank {rank} is not that of "
+            f"'{copies[0][0]}' at rank 0: one was altered; copy the parts again or partition the "
+            "graph anew"
+        )
+    raise PartitionError(
+        f"'{copies[rank][0]}' at rank {rank} is another partition than "
+        f"'{copies[0][0]}' at rank 0; copy the folder of one pyg_sar.write_partitions() to "
+        "all hosts"
+    )
+
+
+def _agree(comm: Communicator, problem: str) -> None:
+    """Every worker raises what any worker met, so that none waits for one that is gone."""
+    problems = comm.all_gather_object(problem)
+    distinct = {text: rank for rank, text in reversed(list(enumerate(problems))) if text}
+    if not distinct:
+        return
+    if len(distinct) == 1:
+        (text, rank) = next(iter(distinct.items()))
+        raise PartitionError(text if problems.count(text) > 1 else f"rank {rank}: {text}")
+    lines = [f"rank {rank}: {text}" for text, rank in sorted(distinct.items(), key=lambda i: i[1])]
+    raise PartitionError("; ".join(lines))
+
+
+def _as_data(
+    comm: Communicator,
+    metadata: PartitionMetadata,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+) -> Data:
+    plan = _plan(comm, tensors["n_id"].numel(), tensors, device)
+    data: Data = PartData(**part_attributes(metadata, tensors))
+    data = data.to(device)
+    data.n_id = tensors["n_id"].to(device)
+    data.e_id = tensors["e_id"].to(device)
+    data.num_nodes, plan.n_id = plan.num_local, data.n_id
+    edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
+    data.edge_index = edge_index.ordered(data.e_id)
+    _put_lists(comm, data, metadata.lists, tensors, data.n_id, None)
+    restore_adjacency(data, whole=False)
+    kind = metadata.attributes.get("batch")
+    if kind is not None and (kind.level, kind.dtype, len(kind.shape)) == ("node", "int64", 1):
+        graphs, ids = metadata.num_graphs, data.batch
+        data.batch = dist_batch(ids) if graphs is None else whole_batch(ids, graphs, comm)
+    return data
+
+
+def _plan(
+    comm: Communicator, num_local: int, tensors: dict[str, Tensor], device: torch.device
+) -> HaloPlan:
+    plan = HaloPlan(
+        comm,
+        num_local,
+        tensors["halo_counts"].tolist(),
+        tensors["send_index"].to(device),
+        tensors["send_counts"].tolist(),
+        _timetable(tensors),
+    )
+    plan.covers = _covers(tensors)
+    return plan
+
+
+def _as_hetero_data(
+    comm: Communicator,
+    metadata: PartitionMetadata,
+    schema: HeteroSchema,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+) -> HeteroData:
+    data: HeteroData = PartHeteroData()
+    set_attributes(data._global_store, part_attributes(metadata, tensors))
+    for k, info in enumerate(schema.types):
+        rows = store_tensors(tensors, "type", k)
+        (name,) = info.name
+        store: Any = data[name]
+        set_attributes(store, decode_attributes(info.attributes, info.values, rows))
+        store.n_id = rows["n_id"]
+        store.num_nodes = rows["n_id"].numel()
+    for k, info in enumerate(schema.relations):
+        rows = store_tensors(tensors, "relation", k)
+        store = data[info.name]
+        set_attributes(store, decode_attributes(info.attributes, info.values, rows))
+        store.e_id = rows["e_id"]
+    data = data.to(device)
+    for k, info in enumerate(schema.types):
+        rows, store = store_tensors(tensors, "type", k), data[info.name[0]]
+        _put_lists(comm, store, info.lists, rows, store.n_id, None)
+    for k, info in enumerate(schema.relations):
+        rows = store_tensors(tensors, "relation", k)
+        source, _, target = info.name
+        plan = _plan(comm, data[source].num_nodes, rows, device)
+        targets = None if source == target else data[target].num_nodes
+        edges = rows["edge_index"].to(device)
+        edge_index = dist_edge_index(edges, plan, targets=targets)
+        data[info.name].edge_index = edge_index.ordered(data[info.name].e_id)
+        _put_lists(comm, data[info.name], info.lists, rows, data[source].n_id, targets)
+    return data
+
+
+def _put_lists(
+    comm: Communicator,
+    store: Any,
+    lists: Sequence[NodeList],
+    tensors: dict[str, Tensor],
+    n_id: Tensor,
+    targets: int | None,
+) -> None:
+    """Sets lists of node ids, their places, and the attributes with a row per entry.
+
+    Args:
+        comm: The workers.
+        store: Where they go.
+        lists: What they are.
+        tensors: Those of the part, node type or relation.
+        n_id: Global ids of the (source) nodes.
+        targets: The number of this worker's targets where they are of another type.
+    """
+    device = n_id.device
+    for k, info in enumerate(lists):
+        rows = list_tensors(tensors, k)
+        place = rows["place"].to(device)
+        if info.kind == "links":
+            plan = _plan(comm, n_id.numel(), rows, device)
+            plan.n_id = n_id if targets is None else None
+            edges = dist_edge_index(rows["edge_index"].to(device), plan, targets=targets)
+            value: Any = edges.ordered(place)
+        else:
+            value = decode_list(info, rows["ids"].to(device))
+        put_list(store, info.name, info.key, value)
+        put_list(store, f"{info.name}{PLACE}", info.key, place)
+        for name, found in decode_rows(info, rows).items():
+            store[name] = found.to(device) if isinstance(found, Tensor) else found

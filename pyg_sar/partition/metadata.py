@@ -1,0 +1,393 @@
+"""``metadata.json`` of a partition: what it says, read field by field and checked against itself.
+
+[Note: checked once] Checksums guard against accidents, not against a file that another program
+wrote. So each field is read by its type, what two fields tell must agree, and the tensors of a part
+(``part_checks.py``) must be those that the metadata describes: whatever does not fit is one
+:class:`~pyg_sar.errors.PartitionError` that names the file and the field or tensor.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_sar.errors import PartitionError
+from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
+from pyg_sar.partition.fields import Fields
+from pyg_sar.partition.hetero_partition import (
+    HeteroPartitionStatistics,
+    RelationStatistics,
+    TypeStatistics,
+)
+from pyg_sar.partition.hetero_parts import HeteroSchema, StoreInfo
+from pyg_sar.partition.node_lists import PLACE, NodeList
+from pyg_sar.partition.partitioners import PartitionStatistics
+from pyg_sar.partition.prepare import FORMAT, VERSION
+
+METADATA = "metadata.json"
+
+_FORMS = {
+    "dense": ("tensor", "numpy", "list", "tuple"),
+    "csr": ("sparse_coo", "sparse_csr", "sparse_csc", "SparseTensor"),
+    "strings": ("list", "tuple", "numpy"),
+    "json": ("json", "tuple"),
+}
+_KINDS = ("nodes", "links")
+_ID_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartInfo:
+    """One part's file: its name, checksum (SHA-256), size in bytes, and row counts."""
+
+    file: str
+    sha256: str
+    bytes: int
+    num_nodes: int
+    num_edges: int
+    num_halo: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartitionMetadata:
+    """What ``metadata.json`` says about the whole partition."""
+
+    root: Path
+    version: int
+    num_parts: int
+    num_nodes: int
+    num_edges: int
+    is_directed: bool
+    method: str
+    seed: int
+    statistics: PartitionStatistics
+    attributes: dict[str, Attribute]
+    values: dict[str, Any]
+    parts: list[PartInfo]
+    hetero: HeteroSchema | None = None
+    num_graphs: int | None = None
+    lists: list[NodeList] = field(default_factory=list)
+
+    def check_world_size(self, world_size: int) -> None:
+        """Raises :class:`PartitionError` unless there is one part per worker."""
+        if world_size != self.num_parts:
+            raise PartitionError(
+                f"The partition '{self.root}' has {self.num_parts} parts, but there are "
+                f"{world_size} workers; start {self.num_parts} workers or partition the graph "
+                f"into {world_size} parts"
+            )
+
+
+def with_checksum(content: dict[str, Any]) -> str:
+    """The file's text."""
+    return _dump({**content, "checksum": _checksum(content)})
+
+
+def _dump(content: dict[str, Any]) -> str:
+    return json.dumps(content, indent=1) + "\n"
+
+
+def _checksum(content: dict[str, Any]) -> str:
+    return hashlib.sha256(_dump(content).encode()).hexdigest()
+
+
+def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
+    """Reads and checks ``metadata.json``.
+
+    Raises:
+        PartitionError: When there is no partition, or it is damaged or too new.
+    """
+    root = Path(root)
+    path = root / METADATA
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        raise PartitionError(
+            f"'{root}' holds no partition ('{METADATA}' is missing); write one with "
+            "pyg_sar.write_partitions or 'pyg-sar partition'"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise PartitionError(f"'{path}' can't be read: {error}") from error
+    damaged = PartitionError(
+        f"'{path}' is truncated or was altered; copy it again or partition the graph anew"
+    )
+    try:
+        content = json.loads(text)
+    except (ValueError, RecursionError):
+        raise damaged from None
+    if not isinstance(content, dict) or content.get("format") != FORMAT:
+        raise PartitionError(f"'{path}' does not describe a {FORMAT}")
+    _check_version(root, content.get("version"))
+    checksum = content.pop("checksum", None)
+    if checksum != _checksum(content) or text != _dump({**content, "checksum": checksum}):
+        raise damaged
+    return _parse(root, Fields(path, content))
+
+
+def _check_version(root: Path, version: Any) -> None:
+    if type(version) is int and version > VERSION:
+        raise PartitionError(
+            f"'{root}' has format version {version}, newer than {VERSION}, the newest known here; "
+            "update pyg_sar"
+        )
+    if type(version) is not int or version < 1:
+        raise PartitionError(
+            f"'{root}' has format version {version!r}, which is not known here (1 to {VERSION}); "
+            "partition the graph anew"
+        )
+
+
+def _parse(root: Path, fields: Fields) -> PartitionMetadata:
+    counts = {
+        "num_parts": fields.count("num_parts", least=1),
+        "num_nodes": fields.count("num_nodes"),
+        "num_edges": fields.count("num_edges"),
+    }
+    version = fields.content["version"]
+    listed = version >= 5
+    hetero = _schema(fields.inner("hetero"), listed) if "hetero" in fields.content else None
+    rows = {} if hetero else {"node": counts["num_nodes"], "edge": counts["num_edges"]}
+    attributes, values = _attributes(fields, rows)
+    lists = _lists(fields, attributes, _KINDS) if listed and not hetero else []
+    statistics = _statistics(fields.inner("statistics"), counts, hetero)
+    num_graphs = None
+    if fields.content.get("num_graphs") is not None:
+        num_graphs = fields.count("num_graphs")
+    return PartitionMetadata(
+        root=root,
+        version=version,
+        **counts,
+        is_directed=fields.flag("is_directed"),
+        method=fields.text("method"),
+        seed=fields.get("seed", "a whole number", lambda v: type(v) is int),
+        statistics=statistics,
+        attributes=attributes,
+        values=values,
+        parts=_parts(fields, statistics),
+        hetero=hetero,
+        num_graphs=num_graphs,
+        lists=lists,
+    )
+
+
+def _parts(fields: Fields, statistics: PartitionStatistics) -> list[PartInfo]:
+    parts = []
+    for p, row in enumerate(fields.rows("parts", statistics.num_parts)):
+        row.same("num_nodes", statistics.nodes[p])
+        row.same("num_edges", statistics.edges[p])
+        row.same("num_halo", statistics.halo[p])
+        part = PartInfo(
+            file=row.text("file"),
+            sha256=row.text("sha256"),
+            bytes=row.count("bytes"),
+            num_nodes=statistics.nodes[p],
+            num_edges=statistics.edges[p],
+            num_halo=statistics.halo[p],
+        )
+        parts.append(part)
+    return parts
+
+
+# Statistics ##################################################################
+
+
+def _statistics(
+    fields: Fields, counts: dict[str, int], hetero: HeteroSchema | None
+) -> PartitionStatistics:
+    number = counts["num_parts"]
+    found: dict[str, Any] = {
+        **counts,
+        "edge_cut": fields.count("edge_cut", most=counts["num_edges"]),
+        "nodes": _shares(fields, "nodes", number, counts["num_nodes"]),
+        "edges": _shares(fields, "edges", number, counts["num_edges"]),
+        "halo": fields.counts("halo", number),
+        "training_nodes": _training(fields, number),
+    }
+    if hetero is None:
+        return PartitionStatistics(**found)
+    types = []
+    for info, row in zip(hetero.types, fields.rows("types", len(hetero.types)), strict=True):
+        row.same("name", info.name[0])
+        nodes, training = _shares(row, "nodes", number, info.count), _training(row, number)
+        types.append(TypeStatistics(name=info.name[0], nodes=nodes, training_nodes=training))
+    relations = []
+    rows = fields.rows("relations", len(hetero.relations))
+    for info, row in zip(hetero.relations, rows, strict=True):
+        row.same("edge_type", list(info.name))
+        relation = RelationStatistics(
+            edge_type=list(info.name),
+            edge_cut=row.count("edge_cut", most=info.count),
+            edges=_shares(row, "edges", number, info.count),
+            halo=row.counts("halo", number),
+        )
+        relations.append(relation)
+    for p in range(number):
+        sums = {
+            "nodes": sum(kind.nodes[p] for kind in types),
+            "edges": sum(relation.edges[p] for relation in relations),
+            "halo": sum(relation.halo[p] for relation in relations),
+        }
+        for name, total in sums.items():
+            if found[name][p] != total:
+                raise fields.wrong(f"{name}[{p}]", f"{total}, the sum of its kinds", found[name][p])
+    return HeteroPartitionStatistics(**found, types=types, relations=relations)
+
+
+def _shares(fields: Fields, name: str, number: int, total: int) -> list[int]:
+    """Rows of each part, which add up to those of the graph."""
+    found = fields.counts(name, number)
+    if sum(found) != total:
+        raise fields.wrong(name, f"counts with the sum {total}", found)
+    return found
+
+
+def _training(fields: Fields, number: int) -> list[int] | None:
+    if fields.content.get("training_nodes", 0) is None:
+        return None
+    return fields.counts("training_nodes", number)
+
+
+# Attributes ##################################################################
+
+
+def _schema(fields: Fields, listed: bool) -> HeteroSchema:
+    def info(row: Fields, name: list[str], level: str, kinds: tuple[str, ...]) -> StoreInfo:
+        count = row.count("count")
+        attributes, values = _attributes(row, {level: count})
+        lists = _lists(row, attributes, kinds) if listed else []
+        return StoreInfo(tuple(name), count, attributes, values, lists)
+
+    types, relations = [], []
+    for row in fields.rows("types"):
+        types.append(info(row, row.texts("name", 1), "node", _KINDS))
+    names = [info.name[0] for info in types]
+    if not names or len(set(names)) < len(names):
+        raise fields.wrong("types", "node types of different names", names)
+    for row in fields.rows("relations"):
+        name = row.texts("name", 3)
+        if name[0] not in names or name[2] not in names:
+            raise row.wrong("name", f"a relation between the node types {names}", name)
+        relations.append(info(row, name, "edge", ("links",)))
+    known = [info.name for info in relations]
+    if len(set(known)) < len(known):
+        raise fields.wrong("relations", "relations of different names", known)
+    return HeteroSchema(types, relations)
+
+
+def _attributes(
+    fields: Fields, counts: dict[str, int]
+) -> tuple[dict[str, Attribute], dict[str, Any]]:
+    """The attributes of a store with so many rows of each level, and its plain values."""
+    values = dict(fields.inner("values").content)
+    attributes = {}
+    for name, row in fields.inner("attributes").items().items():
+        if name in (*RESERVED, "edge_index", "num_nodes"):
+            raise row.wrong("", "an attribute of another name", name)
+        attributes[name] = _attribute(row, counts)
+    plain = {name for name, attribute in attributes.items() if attribute.layout == "json"}
+    if plain != values.keys():
+        raise fields.wrong("values", f"the values of {sorted(plain)}", sorted(values))
+    for name in plain:
+        if attributes[name].form == "tuple" and not isinstance(values[name], list):
+            raise fields.wrong(f"values.{name}", "a list", values[name])
+    return attributes, values
+
+
+def _attribute(fields: Fields, counts: dict[str, int]) -> Attribute:
+    level = fields.text("level", (*counts, "graph"))
+    layout = fields.text("layout", tuple(_FORMS))
+    found = Attribute(
+        level=level,
+        layout=layout,
+        dtype=fields.text("dtype"),
+        shape=fields.counts("shape"),
+        dim=fields.count("dim"),
+        form=fields.text("form", _FORMS[layout]),
+    )
+    dims = {"csr": 2, "strings": 1, "json": 0}.get(layout, len(found.shape))
+    if found.form in ("list", "tuple") and layout == "dense":
+        dims = 1
+    if len(found.shape) != dims:
+        raise fields.wrong("shape", f"that of a {found.form} ({layout})", found.shape)
+    if (layout == "json" and level != "graph") or (layout in ("csr", "strings") and found.dim):
+        raise fields.wrong("level", f"one that has attributes as {layout}", level)
+    if layout in ("csr", "strings") and level == "graph":
+        raise fields.wrong("level", f"one that has attributes as {layout}", level)
+    if level in counts and (found.dim >= dims or found.shape[found.dim] != counts[level]):
+        raise fields.wrong("shape", f"of {counts[level]} {level}s on axis {found.dim}", found.shape)
+    if not _known_dtype(found):
+        raise fields.wrong("dtype", f"a dtype of a {found.form} ({layout})", found.dtype)
+    return found
+
+
+def _known_dtype(attribute: Attribute) -> bool:
+    fixed = {"strings": "str", "json": "json"}.get(attribute.layout)
+    if fixed is not None or (attribute.dtype == "none" and attribute.form == "SparseTensor"):
+        return attribute.dtype == (fixed or "none")
+    dtype = getattr(torch, attribute.dtype, None)
+    if not isinstance(dtype, torch.dtype) or attribute.dtype != str(dtype).removeprefix("torch."):
+        return False
+    try:
+        stored, axes = stored_dtype(attribute.dtype)
+        form = "numpy" if attribute.form in ("numpy", "list", "tuple") else "tensor"
+        plain = replace(attribute, layout="dense", form=form)
+        decode(plain, {"": torch.zeros(0, *axes, dtype=stored)})
+    except (RuntimeError, TypeError, KeyError):
+        return False
+    return True
+
+
+# Lists of node ids ###########################################################
+
+
+def _lists(
+    fields: Fields, attributes: dict[str, Attribute], kinds: tuple[str, ...]
+) -> list[NodeList]:
+    """The lists of node ids of a store that has these attributes."""
+    found = [_list(row, kinds) for row in fields.rows("lists")]
+    keys: dict[str, list[str | None]] = {}
+    for info in found:
+        keys.setdefault(info.name, []).append(info.key)
+    names = ["edge_index", "num_nodes", *RESERVED, *attributes]
+    names += [name for info in found for name in info.rows]
+    for name, known in keys.items():
+        names += [name, f"{name}{PLACE}"]
+        if len(set(known)) < len(known) or (None in known and len(known) > 1):
+            raise fields.wrong("lists", f"one list for each key of '{name}'", known)
+    if len(set(names)) < len(names):
+        twice = sorted(name for name in set(names) if names.count(name) > 1)
+        raise fields.wrong("lists", "lists and rows of different names", twice)
+    return found
+
+
+def _list(fields: Fields, kinds: tuple[str, ...]) -> NodeList:
+    name, kind = fields.text("name"), fields.text("kind", kinds)
+    key = fields.get("key", "a text or null", lambda v: v is None or isinstance(v, str))
+    inner = fields.inner("attribute")
+    inner.text("dtype", _ID_DTYPES)
+    inner.same("layout", "dense")
+    shape = inner.counts("shape")
+    first = [2] if kind == "links" else []
+    if len(shape) != len(first) + 1 or shape[:-1] != first:
+        raise inner.wrong("shape", f"{[*first, 'K']}, that of {kind}", shape)
+    inner.same("dim", len(first))
+    rows = fields.inner("rows").items()
+    return NodeList(
+        name,
+        kind,
+        _row_attribute(inner, shape[-1]),
+        {other: _row_attribute(row, shape[-1]) for other, row in rows.items()},
+        key,
+    )
+
+
+def _row_attribute(fields: Fields, count: int) -> Attribute:
+    """An attribute with a row per entry of a list."""
+    fields.same("level", "row")
+    return _attribute(fields, {"row": count})

@@ -1,0 +1,216 @@
+"""Which attributes hold ids of nodes. A part numbers its nodes anew, so these have to be split.
+
+[Note: node ids] PyG's convention is the name: what has 'index' in it (or the word 'idx') is
+shifted by the number of nodes when graphs are batched. A list of node ids ``[K]`` goes to the
+nodes' owners, pairs of them ``[2, K]`` are edges of their own, with a halo of their own. What the
+name does not tell is asked: an integer tensor with no row per node or edge, whose values could be
+node ids, is refused until the caller says whether it holds any (``node_ids`` of
+:func:`~pyg_sar.partition.storage.write_partitions`).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+NodeIds = Sequence[str] | Mapping[str, bool]
+"""Names of attributes that hold node ids; or for each name whether it does."""
+
+_NAMED = re.compile(r"index|indices|(^|_)idx(_|\d*$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The nodes that the ids of a store may name.
+
+    Attributes:
+        owner: How errors name the store.
+        sources: The number of nodes; of a relation, of its source type.
+        targets: The same for the targets' type.
+        vectors: Whether a list of ids can be split: the store is of one node type.
+        pairs: Whether pairs of ids can be.
+    """
+
+    owner: str
+    sources: int
+    targets: int
+    vectors: bool = True
+    pairs: bool = True
+
+    def holds(self, ids: Tensor) -> bool:
+        """Whether all values could be ids."""
+        if ids.numel() == 0:
+            return True
+        if int(ids.min()) < 0:
+            return False
+        if ids.dim() == 2 and ids.size(0) == 2:
+            return int(ids[0].max()) < self.sources and int(ids[1].max()) < self.targets
+        return int(ids.max()) < max(self.sources, self.targets)
+
+
+def said_of(node_ids: NodeIds | None, names: Iterable[str]) -> dict[str, bool]:
+    """``node_ids`` as a dict.
+
+    Raises:
+        TypeError: When it is neither a list of names nor a dict of bools.
+        ValueError: When it names an attribute that there is not among ``names``.
+    """
+    if isinstance(node_ids, Mapping):
+        said = dict(node_ids)
+    else:
+        given = [node_ids] if isinstance(node_ids, str) else list(node_ids or ())
+        said = dict.fromkeys(given, True)
+    wrong = [k for k, v in said.items() if not isinstance(k, str) or not isinstance(v, bool)]
+    if wrong:
+        raise TypeError(
+            "Expected 'node_ids' to be a list of attribute names, or a dict {name: True or False} "
+            f"(got {node_ids!r})"
+        )
+    unknown = sorted(set(said) - set(names))
+    if unknown:
+        raise ValueError(f"'node_ids' names {unknown}, which 'data' does not have")
+    return said
+
+
+def is_named(name: str) -> bool:
+    """Whether an attribute of that name holds node ids by PyG's convention."""
+    return _NAMED.search(name) is not None or name == "face"
+
+
+def integers(value: Any) -> Tensor | None:
+    """The integers of an attribute as int64 on the CPU; ``None`` where it holds anything else."""
+    if type(value) is int and abs(value) < 2**63:
+        return torch.tensor(value)
+    if isinstance(value, list | tuple):
+        whole = bool(value) and all(type(n) is int and abs(n) < 2**63 for n in value)
+        return torch.tensor(value) if whole else None
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.int64)) if value.dtype.kind in "iu" else None
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+        return None
+    if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        return None
+    value = value.as_tensor() if hasattr(value, "as_tensor") else value
+    return value.detach().cpu().long()
+
+
+def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) -> str:
+    """``'nodes'`` for a list of node ids, ``'links'`` for pairs of them, ``''`` for neither.
+
+    Args:
+        name: The attribute's name.
+        value: Its value.
+        level: ``'node'``, ``'edge'`` or ``'graph'``: what its rows would be without ids.
+        space: The nodes that it may name.
+        said: What the caller says.
+
+    Raises:
+        ValueError: When it can't be told, or the ids can't be split.
+    """
+    if said is False or (level != "graph" and not said and not is_named(name)):
+        return ""
+    ids = integers(value)
+    if ids is None:
+        if said or (_is_bool(value) and level == "graph" and is_named(name)):
+            raise _refused(name, space, f"should hold integers (got {_described(value)})")
+        return ""
+    if not (said or is_named(name)):
+        array = isinstance(value, Tensor | np.ndarray) and ids.numel() > 0
+        if array and name != "y" and space.holds(ids):
+            raise _refused(name, space, "holds integers that could be node ids")
+        return ""
+    if said is None and ids.dim() == 0 and not space.holds(ids):
+        return ""
+    pairs = ids.dim() == 2 and ids.size(0) == 2
+    if said is None and level != "graph" and ids.numel() and not (pairs and "edge" in name):
+        if not space.holds(ids):
+            return ""
+        raise _refused(
+            name, space, f"has one entry per {level}, but is named as if it held node ids"
+        )
+    _check_ids(name, ids, space, said)
+    return "links" if pairs else "nodes"
+
+
+def _check_ids(name: str, ids: Tensor, space: Space, said: bool | None) -> None:
+    """Raises unless the ids are a vector or pairs, in range."""
+    pairs = ids.dim() == 2 and ids.size(0) == 2
+    if name == "face" or "hyperedge" in name:
+        raise _refused(name, space, "can't be split among workers")
+    if not pairs and ids.dim() != 1:
+        raise _refused(
+            name, space, f"should be of shape [K] or [2, K] to be split (got {list(ids.shape)})"
+        )
+    if not pairs and "edge" in name and said is None:
+        raise _refused(name, space, "is named after edges, but is no pair of node ids, [2, K]")
+    if not (space.pairs if pairs else space.vectors):
+        raise _refused(
+            name, space, "has no node type; move it to the store of its node type or relation"
+        )
+    if not space.holds(ids):
+        most = space.sources if space.sources == space.targets else (space.sources, space.targets)
+        raise _refused(
+            name,
+            space,
+            f"should hold node ids below {most} (got {int(ids.min())} to {int(ids.max())})",
+        )
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray) and str(value.dtype).endswith("bool")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    return type(value).__name__
+
+
+def _refused(name: str, space: Space, problem: str) -> ValueError:
+    where = "" if space.owner == "the graph" else f" of {space.owner}"
+    return ValueError(
+        f"The attribute '{name}'{where} {problem}. Workers number their nodes anew: say "
+        f"write_partitions(..., node_ids=['{name}']) if it holds node ids, "
+        f"node_ids={{'{name}': False}} to keep its values as they are, or delete it"
+    )
+
+
+def list_of(name: str, rows: int, level: str, lists: Mapping[str, tuple[str, int]]) -> str:
+    """The list of ids whose rows an attribute has: ``edge_label`` those of ``edge_label_index``.
+
+    It has their number of rows, and the list's name but for what stands in the place of 'index'.
+
+    Args:
+        name: The attribute.
+        rows: Its rows.
+        level: What these would be without lists.
+        lists: Kind and length of each list.
+
+    Returns:
+        The list's name, or ``''``.
+
+    Raises:
+        ValueError: When ``NAME`` has another number of rows than the pairs ``NAME_index``.
+    """
+    best, longest = "", 0
+    for other, (kind, count) in lists.items():
+        word = list(_NAMED.finditer(other))
+        start = other[: word[-1].start()].rstrip("_") if word else other
+        end = other[word[-1].end() :] if word else ""
+        if not (start or end) or not (name.startswith(start) and name.endswith(end)):
+            continue
+        if kind == "links" and name == start + end and rows >= 0 and rows != count:
+            raise ValueError(
+                f"Expected '{name}' to have one row per column of '{other}', {count} rows (got "
+                f"{rows})"
+            )
+        size = len(start) + len(end)
+        if rows == count and size > longest and (kind == "links" or level == "graph"):
+            best, longest = other, size
+    return best

@@ -1,0 +1,347 @@
+"""Whether the tensors of a part are those that the metadata describes. See [Note: checked once]."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.timetable import Timetable
+from pyg_sar.errors import PartitionError
+from pyg_sar.partition.attributes import Attribute, stored_dtype, tensor_names
+from pyg_sar.partition.hetero_parts import StoreInfo, store_tensors
+from pyg_sar.partition.metadata import PartitionMetadata
+from pyg_sar.partition.node_lists import NodeList, list_tensors
+from pyg_sar.partition.parts import PartTensors
+
+_PLAN = ("halo_n_id", "halo_counts", "send_index", "send_counts")
+_TABLES = ("pair_rows", "pair_units")
+_COVERS = ("covers", "cover_costs", "cover_edges")
+_MOST_COVERS = 8
+
+
+class _Store:
+    """The tensors of one node type, one relation, or a whole homogeneous part.
+
+    Every method raises :class:`PartitionError` where a tensor is not as it should be.
+
+    Args:
+        path: The part's file.
+        tensors: By their own names.
+        prefix: What stands before the names in the file.
+    """
+
+    def __init__(self, path: Path, tensors: PartTensors, prefix: str = "") -> None:
+        self.path, self.tensors, self.prefix = path, tensors, prefix
+
+    def wrong(self, name: str, problem: str) -> PartitionError:
+        return PartitionError(
+            f"The tensor '{self.prefix}{name}' of '{self.path}' was altered: {problem}; copy the "
+            "part again or partition the graph anew"
+        )
+
+    def check(self, good: Any, name: str, problem: str) -> None:
+        if not bool(good):
+            raise self.wrong(name, problem)
+
+    def of_kind(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        """A tensor of this dtype and shape; -1 is any size."""
+        tensor = self.tensors[name]
+        fits = tensor.dim() == len(shape) and all(
+            n in (-1, m) for n, m in zip(shape, tensor.shape, strict=True)
+        )
+        if not fits or tensor.dtype != dtype:
+            sizes = ["*" if n < 0 else n for n in shape]
+            raise self.wrong(
+                name,
+                f"it is {tensor.dtype} of shape {list(tensor.shape)} instead of {dtype} of shape "
+                f"[{', '.join(map(str, sizes))}]",
+            )
+        return tensor
+
+    def within(self, name: str, values: Tensor, stop: int, what: str) -> None:
+        """All values are in ``[0, stop)``."""
+        if values.numel():
+            low, high = (int(v) for v in values.aminmax())
+            good = 0 <= low and high < stop
+            self.check(good, name, f"it names {what} {low} to {high} of {stop}")
+
+    def ascending(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
+        """Values ascend, without duplicates; each run of ``counts`` by itself."""
+        rises = values[1:] > values[:-1]
+        if counts is not None:
+            ends = counts.cumsum(0)
+            rises[ends[(ends > 0) & (ends < values.numel())] - 1] = True
+        self.check(rises.all(), name, "its values don't ascend")
+
+
+def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, path: Path) -> None:
+    """Raises :class:`PartitionError` unless the tensors of a part fit the metadata.
+
+    Names, dtypes and shapes of all tensors; the values of those that are indices or offsets.
+    Values of features and labels aren't read.
+
+    Args:
+        metadata: The partition's.
+        part: The part.
+        tensors: What its file holds.
+        path: The file, for messages.
+    """
+    _check_names(metadata, tensors, path)
+    whole = _Store(path, tensors)
+    if metadata.hetero is None:
+        counts = {
+            "node": _check_ids(whole, metadata.parts[part].num_nodes, metadata.num_nodes),
+            "edge": metadata.parts[part].num_edges,
+        }
+        ends = (tensors["n_id"], metadata.num_nodes, tensors["n_id"])
+        _check_e_id(whole, counts["edge"], metadata.num_edges)
+        _check_relation(whole, part, metadata, ends, counts["edge"])
+        _check_lists(whole, part, metadata, metadata.lists, ends)
+        _check_attributes(whole, metadata.attributes, counts)
+        _check_batch(whole, metadata)
+        return
+    _check_attributes(whole, metadata.attributes, {})
+    statistics: Any = metadata.statistics
+    types: dict[str, tuple[Tensor, int]] = {}
+    for k, info in enumerate(metadata.hetero.types):
+        store = _Store(path, store_tensors(tensors, "type", k), f"type.{k}/")
+        count = _check_ids(store, statistics.types[k].nodes[part], info.count)
+        _check_attributes(store, info.attributes, {"node": count})
+        types[info.name[0]] = own, total = store.tensors["n_id"], info.count
+        _check_lists(store, part, metadata, info.lists, (own, total, own))
+    for k, info in enumerate(metadata.hetero.relations):
+        store = _Store(path, store_tensors(tensors, "relation", k), f"relation.{k}/")
+        count = statistics.relations[k].edges[part]
+        ends = (*types[info.name[0]], types[info.name[2]][0])
+        _check_e_id(store, count, info.count)
+        _check_relation(store, part, metadata, ends, count)
+        _check_attributes(store, info.attributes, {"edge": count})
+        _check_lists(store, part, metadata, info.lists, ends)
+
+
+def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) -> None:
+    edges: tuple[str, ...] = ("edge_index", *_PLAN)
+    edges += _TABLES * (metadata.version >= 3) + _COVERS * (metadata.version >= 4)
+
+    def of(attributes: dict[str, Attribute], lists: list[NodeList]) -> Iterator[str]:
+        for name, attribute in attributes.items():
+            yield from tensor_names(name, attribute).values()
+        for k, info in enumerate(lists):
+            names = edges if info.kind == "links" else ("ids",)
+            yield from (f"list.{k}:{name}" for name in ("place", *names, *of(info.rows, [])))
+
+    expected = [*of(metadata.attributes, metadata.lists)]
+    if metadata.hetero is None:
+        expected += ["n_id", "e_id", *edges]
+    else:
+        stores: tuple[tuple[str, list[StoreInfo], tuple[str, ...]], ...] = (
+            ("type", metadata.hetero.types, ("n_id",)),
+            ("relation", metadata.hetero.relations, ("e_id", *edges)),
+        )
+        for kind, infos, names in stores:
+            for k, info in enumerate(infos):
+                inner = *names, *of(info.attributes, info.lists)
+                expected += [f"{kind}.{k}/{name}" for name in inner]
+    missing, unknown = set(expected) - tensors.keys(), tensors.keys() - set(expected)
+    if missing or unknown:
+        what = f"lacks the tensor '{min(missing)}'" if missing else f"holds '{min(unknown)}'"
+        raise PartitionError(
+            f"'{path}' was altered: it {what}, unlike the metadata; copy the part again or "
+            "partition the graph anew"
+        )
+
+
+def _check_ids(store: _Store, count: int, total: int) -> int:
+    n_id = store.of_kind("n_id", torch.int64, count)
+    store.ascending("n_id", n_id)
+    store.within("n_id", n_id, total, "nodes")
+    return count
+
+
+# Edges and halo ##############################################################
+
+
+_Ends = tuple[Tensor, int, Tensor]
+"""Own source nodes by id, source nodes of the graph, and own target nodes by id."""
+
+
+def _check_e_id(store: _Store, count: int, total: int) -> None:
+    store.within("e_id", store.of_kind("e_id", torch.int64, count), total, "edges")
+
+
+def _check_relation(
+    store: _Store, part: int, metadata: PartitionMetadata, ends: _Ends, count: int
+) -> None:
+    """Edges into a part and their halo.
+
+    Args:
+        store: The tensors.
+        part: The part.
+        metadata: The partition's.
+        ends: The nodes that they are between.
+        count: Edges of the part.
+    """
+    own, sources, targets = ends
+    num_halo = _check_halo(store, part, metadata.num_parts, own, sources)
+    _check_sends(store, part, metadata, own.numel())
+    edges = store.of_kind("edge_index", torch.int64, 2, count)
+    store.within("edge_index", edges[0], own.numel() + num_halo, "sources")
+    store.within("edge_index", edges[1], targets.numel(), "targets")
+    if metadata.version >= 3:
+        table = Timetable(
+            *(store.of_kind(n, torch.int32, *[metadata.num_parts] * 2) for n in _TABLES)
+        )
+        counts = store.tensors["halo_counts"], store.tensors["send_counts"]
+        problem = table.problem(part, *counts)
+        store.check(not problem, "pair_rows", problem)
+    if metadata.version >= 4:
+        store.of_kind("covers", torch.uint8, num_halo)
+        costs = store.of_kind("cover_costs", torch.int32, -1, 2)
+        known = costs.size(0) <= _MOST_COVERS and bool((costs >= 0).all())
+        store.check(known, "cover_costs", f"it does not hold the costs of 0 to {_MOST_COVERS}")
+        cut = int((edges[0] >= own.numel()).sum())
+        covered = int(store.of_kind("cover_edges", torch.int64, 1))
+        store.check(covered == cut, "cover_edges", f"there are {cut} edges from other parts")
+
+
+def _check_halo(store: _Store, part: int, num_parts: int, own: Tensor, sources: int) -> int:
+    """Rows of other parts; returns how many there are."""
+    halo = store.of_kind("halo_n_id", torch.int64, -1)
+    counts = _check_counts(store, "halo_counts", part, num_parts, "halo_n_id", halo)
+    store.within("halo_n_id", halo, sources, "nodes")
+    store.ascending("halo_n_id", halo, counts)
+    if own.numel() and halo.numel():
+        place = torch.searchsorted(own, halo).clamp_(max=own.numel() - 1)
+        store.check((own[place] != halo).all(), "halo_n_id", "it names nodes of the part itself")
+    return halo.numel()
+
+
+def _check_sends(store: _Store, part: int, metadata: PartitionMetadata, rows: int) -> None:
+    """Own rows that peers need."""
+    index = store.of_kind("send_index", torch.int32 if metadata.version >= 3 else torch.int64, -1)
+    counts = _check_counts(store, "send_counts", part, metadata.num_parts, "send_index", index)
+    store.within("send_index", index, rows, "rows")
+    store.ascending("send_index", index, counts)
+
+
+def _check_counts(
+    store: _Store, name: str, part: int, num_parts: int, of: str, rows: Tensor
+) -> Tensor:
+    counts = store.of_kind(name, torch.int64, num_parts)
+    most = rows.numel()
+    # Bounded one by one first: a sum of large numbers may come out small.
+    good = bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == most
+    store.check(good, name, f"it does not add up to the {most} rows of '{of}'")
+    store.check(int(counts[part]) == 0, name, "it counts rows of the part itself")
+    return counts
+
+
+# Lists of node ids ###########################################################
+
+
+def _check_lists(
+    whole: _Store, part: int, metadata: PartitionMetadata, lists: list[NodeList], ends: _Ends
+) -> None:
+    """Lists and pairs of node ids, and the attributes with a row per entry."""
+    own, _, targets = ends
+    for k, info in enumerate(lists):
+        store = _Store(whole.path, list_tensors(whole.tensors, k), f"{whole.prefix}list.{k}:")
+        place = store.of_kind("place", torch.int64, -1)
+        count = place.numel()
+        store.within("place", place, info.count, "entries")
+        if info.kind == "links":
+            _check_relation(store, part, metadata, ends, count)
+            source, target = store.tensors["edge_index"]
+            sources = torch.cat([own, store.tensors["halo_n_id"]])
+            name, ids = "edge_index", torch.stack([sources[source], targets[target]])
+        else:
+            store.ascending("place", place)
+            name, ids = "ids", store.of_kind("ids", torch.int64, count)
+            store.within("ids", ids, own.numel(), "nodes")
+            ids = own[ids]
+        dtype = info.attribute.dtype
+        fits = not ids.numel() or int(ids.max()) <= torch.iinfo(getattr(torch, dtype)).max
+        store.check(fits, name, f"it names nodes beyond {dtype}, the dtype of '{info.name}'")
+        _check_attributes(store, info.rows, {"row": count})
+
+
+# Attributes ##################################################################
+
+
+def _check_attributes(
+    store: _Store, attributes: dict[str, Attribute], counts: dict[str, int]
+) -> None:
+    """Tensors of attributes, of so many rows of each level."""
+    for name, attribute in attributes.items():
+        names = tensor_names(name, attribute)
+        shape = list(attribute.shape)
+        if attribute.level in counts:
+            shape[attribute.dim] = counts[attribute.level]
+        if attribute.layout == "dense":
+            dtype, axes = stored_dtype(attribute.dtype)
+            store.of_kind(names[""], dtype, *shape, *axes)
+        elif attribute.layout == "csr":
+            _check_matrix(store, attribute, names, shape)
+        elif attribute.layout == "strings":
+            _check_strings(store, names, shape[0])
+
+
+def _check_offsets(store: _Store, name: str, rows: int, of: str, entries: Tensor) -> Tensor:
+    offsets = store.of_kind(name, torch.int64, rows + 1)
+    good = int(offsets[0]) == 0 and int(offsets[-1]) == entries.size(0)
+    good = good and bool((offsets[1:] >= offsets[:-1]).all())
+    store.check(good, name, f"it does not ascend from 0 to the {entries.size(0)} rows of '{of}'")
+    return offsets
+
+
+def _check_matrix(
+    store: _Store, attribute: Attribute, names: dict[str, str], shape: list[int]
+) -> None:
+    column = store.of_kind(names["col"], torch.int64, -1)
+    offsets = _check_offsets(store, names["crow"], shape[0], names["col"], column)
+    store.within(names["col"], column, shape[1], "columns")
+    if attribute.form != "SparseTensor":  # Of other matrices duplicates were summed.
+        store.ascending(names["col"], column, offsets.diff())
+    if "values" in names:
+        dtype, axes = stored_dtype(attribute.dtype)
+        store.of_kind(names["values"], dtype, column.numel(), *axes)
+
+
+def _check_strings(store: _Store, names: dict[str, str], rows: int) -> None:
+    text = store.of_kind(names["bytes"], torch.uint8, -1)
+    starts = _check_offsets(store, names["starts"], rows, names["bytes"], text)
+    try:
+        text.numpy().tobytes().decode()
+    except UnicodeDecodeError as error:
+        raise store.wrong(names["bytes"], f"it is no UTF-8 ({error})") from None
+    inside = text[starts[starts < text.numel()]]
+    whole = (inside & 0xC0 != 0x80).all()  # No string begins within a character.
+    store.check(whole, names["starts"], "it cuts a character")
+
+
+def _check_batch(store: _Store, metadata: PartitionMetadata) -> None:
+    """Graph ids are those of ``num_graphs`` graphs."""
+    batch = graph_ids(metadata, store.tensors)
+    if metadata.num_graphs is None:
+        return
+    if batch is None:
+        raise PartitionError(
+            f"The metadata of '{store.path.parent}' was altered: 'num_graphs' is "
+            f"{metadata.num_graphs}, but there is no vector 'batch'; copy it again or partition "
+            "the graph anew"
+        )
+    store.within("node.batch", batch, metadata.num_graphs, "graphs")
+
+
+def graph_ids(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor | None:
+    """The graph of each node, where the graph has a vector of such ids."""
+    kind = metadata.attributes.get("batch")
+    if metadata.hetero is not None or kind is None:
+        return None
+    if (kind.level, kind.layout, kind.dtype, len(kind.shape)) != ("node", "dense", "int64", 1):
+        return None
+    return tensors["node.batch"]

@@ -1,0 +1,258 @@
+"""The on-disk partition format: a folder of versioned JSON and one safetensors file per part.
+
+.. code-block:: text
+
+    root/metadata.json                       format, version, sizes, statistics, attributes, parts
+    root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
+
+The tensors of a part are those of ``parts.py``, or of ``hetero_parts.py`` for a heterogeneous
+graph, and of its lists of node ids those of ``node_lists.py``. Versions 1 and 2, which had no
+timetable, 3, which had no covers, and 4, which held node ids as they were, are still read.
+
+[Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
+metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder
+without its metadata does not load, so no interrupted write does.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_sar.errors import PartitionError
+from pyg_sar.files import beside, explained, save_tensors
+from pyg_sar.files import flush as _flush
+from pyg_sar.partition.hetero_partition import Assignment
+from pyg_sar.partition.hetero_parts import merge_hetero
+from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata, with_checksum
+from pyg_sar.partition.node_ids import NodeIds
+from pyg_sar.partition.node_lists import merge_lists
+from pyg_sar.partition.part_checks import check_part
+from pyg_sar.partition.part_marks import check_marks, part_marks
+from pyg_sar.partition.partitioners import PartitionStatistics
+from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_parts
+from pyg_sar.partition.prepare import prepare_hetero, prepare_homogeneous
+
+Progress = Callable[[str], None]
+
+
+# Writing #################################################################################
+
+
+def write_partitions(
+    data: Data | HeteroData,
+    num_parts: int,
+    root: str | os.PathLike[str],
+    method: str | Tensor | np.ndarray[Any, Any] | Assignment = "metis",
+    seed: int = 0,
+    *,
+    node_ids: NodeIds | None = None,
+    overwrite: bool = False,
+    progress: Progress | None = None,
+) -> PartitionStatistics:
+    """Partitions a graph and writes it to a folder, one file per part.
+
+    Every node belongs to one part, every edge to the part of its target. Any ``Data`` or
+    ``HeteroData`` will do: directed or not, with self loops, duplicate edges, isolated nodes,
+    types without features or edges, relations without edges, and any node-, edge- or graph-level
+    attributes, sparse ones included. The same arguments give the same bytes.
+
+    Attributes that hold node ids are split to the nodes' owners: lists of them ``[K]``, such as
+    ``train_idx`` or OGB's ``split_idx``, and pairs ``[2, K]``, such as ``edge_label_index``, with
+    the attributes that have a row per entry (``edge_label``). Which these are PyG's convention
+    tells: the name has 'index' in it, or 'idx'. On a part, a list holds local ids, and pairs are a
+    distributed ``edge_index``; ``NAME_place`` says where in the whole list their entries stood.
+
+    Args:
+        data: The graph.
+        num_parts: The number of parts; one per worker.
+        root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
+        method: ``'metis'``, ``'metis-work'``, ``'random'``, ``'contiguous'``, or an integer vector
+            ``[num_nodes]`` (see :func:`~pyg_sar.partition.partitioners.assign_nodes`); of a
+            ``HeteroData`` a dict of such vectors by node type
+            (:func:`~pyg_sar.partition.hetero_partition.assign_node_types`).
+        seed: Seed of the partitioner.
+        node_ids: Names of more attributes that hold node ids; or for each name whether it does,
+            ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
+            keeps an attribute's values as they are.
+        overwrite: Replace an existing partition at ``root``.
+        progress: Called with a line of text before each stage.
+
+    Returns:
+        Edge cut, balance, halo rows and replication factor; ``print`` shows a table, of a
+        ``HeteroData`` for each node type and relation too.
+
+    Raises:
+        ValueError: When an argument or an attribute of ``data`` can't be used, or may hold node
+            ids (integers with no row per node or edge) and nothing says so.
+        TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
+            not fit it.
+        FileExistsError: When ``root`` exists.
+        OSError: When ``root`` can't be written; it is then as it was before.
+    """
+    report = progress or (lambda text: None)
+    root = Path(root)
+    _check_target(root, overwrite)
+    prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
+    header, statistics, tensors_of = prepare(data, num_parts, method, seed, report, node_ids)
+    scratch = beside(root)
+    try:
+        scratch.mkdir(parents=True)
+        parts = []
+        for p in range(num_parts):
+            report(f"writing part {p + 1} of {num_parts}")
+            parts.append(_write_part(scratch, tensors_of(p), p, num_parts))
+        _write_metadata(scratch, {**header, "parts": parts})
+        _publish(scratch, root)
+    except (OSError, SafetensorError) as error:
+        raise explained(error, root) from error
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)
+    return statistics
+
+
+def part_file(part: int, num_parts: int) -> str:
+    """The file name of a part."""
+    return f"part-{part:05d}-of-{num_parts:05d}.safetensors"
+
+
+def _write_part(folder: Path, tensors: PartTensors, p: int, num_parts: int) -> dict[str, Any]:
+    path = folder / part_file(p, num_parts)
+    save_tensors(tensors, path)
+    _flush(path)
+    return {
+        "file": path.name,
+        "sha256": _sha256(path),
+        "bytes": path.stat().st_size,
+        "num_nodes": _count(tensors, "n_id"),
+        "num_edges": _count(tensors, "e_id"),
+        "num_halo": _count(tensors, "halo_n_id"),
+    }
+
+
+def _count(tensors: PartTensors, name: str) -> int:
+    """Rows of the tensors of that name, of all node types or relations."""
+    return sum(t.numel() for key, t in tensors.items() if key.rpartition("/")[2] == name)
+
+
+def _write_metadata(folder: Path, content: dict[str, Any]) -> None:
+    path = folder / METADATA
+    path.write_text(with_checksum(content))
+    _flush(path)
+    _flush(folder)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _check_target(root: Path, overwrite: bool) -> None:
+    if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        return
+    if not overwrite:
+        raise FileExistsError(f"'{root}' exists; choose another folder or pass overwrite=True")
+    if not (root / METADATA).is_file():
+        raise FileExistsError(f"'{root}' is not a partition, so it is not overwritten; delete it")
+
+
+def _publish(scratch: Path, root: Path) -> None:
+    """Renames the finished folder to its place, and removes what it replaces."""
+    old = None
+    if root.exists() and any(root.iterdir()):
+        old = scratch.with_name(scratch.name + "-old")
+        root.rename(old)
+    try:
+        scratch.rename(root)
+    except BaseException:
+        if old is not None:
+            old.rename(root)
+        raise
+    _flush(root.parent)
+    if old is not None:
+        shutil.rmtree(old)
+
+
+# Reading #################################################################################
+
+
+def read_part(
+    root: str | os.PathLike[str],
+    part: int,
+    *,
+    verify: bool = True,
+    metadata: PartitionMetadata | None = None,
+) -> PartTensors:
+    """Reads the tensors of one part, memory mapped; no other part's file is touched.
+
+    Args:
+        root: The partition folder.
+        part: The part.
+        verify: Compare the checksum, which reads the file once.
+        metadata: What :func:`read_metadata` gave, to spare a second look.
+
+    Raises:
+        PartitionError: When the file is missing or damaged, or a tensor is not what the metadata
+            describes (``part_checks.py``).
+        ValueError: When there is no such part.
+    """
+    metadata = metadata or read_metadata(root)
+    if not 0 <= part < metadata.num_parts:
+        raise ValueError(
+            f"Expected 'part' to be in 0 .. {metadata.num_parts - 1}, the parts of '{root}' "
+            f"(got {part})"
+        )
+    info = metadata.parts[part]
+    path = Path(root) / part_file(part, metadata.num_parts)
+    remedy = "copy it again or partition the graph anew"
+    if not path.is_file():
+        raise PartitionError(f"'{path}', part {part} of '{root}', is missing; {remedy}")
+    try:
+        size = path.stat().st_size
+        if size != info.bytes:
+            raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
+        if verify and _sha256(path) != info.sha256:
+            raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, KeyError, AttributeError) as error:
+        raise PartitionError(f"'{path}' can't be read: {error}; {remedy}") from error
+    check_part(metadata, part, tensors, path)
+    return tensors
+
+
+def part_attributes(metadata: PartitionMetadata, tensors: PartTensors) -> dict[str, Any]:
+    """The attributes of a part as ``Data`` held them: ``{name: value}`` for this part's rows.
+
+    Args:
+        metadata: What :func:`read_metadata` gave.
+        tensors: What :func:`read_part` gave.
+    """
+    return decode_attributes(metadata.attributes, metadata.values, tensors)
+
+
+def merge_partitions(root: str | os.PathLike[str]) -> Data | HeteroData:
+    """Reads all parts and puts the whole graph together again, as it was written.
+
+    Raises:
+        PartitionError: When a file is missing or damaged.
+    """
+    metadata = read_metadata(root)
+    parts = [read_part(root, p, metadata=metadata) for p in range(metadata.num_parts)]
+    check_marks(metadata, torch.stack([part_marks(metadata, part) for part in parts]))
+    if metadata.hetero is not None:
+        return merge_hetero(metadata.hetero, metadata.attributes, metadata.values, parts)
+    data = merge_parts(metadata.attributes, metadata.values, metadata.num_nodes, parts)
+    n_id = [part["n_id"] for part in parts]
+    merge_lists(data, metadata.lists, parts, n_id, n_id)
+    return data

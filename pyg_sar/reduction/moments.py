@@ -1,0 +1,387 @@
+r"""Moments of groups of rows over all workers, and normalisation by them.
+
+Every norm over nodes is made of two differentiable steps. With :math:`b(i)` the group (graph, type)
+of row i and :math:`n_b` its rows on all workers,
+
+.. math::
+    \mu_b = \frac{1}{n_b} \sum_{b(i)=b} x_i, \qquad
+    v_b = \frac{1}{n_b} \sum_{b(i)=b} (x_i - \mu_b)^2, \qquad
+    y_i = (x_i - a_{b(i)}) \, s_{b(i)} + o_{b(i)},
+
+where a, s and o are computed, alike on every worker, from the moments and from parameters.
+The first step (:func:`moments`) communicates: what workers found is merged in the forward pass,
+and as :math:`\partial \mu_b / \partial x_i = 1 / n_b` and
+:math:`\partial v_b / \partial x_i = 2 (x_i - \mu_b) / n_b`, the backward pass is one sum over
+workers of the gradients of :math:`\mu` and :math:`v`. The second (:func:`standardise`) is local.
+Both keep nothing per row but x, and accumulate in float64, a block of rows at a time. Both
+backward passes are made of differentiable operators, so that derivatives of any order are exact.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch_geometric.nn as gnn
+from torch import Tensor
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.instancenorm import _InstanceNorm
+
+from pyg_sar.comm.collectives import sum_over_workers
+from pyg_sar.comm.group import Communicator, current
+
+OVER_ROWS: tuple[type, ...] = (
+    _NormBase,
+    gnn.BatchNorm,
+    gnn.DiffGroupNorm,
+    gnn.GraphNorm,
+    gnn.GraphSizeNorm,
+    gnn.HeteroBatchNorm,
+    gnn.LayerNorm,
+    gnn.MeanSubtractionNorm,
+    gnn.PairNorm,
+)
+"""Norms that may take statistics over rows, and their subclasses."""
+
+_LABEL = ("", "forward", "statistics")
+_LABEL_BACK = ("", "backward", "statistics")
+_GATHERED = 2**20  # numbers that may come together at a worker in one message
+_BLOCK = 2**16  # values in float64 at a time; stays in a CPU's cache
+_BLOCK_GPU = 2**24
+
+
+def reduces_over_rows(module: torch.nn.Module) -> bool:
+    """Whether a call of this norm would take statistics over the rows that it gets."""
+    if isinstance(module, gnn.HeteroBatchNorm | _InstanceNorm):
+        return bool(module.training or not module.track_running_stats)
+    if isinstance(module, _NormBase):
+        return module.training or module.running_mean is None
+    if isinstance(module, gnn.LayerNorm):
+        return bool(module.mode == "graph")
+    wrappers = (gnn.BatchNorm, gnn.DiffGroupNorm)  # of a batch norm, which is asked itself
+    return isinstance(module, OVER_ROWS) and not isinstance(module, wrappers)
+
+
+@dataclass(frozen=True, slots=True)
+class Moments:
+    """Of B groups of rows, over all workers, the same on each, in float64.
+
+    Attributes:
+        count: Rows per group, ``[B]``.
+        mean: ``[B, F]``; 0 for a group without rows.
+        variance: Biased, ``[B, F]``; 0 for a group without rows.
+    """
+
+    count: Tensor
+    mean: Tensor
+    variance: Tensor
+
+
+def moments(x: Tensor, batch: Tensor | None = None, size: int = 1, *, order: int = 2) -> Moments:
+    r"""Count, mean and variance per group over the rows of all workers; differentiable.
+
+    Each worker's count :math:`n_p`, mean :math:`\mu_p` and :math:`M_p = \sum (x - \mu_p)^2`
+    merge by
+
+    .. math::
+        \mu = \sum_p \frac{n_p}{n} \mu_p, \qquad
+        M = \sum_p M_p + n_p (\mu_p - \mu)^2
+
+    (Chan et al., 1979); never :math:`E[x^2] - E[x]^2`, which cancels. One collective of
+    ``size * (1 + 2F)`` numbers forward and one of ``size * 2F`` backward. So many groups that a
+    worker could not well hold everyone's are summed instead, about the merged mean: two forward.
+
+    Args:
+        x: ``[N, F]``; every worker's own rows.
+        batch: The group of each row, ``[N]``; ``None`` on all workers for a single group.
+        size: The number of groups B, the same on all workers.
+        order: 2 for all; 1 for counts and means (variances are 0), 0 for counts (both are empty).
+
+    Raises:
+        ValueError: When ``batch`` doesn't fit.
+    """
+    comm = current()
+    check_batch(x, batch, size, comm)
+    return Moments(*_Moments.apply(x, batch, size, order, comm, None))
+
+
+def graph_moments(
+    title: str, x: Tensor, batch: Tensor | None, batch_size: int | None, *, order: int = 2
+) -> Moments:
+    """:func:`moments` for arguments as PyG's norms take them, checked to agree.
+
+    ``batch`` and ``batch_size`` must be given on all workers or on none; the size is that of the
+    whole batch, by default one more than the largest entry of any worker. Without ``batch``, what
+    there is to agree on travels with the moments; with it there is one more collective.
+
+    Args:
+        title: The norm, for messages.
+        x: Node features ``[N, F]``.
+        batch: The graph of each node, ``[N]``.
+        batch_size: The number of graphs.
+        order: See :func:`moments`.
+
+    Raises:
+        ValueError: When ``x`` or ``batch`` doesn't fit, or workers call the norm differently.
+    """
+    comm = current()
+    if x.dim() != 2:
+        raise ValueError(
+            f"{title}: expected node features 'x' of shape [num_nodes, channels], got "
+            f"{list(x.shape)} at rank {comm.rank}"
+        )
+    check_batch(x, batch, batch_size, comm)
+    call = _Call(title, x, batch, batch_size)
+    if batch is None:
+        return Moments(*_Moments.apply(x, None, 1, order, comm, call))
+    blank = x.new_zeros(1 + order * x.size(1), dtype=torch.float64)
+    size = call.agree(torch.stack(comm.all_gather(call.sign(blank), label=_LABEL)))
+    return Moments(*_Moments.apply(x, batch, size, order, comm, None))
+
+
+def check_batch(x: Tensor, batch: Tensor | None, size: int | None, comm: Communicator) -> None:
+    """Raises ``ValueError`` where a vector of groups doesn't fit its rows."""
+    if batch is None:
+        return
+    if batch.dtype != torch.long or batch.dim() != 1 or batch.numel() != x.size(0):
+        raise ValueError(
+            f"Expected one group (int64) for each of the {x.size(0)} rows of rank {comm.rank}, got "
+            f"{batch.dtype} of shape {list(batch.shape)}"
+        )
+    if batch.numel():
+        least, most = (int(value) for value in batch.aminmax())
+        if least < 0 or (size is not None and most >= size):
+            limit = "" if size is None else f" of {size}"
+            raise ValueError(
+                f"Rank {comm.rank} has rows of the groups {least} to {most}{limit}; groups are "
+                "counted from 0, and their number is that of all workers"
+            )
+
+
+class _Call:
+    """What workers must call alike, as a few numbers before the moments.
+
+    Args:
+        title: The norm, for messages.
+        x: Node features.
+        batch: Their graphs.
+        batch_size: The number of graphs, if it is given.
+    """
+
+    LENGTH = 4
+
+    def __init__(self, title: str, x: Tensor, batch: Tensor | None, batch_size: int | None) -> None:
+        self.title = title
+        most = int(batch.max()) + 1 if batch is not None and batch.numel() else 0
+        self.numbers = [
+            float(batch is not None),
+            float(-1 if batch_size is None or batch is None else batch_size),
+            float(most),
+            float(x.requires_grad and torch.is_grad_enabled()),
+        ]
+
+    def sign(self, numbers: Tensor) -> Tensor:
+        """The message: what is to agree, then ``numbers``."""
+        return torch.cat([numbers.new_tensor(self.numbers), numbers.reshape(-1)])
+
+    def agree(self, rows: Tensor) -> int:
+        """The number of graphs, from everyone's messages ``[W, *]``.
+
+        Raises:
+            ValueError: The same on every worker, when one differs.
+        """
+        heads = rows[:, : self.LENGTH].tolist()
+        same = (
+            (0, "'batch' is {}", lambda v: "given" if v else "not given"),
+            (1, "'batch_size' is {}", lambda v: "not given" if v < 0 else int(v)),
+            (3, "'x' {} a gradient", lambda v: "requires" if v else "does not require"),
+        )
+        for place, text, say in same:
+            for rank, head in enumerate(heads):
+                if head[place] != heads[0][place]:
+                    here, first = (text.format(say(h[place])) for h in (head, heads[0]))
+                    raise ValueError(
+                        f"{self.title} is called differently on the workers: {here} at rank "
+                        f"{rank}, {first} at rank 0. Pass the same on every worker; the number of "
+                        "graphs is that of all workers"
+                    )
+        given = int(heads[0][1])
+        return given if given >= 0 else int(max(head[2] for head in heads))
+
+
+class _Moments(torch.autograd.Function):
+    """:func:`moments`; its backward pass sums the moments' gradients over the workers."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        batch: Tensor | None,
+        size: int,
+        order: int,
+        comm: Communicator,
+        call: _Call | None,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        count, mean, variance = _merged(x.detach(), batch, size, order, comm, call)
+        ctx.save_for_backward(x if order == 2 else None, batch, count, mean)
+        ctx.order, ctx.comm, ctx.shape, ctx.dtype = order, comm, x.shape, x.dtype
+        ctx.mark_non_differentiable(count)
+        return count, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, _: Any, of_mean: Tensor, of_variance: Tensor) -> tuple[Any, ...]:
+        x, batch, count, mean = ctx.saved_tensors
+        if ctx.order == 0:
+            return (None,) * 6
+        sums = torch.stack([of_mean, of_variance][: ctx.order])
+        sums = sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
+        result = mean.new_empty(ctx.shape, dtype=ctx.dtype)
+        for part in _blocks(result):
+            value = _rows(sums[0], batch, part)
+            if ctx.order == 2:
+                centred = x[part] - _rows(mean, batch, part)
+                value = value + 2 * centred * _rows(sums[1], batch, part)
+            result[part] = value
+        return result, None, None, None, None, None
+
+
+def _merged(
+    x: Tensor,
+    batch: Tensor | None,
+    size: int,
+    order: int,
+    comm: Communicator,
+    call: _Call | None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Count ``[B]``, mean and variance ``[B, F]`` over all workers."""
+    count = x.new_zeros(size, 1, dtype=torch.float64)
+    count += x.size(0) if batch is None else batch.bincount(minlength=size).view(-1, 1)
+    total = _sums(x, batch, size) if order else count[:, :0]
+    if size > 1 and comm.world_size * size * (1 + order * total.size(1)) > _GATHERED:
+        count, total = comm.all_reduce(torch.cat([count, total], dim=1), label=_LABEL).split(
+            [1, total.size(1)], dim=1
+        )
+        whole = count.clamp(min=1)
+        mean = total / whole
+        squares = torch.zeros_like(mean)
+        if order == 2:
+            squares = comm.all_reduce(_squares(x, batch, mean), label=_LABEL)
+        return count.squeeze(1), mean, squares / whole
+    mean = total / count.clamp(min=1)
+    squares = _squares(x, batch, mean) if order == 2 else torch.zeros_like(mean)
+    mine = torch.cat([count, mean, squares][: 1 + order], dim=1)
+    rows = torch.stack(comm.all_gather(mine if call is None else call.sign(mine), label=_LABEL))
+    if call is not None:
+        call.agree(rows)
+        rows = rows[:, call.LENGTH :].view(-1, *mine.shape)
+    counts, means = rows[:, :, :1], rows[:, :, 1 : 1 + total.size(1)]
+    whole = counts.sum(0).clamp(min=1)
+    mean = (counts * means).sum(0) / whole
+    if order == 2:
+        apart = counts * (means - mean).square()
+        squares = (rows[:, :, 1 + total.size(1) :] + apart).sum(0)
+    return counts.sum(0).squeeze(1), mean, squares / whole
+
+
+def _sums(x: Tensor, batch: Tensor | None, size: int) -> Tensor:
+    total = x.new_zeros(size, x.size(1), dtype=torch.float64)
+    for part in _blocks(x):
+        _add(total, x[part].double(), batch, part)
+    return total
+
+
+def _squares(x: Tensor, batch: Tensor | None, mean: Tensor) -> Tensor:
+    total = torch.zeros_like(mean)
+    for part in _blocks(x):
+        _add(total, (x[part] - _rows(mean, batch, part)).square(), batch, part)
+    return total
+
+
+def standardise(
+    x: Tensor,
+    shift: Tensor,
+    scale: Tensor | None = None,
+    offset: Tensor | None = None,
+    batch: Tensor | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
+    r""":math:`y_i = (x_i - a_{b(i)}) \, s_{b(i)} + o_{b(i)}`, in float64, a block at a time.
+
+    Args:
+        x: ``[N, F]``.
+        shift: :math:`a`, ``[B, F]`` in float64.
+        scale: :math:`s`, broadcastable to ``[B, F]``; 1 by default.
+        offset: :math:`o`, broadcastable to ``[B, F]``; 0 by default.
+        batch: The group of each row, ``[N]``; a single group by default.
+        dtype: Of the result; by default that of ``x``.
+    """
+    wide = [None if t is None else t.double().expand_as(shift) for t in (scale, offset)]
+    return _Standardise.apply(x, shift.double(), *wide, batch, dtype or x.dtype)
+
+
+class _Standardise(torch.autograd.Function):
+    """:func:`standardise`; keeps ``x`` alone, and that only where there is a scale."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        shift: Tensor,
+        scale: Tensor | None,
+        offset: Tensor | None,
+        batch: Tensor | None,
+        dtype: torch.dtype,
+    ) -> Tensor:
+        out = x.new_empty(x.shape, dtype=dtype)
+        for part in _blocks(x):
+            value = x[part] - _rows(shift, batch, part)
+            if scale is not None:
+                value *= _rows(scale, batch, part)
+            if offset is not None:
+                value += _rows(offset, batch, part)
+            out[part] = value
+        ctx.save_for_backward(None if scale is None else x, shift, scale, batch)
+        ctx.dtype, ctx.has_offset = x.dtype, offset is not None
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Any, ...]:
+        x, shift, scale, batch = ctx.saved_tensors
+        result = gradient.new_empty(gradient.shape, dtype=ctx.dtype)
+        total, scaled = torch.zeros_like(shift), torch.zeros_like(shift)
+        for part in _blocks(gradient):
+            value = gradient[part].double()
+            if any(ctx.needs_input_grad[1:4]):
+                _add(total, value, batch, part)
+            if ctx.needs_input_grad[2]:
+                _add(scaled, value * (x[part] - _rows(shift, batch, part)), batch, part)
+            result[part] = value if scale is None else value * _rows(scale, batch, part)
+        of_shift = -total if scale is None else -total * scale
+        of_scale = None if scale is None else scaled
+        return result, of_shift, of_scale, total if ctx.has_offset else None, None, None
+
+
+def _blocks(x: Tensor) -> Iterator[slice]:
+    """The rows, some at a time; all at once where autograd records what is done with them."""
+    if torch.is_grad_enabled():
+        yield slice(0, x.size(0))
+        return
+    values = _BLOCK if x.device.type == "cpu" else _BLOCK_GPU
+    step = max(values // max(x[:1].numel(), 1), 1)
+    for start in range(0, x.size(0), step):
+        yield slice(start, start + step)
+
+
+def _rows(values: Tensor, batch: Tensor | None, part: slice) -> Tensor:
+    """The groups' values at some rows; broadcastable where there is one group."""
+    return values if batch is None else values.index_select(0, batch[part])
+
+
+def _add(total: Tensor, values: Tensor, batch: Tensor | None, part: slice) -> None:
+    """Adds rows to their groups' sums."""
+    if batch is None:
+        total += values.sum(0)
+    else:
+        total.scatter_add_(0, batch[part].view(-1, 1).expand_as(values), values)

@@ -1,0 +1,380 @@
+"""The tensors of the index space: ``DistEdgeIndex`` and its source row ``DistIndex``.
+
+What may be done with them is in ``index_space.py``, which fills the table of handlers.
+
+[Note: made together] Chunks, reversed edges and normalisations are made by all workers together and
+kept with the edges. Edges that are found by their content may be those of two relations on one
+worker (none of both, say), and two lists on the next. So whatever is made together gets a number
+that all workers agree on, and is taken again only where each of them has that very number with its
+edges: then it was made of the same edges everywhere.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.space.pyg_calls import pyg_call
+
+_MEMORY = 16  # derivations remembered per tensor
+
+METADATA: frozenset[Any] = frozenset(
+    getattr(Tensor, name).__get__
+    for name in (
+        "shape", "dtype", "device", "layout", "ndim", "is_cuda", "is_sparse", "is_sparse_csr",
+        "is_quantized", "is_meta", "requires_grad", "grad", "grad_fn", "is_leaf", "names",
+        "_version", "is_nested", "itemsize", "nbytes", "is_mkldnn", "is_cpu", "is_mps", "is_xpu",
+        "is_xla", "_backward_hooks",
+    )
+    if hasattr(Tensor, name)
+) | {
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.nelement, Tensor.ndimension, Tensor.__len__,
+    Tensor.stride, Tensor.is_contiguous, Tensor.element_size, Tensor.is_floating_point,
+    Tensor.is_complex, Tensor.data_ptr, Tensor.storage_offset, Tensor.is_signed, Tensor.get_device,
+    Tensor.untyped_storage, Tensor.is_pinned, Tensor.is_shared, Tensor.is_inference,
+    Tensor.__hash__, Tensor.type, torch.is_floating_point, torch.is_complex, torch.numel,
+    torch.is_tensor, getattr(Tensor, "requires_grad").__set__,  # noqa: B009
+}  # fmt: skip
+
+SAME_CLASS = {
+    Tensor.clone, Tensor.contiguous, Tensor.detach, Tensor.to, Tensor.cpu, Tensor.cuda,
+    Tensor.long, Tensor.int, torch.clone, torch.detach, Tensor.pin_memory,
+    Tensor.requires_grad_,
+}  # fmt: skip
+
+SAME_SHAPE_COMPARE = {
+    Tensor.eq, Tensor.ne, Tensor.__eq__, Tensor.__ne__, torch.eq, torch.ne,
+}  # fmt: skip
+
+RESHAPE = {
+    Tensor.view, Tensor.expand_as, Tensor.expand, Tensor.unsqueeze, Tensor.reshape,
+    torch.unsqueeze, torch.reshape,
+}  # fmt: skip
+
+LIKE = {
+    torch.zeros_like, torch.ones_like, torch.full_like, torch.empty_like, torch.rand_like,
+    torch.randn_like, Tensor.new_zeros, Tensor.new_ones, Tensor.new_empty, Tensor.new_full,
+    Tensor.new_tensor,
+}  # fmt: skip
+
+HANDLERS: dict[Any, Callable[..., Any]] = {}
+
+
+def builtin(function: Any) -> Any:
+    """What torch itself calls ``function``: PyG puts wrappers in the place of a few."""
+    return getattr(torch._C._VariableFunctions, getattr(function, "__name__", ""), function)
+
+
+def name_of(function: Any) -> str:
+    """A function's name for messages, such as ``torch.Tensor.sort``."""
+    name = torch.overrides.resolve_name(function) or getattr(function, "__qualname__", None)
+    return str(name or function)
+
+
+def handles(*functions: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        for function in functions:
+            HANDLERS[builtin(function)] = HANDLERS[function] = handler
+        return handler
+
+    return register
+
+
+def version_of(tensor: Tensor) -> int:
+    """Counts writes into a tensor; inference tensors don't, and are taken for constant."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+def plain(value: Any) -> Any:
+    """The tensor without its meaning: ids of this worker's own numbering."""
+    return value.as_subclass(Tensor) if isinstance(value, InSpace) else value
+
+
+class Order:
+    """Places of edges among all edges of their targets, made when they are first asked for.
+
+    Few aggregations ask, and the places take as much memory as half the edges.
+
+    Args:
+        found: The places ``[E]``, or ``None`` where they are not known; or what makes them.
+    """
+
+    def __init__(self, found: Tensor | Callable[[], Tensor | None] | None) -> None:
+        self._found = found
+
+    def find(self) -> Tensor | None:
+        """The places, or ``None`` where they are not known."""
+        if self._found is not None and not isinstance(self._found, Tensor):
+            with torch.inference_mode(False):
+                self._found = self._found()
+        return self._found
+
+
+class InSpace(Tensor):
+    """What :class:`DistIndex` and :class:`DistEdgeIndex` share. Not a public class."""
+
+    plan: HaloPlan
+    by_content: bool = False  # found again by what it holds, or derived from what is
+    targets: int | None
+    places: Order | None = None
+    _memory: OrderedDict[Any, Any]
+
+    @property
+    def order(self) -> Tensor | None:
+        """``[E]``: puts edges in the order of the whole graph's edge list; ``None``: not known."""
+        return None if self.places is None else self.places.find()
+
+    def ordered(self, order: Order | Tensor | None) -> Self:
+        """This tensor, whose edges have these places among all edges of their targets."""
+        self.places = Order(order) if isinstance(order, Tensor) else order
+        return self
+
+    @property
+    def bipartite(self) -> bool:
+        """Whether sources and targets are nodes of two types, each numbered on its own."""
+        return self.targets is not None
+
+    @property
+    def num_targets(self) -> int:
+        """This worker's nodes of the targets' type; ``plan.num_local`` counts the sources'."""
+        return self.plan.num_local if self.targets is None else self.targets
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, args, kwargs)
+        if func in METADATA:
+            with torch._C.DisableTorchFunctionSubclass():
+                return func(*args, **kwargs)
+        raise refusal(func)
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        return f"{type(self).__name__}({plain(self)!r}, plan={self.plan!r})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return self.clone()
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise DistributedIndexError(
+            "A distributed edge index belongs to this worker's running exchange and can't be "
+            "pickled; save the partition folder and call pyg_sar.load_partition(root) instead"
+        )
+
+    def remember(self, key: Any, make: Callable[[], Any]) -> Any:
+        """The value made earlier for ``key``, or a new one."""
+        if key not in self._memory:
+            with torch.inference_mode(False):  # Training may come after inference.
+                self._memory[key] = make()
+            while len(self._memory) > _MEMORY:
+                self._memory.popitem(last=False)
+        self._memory.move_to_end(key)
+        return self._memory[key]
+
+    def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
+        """As :meth:`remember`, of what all workers make together. See [Note: made together]."""
+        found = self.recall_together(key)
+        return self.keep_together(key, make()) if found is None else found
+
+    def recall_together(self, key: Any) -> Any:
+        """What all workers made together for ``key`` with these edges, or ``None`` on all."""
+        if not self.by_content or self.plan.world_size == 1:
+            if key in self._memory:
+                self._memory.move_to_end(key)
+            return self._memory.get(key)
+        made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
+        plan, device = self.plan, self.device
+        label = ("", "", "agreement")
+        only = next(iter(made)) if len(made) == 1 else 0
+        said = torch.tensor([only, plan.tokens], device=device)
+        plan.comm.all_reduce(said, "max", label=label)
+        proposed, plan.tokens = (int(n) for n in said)
+        proposed = proposed or max(made, default=0)
+        said = torch.tensor([int(proposed not in made), proposed, -proposed], device=device)
+        plan.comm.all_reduce(said, "max", label=label)
+        missing, most, least = (int(n) for n in said)
+        return None if missing or most != -least else made[proposed]
+
+    def keep_together(self, key: Any, value: Any) -> Any:
+        """Keeps what all workers made after :meth:`recall_together` had given ``None``."""
+        if not self.by_content or self.plan.world_size == 1:
+            return self.remember(key, lambda: value)
+        made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
+        self.plan.tokens += 1
+        made[self.plan.tokens] = value
+        while len(made) > _MEMORY * 4:
+            made.popitem(last=False)
+        return value
+
+
+class DistIndex(InSpace):
+    """A row of source ids: own nodes below ``plan.num_local``, halo nodes from there on.
+
+    ``flat`` is the one-dimensional index that a view or an expansion of it came from.
+    """
+
+    flat: Tensor
+
+
+class DistEdgeIndex(InSpace):
+    r"""Edges ``[2, E]`` whose targets are this worker's nodes, in the index space.
+
+    ``edge_index[0]`` is a :class:`DistIndex`, ``edge_index[1]`` a plain tensor of local ids
+    (the other way round after ``edge_index.flip(0)``: ``dist_row`` is 1 then).
+
+    Args of :func:`dist_edge_index`:
+        edge_index: Integer tensor ``[2, E]``.
+        plan: The halo plan of the source nodes.
+        targets: Between nodes of two types: this worker's nodes of the targets' type.
+
+    Attributes:
+        origin: What it is a copy of.
+    """
+
+    dist_row: int
+    origin: DistEdgeIndex | None = None
+
+    def ends(self) -> tuple[Tensor, Tensor]:
+        """The distributed row and the local one, both as plain tensors ``[E]``."""
+        rows = plain(self)
+        return rows[self.dist_row], rows[1 - self.dist_row]
+
+
+def dist_index(
+    index: Tensor, plan: HaloPlan, flat: Tensor | None = None, targets: int | None = None
+) -> DistIndex:
+    """Wraps source ids ``[E]`` (int64, below ``plan.num_ids``)."""
+    index = plain(index)
+    out = index.as_subclass(DistIndex)
+    if out is index:
+        out = index.view_as(index).as_subclass(DistIndex)
+    out.plan, out.targets, out._memory = plan, targets, OrderedDict()
+    out.flat = index if flat is None else flat
+    return out
+
+
+def dist_edge_index(
+    edge_index: Tensor, plan: HaloPlan, dist_row: int = 0, targets: int | None = None
+) -> DistEdgeIndex:
+    """Wraps edges ``[2, E]`` in the index space of ``plan``.
+
+    Args:
+        edge_index: Source ids below ``plan.num_ids`` and the targets' local ids.
+        plan: The halo plan of the source nodes.
+        dist_row: The row of the sources.
+        targets: This worker's nodes of the targets' type where that is not the sources' type
+            (a bipartite relation). ``None``: sources and targets are the same nodes.
+
+    Raises:
+        ValueError: When the shape is not ``[2, E]``.
+    """
+    edge_index = plain(edge_index)
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            f"Expected 'edge_index' of shape [2, num_edges] (got {list(edge_index.shape)}) at "
+            f"rank {plan.rank}"
+        )
+    out = edge_index.as_subclass(DistEdgeIndex)
+    out.plan, out.targets, out.dist_row = plan, targets, dist_row
+    out._memory = OrderedDict()
+    return out
+
+
+def refusal(func: Any) -> DistributedIndexError:
+    call, name = pyg_call(), name_of(func)
+    named = f"'{call}' ({name})" if call else f"'{name}'"
+    return DistributedIndexError(
+        f"{named} on a distributed edge index would compute with this worker's own "
+        "numbering and give local numbers. Supported: reading node tensors with it (x[row], "
+        "index_select), scattering into node tensors (scatter, degree, softmax), selecting, "
+        "cutting and joining edges, comparing its two rows. Do other preprocessing on the whole "
+        "graph before write_partitions(), or keep its result as an edge attribute"
+    )
+
+
+def require_rows(x: Tensor, dim: int, plan: HaloPlan, what: str) -> None:
+    if x.dim() == 0 or x.size(dim) != plan.num_local:
+        call = pyg_call()
+        raise DistributedIndexError(
+            f"{f'{call!r}: ' if call else ''}{what} a tensor of shape {list(x.shape)} with a "
+            f"distributed index at rank {plan.rank}: axis {dim} must hold the worker's "
+            f"{plan.num_local} nodes"
+        )
+
+
+# Handlers that only know the tensor itself ####################################
+
+
+@handles(*SAME_CLASS)
+def _same(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        out = func(plain(source), *args[1:], **kwargs)
+    if out.is_floating_point():
+        raise refusal(func)
+    unchanged = func not in (Tensor.clone, torch.clone) and out.data_ptr() == source.data_ptr()
+    if unchanged and out.dtype == source.dtype:
+        return source
+    plan = source.plan.to(out.device)
+    places, device = source.places, out.device
+    order = None if places is None else Order(lambda: _moved(places.find(), device))
+    if isinstance(source, DistEdgeIndex):
+        copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
+        copy.by_content = source.by_content
+        copy.origin = source if plan is source.plan else None
+        return copy
+    return dist_index(out, plan, targets=source.targets).ordered(order)
+
+
+def _moved(order: Tensor | None, device: torch.device) -> Tensor | None:
+    return None if order is None else order.to(device)
+
+
+@handles(Tensor.max, torch.max, Tensor.amax, torch.amax)
+def _max(func: Any, args: Any, kwargs: Any) -> Any:
+    """The largest node id: PyG infers the number of nodes by it."""
+    if len(args) > 1 or kwargs:
+        raise refusal(func)
+    source = args[0]
+    if not isinstance(source, DistIndex | DistEdgeIndex):
+        raise refusal(func)
+    nodes = source.plan.num_local
+    if isinstance(source, DistEdgeIndex):
+        nodes = max(nodes, source.num_targets)
+    return torch.tensor(nodes - 1, device=source.device)
+
+
+@handles(Tensor.min, torch.min)
+def _min(func: Any, args: Any, kwargs: Any) -> Any:
+    if len(args) > 1 or kwargs:
+        raise refusal(func)
+    return plain(args[0]).min()
+
+
+@handles(*LIKE)
+def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    return func(plain(args[0]), *args[1:], **kwargs)
+
+
+@handles(Tensor.view_as)
+def _view_as(func: Any, args: Any, kwargs: Any) -> Any:
+    source, other = args
+    if not isinstance(source, InSpace) or source.shape != other.shape:
+        raise refusal(func)
+    return source  # The same object: what is remembered on it stays.
+
+
+@handles(*RESHAPE)
+def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    if not isinstance(source, DistIndex):
+        raise refusal(func)
+    out = func(plain(source), *[plain(a) for a in args[1:]], **kwargs)
+    return dist_index(out, source.plan, source.flat, source.targets).ordered(source.places)

@@ -1,0 +1,417 @@
+"""The index space: ``edge_index`` as an ordinary ``[2, E]`` tensor over own and halo nodes.
+
+[Note: what may be done with a distributed index] Reading a node tensor with it is a halo gather,
+scattering into a node tensor with it is a halo reduction; selecting, cutting and joining edges
+stays in the space. Anything else would compute with numbers that only this worker understands,
+and raises :class:`DistributedIndexError` instead of returning local results.
+
+[Note: once per structure] PyG derives edge lists anew in each forward pass (self loops removed and
+added, say). Derivations are remembered on the tensor they start from, by the identity and version
+of what selected the edges (or by equal content for joined edges), so that the same tensor object
+comes back and what hangs on it (shards, normalisation) is made once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.exchange.rows import halo_gather, halo_reduce
+from pyg_sar.space.distributed_index import (
+    METADATA,
+    RESHAPE,
+    SAME_SHAPE_COMPARE,
+    DistEdgeIndex,
+    DistIndex,
+    InSpace,
+    Order,
+    builtin,
+    dist_edge_index,
+    dist_index,
+    handles,
+    name_of,
+    plain,
+    refusal,
+    require_rows,
+    version_of,
+)
+from pyg_sar.space.joint_index import (
+    ShiftedEdges,
+    join,
+    row_of_shifted,
+    set_shifted_row,
+    widened_row,
+)
+from pyg_sar.space.pyg_calls import pyg_call
+from pyg_sar.space.selections import Selections
+
+__all__ = [
+    "METADATA",
+    "RESHAPE",
+    "DistEdgeIndex",
+    "DistIndex",
+    "builtin",
+    "dist_edge_index",
+    "dist_index",
+    "name_of",
+    "plain",
+    "version_of",
+]
+
+
+# Selecting and joining edges #################################################
+
+
+def _row(edge_index: DistEdgeIndex, number: int) -> Tensor:
+    def make() -> Tensor:
+        row = plain(edge_index)[number]
+        if number != edge_index.dist_row:
+            return row
+        index = dist_index(row, edge_index.plan, targets=edge_index.targets)
+        index.by_content = edge_index.by_content
+        return index.ordered(edge_index.places)
+
+    return edge_index.remember(("row", number), make)
+
+
+@handles(Tensor.unbind, torch.unbind, Tensor.__iter__)
+def _unbind(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    if isinstance(source, DistEdgeIndex) and (len(args) < 2 or args[1] == 0):
+        rows = (_row(source, 0), _row(source, 1))
+        return iter(rows) if func is Tensor.__iter__ else rows
+    raise refusal(func)
+
+
+@handles(Tensor.select, torch.select)
+def _select(func: Any, args: Any, kwargs: Any) -> Any:
+    source, dim, number = args
+    if isinstance(source, DistEdgeIndex) and dim == 0:
+        return _row(source, number % 2)
+    raise refusal(func)
+
+
+def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
+    """Other edges in the same space."""
+    out = dist_edge_index(edge_index, source.plan, source.dist_row, source.targets)
+    out.by_content = source.by_content
+    return out
+
+
+def _selected_order(source: Any, columns: Any) -> Tensor | None:
+    """The edges' order after a selection; unknown when that changes it."""
+    if source.order is None or not isinstance(columns, slice | Tensor):
+        return None
+    if isinstance(columns, slice):
+        permutes = (columns.step or 1) < 0
+    else:
+        permutes = columns.dtype != torch.bool and bool((columns.diff() <= 0).any())
+    if permutes:
+        return None
+    order: Tensor = source.order[columns]
+    return order
+
+
+def _joined_order(parts: Sequence[Any], edges: bool) -> Order | None:
+    """Part after part, as in the whole graph's list; plain edges are in order."""
+    counts = [part.size(1 if edges else 0) for part in parts]
+    nothing = torch.empty(0, dtype=torch.long, device=parts[0].device)
+    known = [part.places if isinstance(part, InSpace) else Order(nothing) for part in parts]
+    in_space = [isinstance(part, InSpace) for part in parts]
+    if any(places is None for places in known):
+        return None
+
+    def make() -> Tensor | None:
+        ranks: list[Tensor] = []
+        start = 0
+        for places, count, ordered in zip(known, counts, in_space, strict=True):
+            order = None if places is None else places.find()
+            if order is None:
+                return None
+            here = torch.arange(count, device=order.device)
+            ranks.append((order.argsort().argsort() if ordered else here) + start)
+            start += count
+        return torch.cat(ranks)
+
+    return Order(make)
+
+
+def _all_of(columns: Any) -> bool:
+    """Whether a mask leaves no edge out."""
+    return isinstance(columns, Tensor) and columns.dtype == torch.bool and bool(columns.all())
+
+
+def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
+    """``edge_index[:, columns]``. See [Note: once per structure]."""
+
+    def make() -> DistEdgeIndex:
+        with torch.inference_mode(False):
+            if _all_of(columns):
+                # The same memory, but edges of their own: other workers may have lost some.
+                return _edges_like(plain(source), source).ordered(source.places)
+            chosen = _edges_like(plain(source)[:, columns], source)
+            return chosen.ordered(_selected_order(source, columns))
+
+    if not isinstance(columns, Tensor):
+        key = ("columns", str(columns)) if isinstance(columns, slice) else None
+        return make() if key is None else source.remember(key, make)
+    selections: Selections = source.remember("selections", lambda: Selections(source.size(1)))
+    return selections.find(columns, make)
+
+
+@handles(Tensor.__getitem__)
+def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
+    source, key = args
+    if isinstance(source, DistEdgeIndex | ShiftedEdges):
+        if isinstance(key, tuple) and len(key) == 2 and key[1] == slice(None):
+            key = key[0]
+        if isinstance(key, int):
+            if isinstance(source, ShiftedEdges):
+                return row_of_shifted(source, key % 2)
+            return _row(source, key % 2)
+    if isinstance(source, DistEdgeIndex):
+        if isinstance(key, tuple) and len(key) == 2:
+            rows, columns = key
+            if isinstance(rows, int) and isinstance(columns, slice | Tensor):
+                return _selected_edges(source, columns)[rows]
+            if isinstance(rows, slice) and rows == slice(None):
+                return _selected_edges(source, columns)
+        if isinstance(key, list | Tensor) and list(map(int, key)) == [1, 0]:
+            return _flip(Tensor.flip, (source, 0), {})
+        raise refusal(func)
+    if isinstance(source, DistIndex):
+        if not isinstance(key, InSpace) and source.dim() == 1 and not isinstance(key, int):
+            chosen = dist_index(plain(source)[key], source.plan, targets=source.targets)
+            return chosen.ordered(_selected_order(source, key))
+        raise refusal(func)
+    if isinstance(key, DistIndex):
+        return _gather(source, 0, key)
+    if isinstance(key, tuple):
+        places = [k for k, part in enumerate(key) if isinstance(part, DistIndex)]
+        before = key[: places[0]] if len(places) == 1 else (0,)
+        after = key[places[0] + 1 :] if places else ()
+        if all(isinstance(p, slice) and p == slice(None) for p in (*before, *after)):
+            return _gather(source, places[0], key[places[0]])
+    raise refusal(func)
+
+
+@handles(Tensor.flip, torch.flip)
+def _flip(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    dims = args[1] if len(args) > 1 else kwargs.get("dims")
+    if not isinstance(source, DistEdgeIndex) or dims not in (0, [0], (0,)):
+        raise refusal(func)
+
+    def make() -> Any:
+        rows, other = plain(source).flip(0), 1 - source.dist_row
+        out = dist_edge_index(rows, source.plan, other, source.targets)
+        out.by_content = source.by_content
+        return out.ordered(source.places)
+
+    return source.remember("flip", make)
+
+
+@handles(torch.stack)
+def _stack(func: Any, args: Any, kwargs: Any) -> Any:
+    rows = list(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    places = [k for k, row in enumerate(rows) if isinstance(row, DistIndex)]
+    if dim != 0 or len(rows) != 2 or len(places) != 1:
+        raise refusal(func)
+    place = places[0]
+    base, other = rows[place], rows[1 - place]
+
+    def make() -> Any:
+        joined = torch.stack([plain(row) for row in rows], 0)
+        edges = dist_edge_index(joined, base.plan, place, base.targets)
+        edges.by_content = base.by_content
+        return other, edges.ordered(base.places)
+
+    return base.remember(("stack", place, id(other), version_of(other)), make)[1]
+
+
+@handles(torch.cat, torch.concat, torch.concatenate)
+def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+    parts = list(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    base: Any = next(part for part in parts if isinstance(part, InSpace))
+    edges = isinstance(base, DistEdgeIndex | ShiftedEdges)
+    if dim not in ((1, -1) if edges else (0, -1)):
+        raise refusal(func)
+    if any(isinstance(part, ShiftedEdges) for part in parts):
+        return join(parts)
+    for part in parts:
+        _check_joined(part, base)
+    others = [plain(part) for part in parts if part is not base]
+    where = tuple(id(part) if isinstance(part, InSpace) else tuple(part.shape) for part in parts)
+
+    def make() -> Any:
+        joined = torch.cat([plain(part) for part in parts], dim)
+        kept = [other.clone() for other in others]
+        order = _joined_order(parts, edges)
+        if edges:
+            out = _edges_like(joined, base)
+            out.by_content |= len(others) > 0
+            return parts, kept, out.ordered(order)
+        return parts, kept, dist_index(joined, base.plan, targets=base.targets).ordered(order)
+
+    key = ("cat", where)
+    found = base.remember(key, make)
+    if not all(torch.equal(a, b) for a, b in zip(found[1], others, strict=True)):
+        del base._memory[key]
+        found = base.remember(key, make)
+    return found[2]
+
+
+def _check_joined(part: Tensor, base: Any) -> None:
+    """Plain edges joined to distributed ones must hold local ids."""
+    plan = base.plan
+    if isinstance(part, InSpace):
+        same_row = getattr(part, "dist_row", 0) == getattr(base, "dist_row", 0)
+        if part.plan is not plan or part.targets != base.targets or not same_row:
+            raise DistributedIndexError(
+                f"Can't join edges of different index spaces at rank {plan.rank}"
+            )
+        return
+    if base.bipartite:
+        raise DistributedIndexError(
+            f"Can't join plain edges to edges between nodes of two types at rank {plan.rank}: node "
+            "k of one type is not node k of the other on this worker. Give the layer "
+            "add_self_loops=False, and add other edges before write_partitions()"
+        )
+    if part.numel() and not 0 <= int(part.min()) <= int(part.max()) < plan.num_local:
+        wrong = int(part.min()) if int(part.min()) < 0 else int(part.max())
+        call = pyg_call()
+        raise DistributedIndexError(
+            f"{f'{call!r}: ' if call else ''}Can't join plain edges with the id {wrong} to a "
+            f"distributed edge index at rank {plan.rank}: they must be local ids below "
+            f"{plan.num_local}. Add other edges before write_partitions()"
+        )
+
+
+# Comparing ###################################################################
+
+
+@handles(*SAME_SHAPE_COMPARE)
+def _compare(func: Any, args: Any, kwargs: Any) -> Any:
+    left, right = args
+    if not (isinstance(left, Tensor) and isinstance(right, Tensor)) or left.shape != right.shape:
+        raise refusal(func)
+    base: Any
+    base, other = (left, right) if isinstance(left, InSpace) else (right, left)
+    if base.bipartite:
+        raise DistributedIndexError(
+            f"'{name_of(func)}' compares sources and targets that are nodes of two types at rank "
+            f"{base.plan.rank}: node k of one type is not node k of the other on this worker. "
+            "Give the layer add_self_loops=False, and remove edges before write_partitions()"
+        )
+
+    def make() -> Any:
+        return other, func(plain(left), plain(right))
+
+    key = ("compare", func.__name__, id(other), version_of(other))
+    found = base.remember(key, make)
+    if found[1]._version != 0:  # Somebody wrote into the mask: make a new one.
+        del base._memory[key]
+        found = base.remember(key, make)
+    return found[1]
+
+
+# Halo gather and reduction ###################################################
+
+
+def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
+    dim = dim % x.dim() if x.dim() else 0
+    index = widened_row(index, x.size(dim)) if x.dim() else index
+    plan = index.plan
+    require_rows(x, dim, plan, "Reading")
+    key = (id(x), dim, version_of(x), torch.is_grad_enabled(), plan.wire.name)
+    if key not in plan.gathered:
+        moved = x.movedim(dim, 0).contiguous() if dim else x
+        plan.gathered[key] = (x, halo_gather(moved, plan, plan.scope, plan.wire))
+    ext = plan.gathered[key][1]
+    if not plan.scope:
+        plan.gathered.clear()
+    out = ext.index_select(0, index.flat)
+    return out.movedim(0, dim) if dim else out
+
+
+@handles(Tensor.index_select, torch.index_select)
+def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
+    x = args[0]
+    dim = args[1] if len(args) > 1 else kwargs["dim"]
+    index = args[2] if len(args) > 2 else kwargs["index"]
+    if isinstance(x, DistEdgeIndex) and dim in (1, -1):
+        return _selected_edges(x, index)
+    if isinstance(x, DistIndex) and not isinstance(index, InSpace):
+        chosen = dist_index(plain(x).index_select(0, index), x.plan, targets=x.targets)
+        return chosen.ordered(_selected_order(x, index))
+    if isinstance(x, InSpace) or not isinstance(index, DistIndex):
+        raise refusal(func)
+    return _gather(x, dim, index)
+
+
+def _scatter(
+    out: Tensor, dim: int, index: DistIndex, values: Tensor, reduce: Literal["sum", "amax", "amin"]
+) -> Tensor:
+    """Scatters ``values`` into a copy of ``out``, remote targets included."""
+    dim = dim % out.dim()
+    index = widened_row(index, out.size(dim))
+    plan = index.plan
+    require_rows(out, dim, plan, "Scattering into")
+    out0, values0 = out.movedim(dim, 0), values.movedim(dim, 0)
+    rows = index.flat.view(-1, *[1] * (values0.dim() - 1)).expand_as(values0)
+    shape = (plan.num_ids, *out0.shape[1:])
+    if reduce == "sum":
+        ext = values0.new_zeros(shape).scatter_add(0, rows, values0)
+        result = out0 + halo_reduce(ext, plan, "sum", plan.scope)
+    else:
+        if values.requires_grad:
+            raise DistributedIndexError(
+                f"Scattering with reduce='{reduce}' over a distributed index has no gradient at "
+                f"rank {plan.rank}; reduce at the target, edge_index[1], or detach the values"
+            )
+        worst = float("-inf") if reduce == "amax" else float("inf")
+        ext = values0.new_full(shape, worst).scatter_reduce(0, rows, values0, reduce=reduce)
+        merged = halo_reduce(ext, plan, reduce, plan.scope)
+        result = torch.where(merged == worst, out0, merged)
+    return result.movedim(0, dim)
+
+
+@handles(Tensor.scatter_add_, Tensor.scatter_add, torch.scatter_add, Tensor.index_add_)
+def _scatter_add(func: Any, args: Any, kwargs: Any) -> Any:
+    out, dim, index, values = args[:4]
+    if isinstance(out, InSpace) or not isinstance(index, DistIndex):
+        raise refusal(func)
+    result = _scatter(out, dim, index, values, "sum")
+    return out.copy_(result) if func in (Tensor.scatter_add_, Tensor.index_add_) else result
+
+
+@handles(Tensor.scatter_reduce_, Tensor.scatter_reduce, torch.scatter_reduce)
+def _scatter_reduce(func: Any, args: Any, kwargs: Any) -> Any:
+    out, dim, index, values = args[:4]
+    reduce = args[4] if len(args) > 4 else kwargs["reduce"]
+    kept = kwargs.get("include_self", True)
+    if isinstance(out, InSpace) or reduce not in ("sum", "amax", "amin") or kept:
+        raise refusal(func)
+    result = _scatter(torch.zeros_like(out), dim, index, values, reduce)
+    return out.copy_(result) if func is Tensor.scatter_reduce_ else result
+
+
+@handles(Tensor.__setitem__)
+def _setitem(func: Any, args: Any, kwargs: Any) -> Any:
+    out, key, value = args
+    if isinstance(out, DistEdgeIndex | ShiftedEdges):
+        return set_shifted_row(out, key, value, refusal(func))
+    if isinstance(out, InSpace) or not isinstance(key, DistIndex):
+        raise refusal(func)
+    rows = key.flat
+    if rows.numel() and int(rows.max()) >= key.plan.num_local:
+        raise DistributedIndexError(
+            f"Writing to rows of other workers with a distributed index at rank {key.plan.rank}"
+        )
+    out[rows] = value

@@ -1,0 +1,327 @@
+"""Edges bucketed by the unit that their source comes in, sorted by target: once per structure."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.kernels.ops import sort_edges, transpose
+from pyg_sar.space.index_space import DistEdgeIndex
+
+
+def narrowed(index: Tensor, bound: int) -> Tensor:
+    """32-bit indices where they fit: structures are kept, features come and go."""
+    return index.int() if bound < 2**31 else index
+
+
+@dataclass(frozen=True, slots=True)
+class Tile:
+    """A run of a shard's edges whose messages are materialized together.
+
+    Attributes:
+        unit: What it is a piece of: the shard of that unit, or a chunk's number.
+        edges: The run in shard order.
+        targets: Local ids of the targets that occur, ascending, ``[U]``.
+        index: Position of each edge's target in ``targets``, ``[E_tile]``, ascending.
+        source: Row of each edge's source in the unit's buffer, ``[E_tile]``.
+        where: :attr:`columns`, or what gives them when they are asked for.
+    """
+
+    unit: int
+    edges: slice
+    targets: Tensor
+    index: Tensor
+    source: Tensor
+    where: Tensor | slice | Callable[[], Tensor | slice]
+
+    @property
+    def columns(self) -> Tensor | slice:
+        """Column of each edge in ``edge_index``, ``[E_tile]``; a slice when sorted already."""
+        return self.where() if callable(self.where) else self.where
+
+    @property
+    def num_edges(self) -> int:
+        """Edges of the tile."""
+        return self.edges.stop - self.edges.start
+
+    @property
+    def target_rows(self) -> Tensor:
+        """Local id of each edge's target, ``[E_tile]``."""
+        return self.targets.index_select(0, self.index)
+
+
+@dataclass(frozen=True, slots=True)
+class Segments:
+    """A shard's edges as the kernels take them (:mod:`pyg_sar.kernels.ops`), grouped by what they
+    add to.
+
+    The integers but ``targets`` are of one dtype: int32 where they fit, else int64.
+
+    Attributes:
+        source: The row that each edge reads, ``[E]``; ascending within a target.
+        offsets: The first edge of each target, and at last E: ``[U + 1]``.
+        targets: The row that is added to, ``[U]``, int64, ascending; ``None``: rows 0 to U - 1.
+        edges: Each edge's number in shard order, by which edge-level data are found, ``[E]``;
+            ``None``: in order.
+    """
+
+    source: Tensor
+    offsets: Tensor
+    targets: Tensor | None
+    edges: Tensor | None
+
+
+def _grouped(source: Tensor, offsets: Tensor, edges: Tensor | None = None) -> Segments:
+    """Segments without empty ones, of the edges from ``offsets[0]`` to ``offsets[-1]``.
+
+    Args:
+        source: The rows of these edges.
+        offsets: Where each target's edges begin, also of those that have none, ``[N + 1]``.
+        edges: The edges' numbers.
+    """
+    first = offsets[:-1]
+    occurs = offsets[1:] > first
+    if bool(occurs.all()):
+        return Segments(source, offsets - offsets[0], None, edges)
+    first = torch.cat([first[occurs], offsets[-1:]])
+    return Segments(source, first - offsets[0], occurs.nonzero().view(-1), edges)
+
+
+def segments_of(source: Tensor, target: Tensor, num_rows: int, num_targets: int) -> Segments:
+    """Any edges as kernels take them, numbered as they are given.
+
+    Args:
+        source: The row that each edge reads, ``[E]``, below ``num_rows``.
+        target: The row that it adds to, ``[E]``, below ``num_targets``.
+        num_rows: Rows that are read.
+        num_targets: Rows that are added to.
+    """
+    order, offsets = sort_edges(target, num_targets, sort_edges(source, num_rows)[0])
+    narrow = max(num_rows, source.numel()) < 2**31
+    index = torch.int32 if narrow else torch.int64
+    return _grouped(source[order].to(index), offsets.to(index), order.to(index))
+
+
+class EdgeRun:
+    """Edges for the kernels, by target and by source: one of both, and the other on first use.
+
+    Args:
+        source: The row that each edge reads, ``[E]``, below ``num_rows``.
+        target: The row that it adds to, ``[E]``, below ``num_targets``.
+        numbers: The number of each edge in a worker's list of edges, if they will be asked for.
+        num_rows: Rows that are read.
+        num_targets: Rows that are added to.
+        by_source: Which of both is made at once.
+    """
+
+    def __init__(
+        self,
+        source: Tensor,
+        target: Tensor,
+        numbers: Tensor | None,
+        num_rows: int,
+        num_targets: int,
+        by_source: bool = False,
+    ) -> None:
+        self._by_source, self._size = by_source, (num_rows, num_targets)
+        if by_source:
+            source, target, self._size = target, source, (num_targets, num_rows)
+        found = segments_of(source, target, *self._size)
+        self._numbers = numbers
+        if numbers is not None and found.edges is not None:
+            self._numbers = numbers[found.edges]
+        self._first = replace(found, edges=None)
+        self._other: Segments | None = None
+
+    @property
+    def numbers(self) -> Tensor:
+        """The number of each edge, in the order of the run."""
+        if self._numbers is None:
+            raise RuntimeError("The edges' numbers were not kept")
+        return self._numbers
+
+    @property
+    def segments(self) -> Segments:
+        """The edges by target."""
+        return self._sorted(by_source=False, numbered=True)
+
+    def transposed(self, numbered: bool = False) -> Segments:
+        """The edges by source.
+
+        Args:
+            numbered: Whether ``edges`` is needed, the places in the run; else it may be ``None``.
+        """
+        return self._sorted(by_source=True, numbered=numbered)
+
+    def _sorted(self, by_source: bool, numbered: bool) -> Segments:
+        if by_source == self._by_source:
+            return self._first
+        found = self._other
+        if found is None or (numbered and found.edges is None):
+            given = self._first
+            source, offsets, edges = transpose(
+                given.source, given.offsets, given.targets, *self._size, numbered=numbered
+            )
+            found = self._other = _grouped(source, offsets, edges)
+        return found
+
+
+def _holding(offsets: Tensor, start: int, stop: int) -> tuple[int, int]:
+    """The run of targets that has the run of edges. Reads a few of the numbers."""
+    if start == stop:
+        return 0, 0
+    numbers = range(offsets.numel())
+
+    def at(number: int) -> int:
+        return int(offsets[number])
+
+    return bisect_right(numbers, start, key=at) - 1, bisect_right(numbers, stop - 1, key=at)
+
+
+def empty_tile(device: torch.device) -> Tile:
+    """A tile without edges."""
+    nothing = torch.empty(0, dtype=torch.long, device=device)
+    return Tile(0, slice(0, 0), nothing, nothing, nothing, nothing)
+
+
+class Shards:
+    r"""The edges of one worker as shards.
+
+    Shard 0 holds those from its own nodes, shard u those from the owners of unit u
+    (:meth:`HaloPlan.units`).
+
+    Within a shard edges are sorted by target, so that tiles of it touch few targets.
+
+    Args:
+        edge_index: Distributed edges ``[2, E]`` with local targets.
+
+    Attributes:
+        in_degree: Edges into each target node, ``[num_targets]``.
+    """
+
+    def __init__(self, edge_index: DistEdgeIndex) -> None:
+        plan = edge_index.plan
+        for ledger in plan.comm.ledgers:
+            ledger.count("bucketing")
+        self.plan: HaloPlan = plan
+        self._ends = edge_index.ends()
+        source, target = self._ends
+        self.num_edges, self.num_targets = source.numel(), edge_index.num_targets
+        self.in_degree = torch.bincount(target, minlength=self.num_targets)
+        rows, order, starts = self._sort()
+        # Columns of edges are asked for by edge-level data alone; see columns().
+        self._in_order = bool((order[1:] > order[:-1]).all())
+        self._columns: Tensor | None = None
+        narrow = max(plan.num_ids, self.num_edges) < 2**31
+        index = torch.int32 if narrow else torch.int64
+        if not self._in_order:
+            rows = rows[order]
+        del order
+        rows, starts = rows.to(index), starts.to(index)
+        count = self.num_targets
+        self._offsets: list[int] = starts[:: max(count, 1)].tolist() if count else [0, 0]
+        self._offsets += [self._offsets[-1]] * (len(plan.units()) + 1 - len(self._offsets))
+        self._segments = [
+            _grouped(rows[self.edges(u)], starts[u * count : (u + 1) * count + 1])
+            for u in range(len(plan.units()))
+        ]
+        self._transposed: dict[int, Segments] = {}
+
+    def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
+        """Each edge's row in its unit's buffer; edges by unit, target and row; each one's start."""
+        source, target = self._ends
+        units = self.plan.units()
+        rows, unit = self._place(source)
+        order = sort_edges(rows, max(u.num_rows for u in units))[0]
+        keys = self.num_targets * len(units)
+        # By target, and a target's edges by row: rows that are near are read one after another.
+        if len(units) == 1:
+            return rows, *sort_edges(target, keys, order)
+        key = (unit.long() if keys >= 2**31 else unit).mul_(self.num_targets).add_(target)
+        del unit
+        return rows, *sort_edges(key, keys, order)
+
+    def _place(self, source: Tensor) -> tuple[Tensor, Tensor]:
+        """Each source's row in the buffer of its unit, and the unit (32 bits)."""
+        plan = self.plan
+        if plan.world_size == 1:
+            return narrowed(source, plan.num_ids), source[:0]
+        ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
+        owner = torch.bucketize(source.contiguous(), ends[1:], right=True, out_int32=True)
+        owner[source < plan.num_local] = plan.rank
+        units, places = (torch.tensor(t, device=source.device) for t in plan.places())
+        moves = ends[:-1] - places
+        moves[plan.rank] = 0
+        rows = narrowed(source, plan.num_ids) - narrowed(moves, plan.num_ids)[owner]
+        return rows, units.int()[owner]
+
+    def edges(self, unit: int) -> slice:
+        """The shard's edges in shard order."""
+        return slice(self._offsets[unit], self._offsets[unit + 1])
+
+    def tiles(self, unit: int, max_edges: int) -> list[slice]:
+        """Cuts a shard into runs of at most ``max_edges`` edges."""
+        shard = self.edges(unit)
+        return [
+            slice(start, min(start + max_edges, shard.stop))
+            for start in range(shard.start, shard.stop, max(max_edges, 1))
+        ]
+
+    def _columns_of(self, edges: slice) -> Tensor | slice:
+        if self._in_order:
+            return edges
+        if self._columns is None:
+            self._columns = self._sort()[1]
+        return self._columns[edges].long()
+
+    def columns(self, unit: int) -> Tensor | slice:
+        """Column in ``edge_index`` of each of the shard's edges, in shard order."""
+        return self._columns_of(self.edges(unit))
+
+    def tile(self, unit: int, edges: slice) -> Tile:
+        """The index tensors of a run of edges (64-bit, made for its turn)."""
+        shard, begin = self._segments[unit], self._offsets[unit]
+        start, stop = edges.start - begin, edges.stop - begin
+        first, last = _holding(shard.offsets, start, stop)
+        counts = shard.offsets[first : last + 1].clamp(start, stop).diff()
+        place = torch.arange(last - first, device=counts.device)
+        targets = place + first if shard.targets is None else shard.targets[first:last]
+        index = place.repeat_interleave(counts)
+        source = shard.source[start:stop].long()
+        return Tile(unit, edges, targets, index, source, lambda: self._columns_of(edges))
+
+    def segments(self, unit: int) -> Segments:
+        """The shard by target: local ids add up rows of the unit's buffer."""
+        return self._segments[unit]
+
+    def transposed(self, unit: int, numbered: bool = False) -> Segments:
+        """The shard by source: rows of the unit's buffer add up local ids. Made on first use.
+
+        Args:
+            unit: The shard.
+            numbered: Whether ``edges`` is needed, for edge-level data; else it may be ``None``.
+        """
+        found = self._transposed.get(unit)
+        if found is None or (numbered and found.edges is None):
+            shard, rows = self._segments[unit], self.plan.units()[unit].num_rows
+            source, offsets, edges = transpose(
+                shard.source,
+                shard.offsets,
+                shard.targets,
+                rows,
+                self.num_targets,
+                numbered=numbered,
+            )
+            found = self._transposed[unit] = _grouped(source, offsets, edges)
+        return found
+
+
+def shards_of(edge_index: DistEdgeIndex) -> Shards:
+    """The shards of ``edge_index``, made on first use and kept with it."""
+    shards: Shards = edge_index.remember("shards", lambda: Shards(edge_index))
+    return shards

@@ -1,0 +1,1 @@
+"""The command line, verification, and graphs to try things on."""

@@ -1,0 +1,440 @@
+"""The command line: ``pyg-sar partition``, ``train``, ``verify`` and ``demo``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_sar.comm.group import current, init
+from pyg_sar.comm.launch import launch
+from pyg_sar.errors import PartitionError, PygSarError, WorkerError
+from pyg_sar.partition.partitioners import METHODS
+from pyg_sar.partition.storage import read_metadata, write_partitions
+from pyg_sar.policy import WIRES, SARPolicy
+from pyg_sar.tools import demo
+from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.model_source import imported_model
+from pyg_sar.tools.models import MODELS, NORMS
+from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.tools.verify import call_with, verify
+from pyg_sar.train.config import OPTIMIZERS, Scores, TrainConfig, TrainResult
+from pyg_sar.train.schedule import SCHEDULES
+
+EXIT_FAILURE = 1
+EXIT_USAGE = 2
+EXIT_INTERRUPT = 130
+
+#: Exceptions of a worker that are a user's mistake, and others whose message says it all.
+_USAGE_ERRORS = ("UsageError", "PartitionError", "CheckpointError", "ReportError")
+_CLEAR_ERRORS = ("DivergedError", "CommTimeoutError")
+
+_COURTESY = 2.0  # seconds
+_OF_IDS = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
+
+_PARTITION_EPILOG = """\
+sources:
+  synthetic                 built in: power-law degrees, planted classes (the default)
+  cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
+  ogbn-arxiv, ...           through ogb (pip install 'pyg_sar[ogb]')
+  FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
+Options follow a colon:
+  pyg-sar partition synthetic:nodes=200000,degree=50 --parts 4 --out parts
+  pyg-sar partition photo:undirected=true,split=random --parts 4 --out parts
+"""
+
+_TRAIN_EPILOG = """\
+one machine:
+  pyg-sar train --parts parts --workers 4
+  torchrun --nproc-per-node 4 -m pyg_sar train --parts parts
+
+several hosts, here two with two workers each; the same line on both, but for --node-rank 0 and 1
+(the partition's folder under the same path on each; rank 0's host writes checkpoint and report):
+  torchrun --nnodes 2 --nproc-per-node 2 --node-rank 0 \\
+      --master-addr HOST0 --master-port 29500 -m pyg_sar train --parts parts
+Workers talk over the interface that HOST0's name leads to; GLOO_SOCKET_IFNAME=eth0 chooses another.
+
+after a lost worker the same line with --resume continues the same loss curve; torchrun does it by
+itself with
+  torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
+"""
+
+_VERIFY_EPILOG = """\
+sources: as of pyg-sar partition
+models:
+  gat, gcn, sage, ...       with the options below
+  mycode:make, net.py:Net   what make(data), or make(), returns
+Exit code 0: the same as in one process. 1: not supported, or not the same.
+  pyg-sar verify cora --model gcn --norm batch
+  pyg-sar verify graph.pt --model net.py:make --args x,edge_index,edge_attr
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code.
+
+    0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 130: Ctrl-C.
+
+    Args:
+        argv: Arguments without the program's name (``sys.argv[1:]``).
+    """
+    arguments = _parser().parse_args(argv)
+    try:
+        code: int = arguments.run(arguments)
+    except KeyboardInterrupt:
+        code = EXIT_INTERRUPT
+    except Exception as error:
+        # Every failure ends here, as one line; its traceback is a question of --debug.
+        code = _explain(error, arguments.debug)
+    sys.stdout.flush()
+    return code
+
+
+def _explain(error: Exception, debug: bool) -> int:
+    """One line on stderr, by the one worker that should speak; the exit code."""
+    text, usage = str(error), isinstance(error, (ValueError, TypeError, OSError, ImportError))
+    if isinstance(error, WorkerError):
+        text, usage = _root_cause(error)
+    elif isinstance(error, OSError) and error.strerror and error.filename:
+        text = f"{error.strerror}: {error.filename!r}"
+    elif not isinstance(error, PygSarError) and not usage:
+        text = f"{type(error).__name__}: {text} (--debug shows where)"
+    rank = int(os.environ.get("RANK", "0"))
+    # Where rank 0 is the one that is gone, rank 1 speaks.
+    speaker = 1 if isinstance(error, WorkerError) and error.rank == 0 != rank else 0
+    if debug:
+        traceback.print_exception(error)
+        if isinstance(error, WorkerError):
+            print(error.traceback, file=sys.stderr)
+    if rank == speaker:
+        print(f"pyg-sar: error: {text}", file=sys.stderr, flush=True)
+    elif "TORCHELASTIC_RUN_ID" in os.environ:
+        # torchrun ends all workers as soon as one fails: the one that speaks goes first.
+        time.sleep(_COURTESY)
+    return EXIT_USAGE if usage else EXIT_FAILURE
+
+
+def _root_cause(error: WorkerError) -> tuple[str, bool]:
+    """The first line of what a worker raised, and whether that was a user's mistake."""
+    found = re.match(r"Rank \d+ failed: (\w+): (.*)", str(error))
+    if found is None:
+        return str(error), False
+    if found[1] in _USAGE_ERRORS:
+        return found[2], True
+    if found[1] in _CLEAR_ERRORS:
+        return found[2], False
+    return str(error).splitlines()[0] + " (--debug shows where)", False
+
+
+# Commands ####################################################################
+
+
+def _partition(arguments: argparse.Namespace) -> int:
+    data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
+    statistics = write_partitions(
+        data,
+        arguments.parts,
+        arguments.out,
+        arguments.method,
+        arguments.seed,
+        node_ids=arguments.node_ids,
+        overwrite=arguments.overwrite,
+        progress=None if arguments.quiet else lambda line: print(line, file=sys.stderr),
+    )
+    print(statistics)
+    print(f"written to {arguments.out}")
+    return 0
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    config = _run_config(arguments)
+    timeout = arguments.timeout
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        if arguments.workers is not None:
+            raise ValueError(
+                "--workers starts workers, but torchrun (RANK, WORLD_SIZE) has started them: "
+                "leave it out"
+            )
+        with init(arguments.backend, timeout=timeout):
+            result = train_worker(config)
+            speaks = current().rank == 0
+    else:
+        num_parts = read_metadata(config.parts).num_parts
+        if arguments.workers not in (None, num_parts):
+            raise PartitionError(
+                f"--workers {arguments.workers}: the folder {config.parts!r} has {num_parts} "
+                f"parts, one for each worker; start {num_parts} workers, or partition the graph "
+                f"into {arguments.workers} parts"
+            )
+        result = launch(
+            train_worker, num_parts, config, backend=arguments.backend, timeout=timeout
+        )[0]
+        speaks = True
+    if speaks:
+        print(describe(result))
+        for what, path in (("checkpoint", config.checkpoint), ("report", config.report)):
+            if path is not None:
+                print(f"{what}: {path}")
+    return 0
+
+
+def _run_config(arguments: argparse.Namespace) -> RunConfig:
+    given = vars(arguments)
+
+    def choose(kind: type) -> dict[str, Any]:
+        names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+        return {name: given[name] for name in names if name in given}
+
+    resume = arguments.resume
+    if resume == "":
+        if arguments.checkpoint is None:
+            raise ValueError("--resume without a file means the file of --checkpoint: give one")
+        resume = arguments.checkpoint
+    if arguments.auto_resume and arguments.checkpoint is None:
+        raise ValueError("--auto-resume goes on from the file of --checkpoint: give one")
+    progress = "none" if arguments.quiet else "bar" if sys.stderr.isatty() else "lines"
+    for path, option in ((arguments.checkpoint, "--checkpoint"), (resume, "--resume")):
+        if path is not None and not Path(path).absolute().parent.is_dir():
+            raise ValueError(f"{option} {path}: there is no such folder")
+    return RunConfig(
+        parts=arguments.parts,
+        model=ModelConfig(name=arguments.model, **choose(ModelConfig)),
+        train=TrainConfig(**choose(TrainConfig)),
+        policy=SARPolicy(**choose(SARPolicy)),
+        checkpoint=arguments.checkpoint,
+        checkpoint_every=arguments.checkpoint_every,
+        resume=resume,
+        auto_resume=arguments.auto_resume,
+        allow_changes=arguments.allow_changes,
+        report=arguments.report,
+        overwrite=arguments.overwrite,
+        progress=progress,  # type: ignore[arg-type]
+    )
+
+
+def describe(result: TrainResult) -> str:
+    """A training's result as a few lines of text."""
+    lines = []
+    if result.losses:
+        lines.append(f"{result.epochs} epochs, last loss {result.losses[-1]:.6f}")
+    if result.stopped_early:
+        lines[-1] += ", stopped early"
+    if result.best is not None:
+        lines.append(f"best epoch {result.best_epoch}: {_accuracies(result.best)}")
+    return "\n".join(lines) or "nothing to train"
+
+
+def _accuracies(scores: Scores) -> str:
+    values = (("train", scores.train_accuracy), ("val", scores.val_accuracy))
+    named = [*values, ("test", scores.test_accuracy)]
+    return "  ".join(f"{name} {value:.4f}" for name, value in named if value is not None)
+
+
+def _verify(arguments: argparse.Namespace) -> int:
+    data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
+    torch.manual_seed(arguments.seed)
+    if arguments.model in MODELS:
+        classes = int(data.y.max()) + 1 if "y" in data else data.num_features
+        options = ("hidden", "layers", "heads", "out_heads", "dropout", "norm")
+        chosen = {name: getattr(arguments, name) for name in options}
+        config = ModelConfig(name=arguments.model, **chosen)
+        model = config.build(data.num_features, classes)
+    else:
+        model = imported_model(arguments.model, data)
+    names = [name.strip() for name in (arguments.args or "").split(",") if name.strip()]
+    report = verify(
+        model,
+        data,
+        arguments.workers,
+        policy=SARPolicy(mode=arguments.mode, prefetch=arguments.prefetch),
+        call=call_with(names) if names else None,
+        max_nodes=arguments.max_nodes,
+        method=arguments.method,
+        node_ids=arguments.node_ids,
+        seed=arguments.seed,
+    )
+    print(report)
+    return 0 if report.ok else EXIT_FAILURE
+
+
+def _demo(arguments: argparse.Namespace) -> int:
+    return demo.run(
+        demo.DemoConfig(
+            nodes=arguments.nodes,
+            workers=arguments.workers,
+            epochs=arguments.epochs,
+            mode=arguments.mode,
+            prefetch=arguments.prefetch,
+            seed=arguments.seed,
+            out=arguments.out,
+        )
+    )
+
+
+# Arguments ###################################################################
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="pyg-sar",
+        description="Exact full-batch training of PyTorch Geometric models on several workers.",
+    )
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+    _add_partition(commands)
+    _add_train(commands)
+    _add_verify(commands)
+    _add_demo(commands)
+    return parser
+
+
+def _command(commands: Any, name: str, run: Any, help: str, epilog: str) -> Any:
+    command = commands.add_parser(
+        name,
+        help=help,
+        description=help[0].upper() + help[1:] + ".",
+        epilog=epilog,
+        formatter_class=_Formatter,
+    )
+    command.add_argument("--debug", action="store_true", help="show tracebacks")
+    command.set_defaults(run=run)
+    return command
+
+
+class _Formatter(argparse.RawDescriptionHelpFormatter):
+    """Shows defaults where there are any, and the epilog as it is written."""
+
+    def _get_help_string(self, action: argparse.Action) -> str:
+        text = action.help or ""
+        shown = action.default is not None and not isinstance(action.default, bool)
+        if not shown or action.default == argparse.SUPPRESS:
+            return text
+        return text + " (default: %(default)s)"
+
+
+def _add_partition(commands: Any) -> None:
+    add = _command(
+        commands, "partition", _partition, "cut a graph into parts", _PARTITION_EPILOG
+    ).add_argument
+    add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
+    add("--parts", type=int, required=True, metavar="N", help="number of parts: one per worker")
+    add("--out", required=True, metavar="DIR", help="folder to write")
+    of_method = "who gets which node (metis-work: edges count as work, too)"
+    add("--method", choices=METHODS, default="metis", help=of_method)
+    add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
+    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
+    add("--overwrite", action="store_true", help="replace a partition in DIR")
+    add("--quiet", action="store_true", help="print the statistics only")
+
+
+def _node_ids(text: str) -> dict[str, bool]:
+    return {name.removesuffix("=no"): not name.endswith("=no") for name in text.split(",") if name}
+
+
+def _add_train(commands: Any) -> None:
+    command: argparse.ArgumentParser = _command(
+        commands, "train", _train, "train on a partitioned graph", _TRAIN_EPILOG
+    )
+    group = command.add_argument_group("workers").add_argument
+    group("--parts", required=True, metavar="DIR", help="folder of the partition")
+    group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
+    group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
+    group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
+    group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
+    group("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
+    group("--wire", choices=WIRES, default="exact", help="how halo rows travel")
+    group("--measure-every", type=int, metavar="N", help="epochs: report what a narrow wire costs")
+
+    _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")
+    _add_training(command)
+    _add_files(command)
+
+
+def _add_model(group: Any, **model: Any) -> None:
+    group("--model", default="gat", **model)
+    group("--hidden", type=int, metavar="N", help="width (default: 64; gat, gatv2: 8 per head)")
+    group("--layers", type=int, default=2, metavar="N", help="convolutions")
+    group("--heads", type=int, default=8, metavar="N", help="attention heads of hidden layers")
+    group("--out-heads", type=int, default=1, metavar="N", help="attention heads of the last")
+    group("--dropout", type=float, default=0.5, metavar="P", help="probability")
+    group("--norm", choices=NORMS, default="none", help="between layers")
+
+
+def _add_training(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("training").add_argument
+    group("--epochs", type=int, default=200, metavar="N", help="in all, resumed ones included")
+    group("--lr", type=float, default=0.01, help="learning rate")
+    group("--optimizer", choices=OPTIMIZERS, default="adam", help="the optimizer")
+    group("--weight-decay", type=float, default=5e-4, metavar="X", help="of all parameters")
+    group("--schedule", choices=SCHEDULES, default="none", help="of the learning rate")
+    group("--warmup", type=int, default=0, metavar="N", help="epochs of a linear ramp")
+    group("--step-size", type=int, default=50, metavar="N", help="of step and plateau")
+    group("--gamma", type=float, default=0.5, metavar="X", help="of step and plateau")
+    group("--label-smoothing", type=float, default=0.0, metavar="X", help="in [0, 1)")
+    group("--clip-norm", type=float, metavar="X", help="largest norm of all gradients")
+    group("--seed", type=int, default=0, help="of parameters and dropout")
+
+    group = command.add_argument_group("evaluation").add_argument
+    group("--eval-every", type=int, default=1, metavar="N", help="epochs")
+    group("--monitor", choices=("accuracy", "loss"), default="accuracy", help="on validation")
+    group("--patience", type=int, metavar="N", help="evaluations to wait, then stop early")
+    group("--split", type=int, default=0, metavar="K", help="column of two-dimensional masks")
+
+
+def _add_files(command: argparse.ArgumentParser) -> None:
+    group = command.add_argument_group("files").add_argument
+    group("--checkpoint", metavar="FILE", help="save here")
+    group("--checkpoint-every", type=int, default=10, metavar="N", help="epochs")
+    group(
+        "--resume",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="go on from here; without FILE: from --checkpoint",
+    )
+    group("--auto-resume", action="store_true", help="go on from --checkpoint if it exists")
+    group("--allow-changes", action="store_true", help="resume with other settings")
+    group("--report", metavar="DIR", help="write settings, metrics and a picture here")
+    group("--overwrite", action="store_true", help="replace another run's report")
+    group("--quiet", action="store_true", help="no progress")
+
+
+def _add_verify(commands: Any) -> None:
+    command = _command(
+        commands, "verify", _verify, "compare a model on workers with one process", _VERIFY_EPILOG
+    )
+    add = command.add_argument
+    add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
+    add("--workers", type=int, default=3, metavar="N", help="threads of this process")
+    add("--max-nodes", type=int, default=2000, metavar="N", help="look at a sample of N nodes")
+    add("--method", choices=METHODS, default="random", help="who gets which node")
+    add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
+    add("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
+    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")
+    add("--seed", type=int, default=0, help="of the sample and the parameters")
+    add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
+    group = command.add_argument_group("model").add_argument
+    _add_model(group, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
+
+
+def _add_demo(commands: Any) -> None:
+    add = _command(
+        commands, "demo", _demo, "compare 4 workers with one plain process, no download", ""
+    ).add_argument
+    default = demo.DemoConfig()
+    add("--nodes", type=int, default=default.nodes, metavar="N", help="of the synthetic graph")
+    add("--workers", type=int, default=default.workers, metavar="N", help="and parts")
+    add("--epochs", type=int, default=default.epochs, metavar="N", help="to train")
+    add("--mode", type=int, choices=(1, 2, 3), default=default.mode, help="of the layers")
+    add("--prefetch", type=int, default=default.prefetch, metavar="N", help="shards ahead")
+    add("--seed", type=int, default=default.seed, help="of graph, partition and parameters")
+    add("--out", default=default.out, metavar="DIR", help="for the partition and the picture")

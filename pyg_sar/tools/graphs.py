@@ -1,0 +1,411 @@
+"""Where the command line's graphs come from: one string names a source and its options.
+
+=========================================  =====================================================
+source                                     graph
+=========================================  =====================================================
+``synthetic``                              :class:`~pyg_sar.tools.synthetic.SyntheticGraph`
+``cora``, ``photo``, ``wikics``, ...       a dataset of PyG by name; or ``Class/Name``, as in
+                                           ``Planetoid/Cora``, or ``Class``
+``ogbn-arxiv``, ...                        a node dataset of OGB (needs the extra ``ogb``)
+``FILE.npz``                               arrays (:func:`~pyg_sar.tools.graph_files.load_npz`)
+``FILE.pt``                                a saved ``Data``
+=========================================  =====================================================
+
+Options follow a colon, as in ``synthetic:nodes=200000,degree=50`` or ``wikics:split=3``. They are
+the fields of :class:`GraphOptions` and, for ``synthetic``, of ``SyntheticGraph``.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.transforms import ToUndirected
+
+from pyg_sar.partition.hetero_partition import count_nodes
+from pyg_sar.partition.hetero_parts import edges_of_relations
+from pyg_sar.partition.parts import check_graph
+from pyg_sar.tools.graph_files import FILE_SUFFIXES, load_npz, load_saved, safe_data_classes
+from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
+
+DATASETS: dict[str, tuple[str, str | None]] = {
+    "actor": ("Actor", None),
+    "amazonphoto": ("Amazon", "Photo"),
+    "amazoncomputers": ("Amazon", "Computers"),
+    "amazonratings": ("HeterophilousGraphDataset", "Amazon-ratings"),
+    "citeseer": ("Planetoid", "CiteSeer"),
+    "coauthorcs": ("Coauthor", "CS"),
+    "coauthorphysics": ("Coauthor", "Physics"),
+    "computers": ("Amazon", "Computers"),
+    "cora": ("Planetoid", "Cora"),
+    "corafull": ("CitationFull", "Cora"),
+    "cs": ("Coauthor", "CS"),
+    "dblp": ("CitationFull", "DBLP"),
+    "flickr": ("Flickr", None),
+    "karateclub": ("KarateClub", None),
+    "minesweeper": ("HeterophilousGraphDataset", "Minesweeper"),
+    "photo": ("Amazon", "Photo"),
+    "physics": ("Coauthor", "Physics"),
+    "pubmed": ("Planetoid", "PubMed"),
+    "questions": ("HeterophilousGraphDataset", "Questions"),
+    "reddit": ("Reddit", None),
+    "reddit2": ("Reddit2", None),
+    "romanempire": ("HeterophilousGraphDataset", "Roman-empire"),
+    "tolokers": ("HeterophilousGraphDataset", "Tolokers"),
+    "wikics": ("WikiCS", None),
+    "yelp": ("Yelp", None),
+}
+"""Short names, in lower case without punctuation: the class in ``torch_geometric.datasets``, and
+the dataset's name where one class holds several."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GraphOptions:
+    """What is done to any graph after it is read.
+
+    Attributes:
+        split: ``'auto'``: the masks of the source (also ``[N, k]``), or ``'random'`` without any.
+            A number: that column of masks ``[N, k]``. ``'random'``: 60% of the labelled nodes for
+            training, 20% for validation, 20% for testing. ``'per_class'``: 20 of each class for
+            training, 30 for validation, the others for testing (Shchur et al., "Pitfalls of graph
+            neural network evaluation", 2018). Both are drawn by seed.
+        undirected: Add the reverse of each edge and drop duplicates; edge attributes of edges
+            that become one are combined by their maximum.
+        remove_self_loops: Drop edges from a node to itself, as PyG's own datasets mostly do.
+        normalize: Scale each row of ``x`` to sum 1 (PyG's ``NormalizeFeatures``).
+        sparse: Keep or make ``x`` a CSR matrix.
+        random_features: So many standard normal features where the source has no ``x``.
+    """
+
+    split: str = "auto"
+    undirected: bool = False
+    remove_self_loops: bool = False
+    normalize: bool = False
+    sparse: bool = False
+    random_features: int = 0
+
+    def __post_init__(self) -> None:
+        if self.split not in ("auto", "random", "per_class") and not self.split.isdecimal():
+            raise ValueError(
+                "Expected 'split' to be 'auto', 'random', 'per_class' or the number of a split "
+                f"(got {self.split!r})"
+            )
+        if self.random_features < 0:
+            raise ValueError(
+                f"Expected 'random_features' to be at least 0 (got {self.random_features})"
+            )
+
+
+def load_graph(
+    source: str,
+    *,
+    root: str | os.PathLike[str] | None = None,
+    seed: int = 0,
+    **options: Any,
+) -> Data | HeteroData:
+    """Loads a graph from a source (see the table of this module).
+
+    Args:
+        source: The source and, after a colon, its options.
+        root: The folder that holds downloaded datasets, or gets them. Default: ``data``. Of a
+            PyG dataset with several names, PyG's own ``root`` is taken as well.
+        seed: Seed of synthetic graphs, drawn splits and random features.
+        **options: More options; fields of :class:`GraphOptions` or, for ``synthetic``, also of
+            :class:`~pyg_sar.tools.synthetic.SyntheticGraph`.
+
+    Returns:
+        The graph, on the CPU.
+
+    Raises:
+        ValueError: When the source or an option is unknown, or the file can't be used.
+        ImportError: When the source needs an extra that is not installed.
+        OSError: When a file is missing or a dataset can't be downloaded.
+    """
+    name, written = parse_source(source)
+    given = {**written, **options}
+    allowed: list[type] = [GraphOptions]
+    if name == "synthetic":
+        allowed.append(SyntheticGraph)
+    common, *special = _choose(given, allowed, name)
+    settings = GraphOptions(**common)
+    data: Data | HeteroData
+    if name == "synthetic":
+        data = synthetic_graph(SyntheticGraph(**special[0]), seed)
+    elif Path(name).suffix in FILE_SUFFIXES:
+        data = load_npz(name) if Path(name).suffix == ".npz" else load_saved(name)
+    elif name.lower().startswith("ogbn-"):
+        data = _load_ogb(name.lower(), Path(root or "data"))
+    else:
+        data = _load_dataset(name, Path(root or "data"))
+    finish: Any = _finish_hetero if isinstance(data, HeteroData) else _finish
+    try:
+        return cast(Data | HeteroData, finish(data, settings, seed))
+    except ValueError as error:
+        raise ValueError(f"'{name}': {error}") from error
+
+
+def parse_source(source: str) -> tuple[str, dict[str, str]]:
+    """``'name:key=value,...'`` as the name and its options."""
+    name, colon, text = source.partition(":")
+    if not colon or "=" not in text:
+        return source, {}
+    options = {}
+    for item in text.split(","):
+        key, equals, value = item.partition("=")
+        if not equals or not key.strip() or not value.strip():
+            raise ValueError(
+                f"Expected options 'key=value,key=value' after '{name}:' (got {item!r})"
+            )
+        options[key.strip()] = value.strip()
+    return name, options
+
+
+def _choose(given: Mapping[str, Any], classes: list[type], name: str) -> list[dict[str, Any]]:
+    """Sorts options by the class that has the field, and converts what came as text."""
+    chosen: list[dict[str, Any]] = [{} for _ in classes]
+    kinds = [{field.name: str(field.type) for field in fields(cls)} for cls in classes]
+    for key, value in given.items():
+        for kind, options in zip(kinds, chosen, strict=True):
+            if key in kind:
+                options[key] = _convert(key, value, kind[key])
+                break
+        else:
+            known = [field for kind in kinds for field in kind]
+            close = difflib.get_close_matches(key, known, n=1)
+            hint = f"; did you mean '{close[0]}'?" if close else "."
+            raise ValueError(
+                f"Unknown option '{key}' of '{name}'{hint} Choose from {', '.join(known)}"
+            )
+    return chosen
+
+
+def _convert(key: str, value: Any, kind: str) -> Any:
+    """An option's value as its field's type."""
+    if kind == "str":
+        return str(value)
+    if kind == "bool":
+        text = str(value).lower()
+        if text not in ("true", "false", "1", "0", "yes", "no"):
+            raise ValueError(f"Expected '{key}' to be true or false (got {value!r})")
+        return text in ("true", "1", "yes")
+    try:
+        number = float(value)
+    except (TypeError, ValueError):
+        raise ValueError(f"Expected '{key}' to be a number (got {value!r})") from None
+    if kind == "float":
+        return number
+    if not number.is_integer():
+        raise ValueError(f"Expected '{key}' to be a whole number (got {value!r})")
+    return int(value) if isinstance(value, int) else int(number)
+
+
+# Datasets ################################################################################
+
+
+def _load_dataset(name: str, root: Path) -> Data | HeteroData:
+    """A graph of ``torch_geometric.datasets``."""
+    import torch_geometric.datasets as datasets
+
+    short = re.sub("[^a-z0-9]", "", name.lower())
+    family, _, member = name.partition("/")
+    if short in DATASETS:
+        family, member = DATASETS[short][0], DATASETS[short][1] or ""
+    kind = getattr(datasets, family, None)
+    if not inspect.isclass(kind):
+        raise ValueError(_unknown_source(name))
+    parameters = inspect.signature(kind).parameters
+    if "name" in parameters and not member:
+        raise ValueError(f"'{family}' holds several datasets; write '{family}/NAME'")
+    folder = root if member and (root / member).is_dir() else root / family
+    arguments: dict[str, Any] = {"root": str(folder)} if "root" in parameters else {}
+    if member:
+        arguments["name"] = member
+    try:
+        dataset = kind(**arguments)
+    except ImportError as error:
+        raise ImportError(
+            f"PyG reads the dataset '{name}' with '{error.name}', which is not installed: "
+            f"pip install {error.name}"
+        ) from error
+    except OSError as error:
+        raise OSError(_unavailable(name, folder, error)) from error
+    return _single_graph(dataset, name)
+
+
+def _unavailable(name: str, folder: Path, error: OSError) -> str:
+    return (
+        f"The dataset '{name}' is not in '{folder}', and could not be downloaded and processed "
+        f"there: {error}; set 'root' to a writable folder that holds it"
+    )
+
+
+def _single_graph(dataset: Any, name: str) -> Data | HeteroData:
+    if len(dataset) != 1:
+        raise ValueError(f"'{name}' holds {len(dataset)} graphs; only single graphs are supported")
+    data = dataset[0]
+    if type(data) not in (Data, HeteroData):
+        raise ValueError(f"'{name}' is neither a Data nor a HeteroData ({type(data).__name__})")
+    return data
+
+
+def _unknown_source(name: str) -> str:
+    known = ["synthetic", *DATASETS]
+    close = difflib.get_close_matches(name.lower(), known, n=1)
+    hint = f"; did you mean '{close[0]}'?" if close else "."
+    return (
+        f"Unknown graph '{name}'{hint} Choose 'synthetic', a dataset ({', '.join(DATASETS)}), "
+        "'Class/Name' of torch_geometric.datasets, 'ogbn-NAME', or a file ending in "
+        f"{' or '.join(FILE_SUFFIXES)}"
+    )
+
+
+def _load_ogb(name: str, root: Path) -> Data:
+    """A node dataset of OGB, its splits as masks."""
+    try:
+        from ogb.nodeproppred import PygNodePropPredDataset
+    except ImportError as error:
+        raise ImportError(
+            f"'{name}' needs the extra 'ogb', which is not installed: pip install 'pyg_sar[ogb]'"
+        ) from error
+    try:
+        with safe_data_classes():  # OGB's files are pickled Data objects.
+            dataset = PygNodePropPredDataset(name=name, root=str(root))
+            data, split = dataset[0], dataset.get_idx_split()
+    except OSError as error:
+        raise OSError(_unavailable(name, root, error)) from error
+    if "edge_index" not in data or not isinstance(split["train"], Tensor):
+        raise ValueError(f"'{name}' is not a homogeneous graph; only those are supported")
+    num_nodes = data.num_nodes
+    for part, mask in (("train", "train_mask"), ("valid", "val_mask"), ("test", "test_mask")):
+        data[mask] = torch.zeros(num_nodes, dtype=torch.bool)
+        data[mask][split[part]] = True
+    return data
+
+
+# After reading ###########################################################################
+
+
+def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
+    """Applies :class:`GraphOptions`."""
+    rng = np.random.default_rng([seed, 1])  # Not the stream that a synthetic graph was drawn by.
+    num_nodes = data.num_nodes
+    if num_nodes is None:
+        raise ValueError("The graph does not tell its number of nodes")
+    y = data.get("y")
+    if isinstance(y, Tensor) and y.dim() == 2 and y.size(1) == 1:
+        data.y = y.view(-1)
+    if data.get("x") is None and options.random_features:
+        x = rng.standard_normal((num_nodes, options.random_features), dtype=np.float32)
+        data.x = torch.from_numpy(x)
+    if data.get("x") is not None:
+        data.x = _prepare_features(data.x, options)
+    data.num_nodes = num_nodes
+    if data.get("edge_index") is not None:
+        check_graph(data)
+    if options.remove_self_loops:
+        data = data.edge_subgraph(data.edge_index[0] != data.edge_index[1])
+    if options.undirected:
+        data = ToUndirected(reduce="max")(data)
+    return _apply_split(data, options.split, rng)
+
+
+def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> HeteroData:
+    """Applies :class:`GraphOptions` to each node type and relation."""
+    rng = np.random.default_rng([seed, 1])
+    counts = {name: count_nodes(name, data[name]) for name in data.node_types}
+    edges_of_relations(data, counts)
+    for name, count in counts.items():
+        store: Any = data[name]
+        if store.get("x") is None and options.random_features:
+            x = rng.standard_normal((count, options.random_features), dtype=np.float32)
+            store.x = torch.from_numpy(x)
+        if store.get("x") is not None:
+            store.x = _prepare_features(store.x, options)
+        store.num_nodes = count
+        if store.get("y") is not None:
+            _apply_split(store, options.split, rng)
+    if options.remove_self_loops:
+        for store in data.edge_stores:
+            if store._key[0] == store._key[2]:
+                kept = store.edge_index[0] != store.edge_index[1]
+                for name in store.edge_attrs():
+                    store[name] = store[name][..., kept] if "index" in name else store[name][kept]
+    return ToUndirected(reduce="max")(data) if options.undirected else data
+
+
+def _prepare_features(x: Tensor, options: GraphOptions) -> Tensor:
+    if x.layout != torch.strided and not options.sparse:
+        x = x.to_dense()
+    if options.normalize and x.layout == torch.strided:
+        x = x - x.min() if x.numel() else x
+        x = x / x.sum(dim=-1, keepdim=True).clamp(min=1.0)
+    elif options.normalize:
+        crow, column, values = x.crow_indices(), x.col_indices(), x.values()
+        row = torch.repeat_interleave(torch.arange(x.size(0)), crow.diff())
+        total = values.new_zeros(x.size(0)).index_add(0, row, values).clamp(min=1.0)
+        x = torch.sparse_csr_tensor(crow, column, values / total[row], x.shape)
+    return x.to_sparse_csr() if options.sparse and x.layout == torch.strided else x
+
+
+def _apply_split(data: Data, split: str, rng: np.random.Generator) -> Data:
+    masks = [name for name in data.keys() if name.endswith("_mask")]  # noqa: SIM118
+    if split.isdecimal():
+        several = [name for name in masks if data[name].dim() == 2]
+        number = min((data[name].size(1) for name in several), default=0)
+        if int(split) >= number:
+            raise ValueError(
+                f"Expected 'split' below {number}, the number of splits of this graph "
+                f"(got {split}); or draw one with split=random or split=per_class"
+            )
+        for name in several:
+            data[name] = data[name][:, int(split)].contiguous()
+        return data
+    if split == "auto" and ("train_mask" in masks or data.get("y") is None):
+        return data
+    for name in masks:
+        del data[name]
+    chosen = _draw_per_class(data, rng) if split == "per_class" else _draw_random(data, rng)
+    for name, nodes in zip(("train_mask", "val_mask", "test_mask"), chosen, strict=True):
+        mask = torch.zeros(data.num_nodes, dtype=torch.bool)
+        mask[torch.from_numpy(nodes)] = True
+        data[name] = mask
+    return data
+
+
+def _labelled(data: Data) -> Tensor:
+    """The nodes that have a label: y >= 0, or not NaN."""
+    y = data.get("y")
+    if not isinstance(y, Tensor) or y.dim() == 0 or y.size(0) != data.num_nodes:
+        raise ValueError("A split is drawn among labelled nodes, but the graph has no 'y' per node")
+    known = ~y.isnan() if y.is_floating_point() else y >= 0
+    return (known if y.dim() == 1 else known.flatten(1).any(dim=1)).nonzero().view(-1)
+
+
+def _draw_random(data: Data, rng: np.random.Generator) -> list[Any]:
+    nodes = rng.permutation(_labelled(data).numpy())
+    return np.split(nodes, [nodes.size * 6 // 10, nodes.size * 8 // 10])
+
+
+def _draw_per_class(data: Data, rng: np.random.Generator) -> list[Any]:
+    nodes = rng.permutation(_labelled(data).numpy())
+    if data.y.dim() != 1:
+        raise ValueError(
+            "split=per_class needs one class per node, 'y' of shape [num_nodes] "
+            f"(got {list(data.y.shape)}); use split=random"
+        )
+    labels = data.y[torch.from_numpy(nodes)].numpy()
+    order = np.argsort(labels, kind="stable")
+    _, starts, counts = np.unique(labels[order], return_index=True, return_counts=True)
+    place = np.arange(nodes.size) - np.repeat(starts, counts)  # Position within the class.
+    nodes = nodes[order]
+    return [nodes[place < 20], nodes[(place >= 20) & (place < 50)], nodes[place >= 50]]

@@ -1,0 +1,407 @@
+"""``verify(model, data)``: does this model give on workers what it gives in one process?
+
+A small part of the graph goes through the model in one process (plain PyG) and on a few workers
+that are threads, in float64 and from the same parameters. Outputs, gradients and buffers are
+compared, and what passes between the modules: the first difference names the place.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import os
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+from pyg_sar.comm.group import current
+from pyg_sar.comm.launch import launch
+from pyg_sar.convert import distribute
+from pyg_sar.errors import WorkerError
+from pyg_sar.ledger import HALO_KINDS, Ledger
+from pyg_sar.nn import OneShotWarning
+from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.node_ids import NodeIds, said_of
+from pyg_sar.partition.node_lists import PLACE, restricted, without_lists
+from pyg_sar.partition.storage import write_partitions
+from pyg_sar.policy import SARPolicy
+from pyg_sar.reduction.metrics import mean
+from pyg_sar.tools.comparison import ModelPass, compare
+from pyg_sar.tools.recording import (
+    NoDropout,
+    Recorder,
+    Rows,
+    StandIn,
+    floats,
+    put,
+    watched,
+    without_dropout,
+)
+from pyg_sar.tools.verify_report import LayerReport, VerifyReport
+
+__all__ = ["call_with", "sample_nodes", "verify"]
+
+Call = Callable[[nn.Module, Data], Any]
+_MOST_FAILURES = 50
+
+
+def verify(
+    model: nn.Module,
+    data: Data,
+    num_workers: int = 3,
+    *,
+    policy: SARPolicy | None = None,
+    call: Call | None = None,
+    max_nodes: int = 2000,
+    method: str = "random",
+    tolerance: float = 1e-9,
+    seed: int = 0,
+    timeout: float = 300.0,
+    node_ids: NodeIds | None = None,
+) -> VerifyReport:
+    r"""Compares a model on a few workers with itself in one process, before a long run.
+
+    .. code-block:: python
+
+        report = pyg_sar.verify(model, data)
+        print(report)     # a line per layer, and the first difference
+        assert report.ok
+
+    Both run in float64 from ``model``'s parameters, in its mode (``model.training``), with dropout
+    switched off. The loss is a fixed weighting of all outputs. ``model`` and ``data`` stay as they
+    are. While it runs, the default dtype of the process is float64.
+
+    Args:
+        model: A plain PyG model.
+        data: The graph, or a part of it.
+        num_workers: Workers: threads of this process.
+        policy: How layers run.
+        call: Runs the model, ``call(model, data)``. By default the arguments of ``forward``
+            without a default value are attributes of ``data`` by their names; see
+            :func:`call_with`.
+        max_nodes: Larger graphs are sampled: randomly chosen nodes, grown along edges, with the
+            edges between them.
+        method: How nodes are given to workers (see :func:`pyg_sar.write_partitions`).
+        tolerance: The largest error :math:`\max |a - b| / \max |b|` that counts as equal.
+        seed: Of the sample.
+        timeout: Seconds that an operation of a worker may take.
+        node_ids: Attributes that hold node ids (see :func:`pyg_sar.write_partitions`).
+
+    Returns:
+        A report with ``ok``, ``layers``, ``refused``, ``first_difference``; ``str(report)`` is a
+        table.
+
+    Raises:
+        ValueError: When an argument is out of range, or the model can't be called.
+        Exception: Whatever the model raises in one process.
+    """
+    if num_workers < 1 or max_nodes < 1:
+        raise ValueError(
+            "Expected 'num_workers' and 'max_nodes' to be at least 1 (got "
+            f"{num_workers} and {max_nodes})"
+        )
+    with _float64():
+        part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))
+        plain = without_dropout(copy.deepcopy(model)).double()
+        run = call or call_with(_required(plain, part))
+        expected = _reference(plain, part, run)
+        with tempfile.TemporaryDirectory() as folder:
+            root = os.path.join(folder, "parts")
+            write_partitions(part, num_workers, root, method, seed, node_ids=node_ids)
+            task = _Task(plain, run, root, policy or SARPolicy(), expected, _lists(part, node_ids))
+            report = VerifyReport(
+                type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
+                tolerance,
+            )  # fmt: skip
+            _run(task, report, num_workers, timeout)
+    return report
+
+
+def call_with(names: Sequence[str]) -> Call:
+    """A ``call`` that passes the attributes ``names`` of the graph by keyword."""
+
+    def call(model: nn.Module, data: Data) -> Any:
+        return model(**{name: data if name == "data" else data[name] for name in names})
+
+    return call
+
+
+def _required(model: nn.Module, data: Data) -> list[str]:
+    kinds = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    parameters = inspect.signature(model.forward).parameters.values()
+    names = [p.name for p in parameters if p.default is p.empty and p.kind in kinds]
+    missing = [name for name in names if name not in data and name != "data"]
+    if missing or not names:
+        raise ValueError(
+            f"{type(model).__name__}.forward() takes {missing or 'no named arguments'}, which "
+            "'data' does not hold by that name; pass call=lambda model, data: model(data.x, ...)"
+        )
+    return names
+
+
+# The sample ##################################################################
+
+
+def sample_nodes(
+    data: Data, max_nodes: int, seed: int = 0, node_ids: NodeIds | None = None
+) -> Data:
+    """The subgraph of at most ``max_nodes`` nodes: a few drawn at random, grown along edges.
+
+    Args:
+        data: A graph.
+        max_nodes: How many nodes to keep.
+        seed: Of the draw.
+        node_ids: See :func:`pyg_sar.write_partitions`; lists of node ids keep their kept nodes.
+
+    Returns:
+        ``data`` itself where it is small enough.
+    """
+    nodes = data.num_nodes
+    if nodes is None or nodes <= max_nodes:
+        return data
+    draw = torch.Generator().manual_seed(seed)
+    order = torch.randperm(nodes, generator=draw)
+    kept = torch.zeros(nodes, dtype=torch.bool)
+    kept[order[: max(max_nodes // 20, 1)]] = True
+    source, target = data.edge_index.cpu()
+    while True:
+        reached = kept.clone()
+        reached[source[kept[target]]] = True
+        reached[target[kept[source]]] = True
+        new = order[(reached & ~kept)[order]]
+        room = max_nodes - int(kept.sum())
+        if not room:
+            break
+        # Where nothing is reached any more, another node is drawn.
+        kept[(new if new.numel() else order[~kept[order]][:1])[:room]] = True
+    nodes_kept = kept.nonzero().view(-1)
+    rest, lists = without_lists(data, nodes, said_of(node_ids, data.keys()))
+    sample = rest.subgraph(nodes_kept.to(data.edge_index.device))
+    return restricted(sample, lists, nodes_kept, nodes)
+
+
+def _doubled(data: Data) -> Data:
+    def double(value: Any) -> Any:
+        return value.double() if isinstance(value, Tensor) and value.is_floating_point() else value
+
+    return copy.copy(data).cpu().apply(double)
+
+
+@contextmanager
+def _float64() -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+# One pass ####################################################################
+
+
+@dataclass
+class _Task:
+    """What workers do."""
+
+    model: nn.Module
+    call: Call
+    root: str
+    policy: SARPolicy
+    expected: ModelPass
+    lists: dict[int, tuple[str, str | None]]
+    refused: dict[str, str] = field(default_factory=dict)
+
+
+def _lists(data: Data, node_ids: NodeIds | None) -> dict[int, tuple[str, str | None]]:
+    """Names and keys of the lists of node ids, by their length where no two have the same."""
+    _, lists = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()))
+    counts = [whole.ids.size(-1) for whole in lists]
+    return {
+        count: (whole.info.name, whole.info.key)
+        for count, whole in zip(counts, lists, strict=True)
+        if counts.count(count) == 1
+    }
+
+
+def _places(data: Data, name: str, key: str | None) -> Tensor:
+    found = data[f"{name}{PLACE}"]
+    place: Tensor = found if key is None else found[key]
+    return place
+
+
+def _values(tensor: Tensor, ids: Tensor | None) -> Tensor:
+    """One number per row, in which every entry has a weight of its own."""
+    rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.view(-1, 1)
+    place = torch.arange(rows.size(0)) if ids is None else ids
+    columns = torch.arange(rows.size(1))
+    weight = torch.cos(place.view(-1, 1) * 1.3 + columns * 0.7 + 0.1)
+    return (rows * weight + 0.1 * rows.square()).sum(-1)
+
+
+def _leaves(data: Data) -> tuple[Data, dict[str, Tensor]]:
+    """A copy whose dense floating point attributes take gradients."""
+    data, leaves = copy.copy(data), {}
+    for name, value in data:
+        dense = isinstance(value, Tensor) and value.layout == torch.strided
+        if dense and value.is_floating_point():
+            leaves[name] = data[name] = value.detach().clone().requires_grad_()
+    return data, leaves
+
+
+def _reference(plain: nn.Module, data: Data, call: Call) -> ModelPass:
+    """One process on the sample; uninitialized parameters get their shapes from the first call."""
+    if any(isinstance(p, nn.parameter.UninitializedParameter) for p in plain.parameters()):
+        with torch.no_grad(), NoDropout():
+            call(plain, data)
+    model = copy.deepcopy(plain)
+    rows = Rows(
+        data.num_nodes, data.num_edges, torch.arange(data.num_nodes), torch.arange(data.num_edges)
+    )
+    data, leaves = _leaves(data)
+    with NoDropout(), Recorder(model, keep_results=True).watch() as recorder:
+        outputs = floats(call(model, data))
+    loss = sum((_values(out, rows.ids(out)).mean() for out in outputs), torch.zeros(()))
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+    found = ModelPass(rows, recorder.events, [out.detach() for out in outputs])
+    found.results = recorder.results
+    return _with_gradients(found, model, leaves)
+
+
+def _with_gradients(found: ModelPass, model: nn.Module, leaves: Mapping[str, Tensor]) -> ModelPass:
+    found.input_grads = {name: leaf.grad for name, leaf in leaves.items()}
+    found.parameter_grads = {
+        name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
+    }
+    found.buffers = {name: b.detach().clone() for name, b in model.named_buffers()}
+    return found
+
+
+# Workers #####################################################################
+
+
+def _run(task: _Task, report: VerifyReport, num_workers: int, timeout: float) -> None:
+    """Runs workers until no layer fails any more: one that does is replaced by its results."""
+    refused = task.refused
+    settings: dict[str, Any] = {"backend": "threads", "timeout": timeout}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("ignore")
+        warnings.simplefilter("always", OneShotWarning)
+        refused.update(_innermost(launch(_refusals, num_workers, task, **settings)[0]))
+        while report.failure == "":
+            try:
+                workers = launch(_worker, num_workers, task, **settings)
+                break
+            except WorkerError as failure:
+                place, text = _place_of(failure)
+                if not place or place in refused or len(refused) == _MOST_FAILURES:
+                    report.failure = text
+                else:
+                    refused[place] = text
+    report.warnings = list(dict.fromkeys(str(warning.message) for warning in caught))
+    kinds = {name: type(module).__name__ for name, module in task.model.named_modules()}
+    report.refused = {f"{name or 'model'} ({kinds[name]})": why for name, why in refused.items()}
+    if "" in refused:
+        report.failure = refused[""]
+    if report.failure == "":
+        compare(task.model, task.expected, workers, report)
+
+
+def _place_of(failure: WorkerError) -> tuple[str, str]:
+    """The module in which a worker failed, and what it said."""
+    cause = failure.__cause__ or failure
+    text = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
+    return getattr(cause, "module_name", ""), text
+
+
+def _refusals(task: _Task) -> dict[str, str]:
+    """What distribute() refuses, module by module."""
+    found = {}
+    for name, module in watched(task.model).items():
+        try:
+            distribute(copy.deepcopy(module))
+        except (ValueError, TypeError) as error:
+            found[name] = str(error)
+    return found
+
+
+def _innermost(refused: Mapping[str, str]) -> dict[str, str]:
+    """Without the containers of refused modules."""
+    return {
+        name: why
+        for name, why in refused.items()
+        if not any(o != name and o.startswith(f"{name}." if name else "") for o in refused)
+    }
+
+
+def _worker(task: _Task) -> ModelPass:
+    """Two passes: one is compared, the other counted, when all that is kept has been made."""
+    mine = load_partition(task.root)
+    whole = task.expected.rows
+    lists = {count: _places(mine, *which) for count, which in task.lists.items()}
+    rows = Rows(whole.num_nodes, whole.num_edges, mine.n_id, mine.e_id, lists)
+    model = copy.deepcopy(task.model)
+    for name in task.refused:
+        put(model, name, StandIn(task.expected.results[name], rows))
+    model = distribute(model, task.policy)
+    recorder = Recorder(model)
+    try:
+        with recorder.watch():
+            found = _pass(task, model, mine, rows)
+    except Exception as error:
+        error.module_name = recorder.active[-1] if recorder.active else ""  # type: ignore
+        raise
+    found.events = recorder.events
+    with Ledger(current()) as ledger:
+        _pass(task, model, mine, rows)
+    plan = mine.edge_index.plan
+    for name, module in model.named_modules():
+        if isinstance(module, MessagePassing):
+            found.layers[name] = _layer(name, module, ledger, plan.num_halo)
+    return found
+
+
+def _pass(task: _Task, model: nn.Module, mine: Data, rows: Rows) -> ModelPass:
+    data, leaves = _leaves(mine)
+    model.zero_grad()
+    with NoDropout():
+        outputs = floats(task.call(model, data))
+    found = ModelPass(rows, {}, [out.detach().clone() for out in outputs])
+    if task.refused:
+        return found
+    _backward(task.expected, outputs, rows)
+    return _with_gradients(found, model, leaves)
+
+
+def _backward(expected: ModelPass, outputs: Sequence[Tensor], rows: Rows) -> None:
+    loss = torch.zeros(())
+    for out, whole in zip(outputs, expected.outputs, strict=True):
+        loss = loss + mean(_values(out, rows.ids(whole)))
+    if loss.requires_grad:
+        torch.autograd.backward(loss)
+
+
+def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
+    """How a layer ran on this worker."""
+    verdicts = layer.__dict__.get("_verdicts", {}).values()
+    needs = [verdict.needs for verdict in verdicts if verdict.needs is not None]
+    case = 0 if not needs else 2 if any(need.needs_sources for need in needs) else 1
+    label = layer.ledger_name
+    return LayerReport(
+        name=name,
+        kind=type(layer).__name__.removeprefix("Dist"),
+        strategy=", ".join(sorted({verdict.strategy for verdict in verdicts})) or "not called",
+        case=case,
+        received_bytes=sum(ledger.received_bytes(layer=label, kind=kind) for kind in HALO_KINDS),
+        resident_rows=ledger.peak_resident_rows(label),
+        halo_rows=halo,
+    )

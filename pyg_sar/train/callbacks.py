@@ -1,0 +1,115 @@
+"""Callbacks for the training loop: progress and checkpoints. Each is silent but on rank 0."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from tqdm import tqdm
+
+from pyg_sar.train.config import EpochRecord, Scores, TrainResult
+from pyg_sar.train.trainer import Callback, Trainer
+
+__all__ = ["CheckpointEvery", "LineProgress", "TqdmProgress"]
+
+
+def _write_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+class TqdmProgress(Callback):
+    """A progress bar over the epochs with loss and accuracies, on rank 0.
+
+    Args:
+        description: What stands before the bar.
+    """
+
+    def __init__(self, description: str = "train") -> None:
+        self.description = description
+        self._bar: tqdm[Any] | None = None
+        self._scores: Scores | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.comm.rank == 0:
+            self._scores = trainer.final
+            self._bar = tqdm(
+                total=trainer.config.epochs,
+                initial=trainer.epoch,
+                desc=self.description,
+                unit="epoch",
+            )
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if self._bar is None:
+            return
+        self._scores = record.scores or self._scores
+        self._bar.set_postfix(_figures(record.loss, self._scores), refresh=False)
+        self._bar.update()
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.close()
+            self._bar = None
+
+
+class LineProgress(Callback):
+    """A line per evaluation, on rank 0: for logs, where a bar would be noise.
+
+    Args:
+        write: Takes each line; by default it goes to stdout at once, also where that is a file.
+    """
+
+    def __init__(self, write: Callable[[str], object] = _write_line) -> None:
+        self.write = write
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if trainer.comm.rank == 0 and record.scores is not None:
+            figures = _figures(record.loss, record.scores)
+            text = "  ".join(f"{name} {value}" for name, value in figures.items())
+            self.write(f"epoch {record.epoch:4d}  {text}")
+
+
+class CheckpointEvery(Callback):
+    """Saves a checkpoint every so many epochs, and after the last one.
+
+    Args:
+        path: The file; each checkpoint replaces the one before in one step.
+        every: Epochs between checkpoints.
+        extra: Further values that JSON can hold, kept in the checkpoint.
+
+    Raises:
+        ValueError: When ``every`` is less than 1.
+    """
+
+    def __init__(self, path: str | os.PathLike[str], every: int = 1, **extra: object) -> None:
+        if every < 1:
+            raise ValueError(f"Expected 'every' to be at least 1 (got {every})")
+        self.path = path
+        self.every = every
+        self.extra = extra
+        self._saved = -1
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if record.epoch % self.every == 0:
+            self._save(trainer)
+
+    def on_end(self, trainer: Trainer, result: TrainResult) -> None:
+        if self._saved != trainer.epoch:
+            self._save(trainer)
+
+    def _save(self, trainer: Trainer) -> None:
+        trainer.save(self.path, **self.extra)
+        self._saved = trainer.epoch
+
+
+def _figures(loss: float, scores: Scores | None) -> dict[str, str]:
+    figures = {"loss": f"{loss:.4f}"}
+    if scores is not None:
+        for split in ("train", "val", "test"):
+            accuracy = getattr(scores, f"{split}_accuracy")
+            if accuracy is not None:
+                figures[split] = f"{accuracy:.4f}"
+    return figures

@@ -1,0 +1,385 @@
+"""Checkpoints: one safetensors file with a JSON header, nothing pickled.
+
+[Note: one file] A checkpoint is a single safetensors file: tensors (model, optimizer, random
+states, whatever the caller adds) and, in the header's metadata, JSON for everything else. One file
+can replace another in one rename, which a folder or a pair of files cannot: whoever is killed while
+saving leaves the previous checkpoint whole.
+
+[Note: all or none] Each collective step ends with every worker knowing whether every other one
+succeeded, so that a bad file or a full disk is the same error on all of them and nobody waits for a
+worker that has gone.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from pyg_sar.comm.group import Communicator, current
+from pyg_sar.errors import PygSarError
+from pyg_sar.files import replace_file, save_tensors
+from pyg_sar.reduction.replicas import check_replicas
+from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
+
+__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "save_checkpoint"]
+
+_FORMAT = "pyg_sar.train.checkpoint"
+_VERSION = 1
+_HEADER = "pyg_sar"
+_LABEL = ("", "", "checkpoint")
+
+
+class CheckpointError(PygSarError, ValueError):
+    """A checkpoint cannot be written, read, or used with this model or these workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Checkpoint:
+    """What a checkpoint held besides model, optimizer and random states.
+
+    Attributes:
+        state: The JSON values given to :func:`save_checkpoint`.
+        tensors: The tensors given to :func:`save_checkpoint`, on the CPU.
+        world_size: How many workers wrote it.
+    """
+
+    state: dict[str, Any]
+    tensors: dict[str, Tensor]
+    world_size: int
+
+
+@dataclass
+class _Content:
+    """A file's content as read: tensors by prefixed name, and the JSON header."""
+
+    tensors: dict[str, Tensor] = field(default_factory=dict)
+    header: dict[str, Any] = field(default_factory=dict)
+
+    def group(self, prefix: str) -> dict[str, Tensor]:
+        start = prefix + "/"
+        return {
+            name[len(start) :]: tensor
+            for name, tensor in self.tensors.items()
+            if name.startswith(start)
+        }
+
+
+def save_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    state: Mapping[str, Any] | None = None,
+    tensors: Mapping[str, Tensor] | None = None,
+    comm: Communicator | None = None,
+) -> None:
+    """Saves model, optimizer and every worker's random state. Collective: all workers call it.
+
+    Rank 0 writes to a hidden file beside ``path``, flushes it to disk and renames it; the call
+    returns on every worker once the file is there. Runs that save under one name don't disturb each
+    other: the last one stays.
+
+    Args:
+        path: The file. Its folder must exist on rank 0's host.
+        model: Its ``state_dict`` is saved; parameters are the same on every worker, but for rows
+            that each worker owns (:class:`~pyg_sar.nn.NodeEmbedding`), which are gathered.
+        optimizer: Saved too where given.
+        state: Values that JSON can hold (epoch, best values, configuration, schedule, ...).
+        tensors: Further tensors, rank 0's are written.
+        comm: The workers (:func:`pyg_sar.comm.group.current`).
+
+    Raises:
+        CheckpointError: on every worker, when rank 0 cannot write, or ``state`` is not JSON.
+        ValueError: on every worker, when parameters or buffers differ between them.
+    """
+    comm = comm or current()
+    check_replicas(model, comm)
+    random_states = _gather_random_states(comm)
+    try:
+        rows, owned = gather_rows(model, optimizer, tensors or {}, comm)
+    except ValueError as error:
+        raise CheckpointError(f"Cannot write the checkpoint {os.fspath(path)!r}: {error}") from None
+    problem: str | None = None
+    if comm.rank == 0:
+        try:
+            content = _collect(model, optimizer, state or {}, tensors or {}, comm.world_size)
+            content.tensors |= rows
+            content.header["owned"] = owned
+            content.tensors |= {f"random/{name}": value for name, value in random_states.items()}
+            _write(Path(path), content)
+        except (OSError, SafetensorError, TypeError, ValueError) as error:
+            problem = f"Cannot write the checkpoint {os.fspath(path)!r}: {error}"
+    _raise_everywhere(comm, problem)
+
+
+def load_checkpoint(
+    path: str | os.PathLike[str],
+    model: nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    weights: Literal["last", "best"] = "last",
+    restore_rng: bool | None = None,
+    comm: Communicator | None = None,
+) -> Checkpoint:
+    """Loads what :func:`save_checkpoint` wrote. Collective: all workers call it, all read the file.
+
+    Nothing is changed on any worker unless the file suits all of them. A model alone can be loaded
+    with any number of workers, one process included::
+
+        pyg_sar.load_checkpoint("run.ckpt", model, weights="best")
+
+    Args:
+        path: The file; on several hosts each needs it under this name (a shared folder).
+        model: Takes the parameters and buffers; of rows that each worker owns its own ones. If
+            their modules' ``n_id`` was set when saving and is now, any partition will do.
+        optimizer: Takes the optimizer state.
+        weights: ``'last'``: as of when it was saved. ``'best'``: the weights that a
+            :class:`pyg_sar.train.trainer.Trainer` found best on the validation nodes.
+        restore_rng: Whether each worker takes up its own random state again, without which dropout
+            draws other masks; default: where an optimizer is given, too. Needs as many workers as
+            wrote it.
+        comm: The workers (:func:`pyg_sar.comm.group.current`).
+
+    Raises:
+        CheckpointError: on every worker, when the file is missing, truncated, altered, newer, of
+            another model or optimizer, of another number of workers, or not the same file for all.
+    """
+    comm = comm or current()
+    restore = optimizer is not None if restore_rng is None else restore_rng
+    problem: str | None = None
+    content = _Content()
+    try:
+        content = _read(Path(path))
+        if model is not None:
+            _cut(content, model, optimizer, comm)
+        _check(content, model, optimizer, weights, comm.world_size if restore else None)
+    except CheckpointError as error:
+        problem = f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
+    _raise_everywhere(comm, problem)
+    _check_same_file(comm, path, content.header["sha256"])
+    if model is not None:
+        model.load_state_dict(content.group("model" if weights == "last" else "extra/best"))
+    if optimizer is not None:
+        _load_optimizer(content, optimizer)
+    if restore:
+        _set_random_states(comm, content.group("random"))
+    comm.barrier()
+    return Checkpoint(
+        state=content.header["state"],
+        tensors=content.group("extra"),
+        world_size=content.header["world_size"],
+    )
+
+
+def _cut(
+    content: _Content,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    comm: Communicator,
+) -> None:
+    """Leaves of rows that workers own those of this one."""
+    owned = content.header.get("owned", {})
+    try:
+        content.tensors = cut_rows(content.tensors, owned, model, optimizer, comm)
+    except ValueError as error:
+        raise CheckpointError(str(error)) from None
+
+
+def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
+    """See [Note: all or none]."""
+    problems = comm.all_gather_object(problem)
+    for rank, text in enumerate(problems):
+        if text is not None:
+            everywhere = problems.count(text) == comm.world_size
+            raise CheckpointError(text if everywhere else f"{text} (rank {rank})")
+
+
+def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: str) -> None:
+    digests = comm.all_gather_object(digest)
+    for rank, other in enumerate(digests):
+        if other != digests[0]:
+            raise CheckpointError(
+                f"Cannot load the checkpoint {os.fspath(path)!r}: ranks 0 and {rank} read "
+                "different files under this name; use a folder that all hosts share"
+            )
+
+
+# Random states ###############################################################
+
+
+def _gather_random_states(comm: Communicator) -> dict[str, Tensor]:
+    """Every worker's generator states, ``{device type: uint8 [world_size, bytes]}``."""
+    states = {"cpu": torch.get_rng_state()}
+    if comm.device.type == "cuda":
+        states["cuda"] = torch.cuda.get_rng_state(comm.device)
+    return {
+        name: torch.stack([s.cpu() for s in comm.all_gather(state.to(comm.device), label=_LABEL)])
+        for name, state in states.items()
+    }
+
+
+def _set_random_states(comm: Communicator, states: dict[str, Tensor]) -> None:
+    torch.set_rng_state(states["cpu"][comm.rank].clone())
+    if comm.device.type == "cuda" and "cuda" in states:
+        torch.cuda.set_rng_state(states["cuda"][comm.rank].clone(), comm.device)
+
+
+# To and from the file ########################################################
+
+
+def _collect(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer | None,
+    state: Mapping[str, Any],
+    extra: Mapping[str, Tensor],
+    world_size: int,
+) -> _Content:
+    content = _Content(header={"format": _FORMAT, "version": _VERSION, "world_size": world_size})
+    content.header["state"] = dict(state)
+    content.tensors |= {f"extra/{name}": tensor for name, tensor in extra.items()}
+    for name, tensor in model.state_dict().items():
+        if not isinstance(tensor, Tensor):
+            raise TypeError(f"model.state_dict()[{name!r}] is a {type(tensor).__name__}")
+        content.tensors[f"model/{name}"] = tensor
+    if optimizer is not None:
+        saved = optimizer.state_dict()
+        scalars: dict[str, dict[str, Any]] = {}
+        for index, entry in saved["state"].items():
+            for key, value in entry.items():
+                if isinstance(value, Tensor):
+                    content.tensors[f"optimizer/{index}/{key}"] = value
+                else:
+                    scalars.setdefault(str(index), {})[key] = value
+        content.header["optimizer"] = {
+            "class": type(optimizer).__name__,
+            "groups": [_plain_group(group) for group in saved["param_groups"]],
+            "scalars": scalars,
+        }
+    return content
+
+
+def _plain_group(group: Mapping[str, Any]) -> dict[str, Any]:
+    return {k: v.item() if isinstance(v, Tensor) else v for k, v in group.items()}
+
+
+def _load_optimizer(content: _Content, optimizer: torch.optim.Optimizer) -> None:
+    saved = content.header["optimizer"]
+    state: dict[int, dict[str, Any]] = {int(i): dict(v) for i, v in saved["scalars"].items()}
+    for name, tensor in content.group("optimizer").items():
+        index, key = name.split("/", 1)
+        state.setdefault(int(index), {})[key] = tensor
+    groups = []
+    for group, now in zip(saved["groups"], optimizer.param_groups, strict=True):
+        # JSON has lists only, and optimizers such as Adam hold tuples (``betas``).
+        groups.append(
+            {k: tuple(v) if isinstance(now.get(k), tuple) else v for k, v in group.items()}
+        )
+    optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+def _digest(content: _Content) -> str:
+    """SHA-256 over names, types, shapes and values of all tensors, and over the JSON header."""
+    total = hashlib.sha256()
+    header = {k: v for k, v in content.header.items() if k != "sha256"}
+    total.update(json.dumps(header, sort_keys=True).encode())
+    for name, tensor in sorted(content.tensors.items()):
+        total.update(f"{name}:{tensor.dtype}:{list(tensor.shape)}".encode())
+        if tensor.numel():
+            total.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return total.hexdigest()
+
+
+def _write(path: Path, content: _Content) -> None:
+    # Copies: safetensors refuses tensors that share memory, as tied weights do.
+    content.tensors = {
+        name: tensor.detach().cpu().clone().contiguous() for name, tensor in content.tensors.items()
+    }
+    content.header["sha256"] = _digest(content)
+    header = json.dumps(content.header, sort_keys=True, allow_nan=False)
+    replace_file(path, lambda file: save_tensors(content.tensors, file, {_HEADER: header}))
+
+
+def _read(path: Path) -> _Content:
+    if not path.is_file():
+        raise CheckpointError("there is no such file")
+    content = _Content()
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            header = (file.metadata() or {}).get(_HEADER)
+            if header is not None:
+                content.header = json.loads(header)
+                # Clones: the file may be replaced by the next checkpoint while it is mapped.
+                content.tensors = {k: file.get_tensor(k).clone() for k in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError, ValueError) as error:
+        raise CheckpointError(f"the file is truncated or damaged ({error})") from error
+    if content.header.get("format") != _FORMAT:
+        raise CheckpointError("this is not a checkpoint of pyg_sar")
+    version = content.header.get("version")
+    if isinstance(version, int) and version > _VERSION:
+        raise CheckpointError(
+            f"it has format version {version}, this package knows {_VERSION}; update pyg_sar"
+        )
+    if content.header.get("sha256") != _digest(content):
+        raise CheckpointError("its checksum is wrong: the file was altered after it was written")
+    return content
+
+
+def _check(
+    content: _Content,
+    model: nn.Module | None,
+    optimizer: torch.optim.Optimizer | None,
+    weights: str,
+    world_size: int | None,
+) -> None:
+    if weights not in ("last", "best"):
+        raise CheckpointError(f"Expected 'weights' to be 'last' or 'best' (got {weights!r})")
+    written_by = content.header["world_size"]
+    if world_size is not None and written_by != world_size:
+        raise CheckpointError(
+            f"it was written by {written_by} workers, this run has {world_size}; start "
+            f"{written_by} workers, or load the model alone"
+        )
+    if model is not None:
+        group = content.group("model" if weights == "last" else "extra/best")
+        if not group:
+            raise CheckpointError(f"it holds no {weights!r} weights")
+        _check_model(group, model)
+    if optimizer is not None:
+        _check_optimizer(content.header.get("optimizer"), optimizer)
+
+
+def _check_model(saved: Mapping[str, Tensor], model: nn.Module) -> None:
+    now = {k: v for k, v in model.state_dict().items() if isinstance(v, Tensor)}
+    notes = [f"{name} is only in the checkpoint" for name in saved if name not in now]
+    notes += [f"{name} is only in the model" for name in now if name not in saved]
+    for name, tensor in now.items():
+        other = saved.get(name, tensor)
+        if (other.shape, other.dtype) != (tensor.shape, tensor.dtype):
+            notes.append(
+                f"{name} is {other.dtype} {list(other.shape)} in the checkpoint, "
+                f"{tensor.dtype} {list(tensor.shape)} in the model"
+            )
+    if notes:
+        more = f", and {len(notes) - 3} more" if len(notes) > 3 else ""
+        raise CheckpointError(f"it is of another model: {'; '.join(notes[:3])}{more}")
+
+
+def _check_optimizer(saved: Mapping[str, Any] | None, optimizer: torch.optim.Optimizer) -> None:
+    if saved is None:
+        raise CheckpointError("it holds no optimizer state")
+    sizes = [len(group["params"]) for group in saved["groups"]]
+    now = [len(group["params"]) for group in optimizer.param_groups]
+    if saved["class"] != type(optimizer).__name__ or sizes != now:
+        raise CheckpointError(
+            f"it is of another optimizer: {saved['class']} with {sizes} parameters per group, "
+            f"this run has {type(optimizer).__name__} with {now}"
+        )

@@ -1,0 +1,158 @@
+"""Settings and records of the training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from pyg_sar.train.schedule import SCHEDULES, Constant, Cosine, Plateau, Schedule, Step, Warmup
+
+__all__ = ["OPTIMIZERS", "EpochRecord", "Scores", "TrainConfig", "TrainResult"]
+
+#: Names that :class:`TrainConfig` takes.
+OPTIMIZERS: tuple[str, ...] = ("adam", "adamw", "sgd")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainConfig:
+    """Settings of a :class:`pyg_sar.train.trainer.Trainer`.
+
+    Args:
+        epochs: Steps to train; each sees the whole graph once.
+        lr: Learning rate.
+        optimizer: ``'adam'``, ``'adamw'`` or ``'sgd'``.
+        weight_decay: L2 penalty (``adam``, ``sgd``) or decoupled decay (``adamw``), all parameters.
+        schedule: ``'none'``, ``'cosine'`` (to 0 at the last epoch), ``'step'`` (times ``gamma``
+            every ``step_size`` epochs), ``'plateau'`` (times ``gamma`` after ``step_size``
+            evaluations without a better validation value).
+        warmup: Epochs of a linear ramp before the schedule.
+        step_size: See ``schedule``.
+        gamma: See ``schedule``.
+        label_smoothing: Share of each label spread over all classes, in ``[0, 1)``.
+        clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
+        eval_every: Epochs between evaluations; the last epoch is always evaluated.
+        monitor: What "better" means on the validation nodes: ``'accuracy'`` or ``'loss'``.
+        patience: Stop after this many evaluations without a better validation value.
+        restore_best: Whether ``Trainer.fit`` leaves the best weights in the model, not the last.
+        split: The column of two-dimensional masks (``[num_nodes, num_splits]``).
+        seed: Seeds each worker's random state (dropout) when training starts, differently on each;
+            ``None`` leaves the random state as it is.
+
+    Raises:
+        ValueError: for a setting out of range.
+    """
+
+    epochs: int = 200
+    lr: float = 0.01
+    optimizer: Literal["adam", "adamw", "sgd"] = "adam"
+    weight_decay: float = 5e-4
+    schedule: Literal["none", "cosine", "step", "plateau"] = "none"
+    warmup: int = 0
+    step_size: int = 50
+    gamma: float = 0.5
+    label_smoothing: float = 0.0
+    clip_norm: float | None = None
+    eval_every: int = 1
+    monitor: Literal["accuracy", "loss"] = "accuracy"
+    patience: int | None = None
+    restore_best: bool = True
+    split: int = 0
+    seed: int | None = 0
+
+    def __post_init__(self) -> None:
+        _check(self.epochs >= 0, "epochs", self.epochs, "at least 0")
+        _check(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a positive number")
+        _check(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, _one_of(OPTIMIZERS))
+        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
+        _check(self.schedule in SCHEDULES, "schedule", self.schedule, _one_of(SCHEDULES))
+        _check(self.warmup >= 0, "warmup", self.warmup, "at least 0")
+        _check(self.step_size >= 1, "step_size", self.step_size, "at least 1")
+        _check(0 < self.gamma <= 1, "gamma", self.gamma, "in (0, 1]")
+        _check(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "in [0, 1)")
+        clip = self.clip_norm
+        _check(clip is None or clip > 0, "clip_norm", clip, "positive or None")
+        _check(self.eval_every >= 1, "eval_every", self.eval_every, "at least 1")
+        monitors = ("accuracy", "loss")
+        _check(self.monitor in monitors, "monitor", self.monitor, _one_of(monitors))
+        wait = self.patience
+        _check(wait is None or wait >= 1, "patience", wait, "at least 1 or None")
+        _check(self.split >= 0, "split", self.split, "at least 0")
+        _check(self.seed is None or self.seed >= 0, "seed", self.seed, "at least 0 or None")
+
+    def make_schedule(self) -> Schedule:
+        """The learning-rate schedule that the settings describe."""
+        schedule: Schedule = Constant()
+        if self.schedule == "cosine":
+            schedule = Cosine(self.epochs - self.warmup)
+        elif self.schedule == "step":
+            schedule = Step(self.step_size, self.gamma)
+        elif self.schedule == "plateau":
+            schedule = Plateau(self.step_size, self.gamma)
+        return Warmup(schedule, self.warmup) if self.warmup else schedule
+
+
+def _check(good: bool, argument: str, value: object, wanted: str) -> None:
+    if not good:
+        raise ValueError(f"Expected {argument!r} to be {wanted} (got {value!r})")
+
+
+def _one_of(names: Iterable[str]) -> str:
+    return "one of " + ", ".join(map(repr, names))
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Scores:
+    """Global accuracy and mean cross entropy per split; ``None`` for a split without nodes."""
+
+    train_accuracy: float | None
+    val_accuracy: float | None
+    test_accuracy: float | None
+    train_loss: float | None
+    val_loss: float | None
+    test_loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class EpochRecord:
+    """One epoch.
+
+    Attributes:
+        epoch: Counted from 1.
+        loss: The global training loss that the step was taken on (in training mode, before it).
+        lr: The learning rate of the step.
+        grad_norm: Euclidean norm of all gradients before clipping; ``None`` when not clipping.
+        seconds: Duration of step and evaluation on this worker.
+        scores: Evaluation after the step, in the epochs that have one.
+    """
+
+    epoch: int
+    loss: float
+    lr: float
+    grad_norm: float | None
+    seconds: float
+    scores: Scores | None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TrainResult:
+    """What ``Trainer.fit`` returns, the same on every worker but for ``seconds``.
+
+    Attributes:
+        epochs: Epochs done in all, those before a resume included.
+        losses: The training loss of each of them.
+        best_epoch: The epoch with the best validation value; the last one without validation nodes.
+        best: The scores of that epoch.
+        final: The scores of the last evaluation.
+        stopped_early: Whether ``patience`` ended the training.
+        seconds: Duration of this call.
+    """
+
+    epochs: int
+    losses: list[float]
+    best_epoch: int
+    best: Scores | None
+    final: Scores | None
+    stopped_early: bool
+    seconds: float

@@ -1,0 +1,126 @@
+"""What a narrow wire costs: the gradient's true error, measured against the exact wire."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.group import Communicator, Label, current
+from pyg_sar.nn import DistMessagePassing
+from pyg_sar.reduction.owned_rows import owned_parameters
+
+_LABEL: Label = ("", "", "gradient error")
+
+ALL = "all parameters"
+"""The name of the error of all parameters together."""
+
+
+def narrow_layers(model: torch.nn.Module) -> list[Any]:
+    """The model's layers whose halo rows travel rounded."""
+    layers = [m for m in model.modules() if isinstance(m, DistMessagePassing)]
+    return [layer for layer in layers if layer.policy.wire != "exact"]
+
+
+def measure_every(model: torch.nn.Module) -> int | None:
+    """The smallest ``measure_every`` of the policies of layers with a narrow wire."""
+    return min((n for m in narrow_layers(model) if (n := m.policy.measure_every)), default=None)
+
+
+def gradient_error(
+    model: torch.nn.Module, closure: Callable[[], Any], *, comm: Communicator | None = None
+) -> dict[str, float]:
+    r"""Runs a step's passes with the exact wire and as the policies say, and compares gradients.
+
+    .. math:: \| \tilde g - g \|_2 \; / \; \| g \|_2
+
+    with :math:`g` the exact gradient of a parameter. Collective. Both runs see the same random
+    numbers; parameters' ``.grad``, buffers and the random state are afterwards as they were. Open
+    ledgers record the result (:attr:`pyg_sar.Ledger.gradient_errors`).
+
+    Args:
+        model: What :func:`pyg_sar.distribute` returned.
+        closure: Forward pass, loss and ``backward()``; no optimizer step.
+        comm: The workers; the current ones by default.
+
+    Returns:
+        The relative error by parameter name, and under ``'all parameters'`` that of all of them
+        together; the same on every worker. 0 where both gradients are, infinite where only the
+        exact one is.
+    """
+    comm = comm or current()
+    layers = narrow_layers(model)
+    policies = [layer.policy for layer in layers]
+    kept = [(p, p.grad) for p in model.parameters()]
+    try:
+        for layer, policy in zip(layers, policies, strict=True):
+            layer.policy = replace(policy, wire="exact")
+        exact = _gradients(model, closure, comm)
+        for layer, policy in zip(layers, policies, strict=True):
+            layer.policy = policy
+        narrow = _gradients(model, closure, comm)
+    finally:
+        for layer, policy in zip(layers, policies, strict=True):
+            layer.policy = policy
+        for parameter, gradient in kept:
+            parameter.grad = gradient
+    errors = _compare(model, narrow, exact, comm)
+    for ledger in comm.ledgers:
+        ledger.gradient_errors.append(errors)
+    return errors
+
+
+def _gradients(
+    model: torch.nn.Module, closure: Callable[[], Any], comm: Communicator
+) -> list[Tensor | None]:
+    for parameter in model.parameters():
+        parameter.grad = None
+    devices = [comm.device] if comm.device.type == "cuda" else []
+    with torch.random.fork_rng(devices), _same_buffers(model):
+        closure()
+    return [parameter.grad for parameter in model.parameters()]
+
+
+@contextmanager
+def _same_buffers(model: torch.nn.Module) -> Iterator[None]:
+    kept = [(buffer, buffer.clone()) for buffer in model.buffers()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in kept:
+                buffer.copy_(value)
+
+
+def _compare(
+    model: torch.nn.Module,
+    narrow: Sequence[Tensor | None],
+    exact: Sequence[Tensor | None],
+    comm: Communicator,
+) -> dict[str, float]:
+    names = [name for name, _ in model.named_parameters()]
+    parameters = list(model.parameters())
+    own = {id(rows) for _, _, rows in owned_parameters(model)}
+    sums = torch.zeros(len(names), 2, dtype=torch.float64, device=comm.device)
+    for row, parameter, found, true in zip(sums, parameters, narrow, exact, strict=True):
+        if comm.rank != 0 and id(parameter) not in own:
+            continue  # Rank 0 holds the same gradient.
+        nothing = torch.zeros_like(parameter)
+        found, true = (nothing if g is None else g for g in (found, true))
+        row[0] = (found.double() - true.double()).square().sum()
+        row[1] = true.double().square().sum()
+    comm.all_reduce(sums, label=_LABEL)
+    table = dict(zip(names, sums.tolist(), strict=True))
+    table[ALL] = sums.sum(0).tolist()
+    return {name: _ratio(*pair) for name, pair in table.items()}
+
+
+def _ratio(difference: float, size: float) -> float:
+    if difference == 0:
+        return 0.0
+    return math.sqrt(difference / size) if size > 0 else math.inf
