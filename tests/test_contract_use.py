@@ -419,15 +419,31 @@ def test_module_hooks(graph: Data, root: Path):
 # Several graphs, errors ######################################################
 
 
-def test_one_model_on_two_graphs(partitions: Partitions, graph: Data, root: Path):
+class OverSizes(MessagePassing):
+    """Divides by the number of nodes of the whole graph, whichever that is."""
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor, size_j: int) -> Tensor:
+        return x_j / size_j
+
+
+@pytest.mark.parametrize(
+    ("kind", "policy"),
+    [("rows", REMADE), ("rows", SARPolicy(mode=3)), ("sizes", SARPolicy(mode=3))],
+)
+def test_one_model_on_two_graphs(
+    kind: str, policy: SARPolicy, partitions: Partitions, graph: Data, root: Path
+):
     """Training on one partitioned graph and evaluating on another, by turns."""
     other = make_graph(33, 120, seed=9)
     second = partitions(other, WORLD, "metis")
-    layer = gnn.GCNConv(CHANNELS, OUT).double()
+    layer = gnn.GCNConv(CHANNELS, OUT).double() if kind == "rows" else OverSizes()
 
     def worker() -> Any:
         first, then = pyg_sar.load_partition(root), pyg_sar.load_partition(second)
-        mine = pyg_sar.distribute(copy.deepcopy(layer), REMADE)
+        mine = pyg_sar.distribute(copy.deepcopy(layer), policy)
         return [(d.n_id, mine(d.x, d.edge_index).detach()) for d in (first, then, first, then)]
 
     for step, shards in enumerate(zip(*threads(worker, WORLD), strict=True)):

@@ -57,11 +57,12 @@ class OneShotWarning(UserWarning):
 
 @dataclass(frozen=True, slots=True)
 class RowsFound:
-    """What was found about a message's rows, and of which tensors' levels that holds."""
+    """What this worker and all of them found about a message's rows, and of which levels."""
 
     mine: RowWise | None
     edges: dict[str, bool]
     nodes: dict[str, int]
+    agreed: RowWise
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +79,7 @@ class Verdict:
         sets: Attributes that the message sets, of which there is no value for all edges.
         found: What this worker alone found.
         sizes: What the message gets as ``size_i`` and the like, where they are numbers to it.
-        rows: What this worker alone found about the message's rows.
+        rows: What was found about the message's rows.
     """
 
     strategy: str
@@ -161,14 +162,19 @@ class Chooser:
         key = (strategy, reason, self.layer.policy, self._kind_of_call())
         switches = tuple(_switches(module) for module in self.layer.modules())
         verdicts: Verdicts = self.layer.__dict__.setdefault("_verdicts", Verdicts())
-        if (key, switches) in verdicts:
-            return verdicts[key, switches]
-        known = verdicts.get(key)
-        if known is None or not self._still_holds(known):
-            self._agree_on_call(str(key))
-            known = verdicts[key] = self._decide(strategy, reason)
-        verdicts[key, switches] = known
-        return known
+        known = verdicts.get((key, switches))
+        if known is None:
+            known = verdicts.get(key)
+            if known is None or not self._still_holds(known):
+                of_rows = "rows", key[-1], switches  # whatever the policy
+                looked = verdicts.get(of_rows)
+                everywhere = self._agree_on_call(str(key), looked is not None)
+                rows = looked.rows if looked is not None and everywhere else None
+                known = verdicts[key] = self._decide(strategy, reason, rows)
+                verdicts[of_rows] = known
+            verdicts[key, switches] = known
+        # Of this graph, which may be another one than the last.
+        return replace(known, sizes=self.rows.sizes()) if known.sizes else known
 
     def _still_holds(self, known: Verdict) -> bool:
         """Whether the layer, some of whose attributes changed, needs what it needed."""
@@ -183,7 +189,7 @@ class Chooser:
         look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
         return (look.severity, *look.numbers) == known.found
 
-    def _decide(self, strategy: str, reason: str) -> Verdict:
+    def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Verdict:
         """The leanest strategy that is right, agreed on by all workers."""
         for module in self.layer.modules():
             if isinstance(module, EquilibriumAggregation):
@@ -197,13 +203,16 @@ class Chooser:
                     "order of a node's edges, which is not known after reversing or permuting "
                     "them. Use an aggregation that does not"
                 )
-        own = not is_known(self.layer)
-        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
-        mine, rows, sizes = self.rows.agree(levels, nodes, "message")
-        if nodes:
-            rows = replace(rows, refused="")
-        verdict = self._chosen(strategy, reason, rows, sizes)
-        return replace(verdict, sizes=sizes, rows=RowsFound(mine, levels, nodes))
+        if found is None:
+            own = not is_known(self.layer)
+            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
+            mine, agreed = self.rows.agree(levels, nodes, "message")
+            if nodes:
+                agreed = replace(agreed, refused="")
+            found = RowsFound(mine, levels, nodes, agreed)
+        sizes = self.rows.sizes() if found.agreed.numbers else {}
+        verdict = self._chosen(strategy, reason, found.agreed, sizes)
+        return replace(verdict, sizes=sizes, rows=found)
 
     def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Verdict:
         known = () if rows.rows is None else (rows.rows,)
@@ -373,9 +382,10 @@ class Chooser:
             tuple((name, kind(value)) for name, value in sorted(self.kwargs.items())),
         )
 
-    def _agree_on_call(self, call: str) -> None:
-        """Rows of unlike width or dtype can't be exchanged."""
-        calls = self.comm.all_gather_object(call)
+    def _agree_on_call(self, call: str, known: bool = False) -> bool:
+        """Refuses rows of unlike width or dtype; whether something is ``known`` to all workers."""
+        everyone = self.comm.all_gather_object((call, known))
+        calls = [other for other, _ in everyone]
         for rank, other in enumerate(calls):
             if other != calls[0]:
                 raise ValueError(
@@ -383,6 +393,7 @@ class Chooser:
                     f"{rank} and {calls[0]} at rank 0 (per tensor: dtype, requires_grad, shape of "
                     "a row, axes). Pass the same arguments on every worker"
                 )
+        return all(knows for _, knows in everyone)
 
 
 def needs_sorted_edges(layer: Any) -> bool:

@@ -37,21 +37,19 @@ class RowAgreement:
 
     def agree(
         self, levels: dict[str, bool], nodes: dict[str, int], method: str
-    ) -> tuple[RowWise | None, RowWise, dict[str, Any]]:
-        """What this worker found about the message's rows, what all did, and sizes to give it."""
-        edges, plan = self.edges, self.edges.plan
-        mine = None
+    ) -> tuple[RowWise | None, RowWise]:
+        """What this worker found about the message's rows, and what all did."""
+        edges, mine = self.edges, None
         if edges.size(1):
             mine = self.look(levels, nodes, method)
-        counts = [plan.num_local, edges.num_targets]
         said = None if mine is None else [mine.refused, list(mine.updates), mine.numbers]
         row = None if mine is None or mine.rows is None else mine.rows
         shape = None if row is None else [list(row.shape[1:]), str(row.dtype)]
-        everyone = self.comm.all_gather_object([counts, said, shape])
-        for rank, (_, found, _) in enumerate(everyone):
+        everyone = self.comm.all_gather_object([said, shape])
+        for rank, (found, _) in enumerate(everyone):
             self.refuse(found[0] if found else "", rank)
-        known = [found for _, found, _ in everyone if found]
-        shapes = [found for _, _, found in everyone if found]
+        known = [found for found, _ in everyone if found]
+        shapes = [found for _, found in everyone if found]
         rows = None
         if shapes:
             dtype = getattr(torch, shapes[0][1].removeprefix("torch."))
@@ -62,10 +60,19 @@ class RowAgreement:
             numbers=bool(known) and all(found[2] for found in known),
             rows=rows,
         )
-        sources, targets = (sum(found[0][k] for found in everyone) for k in (0, 1))
+        return mine, agreed
+
+    def sizes(self) -> dict[str, Any]:
+        """The whole graph's numbers of nodes as a message gets them. Collective, once a graph."""
+        edges = self.edges
+
+        def count() -> list[int]:
+            here = [edges.plan.num_local, edges.num_targets]
+            return [sum(column) for column in zip(*self.comm.all_gather_object(here), strict=True)]
+
+        sources, targets = edges.remember_together("sizes", count)
         both = [sources, targets] if self.layer.flow == "source_to_target" else [targets, sources]
-        sizes = {"size_i": targets, "dim_size": targets, "size_j": sources, "size": both}
-        return mine, agreed, sizes if agreed.numbers else {}
+        return {"size_i": targets, "dim_size": targets, "size_j": sources, "size": both}
 
     def refuse(self, reason: str, rank: int) -> None:
         """Raises where workers can't do what one process does."""
