@@ -19,7 +19,7 @@ import subprocess
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 LOOK = 1.0  # Seconds between two looks whether the worker still is.
 ANSWER = 1.0  # Seconds that an answer may take.
@@ -66,9 +66,9 @@ class Beacon:
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
             )
-        assert self._process.stdin is not None
         # Not as an argument, which every user of the host could read.
-        with contextlib.suppress(OSError), self._process.stdin as pipe:
+        pipe: Any = self._process.stdin
+        with contextlib.suppress(OSError), pipe:
             pipe.write(self._word.encode())
 
     def close(self) -> None:
