@@ -32,6 +32,13 @@ def conv(kind: Any, *args: Any, call: str = X, **kwargs: Any) -> Case:
     return Case(make=lambda: kind(*args, **kwargs), args=call)
 
 
+def rgat(*args: Any, **kwargs: Any) -> Any:
+    """PyG 2.8 leaves ``l2`` as it finds the memory, which its reset means to fill."""
+    layer = gnn.RGATConv(*args, **kwargs)
+    torch.nn.init.constant_(layer.l2, 1 / layer.out_channels)
+    return layer
+
+
 def with_knn(make: Any) -> Any:
     """Builds a layer though the package that finds neighbours is absent."""
 
@@ -238,17 +245,17 @@ CONVS: dict[str, Cases] = {
     "CuGraphRGCNConv": {"": Case(make=lambda: gnn.CuGraphRGCNConv(C, OUT, 3), unavailable=True,
                                  why="CUDA kernels of cugraph; use RGCNConv")},
     "RGATConv": {
-        "": conv(gnn.RGATConv, C, OUT, 3, heads=2, edge_dim=D,
+        "": conv(rgat, C, OUT, 3, heads=2, edge_dim=D,
                  call=f"{X} edge_type edge_attr"),
         "within, multiplicative": conv(
-            gnn.RGATConv, C, OUT, 3, attention_mechanism="within-relation",
+            rgat, C, OUT, 3, attention_mechanism="within-relation",
             attention_mode="multiplicative-self-attention", heads=2, dim=2,
             call=f"{X} edge_type"),
-        "bases, additive": conv(gnn.RGATConv, C, 4, 3, num_bases=2, mod="additive",
+        "bases, additive": conv(rgat, C, 4, 3, num_bases=2, mod="additive",
                                 call=f"{X} edge_type"),
-        "blocks, f-scaled": conv(gnn.RGATConv, C, 4, 3, num_blocks=2, mod="f-scaled", concat=False,
+        "blocks, f-scaled": conv(rgat, C, 4, 3, num_blocks=2, mod="f-scaled", concat=False,
                                  call=f"{X} edge_type"),
-        "scaled": conv(gnn.RGATConv, C, OUT, 3, mod="scaled", call=f"{X} edge_type"),
+        "scaled": conv(rgat, C, OUT, 3, mod="scaled", call=f"{X} edge_type"),
     },
     "SignedConv": {
         "first": Case(make=lambda: gnn.SignedConv(C, OUT, True), args="x", call=signed),
