@@ -1,7 +1,7 @@
 """Layers, norms and readouts that run on a distributed graph."""
 
-from pyg_sar.engine.ring import global_attention
-from pyg_sar.engine.strategy import OneShotWarning
+from pyg_sar.engine.choose import OneShotWarning
+from pyg_sar.engine.kernels.dense import global_attention
 from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
 from pyg_sar.nn.graph_norm import (
     DistGraphNorm,
