@@ -161,7 +161,7 @@ def train(root: str, kind: str, policy: pyg_sar.SARPolicy) -> Data:
 
 def give_back() -> None:
     """Memory that this process keeps for use again goes back to the system."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     comm.barrier()
     gc.collect()
     if comm.sharing is not None:
@@ -175,7 +175,7 @@ def measure(
     root: str, tiny: str, kind: str, policies: Sequence[pyg_sar.SARPolicy]
 ) -> list[tuple[int, int, int]]:
     """Bytes at the peak, bytes of the law and remote rows at the peak, by policy."""
-    comm, found = pyg_sar.current(), []
+    comm, found = pyg_sar.comm.current(), []
     for policy in policies:
         train(tiny, kind, policy)
         give_back()

@@ -68,7 +68,7 @@ def distribute(
         policy: How its layers run.
         layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
         sum_gradients: Sum parameter gradients over the workers inside ``backward()``. If not,
-            call :func:`pyg_sar.sum_gradients` yourself.
+            call :func:`pyg_sar.reduction.sum_gradients` yourself.
         replicated: Names of submodules whose inputs are the same on all workers: what comes after
             a readout, such as ``['head']``. Their rows are graphs, each of which every worker
             has, so their norms and aggregations stay as they are.
@@ -135,7 +135,7 @@ def _check(
         if is_lazy(parameter):
             raise ValueError(
                 f"Parameter '{name}' is not initialized at rank {comm.rank}: call "
-                "pyg_sar.initialize(model, data.x, data.edge_index) with the model's arguments "
+                "pyg_sar.nn.initialize(model, data.x, data.edge_index) with the model's arguments "
                 "before distribute(), or give its layer's in_channels instead of -1"
             )
     if comm.world_size == 1:

@@ -72,7 +72,7 @@ class SARPolicy:
             the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
-            differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
+            differ from those of one process (:func:`pyg_sar.train.gradient_error` measures it):
             ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
             its own). Integers, truth values and 16-bit floats always travel as they are, as does
             what a model reads outside :meth:`propagate`. What is rounded doesn't depend on where

@@ -60,7 +60,7 @@ def test_partition_prints_statistics(tmp_path, capsys):
     for word in ("edge cut", "replication factor", "training nodes", "halo rows", out):
         assert word in captured.out
     assert "writing part 3 of 3" in captured.err
-    metadata = pyg_sar.merge_partitions(out)
+    metadata = pyg_sar.partition.merge_partitions(out)
     assert metadata.num_nodes == 200
     again = ["partition", GRAPH, "--parts", "2", "--out", out]
     assert "exists" in usage_error(capsys, *again, "--quiet")
@@ -164,7 +164,7 @@ def test_auto_resume_goes_on_where_there_is_a_checkpoint(parts, tmp_path):
 
 
 def test_features_labels_and_weights_of_other_graphs(tmp_path):
-    data = pyg_sar.merge_partitions(write(tmp_path / "a", lambda data: None))
+    data = pyg_sar.partition.merge_partitions(write(tmp_path / "a", lambda data: None))
     dense = train_worker(config_of(str(tmp_path / "a"), model=ModelConfig(name="gcn")))
 
     def weigh(data):

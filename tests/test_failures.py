@@ -344,7 +344,7 @@ def test_environment_set_by_hand(light, tmp_path):
     told = read_told(tmp_path, "reduce_loop")
     assert told.codes == [-9, 1, 1]
     assert all(told[r].startswith("LostWorkerError: Rank 0 was lost") for r in (1, 2)), told
-    assert all("pyg_sar.load_checkpoint" in told[r] for r in (1, 2))
+    assert all("pyg_sar.train.load_checkpoint" in told[r] for r in (1, 2))
 
     told = read_told(tmp_path, "exchange_loop")
     assert told.codes == [1, -9, 1]

@@ -83,7 +83,7 @@ def traffic(
     root: Path, model: torch.nn.Module, policy: SARPolicy, edge: tuple[str, ...], dtype: torch.dtype
 ) -> Any:
     """The second epoch's bytes by (phase, kind, peer), and the plan's numbers."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     model = pyg_sar.distribute(copy.deepcopy(model), policy)
     tensors = [data[name].to(dtype) for name in edge]
@@ -179,7 +179,7 @@ def test_raw_features_send_no_gradients(root: Path):
     """The first layer: ``H_p F b`` in, and nothing in the backward pass."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(One(gnn.SAGEConv(CHANNELS, OUT).double()), PULLED)
         with pyg_sar.Ledger(comm) as ledger:
@@ -233,7 +233,7 @@ def test_exchanges_are_pairwise(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
 
     def worker(kind: str, push: Literal["auto", "off"]) -> Counter[Any]:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         make = LAWS[kind][0]
         model = pyg_sar.distribute(One(make().double()), SARPolicy(push=push))
@@ -346,7 +346,7 @@ def test_resident_rows_in_mode_1(prefetch: int, budget: int | None, root: Path):
     policy = SARPolicy(mode=1, prefetch=prefetch, message_budget=budget)
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(Deep().double(), policy)
         epoch(model, data, None)
@@ -374,7 +374,7 @@ def test_resident_rows_of_the_other_modes(root: Path):
     """Mode 3 holds the whole halo of every layer at once: that is what mode 1 is measured by."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(Deep().double(), SARPolicy(mode=3))
         epoch(model, data, None)
@@ -401,7 +401,7 @@ def test_resident_rows_of_chunks(prefetch: int, partitions: Partitions):
     )
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         mine = pyg_sar.load_partition(root)
         layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="median").double(), policy)
         x = mine.x.clone().requires_grad_()
@@ -469,7 +469,7 @@ def test_no_preprocessing_after_the_first_epoch(
     monkeypatch.setattr(gcn_conv, "gcn_norm", counted)
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(Deep().double(), policy)
         optimizer = torch.optim.Adam(model.parameters())
@@ -534,7 +534,7 @@ def test_changed_weights_are_normalised_again(root: Path, monkeypatch: pytest.Mo
 
 def test_summary_and_selections(root: Path):
     def worker() -> None:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(Deep().double())
         with pyg_sar.Ledger(comm) as outer:
@@ -568,14 +568,14 @@ def test_summary_and_selections(root: Path):
 
 
 def test_ledger_closes_on_errors():
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     with pytest.raises(KeyError), pyg_sar.Ledger(comm):
         raise KeyError
     assert comm.ledgers == []
 
 
 def test_single_process_sends_nothing(graph: Data, partitions: Partitions):
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(partitions(graph, 1, "contiguous"))
     model = pyg_sar.distribute(Deep().double())
     with pyg_sar.Ledger(comm) as ledger:

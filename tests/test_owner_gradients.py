@@ -132,12 +132,12 @@ def _rows(root: Path, layer: torch.nn.Module, policy: SARPolicy, weighted: bool)
     started, start = [0], GradientReturn.start
 
     def counted(self: GradientReturn, unit: int) -> list[Tensor]:
-        started[0] += unit > 0 and self.plan.rank == pyg_sar.current().rank
+        started[0] += unit > 0 and self.plan.rank == pyg_sar.comm.current().rank
         return start(self, unit)
 
     GradientReturn.start = counted
     try:
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(*arguments).square().sum().backward()
     finally:
         GradientReturn.start = start
@@ -214,7 +214,7 @@ def _without_gradients(root: Path) -> tuple[int, int]:
     x, found = data.x, []
     layers[1] = layers[1].double()
     for grad in (False, True):
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger, torch.set_grad_enabled(grad):
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger, torch.set_grad_enabled(grad):
             for layer in layers:
                 layer(x.requires_grad_(grad), data.edge_index)
         found.append(ledger.received_bytes(kind="plan"))

@@ -103,7 +103,7 @@ def _rows(root: Path, policy: SARPolicy) -> dict[str, int]:
     layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
     x = data.x.requires_grad_()
     layer(x, data.edge_index).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index).sum().backward()
     size = CHANNELS * 8
     kinds = ("fetch", "refetch", "gradient")
@@ -153,7 +153,7 @@ def _found(root: Path, partly: bool) -> tuple[int, int]:
     edge_index = data.edge_index[:, some] if partly else data.edge_index
     policy = SARPolicy(push="always")
     layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(data.x, edge_index)
         attention = gnn.GATConv(CHANNELS, OUT).double()
         pyg_sar.distribute(attention, policy)(data.x, edge_index)
@@ -183,7 +183,7 @@ def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
 
     def watched(self: Any, peer: int, dtype: torch.dtype) -> Tensor:
         out = pack(self, peer, dtype)
-        if self.plan.rank == pyg_sar.current().rank:
+        if self.plan.rank == pyg_sar.comm.current().rank:
             alive[0] += out.size(0)
             most[0] = max(most[0], alive[0])
             weakref.finalize(out, lambda rows: alive.__setitem__(0, alive[0] - rows), out.size(0))
@@ -214,7 +214,7 @@ def _structures(root: Path) -> int:
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy(push="always"))
     layer(data.x, data.edge_index).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(3):
             layer(data.x, data.edge_index).sum().backward()
     return ledger.received_bytes(kind="plan")

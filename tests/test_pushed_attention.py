@@ -132,7 +132,7 @@ def _two_types(root: Path, layer: torch.nn.Module) -> tuple[Any, ...]:
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(push="always"))
     x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out = layer((x["a"], x["b"]), data["a", "to", "b"].edge_index)
         loss = (out * probe(data["b"].n_id, out)).sum(-1)
         pyg_sar.mean(loss).backward()
@@ -169,7 +169,7 @@ def test_workers_without_kernels_push_alike(
     """One worker has none; what it sends and expects is the same."""
     missing = {0: "not built here"}
     monkeypatch.setattr(
-        "pyg_sar.kernels.ops.why_missing", lambda: missing.get(pyg_sar.current().rank)
+        "pyg_sar.kernels.ops.why_missing", lambda: missing.get(pyg_sar.comm.current().rank)
     )
     data, sweep = stars(), Sweep(3)
     root = Partitions(tmp_path)(data, 3)
@@ -270,7 +270,7 @@ def _masks(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
         layer = pyg_sar.distribute(LAYERS[name]().double(), policy)
         layer.dropout = 0.5
         x = data.x.clone().requires_grad_()
-        torch.manual_seed(pyg_sar.current().rank + 3)  # workers' random states may differ
+        torch.manual_seed(pyg_sar.comm.current().rank + 3)  # workers' random states may differ
         out = layer(x, data.edge_index)
         pyg_sar.mean(out.square().sum(-1)).backward()
         gradients = [p.grad for p in layer.parameters() if p.grad is not None]
@@ -297,7 +297,7 @@ def _traffic(root: Path, make: Make, policy: SARPolicy, edge: tuple[str, ...]) -
     layer = pyg_sar.distribute(make().double(), policy)
     x, kwargs = data.x.requires_grad_(), {name: data[name] for name in edge}
     layer(x, data.edge_index, **kwargs).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index, **kwargs).square().sum().backward()
     assert ledger.received_bytes(kind="plan") == 0  # made once
     found = {

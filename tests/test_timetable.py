@@ -170,7 +170,7 @@ def test_exact_with_shared_units(world: int, partitions: Partitions):
 
 
 def messages(root: Path, prefetch: int) -> Any:
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     policy = SARPolicy(prefetch=prefetch, push="off")
     layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), policy)
@@ -199,7 +199,7 @@ def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
 
 
 def bytes_of_loading(root: Path) -> dict[str, dict[str, int]]:
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         pyg_sar.load_partition(root)
     return ledger.by_layer(), ledger.sent_messages()
 

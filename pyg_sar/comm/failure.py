@@ -12,7 +12,7 @@ from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerEr
 
 RESUME = (
     "The others can't go on without it: start all workers again; training resumes from the last "
-    "checkpoint (pyg_sar.load_checkpoint)."
+    "checkpoint (pyg_sar.train.load_checkpoint)."
 )
 
 LAUNCHER = -1  # The "rank" of the process that started the workers.

@@ -109,7 +109,7 @@ def init(
         if scope.comm.world_size > 1 and backend not in (None, scope.comm.backend):
             raise ValueError(
                 f"backend={backend!r}, but this process already uses {scope.comm.backend!r}; "
-                f"call pyg_sar.finalize() first"
+                f"call pyg_sar.comm.finalize() first"
             )
         return scope.comm
     scope.generation += 1

@@ -56,7 +56,7 @@ def launch(
 ) -> list[T]:
     """Runs ``fn(*args)`` on workers of this machine, and returns their results in rank order.
 
-    In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.current()`` is its
+    In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.comm.current()`` is its
     communicator. Functions and arguments may come from a notebook or a script's ``__main__``,
     closures and lambdas included.
 

@@ -26,7 +26,7 @@ from torch_geometric.nn.aggr import (
     QuantileAggregation,
 )
 
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.aggregate_checks import is_known
 from pyg_sar.message.decompose import Decomposition, decompose, in_place
 from pyg_sar.message.dependence import Dependence, analyse, sample
@@ -49,10 +49,6 @@ _UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by va
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
-
-
-class OneShotWarning(UserWarning):
-    """A layer fetches its whole halo at once because its messages can't be computed in parts."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ class NodeEmbedding(torch.nn.Embedding):
 
     Each worker owns its rows: :func:`~pyg_sar.distribute` neither copies nor compares them, and
     their gradients, which are complete on their worker, are not summed. An optimizer holds its
-    state of these rows only. :func:`~pyg_sar.save_checkpoint` writes all workers' rows.
+    state of these rows only. :func:`~pyg_sar.train.save_checkpoint` writes all workers' rows.
 
     .. code-block:: python
 

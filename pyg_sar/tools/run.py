@@ -12,12 +12,12 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.convert import distribute
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import CheckpointError, PygSarError
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.policy import SARPolicy
 from pyg_sar.tools.models import build_model
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
-from pyg_sar.train.checkpoint import CheckpointError, load_checkpoint
+from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.report import Report
 from pyg_sar.train.splits import node_labels

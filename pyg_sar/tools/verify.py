@@ -25,9 +25,8 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import OneShotWarning, WorkerError
 from pyg_sar.ledger import HALO_KINDS, Ledger
-from pyg_sar.nn import OneShotWarning
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.node_ids import NodeIds, said_of
 from pyg_sar.partition.node_lists import PLACE, restricted, without_lists

@@ -29,20 +29,16 @@ import torch
 import torch_geometric
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import ReportError
 from pyg_sar.files import explained, replace_file
 from pyg_sar.ledger import Ledger, peak_memory
 from pyg_sar.train.config import EpochRecord, TrainResult
 from pyg_sar.train.trainer import Callback, Trainer
 
-__all__ = ["Report", "ReportError", "draw_report", "read_metrics"]
+__all__ = ["Report", "draw_report", "read_metrics"]
 
 _METRICS = "metrics.jsonl"
 _PICTURE = "report.png"
-
-
-class ReportError(PygSarError, ValueError):
-    """A report cannot be written to this folder."""
 
 
 class Report(Callback):
