@@ -32,7 +32,7 @@ from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
+from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 CLASSES, HEADS = 8, 4
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
@@ -309,7 +309,7 @@ def document(args: argparse.Namespace, found: Found, load: float) -> str:
         "",
         f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph "
-        f"(`pyg_sar.tools.synthetic`) of {args.nodes:,} nodes, {args.edges:,} edges and "
+        f"(`pyg_sar.tools.synthetic_graph`) of {args.nodes:,} nodes, {args.edges:,} edges and "
         f"{args.features} "
         "features; three layers, SAGE of 256 channels, GAT of 4 heads of 32; workers of one host, "
         f"one thread each. Load at the start and at the end: {load:.1f} and "

@@ -26,8 +26,7 @@ from pyg_sar.nn import DistMessagePassing
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.gathering import gather_nodes
-from pyg_sar.reduction.metrics import accuracy, mean
+from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
 from pyg_sar.tools.verify import verify
 from pyg_sar.train.trainer import Trainer
 

@@ -21,9 +21,13 @@ from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.moments import OVER_ROWS
-from pyg_sar.reduction.owned_rows import owned_parameters, shared_parameters
-from pyg_sar.reduction.parameter_hooks import refuse_wrapped
-from pyg_sar.reduction.replicas import attribute_rows, first_difference
+from pyg_sar.reduction.parameters import (
+    attribute_rows,
+    first_difference,
+    owned_parameters,
+    refuse_wrapped,
+    shared_parameters,
+)
 
 
 @cache

@@ -14,12 +14,13 @@ import torch
 
 import pyg_sar
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.tools import cli, demo
+from pyg_sar.tools import cli
+from pyg_sar.tools import run as demo
 from pyg_sar.tools.models import MODELS, build_model
 from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.train.callbacks import read_metrics
 from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig
-from pyg_sar.train.report import read_metrics
 
 GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"
 SMALL = ["--hidden", "4", "--heads", "2", "--eval-every", "2"]
@@ -299,9 +300,11 @@ def test_demo_fails_where_losses_or_bytes_differ(capsys):
     assert "NOT the same" in lines[-1]
     config = demo.DemoConfig(epochs=1)
     law = demo._law([10], config)[0]
-    run = demo.Run(losses=[1.0], base_memory=1, peak_memory=2, traffic=law, sent=sum(law.values()))
+    run = demo.DemoRun(
+        losses=[1.0], base_memory=1, peak_memory=2, traffic=law, sent=sum(law.values())
+    )
     assert demo._show_bytes([run], [10], config, lines.append)
-    less = demo.Run(
+    less = demo.DemoRun(
         losses=[1.0],
         base_memory=1,
         peak_memory=2,

@@ -281,7 +281,7 @@ def clipped(root: Path, state: dict[str, Tensor]) -> Any:
     data = pyg_sar.load_partition(root)
     model, _ = local("GAT", data, state)
     pyg_sar.mean(node_losses(run("GAT", model, data), data.n_id)).backward()
-    norm = pyg_sar.reduction.owned_rows.clip_grad_norm(model, 0.01, pyg_sar.comm.current())
+    norm = pyg_sar.reduction.parameters.clip_grad_norm(model, 0.01, pyg_sar.comm.current())
     return norm, data.n_id, model.embedding.weight.grad, model.conv.bias.grad
 
 

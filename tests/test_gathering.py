@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_sar
-from pyg_sar.reduction import gathering
+from pyg_sar.reduction import metrics as gathering
 
 NODES = 40
 DTYPES = (

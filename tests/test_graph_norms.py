@@ -19,7 +19,7 @@ from torch import Tensor
 import pyg_sar
 from pyg_sar.nn import NORMS
 from pyg_sar.reduction.moments import moments, reduces_over_rows
-from pyg_sar.reduction.replicas import LIMBS
+from pyg_sar.reduction.parameters import LIMBS
 
 CHANNELS, NODES, TYPES = 5, 31, 4
 WORLDS = [1, 2, 3, 5]

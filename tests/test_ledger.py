@@ -25,7 +25,7 @@ import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.engine.pushed_edges import pushed_edges
 from pyg_sar.exchange.cover import ALL_PUSHED
-from pyg_sar.reduction.replicas import LIMBS
+from pyg_sar.reduction.parameters import LIMBS
 
 WORLD = 4
 HEADS = 3

@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GATConv
 
 import pyg_sar
-from pyg_sar.reduction.replicas import LIMBS, differ, in_space, marks, reconcile
+from pyg_sar.reduction.parameters import LIMBS, differ, in_space, marks, reconcile
 from pyg_sar.train.checkpoint import save_checkpoint
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.trainer import Trainer

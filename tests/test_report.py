@@ -15,8 +15,8 @@ from small_graphs import CLASSES, FEATURES, small_graph
 import pyg_sar
 from pyg_sar.errors import DivergedError, ReportError
 from pyg_sar.tools.models import build_model
+from pyg_sar.train.callbacks import Report, draw_report, read_metrics
 from pyg_sar.train.config import EpochRecord, TrainConfig
-from pyg_sar.train.report import Report, draw_report, read_metrics
 from pyg_sar.train.trainer import Callback, Trainer
 
 CONFIG = TrainConfig(epochs=4, eval_every=2, clip_norm=1.0)

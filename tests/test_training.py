@@ -18,9 +18,17 @@ import pyg_sar
 from pyg_sar.errors import DivergedError
 from pyg_sar.tools.models import MODELS, NORMS, build_model
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
-from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
-from pyg_sar.train.schedule import Constant, Cosine, Plateau, Step, Warmup
-from pyg_sar.train.splits import split_nodes
+from pyg_sar.train.config import (
+    Constant,
+    Cosine,
+    EpochRecord,
+    Plateau,
+    Step,
+    TrainConfig,
+    TrainResult,
+    Warmup,
+    split_nodes,
+)
 from pyg_sar.train.trainer import Callback, Trainer, seed_worker
 
 DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)

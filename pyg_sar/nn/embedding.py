@@ -12,7 +12,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import PygSarError
-from pyg_sar.reduction.owned_rows import gather_to_first, ids_of, in_global_order, owned_parameters
+from pyg_sar.reduction.parameters import gather_to_first, ids_of, in_global_order, owned_parameters
 
 _DRAWN = 2**20  # numbers that are drawn at a time
 

@@ -20,14 +20,11 @@ from pyg_sar.errors import PartitionError, PygSarError, WorkerError
 from pyg_sar.partition.partitioners import METHODS
 from pyg_sar.partition.storage import read_metadata, write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
-from pyg_sar.tools import demo
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.model_source import imported_model
-from pyg_sar.tools.models import MODELS, NORMS
-from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.tools.models import MODELS, NORMS, imported_model
+from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
 from pyg_sar.tools.verify import call_with, verify
-from pyg_sar.train.config import OPTIMIZERS, Scores, TrainConfig, TrainResult
-from pyg_sar.train.schedule import SCHEDULES
+from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -266,8 +263,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    return demo.run(
-        demo.DemoConfig(
+    return run_demo(
+        DemoConfig(
             nodes=arguments.nodes,
             workers=arguments.workers,
             epochs=arguments.epochs,
@@ -430,7 +427,7 @@ def _add_demo(commands: Any) -> None:
     add = _command(
         commands, "demo", _demo, "compare 4 workers with one plain process, no download", ""
     ).add_argument
-    default = demo.DemoConfig()
+    default = DemoConfig()
     add("--nodes", type=int, default=default.nodes, metavar="N", help="of the synthetic graph")
     add("--workers", type=int, default=default.workers, metavar="N", help="and parts")
     add("--epochs", type=int, default=default.epochs, metavar="N", help="to train")

@@ -33,18 +33,20 @@ from pyg_sar.partition.node_lists import PLACE, restricted, without_lists
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
-from pyg_sar.tools.comparison import ModelPass, compare
-from pyg_sar.tools.recording import (
+from pyg_sar.tools.comparison import (
+    LayerReport,
+    ModelPass,
     NoDropout,
     Recorder,
     Rows,
     StandIn,
+    VerifyReport,
+    compare,
     floats,
     put,
     watched,
     without_dropout,
 )
-from pyg_sar.tools.verify_report import LayerReport, VerifyReport
 
 __all__ = ["call_with", "sample_nodes", "verify"]
 

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import replace_file, save_tensors
-from pyg_sar.reduction.replicas import check_replicas
+from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
