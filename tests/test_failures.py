@@ -20,14 +20,12 @@ import torch.distributed as dist
 
 import pyg_sar
 import pyg_sar.comm.watch as watch_module
-from pyg_sar.comm.backends import TransportError
-from pyg_sar.comm.beacon import ask
-from pyg_sar.comm.failure import is_consequence
-from pyg_sar.comm.group import current
+from pyg_sar.comm.backends import Place, TransportError
+from pyg_sar.comm.group import call_the_roll, claim_rank, current
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch
-from pyg_sar.comm.posts import Posts, to_text
-from pyg_sar.comm.rendezvous import Place, call_the_roll, claim_rank, is_dead, this_process
+from pyg_sar.comm.messages import Posts, is_consequence, to_text
+from pyg_sar.comm.processes import ask, is_dead, this_process
 from pyg_sar.comm.watch import StoreWatch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, MismatchError, WorkerError
 
@@ -636,7 +634,7 @@ def test_a_wait_in_vain_is_told_once_both_are_seen_to_be_in_it(quick):
 
 BEACON = """
 import json, sys, time
-from pyg_sar.comm.beacon import Beacon
+from pyg_sar.comm.processes import Beacon
 beacon = Beacon(["127.0.0.1"])
 print(json.dumps(beacon.where), flush=True)
 sys.stdin.read()

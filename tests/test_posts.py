@@ -9,7 +9,7 @@ import torch
 
 from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
-from pyg_sar.comm.posts import (
+from pyg_sar.comm.messages import (
     MEET,
     READ,
     RECEIVE,

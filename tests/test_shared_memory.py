@@ -26,8 +26,8 @@ from oracle import (
 )
 from torch_geometric import nn as gnn
 
-import pyg_sar.comm.neighbours as neighbours
-import pyg_sar.comm.rendezvous as rendezvous
+import pyg_sar.comm.processes as processes
+import pyg_sar.comm.sharing as neighbours
 from pyg_sar import Ledger, SARPolicy, distribute, load_partition
 from pyg_sar.comm.group import Communicator, current, finalize, init
 from pyg_sar.comm.launch import launch
@@ -94,7 +94,7 @@ def join(switch: str, hosts: tuple[int, ...] | None = None) -> Communicator:
     finalize()
     os.environ[SWITCH] = switch
     if hosts is not None:
-        rendezvous._host = lambda: f"host {hosts[rank]}"  # type: ignore[assignment]
+        processes._host = lambda: f"host {hosts[rank]}"  # type: ignore[assignment]
     return init(timeout=60)
 
 
@@ -331,7 +331,9 @@ def test_gradients_stay_in_flight(switch, monkeypatch):
     are all that the policy affords.
     """
     monkeypatch.setenv(SWITCH, switch)
-    monkeypatch.setattr("pyg_sar.comm.turns.PATIENCE", 0.05)  # Waiting for an event keeps the turn.
+    monkeypatch.setattr(
+        "pyg_sar.comm.issuer.PATIENCE", 0.05
+    )  # Waiting for an event keeps the turn.
     gone_on = threading.Event()
 
     def work(prefetch: int, refetches: bool) -> Any:

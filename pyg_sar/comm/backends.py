@@ -25,9 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_sar.comm.posts import MEET, RECEIVE, SEND, Posts, name_of
-from pyg_sar.comm.rendezvous import Place, interface_to
-from pyg_sar.comm.turns import Free, Turns
+from pyg_sar.comm.issuer import Free, Turns
+from pyg_sar.comm.messages import MEET, RECEIVE, SEND, Posts, name_of
+from pyg_sar.comm.processes import interface_to
 from pyg_sar.errors import PygSarError
 
 Parcel = tuple[int, Tensor]
@@ -42,6 +42,25 @@ SMALL_SUM = 1 << 14  # Bytes up to which all send all to all, in one step.
 OPS = ("sum", "max", "min")
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Place:
+    """A worker's place in the group.
+
+    Args:
+        rank: Its rank.
+        world_size: Number of workers.
+        local_rank: Its number on its host (``None``: not said).
+        local_world_size: Number of workers on its host.
+        agent_store: Whether the store lives outside the workers (with torchrun, or ``launch``).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int
+    agent_store: bool
 
 
 class TransportError(PygSarError):

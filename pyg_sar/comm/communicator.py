@@ -12,27 +12,26 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.backends import OPS, Parcel, Transport, TransportError
-from pyg_sar.comm.device_order import Lane
-from pyg_sar.comm.failure import Watch, is_consequence
-from pyg_sar.comm.issuer import Issuer, Work
-from pyg_sar.comm.neighbours import Neighbours
-from pyg_sar.comm.payload import (
+from pyg_sar.comm.issuer import Issuer, Lane, Work
+from pyg_sar.comm.messages import (
     BARRIER,
     BROADCAST,
     GATHER,
     OBJECT,
     SUM,
     Outgoing,
+    Watch,
     count,
     count_all,
     decode,
     encode,
+    is_consequence,
     num_bytes,
     pack,
     spoken,
 )
-from pyg_sar.comm.sharing import Sharing
-from pyg_sar.comm.signals import TerminationNotice
+from pyg_sar.comm.processes import TerminationNotice
+from pyg_sar.comm.sharing import Neighbours, Sharing
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label
 

@@ -17,30 +17,28 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.backends import Parcel, Transport, TransportError, reduced
-from pyg_sar.comm.failure import (
-    GetProgress,
-    OnFailure,
-    Watch,
-    failed,
-    is_consequence,
-    lost,
-    to_error,
-)
-from pyg_sar.comm.neighbours import Letter, Neighbours, Page, Subject
-from pyg_sar.comm.posts import (
+from pyg_sar.comm.issuer import Turns
+from pyg_sar.comm.messages import (
     MEET,
     PATIENCE,
     READ,
     RECEIVE,
     SEND,
     WROTE,
+    GetProgress,
+    OnFailure,
     Posts,
+    Watch,
     explain,
+    failed,
     in_vain,
+    is_consequence,
+    lost,
     name_of,
+    to_error,
     unlike,
 )
-from pyg_sar.comm.turns import Turns
+from pyg_sar.comm.sharing import Letter, Neighbours, Page, Subject
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 T = TypeVar("T")
@@ -126,7 +124,7 @@ class Hub:
         self._compare()
 
     def _compare(self) -> None:
-        """Raises when threads wait in vain: :func:`pyg_sar.comm.posts.in_vain`."""
+        """Raises when threads wait in vain: :func:`pyg_sar.comm.messages.in_vain`."""
         if not any(posts.for_long(PATIENCE) for posts in self.posts):
             return
         doing = {rank: say().doing for rank, (_, say) in list(self.listeners.items())}

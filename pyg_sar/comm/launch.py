@@ -29,11 +29,10 @@ import cloudpickle
 import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
-from pyg_sar.comm.failure import LAUNCHER, RESUME, failed, is_consequence
-from pyg_sar.comm.group import adopt, check_init, current, finalize, init
+from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadNeighbours, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
-from pyg_sar.comm.rendezvous import host_store
+from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
 from pyg_sar.errors import LostWorkerError, WorkerError
 
 T = TypeVar("T")

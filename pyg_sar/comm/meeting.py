@@ -24,9 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyg_sar.comm.rendezvous import Place
-from pyg_sar.comm.same_host import Link, SharedMemory
-from pyg_sar.comm.segments import Segment, shares_memory
+from pyg_sar.comm.backends import Place
+from pyg_sar.comm.shared_memory import Link, Segment, SharedMemory, shares_memory
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 VARIABLE = "PYG_SAR_SHARED_MEMORY"

@@ -35,21 +35,26 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyg_sar.comm.beacon import RUNS, STOPPED, Beacon, ask
-from pyg_sar.comm.failure import (
+from pyg_sar.comm.backends import Place
+from pyg_sar.comm.issuer import Progress
+from pyg_sar.comm.messages import (
     LAUNCHER,
     GetProgress,
     OnFailure,
+    Posts,
+    State,
     Watch,
+    explain,
     failed,
+    from_text,
+    in_vain,
     is_consequence,
     lost,
     to_error,
+    to_text,
     unmatched,
 )
-from pyg_sar.comm.issuer import Progress
-from pyg_sar.comm.posts import Posts, State, explain, from_text, in_vain, to_text
-from pyg_sar.comm.rendezvous import Place, is_dead, is_stopped
+from pyg_sar.comm.processes import RUNS, STOPPED, Beacon, ask, is_dead, is_stopped
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 BEAT = 0.5  # Seconds between two heartbeats.

@@ -31,8 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.neighbours import pieces_of
-from pyg_sar.comm.sharing import Incoming, Loan, Sharing
+from pyg_sar.comm.sharing import Incoming, Loan, Sharing, pieces_of
 from pyg_sar.exchange.halo import HaloPlan, Unit
 from pyg_sar.exchange.rows import (
     RowLayout,

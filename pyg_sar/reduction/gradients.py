@@ -28,9 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.comm.collectives import begun_within_another, warn_of_local_mean
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.comm.loss_check import begun_within_another, warn_of_local_mean
-from pyg_sar.comm.payload import num_bytes
+from pyg_sar.comm.messages import num_bytes
 from pyg_sar.errors import PygSarError, refuse_second_derivative
 from pyg_sar.reduction.parameters import (
     LIMBS,

@@ -1,4 +1,4 @@
-"""What a worker has sent and waits for, and who of several workers waits in vain.
+"""Messages between workers: their names, their bytes, who waits for one in vain, and failures.
 
 [Note: waiting in vain] Messages from one worker to another by one way (a channel) have numbers: the
 n-th that is sent is the n-th that is received, and both sides name it alike: layer, phase, kind,
@@ -12,6 +12,9 @@ long the timeout is. Nobody who only computes is ever suspected, and nobody whos
 The rule needs a moment at which all of them waited. Each state has a number that changes with
 every wait: all were waiting at once if each is found, later than all were found so for the first
 time, to wait still in the wait of that number.
+
+[Note: the failure record] The first worker that notices a failure writes a record of it; all others
+read it and raise the same error.
 """
 
 from __future__ import annotations
@@ -19,13 +22,102 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
-from pyg_sar.errors import MismatchError
+from pyg_sar.comm.issuer import Progress
+from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
+from pyg_sar.ledger import Label
+
+# Values as bytes ##############################################################
+
+Outgoing = Tensor | Callable[[], Tensor | None] | None
+"""What to send: a tensor, a function that packs it on the issuing thread, or nothing."""
+
+COLLECTIVE = -1
+"""The peer that ledgers are told for collectives."""
+
+SUM: Label = ("", "", "sum")
+GATHER: Label = ("", "", "gather")
+BROADCAST: Label = ("", "", "broadcast")
+OBJECT: Label = ("", "", "object")
+BARRIER: Label = ("", "", "barrier")
+
+
+def spoken(label: Label) -> str:
+    """A label in words: those of its parts that are there."""
+    return " ".join([part for part in label if part])
+
+
+class Counting(Protocol):
+    """What a communicator reports its transfers to: a ledger."""
+
+    def transfer(
+        self, label: Label, peer: int, *, sent: int, received: int, transport: str
+    ) -> None:
+        """Records bytes that went to or came from ``peer``."""
+
+
+def pack(send: Outgoing) -> Tensor:
+    """Returns what to send, contiguous; an empty tensor for nothing."""
+    tensor = send() if callable(send) else send
+    if tensor is None:
+        return torch.empty(0)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def count(
+    ledgers: Sequence[Counting],
+    label: Label,
+    sends: Mapping[int, int],
+    recvs: Mapping[int, int],
+    transport: str,
+) -> None:
+    """Tells ledgers of the bytes that went to and came from single ranks."""
+    for ledger in ledgers:
+        for peer, size in sends.items():
+            ledger.transfer(label, peer, sent=size, received=0, transport=transport)
+        for peer, size in recvs.items():
+            ledger.transfer(label, peer, sent=0, received=size, transport=transport)
+
+
+def count_all(
+    ledgers: Sequence[Counting], label: Label, sent: int, received: int, transport: str
+) -> None:
+    """Tells ledgers of a collective."""
+    for ledger in ledgers:
+        ledger.transfer(label, COLLECTIVE, sent=sent, received=received, transport=transport)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Returns the size of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
+
+
+def encode(obj: Any) -> Tensor:
+    """Returns the bytes of ``obj`` as JSON.
+
+    Raises:
+        TypeError: When it has no JSON form.
+    """
+    try:
+        text = json.dumps(obj)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"'obj' must have a JSON form: {error}") from error
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def decode(data: Tensor) -> Any:
+    """Returns the object whose :func:`encode` is ``data``."""
+    return json.loads(data.cpu().numpy().tobytes())
+
+
+# Names, and who waits for which ###############################################
 
 SEND, RECEIVE, MEET = "send", "receive", "meet"
 """Channels of a backend: messages between two workers, and collectives."""
@@ -189,3 +281,93 @@ def explain(
     hidden = len(found) + len(ended) - len(lines)
     lines += [f"{hidden} more ranks likewise"] if hidden else []
     return MismatchError(f"The workers run different operations: {'; '.join(lines)}. {REMEDY}")
+
+
+# The failure record ###########################################################
+
+RESUME = (
+    "The others can't go on without it: start all workers again; training resumes from the last "
+    "checkpoint (pyg_sar.train.load_checkpoint)."
+)
+
+LAUNCHER = -1  # The "rank" of the process that started the workers.
+
+OnFailure = Callable[[PygSarError], None]
+GetProgress = Callable[[], Progress]
+
+
+class Watch(ABC):
+    """Finds out which worker failed, and tells the others when it's this one."""
+
+    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
+        """Begins; ``on_failure`` is called, on any thread, once another worker has failed."""
+
+    @abstractmethod
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        """Returns why a transfer failed, having told the others."""
+
+    @abstractmethod
+    def report(self, error: BaseException) -> None:
+        """Tells the others that this worker fails by its own ``error``."""
+
+    def cause(self) -> PygSarError | None:
+        """Returns which worker's failure explains that this one is told to end, if any."""
+        return None
+
+    def close(self) -> None:
+        """Tells the others that this worker left, and ends."""
+
+
+class NoWatch(Watch):
+    """For launchers that end all workers themselves when one is lost (``mpirun``)."""
+
+    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
+        pass
+
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        return PygSarError(f"{doing} failed: {error}")
+
+    def report(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# The failure record ##########################################################
+
+
+def lost(rank: int, how: str, by: int, doing: str) -> dict[str, Any]:
+    """Returns the record of a lost worker."""
+    return {"kind": "lost", "rank": rank, "how": how, "by": by, "doing": doing}
+
+
+def failed(rank: int, error: BaseException) -> dict[str, Any]:
+    """Returns the record of a worker that fails by its own error."""
+    return {"kind": "error", "rank": rank, "how": f"{type(error).__name__}: {error}"[:4000]}
+
+
+def unmatched(error: MismatchError, by: int) -> dict[str, Any]:
+    """Returns the record of workers that run different operations."""
+    return {"kind": "mismatch", "rank": by, "how": str(error)}
+
+
+def to_error(record: Mapping[str, Any], me: int) -> PygSarError:
+    """Returns the error to raise on rank ``me`` for a failure record."""
+    rank, how = record["rank"], record["how"]
+    if record["kind"] == "mismatch":
+        return MismatchError(how)
+    if record["kind"] == "error":
+        return WorkerError(f"Rank {rank} failed, which ends rank {me} as well: {how}", rank=rank)
+    who = "The launcher" if rank == LAUNCHER else f"Rank {rank}"
+    seen = f"noticed by rank {record['by']} during: {record['doing']}"
+    return LostWorkerError(f"{who} was lost: {how} ({seen}). {RESUME}", rank=rank)
+
+
+def is_consequence(error: BaseException | None, rank: int) -> bool:
+    """Returns whether ``error`` only tells rank ``rank`` of another rank's failure."""
+    while error is not None:
+        if isinstance(error, WorkerError) and error.rank != rank:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -16,10 +16,9 @@ import torch
 
 import pyg_sar
 import pyg_sar.comm.meeting as meeting
-import pyg_sar.comm.segments as segments
+import pyg_sar.comm.shared_memory as segments
 from pyg_sar.comm.launch import launch
-from pyg_sar.comm.same_host import SharedLetter
-from pyg_sar.comm.segments import GRAIN, Pool, Segment
+from pyg_sar.comm.shared_memory import GRAIN, Pool, Segment, SharedLetter
 from pyg_sar.errors import LostWorkerError, PygSarError
 
 SWITCH = "PYG_SAR_SHARED_MEMORY"
@@ -156,7 +155,7 @@ def test_killed_worker_leaves_nothing(light, tmp_path, moment):
 
         import torch
 
-        from pyg_sar.comm import meeting, same_host
+        from pyg_sar.comm import meeting, shared_memory
         from pyg_sar.comm.group import current, finalize, init
 
         comm = current()
@@ -174,9 +173,9 @@ def test_killed_worker_leaves_nothing(light, tmp_path, moment):
         for step in range(10**9):
             if step == 10 and rank == 1:
                 if moment == "writing":
-                    same_host.SharedMemory.send = kill  # type: ignore[method-assign]
+                    shared_memory.SharedMemory.send = kill  # type: ignore[method-assign]
                 elif moment == "reading":
-                    same_host.SharedLetter.release = kill  # type: ignore[method-assign]
+                    shared_memory.SharedLetter.release = kill  # type: ignore[method-assign]
                 else:
                     time.sleep(0.2)  # The others wait.
                     kill()
