@@ -258,7 +258,7 @@ def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
         comm = current()
         assert comm.sharing is not None
         plan = ring_plan(comm, 40)
-        near = comm.sharing.neighbours
+        near = comm.sharing.local_peers
         sizes: list[int] = []
         take = near.take
 

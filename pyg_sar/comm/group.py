@@ -1,4 +1,4 @@
-"""How a process becomes a worker: the environment, the store, the roll call, and ``init``."""
+"""How a process becomes a worker: the environment, the store, the rendezvous, and ``init``."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Place, Setting
+from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting, WorkerInfo
 from pyg_sar.comm.communicator import (
     Communicator,
     GroupCommunicator,
     LocalCommunicator,
 )
 from pyg_sar.comm.issuer import Work
-from pyg_sar.comm.meeting import meet_neighbours, read_switch
+from pyg_sar.comm.meeting import meet_local_peers, read_switch
 from pyg_sar.comm.messages import COLLECTIVE, NoWatch, Outgoing, is_consequence
 from pyg_sar.comm.processes import addresses_from, is_loopback, this_process
 from pyg_sar.comm.watch import ASK, StoreWatch
@@ -52,7 +52,7 @@ REMEDY = (
 )
 
 
-def read_environment(env: Mapping[str, str] | None = None) -> Place | None:
+def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
     """Reads torchrun's variables. Returns ``None`` where there are none: a single process.
 
     Raises:
@@ -73,7 +73,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> Place | None:
     local_rank = None
     if env.get("LOCAL_RANK"):
         local_rank = _read_int(env, "LOCAL_RANK", 0, local_world)
-    return Place(
+    return WorkerInfo(
         rank=rank,
         world_size=world,
         local_rank=local_rank,
@@ -134,15 +134,15 @@ def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore
     return store
 
 
-def connect(place: Place, timeout: float) -> dist.Store:
+def connect(info: WorkerInfo, timeout: float) -> dist.Store:
     """Connects to the workers' store; rank 0 hosts it where no launcher does.
 
     Raises:
         CommTimeoutError: When it isn't reached within ``timeout`` seconds.
         ValueError: When its address makes no sense, or its port is taken.
     """
-    if place.rank != 0 or place.agent_store:
-        return reconnect(place, timeout)
+    if info.rank != 0 or info.agent_store:
+        return reconnect(info, timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
         return _of_this_attempt(host_store(address, port, timeout))
@@ -150,13 +150,13 @@ def connect(place: Place, timeout: float) -> dist.Store:
         raise ValueError(f"MASTER_ADDR={address!r} can't be resolved: {error}") from error
     except dist.DistError as error:
         if "EADDRINUSE" not in str(error):
-            raise _unreached(place, timeout, error) from error
+            raise _unreached(info, timeout, error) from error
         raise ValueError(
             f"MASTER_PORT: {address}:{port} is taken by another program; choose another port"
         ) from error
 
 
-def reconnect(place: Place, timeout: float) -> dist.Store:
+def reconnect(info: WorkerInfo, timeout: float) -> dist.Store:
     """Returns a connection to the workers' store, by which no other one is kept waiting.
 
     Raises:
@@ -167,15 +167,15 @@ def reconnect(place: Place, timeout: float) -> dist.Store:
     try:
         store = dist.TCPStore(address, port, is_master=False, timeout=limit)
     except dist.DistError as error:
-        raise _unreached(place, timeout, error) from error
+        raise _unreached(info, timeout, error) from error
     return _of_this_attempt(store)
 
 
-def _unreached(place: Place, timeout: float, error: BaseException) -> CommTimeoutError:
+def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTimeoutError:
     address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
-    who = "the launcher" if place.agent_store else "rank 0"
+    who = "the launcher" if info.agent_store else "rank 0"
     return CommTimeoutError(
-        f"Rank {place.rank} did not reach the store of the {place.world_size} workers, which "
+        f"Rank {info.rank} did not reach the store of the {info.world_size} workers, which "
         f"{who} hosts at {address}:{port}, within {timeout:g} s ({_first_line(error)}). Is "
         f"every worker started, with the same MASTER_ADDR and MASTER_PORT, and reachable?"
     )
@@ -196,9 +196,9 @@ def claim_rank(store: dist.Store, rank: int) -> None:
         raise ValueError(f"RANK={rank} is taken by another process; every worker needs its own")
 
 
-def call_the_roll(
+def wait_for_workers(
     store: dist.Store,
-    place: Place,
+    info: WorkerInfo,
     backend: str,
     timeout: float,
     meanwhile: Callable[[Mapping[int, Mapping[str, Any]]], None] = lambda known: None,
@@ -207,7 +207,7 @@ def call_the_roll(
 
     Args:
         store: The workers' store, in which this rank is claimed.
-        place: This worker.
+        info: This worker.
         backend: What it wants.
         timeout: Seconds to wait for the others.
         meanwhile: Called time and again with what is known of those who came, by rank.
@@ -219,7 +219,7 @@ def call_the_roll(
         CommTimeoutError: When ranks are missing after ``timeout`` seconds; names them.
         ValueError: On different backends.
     """
-    rank, world = place.rank, place.world_size
+    rank, world = info.rank, info.world_size
     mine = {**this_process(), "backend": backend, "world_size": world}
     store.set(f"who/{rank}", json.dumps(mine))
     known: dict[int, dict[str, Any]] = {}
@@ -254,9 +254,9 @@ def call_the_roll(
 # Devices #####################################################################
 
 
-def default_backend(place: Place) -> str:
+def default_backend(info: WorkerInfo) -> str:
     """Returns ``'nccl'`` where every worker of this host has a GPU of its own, else ``'gloo'``."""
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= place.local_world_size
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= info.local_world_size
     return "nccl" if enough and dist.is_nccl_available() else "gloo"
 
 
@@ -347,9 +347,11 @@ def _open(
     if backend is not None:
         TRANSPORTS[backend].check()
     if backend is not None and not TRANSPORTS[backend].uses_store:
-        place = Place(rank=0, world_size=1, local_rank=None, local_world_size=1, agent_store=True)
-        device = device or TRANSPORTS[backend].choose_device(place)
-        setting = Setting(place=place, store=None, timeout=timeout, device=device)
+        info = WorkerInfo(
+            rank=0, world_size=1, local_rank=None, local_world_size=1, agent_store=True
+        )
+        device = device or TRANSPORTS[backend].choose_device(info)
+        setting = Setting(info=info, store=None, timeout=timeout, device=device)
         return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
     found = read_environment()
     switch = read_switch()
@@ -369,7 +371,7 @@ def _open(
         raise watch.diagnose(error, "the start") from error
     watch.begin()
     setting = Setting(
-        place=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
+        info=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
     )
     try:
         return _join(store, kind, setting, switch, watch)
@@ -393,14 +395,14 @@ def _join(
     watch: StoreWatch,
 ) -> Communicator:
     """Meets the others. Ends with the error of one that fails meanwhile."""
-    place, timeout = setting.place, setting.timeout
-    everyone = call_the_roll(store, place, kind.name, timeout, watch.meet)
+    info, timeout = setting.info, setting.timeout
+    everyone = wait_for_workers(store, info, kind.name, timeout, watch.meet)
     if len({who["host"] for who in everyone}) > 1:
-        watch.light(addresses_from(os.environ["MASTER_ADDR"]))
+        watch.serve_status(addresses_from(os.environ["MASTER_ADDR"]))
     if setting.device.type != "cpu":
         switch = "0"  # Rows on a GPU are not for processes to read.
-    meeting = dist.PrefixStore("neighbours", store)
-    neighbours = meet_neighbours(meeting, place, everyone, switch, timeout, watch.check)
+    meeting = dist.PrefixStore("local peers", store)
+    local_peers = meet_local_peers(meeting, info, everyone, switch, timeout, watch.check)
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)  # Of this thread, too.
     made: Future[GroupTransport] = Future()
@@ -415,7 +417,7 @@ def _join(
     threading.Thread(target=make, name="pyg_sar start", daemon=True).start()
     while not wait([made], 0.1).done:
         watch.check()
-    return GroupCommunicator(made.result(), watch, timeout, neighbours)
+    return GroupCommunicator(made.result(), watch, timeout, local_peers)
 
 
 def finalize() -> None:

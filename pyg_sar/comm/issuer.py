@@ -7,14 +7,14 @@ first-out queue that one thread empties: the order on the wire is the order of t
 order of the calls is the program's, the same on every rank. A task packs, posts and waits; only
 then does the next one start. The caller goes on meanwhile, which is what prefetching is.
 
-[Note: Taking turns]
+[Note: One at a time]
 Workers as threads gain little by computing at once: the interpreter runs one of them at a time.
 They lose by it: PyTorch's Python layer (dispatch modes, tensor subclasses, lazily written code) and
 PyTorch Geometric's generated modules are not made for several threads at the same instant, and a
-debugger's prompt is of no use while others print into it. A thread therefore computes while it has
-the turn, and passes it on wherever it waits for another worker. Who keeps it for long without
-waiting there (in a debugger, or for something of its own that another worker must do first) loses
-it, so that nothing can hang that would not hang without turns.
+debugger's prompt is of no use while others print into it. A thread therefore computes while it
+holds a lock, and releases it wherever it waits for another worker. A thread that keeps the lock for
+long without waiting there (in a debugger, or for something that another worker must do first) loses
+it: nothing can hang that would not hang without the lock.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from pyg_sar.errors import CommTimeoutError, PygSarError
 
 # Threads that compute one at a time ###########################################
 
-PATIENCE = 2.0  # Seconds that a thread may keep the turn while others want it.
+PATIENCE = 2.0  # Seconds that a thread may keep the lock while others want it.
 
 
-class Turns:
-    """The turn of a group of threads. See [Note: Taking turns]."""
+class ComputeLock:
+    """The lock under which the threads of a group compute. See [Note: One at a time]."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -45,29 +45,29 @@ class Turns:
         self._member = threading.local()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
-        """Waits for the turn, and keeps it for the block but where that is :meth:`passed`."""
-        self._take()
+    def held(self) -> Iterator[None]:
+        """Holds the lock in the block, except where it is :meth:`released`."""
+        self._acquire()
         self._member.inside = True
         try:
             yield
         finally:
             self._member.inside = False
-            self._give()
+            self._release()
 
     @contextlib.contextmanager
-    def passed(self) -> Iterator[None]:
+    def released(self) -> Iterator[None]:
         """Lets others compute during the block, in which this thread waits for one of them."""
         inside = getattr(self._member, "inside", False)
         if inside:
-            self._give()
+            self._release()
         try:
             yield
         finally:
             if inside:
-                self._take()
+                self._acquire()
 
-    def _take(self) -> None:
+    def _acquire(self) -> None:
         with self._changed:
             while self._holder is not None:
                 seen = self._number
@@ -77,27 +77,27 @@ class Turns:
             self._holder = threading.get_ident()
             self._number += 1
 
-    def _give(self) -> None:
+    def _release(self) -> None:
         with self._changed:
             if self._holder == threading.get_ident():
                 self._holder = None
                 self._changed.notify()
 
 
-class Free:
-    """No turns: threads compute whenever they can."""
+class NoLock:
+    """No lock: threads compute whenever they can."""
 
-    def taken(self) -> contextlib.AbstractContextManager[None]:
+    def held(self) -> contextlib.AbstractContextManager[None]:
         """Does nothing."""
         return contextlib.nullcontext()
 
-    passed = taken
+    released = held
 
 
 # Work on a GPU ################################################################
 
 
-class Lane:
+class StreamOrder:
     """Orders the issuer's work on a GPU after what the caller has queued there.
 
     The caller marks its stream; the issuer then works on a stream of its own, after the mark, and
@@ -142,7 +142,7 @@ class Progress(NamedTuple):
 
     started: int
     """Operations begun since the communicator exists. About the same on all ranks: those that need
-    nothing of a neighbour's memory skip what the others read there."""
+    nothing of a local peer's memory skip what the others read there."""
     ended: int
     """Operations that ended well."""
     pending: int
@@ -210,7 +210,7 @@ class Work:
             seen = now
 
     def _await(self, issuer: Issuer, seconds: float) -> bool:
-        with issuer.turns.passed():
+        with issuer.compute_lock.released():
             return self._ended.wait(seconds)
 
     def _end(self, error: BaseException | None = None) -> None:
@@ -228,7 +228,7 @@ class Issuer:
         timeout: Seconds that one task may take.
         diagnose: Turns an error of a task and what it was doing into the error to raise.
         abort: Makes a task that is under way end, if it can.
-        turns: Of threads that compute one at a time.
+        compute_lock: Of threads that compute one at a time.
     """
 
     def __init__(
@@ -237,10 +237,10 @@ class Issuer:
         timeout: float,
         diagnose: Callable[[BaseException, str], BaseException],
         abort: Callable[[], None],
-        turns: Turns | Free,
+        compute_lock: ComputeLock | NoLock,
     ) -> None:
         self.timeout = timeout
-        self.turns = turns
+        self.compute_lock = compute_lock
         self.broken: BaseException | None = None
         self._diagnose = diagnose
         self._abort = abort
@@ -301,7 +301,7 @@ class Issuer:
         # the process: have it back before a waiter learns of the error, and ends the program.
         self._abort()
         if threading.current_thread() is not self._thread:
-            with self.turns.passed():
+            with self.compute_lock.released():
                 self._idle.wait(SETTLE)
         with self._lock:
             for work in self._open.values():
@@ -321,12 +321,12 @@ class Issuer:
             self._closed = True
             self._queue.put(None)
         if self.broken is None and threading.current_thread() is not self._thread:
-            with self.turns.passed():
+            with self.compute_lock.released():
                 self._thread.join(self.timeout + GRACE)
 
     def _loop(self) -> None:
         while (entry := self._queue.get()) is not None:
-            with self.turns.taken():
+            with self.compute_lock.held():
                 work, handed = entry[0], [entry[1]]
                 del entry
                 if self.broken is None:

@@ -149,7 +149,7 @@ class Post(NamedTuple):
 class State(NamedTuple):
     """What a worker waits for, and what it has posted."""
 
-    turn: int
+    wait_number: int
     """Another number for every wait."""
     doing: str
     waits: Sequence[Post]
@@ -178,7 +178,7 @@ class Posts:
     """Notes what a worker posts. Written by its issuing thread, read by any."""
 
     def __init__(self) -> None:
-        self.turn = 0
+        self.wait_number = 0
         self.since = 0.0
         self.waits: tuple[Post, ...] = ()
         self.failed: tuple[Post, ...] = ()
@@ -195,7 +195,7 @@ class Posts:
     @contextmanager
     def waiting(self, messages: Sequence[tuple[str, int, str]]) -> Iterator[Sequence[Post]]:
         """Notes messages ``(channel, peer, name)`` that are waited for in the block."""
-        self.turn += 1
+        self.wait_number += 1
         self.since = time.monotonic()
         self.waits = tuple([self.note(*message) for message in messages])
         try:
@@ -205,7 +205,7 @@ class Posts:
             raise
         finally:
             self.waits = ()
-            self.turn += 1
+            self.wait_number += 1
 
     def for_long(self, seconds: float) -> bool:
         """Whether one wait has taken so long."""
@@ -213,21 +213,21 @@ class Posts:
 
     def state(self, doing: str) -> State:
         """What there is now; the waits are empty where they are just changing."""
-        turn, waits, posted = self.turn, self.waits, self._posted.copy()
-        return State(turn, doing, waits if turn == self.turn else (), posted)
+        wait_number, waits, posted = self.wait_number, self.waits, self._posted.copy()
+        return State(wait_number, doing, waits if wait_number == self.wait_number else (), posted)
 
 
 def to_text(state: State) -> str:
     """A state as JSON."""
     posted = [[*key, *value] for key, value in state.posted.items()]
-    return json.dumps([state.turn, state.doing, state.waits, posted])
+    return json.dumps([state.wait_number, state.doing, state.waits, posted])
 
 
 def from_text(text: str) -> State:
     """Adjoint of :func:`to_text`."""
-    turn, doing, waits, posted = json.loads(text)
+    wait_number, doing, waits, posted = json.loads(text)
     last = {(channel, peer): (number, mark) for channel, peer, number, mark in posted}
-    return State(turn, doing, [Post(*post) for post in waits], last)
+    return State(wait_number, doing, [Post(*post) for post in waits], last)
 
 
 # Who waits in vain ###########################################################

@@ -3,7 +3,7 @@
 [Note: a worker that can't say so] A worker that computes in code that keeps Python's lock sends no
 heartbeats, and nor does one that was stopped. On its own host anyone can see which it is, in
 ``/proc``. For other hosts each worker starts a small process that answers this one question, over
-TCP, to whoever knows the word that the workers' store holds. It imports nothing but the standard
+TCP, to whoever knows the secret that the workers' store holds. It imports nothing but the standard
 library, and ends with the worker.
 """
 
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 
 # Only the standard library at the top: the small process has nothing else.
 
-LOOK = 1.0  # Seconds between two looks whether the worker still is.
+INTERVAL = 1.0  # Seconds between two checks that the worker still runs.
 ANSWER = 1.0  # Seconds that an answer may take.
 RUNS, STOPPED, GONE = "runs", "stopped", "gone"
 
@@ -40,7 +40,7 @@ class Process(NamedTuple):
     """When it started, in clock ticks."""
 
 
-def look_at(pid: int) -> Process | None:
+def find_process(pid: int) -> Process | None:
     """Describes a process; ``None``: it has ended (or there is no ``/proc``)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
@@ -76,14 +76,14 @@ def is_dead(who: Mapping[str, Any]) -> bool:
 
 def is_stopped(who: Mapping[str, Any]) -> bool | None:
     """Whether a process was stopped (SIGSTOP); ``None`` where this host can't tell."""
-    if who["host"] != _host() or (found := look_at(int(who["pid"]))) is None:
+    if who["host"] != _host() or (found := find_process(int(who["pid"]))) is None:
         return None
     return found.state == "T"
 
 
 def _started(pid: int) -> int | None:
     """Returns a process's start time in clock ticks, or ``None``: ended, a zombie, no /proc."""
-    found = look_at(pid)
+    found = find_process(pid)
     return None if found is None else found.start
 
 
@@ -155,7 +155,7 @@ def interface_to(host: str) -> str | None:
 # A process that answers for a worker ##########################################
 
 
-class Beacon:
+class StatusServer:
     """The process that answers for this one.
 
     Args:
@@ -163,12 +163,14 @@ class Beacon:
     """
 
     def __init__(self, addresses: Sequence[str]) -> None:
-        self._word = secrets.token_hex(16)
+        self._secret = secrets.token_hex(16)
         family = socket.AF_INET6 if ":" in addresses[0] else socket.AF_INET
         with socket.socket(family, socket.SOCK_STREAM) as listener:
             listener.bind((addresses[0] if len(addresses) == 1 else "", 0))
             listener.listen()
-            self.where = [[address, listener.getsockname()[1], self._word] for address in addresses]
+            self.where = [
+                [address, listener.getsockname()[1], self._secret] for address in addresses
+            ]
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", __file__, str(listener.fileno()), str(os.getpid())],
                 pass_fds=[listener.fileno()],
@@ -179,7 +181,7 @@ class Beacon:
         # Not as an argument, which every user of the host could read.
         pipe: Any = self._process.stdin
         with contextlib.suppress(OSError), pipe:
-            pipe.write(self._word.encode())
+            pipe.write(self._secret.encode())
 
     def close(self) -> None:
         """Ends it."""
@@ -189,10 +191,10 @@ class Beacon:
 
 def ask(where: Sequence[Sequence[str | int]]) -> str | None:
     """Returns :data:`RUNS`, :data:`STOPPED` or :data:`GONE`; ``None`` where nobody answers."""
-    for address, port, word in where:
+    for address, port, secret in where:
         target = str(address), int(port)
         with contextlib.suppress(OSError), socket.create_connection(target, ANSWER) as connection:
-            connection.sendall(str(word).encode())
+            connection.sendall(str(secret).encode())
             if answer := connection.recv(16).decode(errors="replace"):
                 return answer
     return None
@@ -201,14 +203,14 @@ def ask(where: Sequence[Sequence[str | int]]) -> str | None:
 def serve(descriptor: int, pid: int) -> None:
     """Answers until the process ``pid``, this one's parent, has ended."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the worker, which ends this one.
-    word = sys.stdin.buffer.read()
+    secret = sys.stdin.buffer.read()
     listener = socket.socket(fileno=descriptor)
-    listener.settimeout(LOOK)
+    listener.settimeout(INTERVAL)
     while os.getppid() == pid:
         with contextlib.suppress(OSError), listener.accept()[0] as connection:
             connection.settimeout(ANSWER)
-            if hmac.compare_digest(connection.recv(len(word)), word):
-                found = look_at(pid)
+            if hmac.compare_digest(connection.recv(len(secret)), secret):
+                found = find_process(pid)
                 told = GONE if found is None else STOPPED if found.state == "T" else RUNS
                 connection.sendall(told.encode())
 
@@ -220,8 +222,8 @@ class TerminationNotice:
     """Turns torchrun's SIGTERM into the error that says why.
 
     As soon as a worker is lost, torchrun sends SIGTERM to all others, wherever they are: by
-    default they end without a word. While installed, SIGTERM raises the error of the lost worker in
-    the main thread. Where no worker is lost it ends the process as ever. It is installed only in
+    default they end without a message. While installed, SIGTERM raises the error of the lost worker
+    in the main thread. Where no worker is lost it ends the process as ever. It is installed only in
     torchrun's workers, from the main thread, and where the script has no handler of its own.
 
     Args:

@@ -1,4 +1,4 @@
-"""Letters between the processes of one host, through shared memory and Unix sockets.
+"""Messages between the processes of one host, through shared memory and Unix sockets.
 
 [Note: nothing is left] A segment is made by ``memfd_create``: it has no name in any file system,
 other processes get it as a file descriptor over a socket, and the kernel frees it with the last
@@ -7,16 +7,16 @@ All its pages are allocated when it is made, so that a lack of memory is an erro
 never a signal at the first touch.
 
 [Note: two connections] Between two workers there are two connections of whole packets. One carries
-letters (which segment, how many bytes; the first time the segment's descriptor itself) and is read
+messages (which segment, how many bytes; the first time the segment's descriptor itself) and is read
 by the issuing thread alone, which sleeps until one comes, and keeps those of other subjects for
 later. The other carries what may stay unread when a worker ends: releases, and which segments are
-gone. A worker looks at these, without waiting, when it needs a segment. A peer that dies closes
+gone. A worker reads these, without waiting, when it needs a segment. A peer that dies closes
 both: whoever waits for it knows at once.
 
 [Note: resident memory] What a reader touches of a mapped segment counts as resident in the reader
 as well. It gives these pages up with each piece that it has read and with each release (the memory
-stays the writer's), so that a reader has a mebibyte or two of its neighbours' rows mapped, or the
-rows of one neighbour where it reads them in place, as many as it would else have copied.
+stays the writer's), so that a reader has a mebibyte or two of its local peers' rows mapped, or the
+rows of one local peer where it reads them in place, as many as it would else have copied.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from torch import Tensor
 
 from pyg_sar.comm.backends import TransportError
 from pyg_sar.comm.messages import READ, WROTE, Posts, unlike
-from pyg_sar.comm.sharing import Letter, Neighbours, Page, Subject
+from pyg_sar.comm.sharing import Buffer, LocalPeers, Message, Subject
 from pyg_sar.errors import PygSarError
 
 # Segments #####################################################################
@@ -90,7 +90,7 @@ def map_bytes(descriptor: int, size: int) -> tuple[mmap.mmap, Tensor]:
 
 
 class Pool:
-    """The segments of one worker: lent, held until all readers have done, and used again.
+    """The segments of one worker: written, held until all readers have done, and used again.
 
     A holder of a segment is its writer, from :meth:`take` on, or a reader that was told of it.
 
@@ -142,7 +142,7 @@ class Pool:
             self._held[segment.number] = segment, self._held[segment.number][1] + 1
 
     def release(self, number: int) -> None:
-        """One holder less; after the last the segment may be lent again."""
+        """One holder less; after the last the segment may be used again."""
         with self._lock:
             segment, holders = self._held.pop(number)
             if holders > 1:
@@ -179,14 +179,14 @@ class Pool:
 # Messages #####################################################################
 
 PACKET = "<BQQQQ"
-"""Subject, segment, its capacity, first byte, bytes. The letter's name follows."""
-NAME = 400  # Bytes of a letter's name that travel: its last ones.
-FORGET, RELEASE = 254, 255  # Subjects of packets that are no letters.
-GIVE_UP = 1 << 16  # bytes above which a reader gives a letter's pages up
+"""Subject, segment, its capacity, first byte, bytes. The message's name follows."""
+NAME = 400  # Bytes of a message's name that travel: its last ones.
+FORGET, RELEASE = 254, 255  # Subjects of packets that are no messages.
+GIVE_UP = 1 << 16  # bytes above which a reader gives a message's pages up
 
 
-class Envelope(NamedTuple):
-    """A letter: where its bytes are, and what it says of them."""
+class Header(NamedTuple):
+    """A message: where its bytes are, and what it says of them."""
 
     subject: int
     segment: int
@@ -197,30 +197,30 @@ class Envelope(NamedTuple):
 
 @dataclass(slots=True)
 class Link:
-    """The two connections to a neighbour, and what each side knows of the other's segments.
+    """The two connections to a local peer, and what each side knows of the other's segments.
 
     Attributes:
         peer: Its rank.
-        letters, releases: The connections.
-        told: Segments of this worker whose descriptors the neighbour has.
-        mapped: Segments of the neighbour that are mapped here.
-        early: Letters that came before they were expected.
+        messages, releases: The connections.
+        told: Segments of this worker whose descriptors the local peer has.
+        mapped: Segments of the local peer that are mapped here.
+        early: Messages that came before they were expected.
     """
 
     peer: int
-    letters: socket.socket
+    messages: socket.socket
     releases: socket.socket
     told: set[int]
     mapped: dict[int, tuple[mmap.mmap, Tensor]]
-    early: list[Envelope]
+    early: list[Header]
 
     def close(self) -> None:
         """Closes both connections."""
-        self.letters.close()
+        self.messages.close()
         self.releases.close()
 
 
-class SharedPage(Page):
+class SharedBuffer(Buffer):
     """A piece of a segment of this worker."""
 
     def __init__(self, segment: Segment, size: int) -> None:
@@ -228,8 +228,8 @@ class SharedPage(Page):
         self.data = segment.data[:size]
 
 
-class SharedLetter(Letter):
-    """A piece of a neighbour's segment."""
+class SharedMessage(Message):
+    """A piece of a local peer's segment."""
 
     def __init__(
         self, owner: SharedMemory, link: Link, segment: int, start: int, size: int
@@ -250,12 +250,12 @@ class SharedLetter(Letter):
             self._owner.post(self._link, self._link.releases, packet)
 
 
-class SharedMemory(Neighbours):
-    """The neighbours of a worker on its host.
+class SharedMemory(LocalPeers):
+    """The local peers of a worker on its host.
 
     Args:
         rank: This worker.
-        links: Connections to the neighbours, by :func:`pyg_sar.comm.meeting.meet_neighbours`.
+        links: Connections to the local peers, by :func:`pyg_sar.comm.meeting.meet_local_peers`.
         timeout: Seconds that a wait may take.
     """
 
@@ -272,23 +272,23 @@ class SharedMemory(Neighbours):
 
     # Writing -----------------------------------------------------------------
 
-    def take(self, size: int) -> SharedPage:
+    def take(self, size: int) -> SharedBuffer:
         self._collect()
-        return SharedPage(self._pool.take(size), size)
+        return SharedBuffer(self._pool.take(size), size)
 
     def send_parts(
-        self, page: SharedPage, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
+        self, buffer: SharedBuffer, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
     ) -> None:
-        segment = page.segment
+        segment = buffer.segment
         for peer, start, size, name in parts:
             link = self._links[peer]
             self._pool.hold(segment)
             packet = struct.pack(PACKET, subject, segment.number, segment.capacity, start, size)
             packet += name.encode()[-NAME:]
             new = segment.number not in link.told
-            # As a rule nobody waits here; but whoever has ended reads no letters.
+            # As a rule nobody waits here; but whoever has ended reads no messages.
             with self.posts.waiting([(f"{WROTE} {subject:d}", peer, name)]):
-                self.post(link, link.letters, packet, segment.descriptor if new else None)
+                self.post(link, link.messages, packet, segment.descriptor if new else None)
             link.told.add(segment.number)
         self._pool.release(segment.number)
 
@@ -313,12 +313,12 @@ class SharedMemory(Neighbours):
                 connection.sendmsg([packet], rights, socket.MSG_NOSIGNAL)
                 return
             except BlockingIOError:
-                self._wait(connection, select.POLLOUT, end, f"rank {link.peer} to read letters")
+                self._wait(connection, select.POLLOUT, end, f"rank {link.peer} to read messages")
             except OSError as error:
                 raise TransportError(f"rank {link.peer} can't be reached: {error}") from error
 
     def _collect(self) -> None:
-        """Takes in what has arrived beside letters."""
+        """Takes in what has arrived beside messages."""
         with self._reading:
             for link in self._links.values():
                 with contextlib.suppress(OSError):  # Nothing more, or gone.
@@ -337,17 +337,17 @@ class SharedMemory(Neighbours):
 
     # Reading -----------------------------------------------------------------
 
-    def receive(self, src: int, subject: Subject, name: str) -> SharedLetter:
+    def receive(self, src: int, subject: Subject, name: str) -> SharedMessage:
         link = self._links[src]
         with self.posts.waiting([(f"{READ} {subject:d}", src, name)]):
             found = self._find(link, src, subject)
         link.early.remove(found)
         if found.name != name.encode()[-NAME:]:
             raise unlike(self.rank, src, name, found.name.decode(errors="replace"))
-        return SharedLetter(self, link, found.segment, found.start, found.size)
+        return SharedMessage(self, link, found.segment, found.start, found.size)
 
-    def _find(self, link: Link, src: int, subject: Subject) -> Envelope:
-        """The next letter about a subject; others are kept."""
+    def _find(self, link: Link, src: int, subject: Subject) -> Header:
+        """The next message about a subject; others are kept."""
         end = time.monotonic() + self.timeout
         while (found := next((e for e in link.early if e.subject == subject), None)) is None:
             (about, segment, capacity, start, size), name = self._next(link, end)
@@ -361,7 +361,7 @@ class SharedMemory(Neighbours):
                     f"Rank {self.rank} got rows of rank {src} that end at byte {start + size} of a "
                     f"segment of {capacity}. Set PYG_SAR_SHARED_MEMORY=0"
                 )
-            link.early.append(Envelope(about, segment, start, size, name))
+            link.early.append(Header(about, segment, start, size, name))
         return found
 
     def _next(self, link: Link, end: float) -> tuple[tuple[int, int, int, int, int], bytes]:
@@ -369,11 +369,11 @@ class SharedMemory(Neighbours):
         head = struct.calcsize(PACKET)
         while True:
             try:
-                packet, rights, _, _ = link.letters.recvmsg(
+                packet, rights, _, _ = link.messages.recvmsg(
                     head + NAME, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
                 )
             except BlockingIOError:
-                self._wait(link.letters, select.POLLIN, end, f"rank {link.peer} to send")
+                self._wait(link.messages, select.POLLIN, end, f"rank {link.peer} to send")
                 continue
             except OSError as error:
                 raise TransportError(f"rank {link.peer} can't be reached: {error}") from error
@@ -399,7 +399,7 @@ class SharedMemory(Neighbours):
 
     def abort(self) -> None:
         for link in self._links.values():
-            for connection in (link.letters, link.releases):
+            for connection in (link.messages, link.releases):
                 with contextlib.suppress(OSError):  # Closed by the peer.
                     connection.shutdown(socket.SHUT_RDWR)
 
