@@ -248,7 +248,7 @@ def test_rows_are_read_where_they_are(world, prefetch):
 
 @pytest.mark.parametrize("piece", [neighbours.PIECE, 40])
 def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
-    """One page per dtype and stream, with just the rows that anybody needs, and one per loan.
+    """One buffer per dtype and stream, with just the rows that anybody needs, and one per send.
 
     Also where these are read in pieces of two rows or three.
     """

@@ -1,16 +1,16 @@
-"""Operations between workers that read each other's memory: publish, read in place, lend, take in.
+"""Operations between workers that read each other's memory: publish, read in place, send, receive.
 
 [Note: publication] Where rows of one node tensor are wanted by several local peers, the owner
 publishes them once, and each local peer reads the rows that it needs from there, in place or by a
 copy of these: nothing is packed per reader, nothing goes through a socket. Gradients go back the
-other way round: a reader computes them in memory that it lends, and the owner adds them up from
+other way round: a reader computes them in memory that it shares, and the owner adds them up from
 there.
 
 [Note: messages] A writer fills a piece of its own shared memory and sends its readers messages that
 say where; each reader uses it in place and releases it, and after the last release the writer fills
 it anew. Messages of one subject from one worker to another arrive in the order in which they were
 sent, which is the order in which the reader's program expects them. Between subjects it isn't: a
-publication is written before, and may be read after, gradients that the same worker lends. Writing
+publication is written before, and may be read after, gradients that the same worker sends. Writing
 never waits for a reader, so that whatever order workers do this in, nobody waits for a cycle.
 """
 
@@ -140,11 +140,11 @@ def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, r
 Submit = Callable[[Callable[[], None], Label, str], Work]
 
 
-class Loan:
-    """Memory for rows that a local peer will read: fill :attr:`rows`, then :meth:`Sharing.give`."""
+class SendBuffer:
+    """Memory for rows that a local peer will read: fill :attr:`rows`, then :meth:`Sharing.send`."""
 
-    def __init__(self, buffer: Buffer, rows: Tensor) -> None:
-        self.buffer, self.rows = buffer, rows
+    def __init__(self, memory: Buffer, rows: Tensor) -> None:
+        self.memory, self.rows = memory, rows
 
 
 class Incoming:
@@ -272,7 +272,7 @@ class Sharing:
 
         return self._submit(task, label, f"reading rows of rank {src}")
 
-    def borrow(
+    def read_in_place(
         self, src: int, shape: tuple[int, int], rows: int, dtype: torch.dtype, label: Label
     ) -> Incoming:
         """Reads what ``src`` published where it lies.
@@ -287,21 +287,21 @@ class Sharing:
         size = rows * shape[1] * dtype.itemsize
         return self._await(src, shape, dtype, size, Subject.PUBLICATION, label)
 
-    def lend(self, shape: tuple[int, int], dtype: torch.dtype) -> Loan:
+    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> SendBuffer:
         """Uninitialized memory for rows that a local peer will read."""
         buffer = self.local_peers.take(shape[0] * shape[1] * dtype.itemsize)
-        return Loan(buffer, buffer.data.view(dtype).view(shape))
+        return SendBuffer(buffer, buffer.data.view(dtype).view(shape))
 
-    def give(self, loan: Loan, parts: Mapping[int, int], label: Label) -> Work:
-        """Lets each local peer read its part of a loan, which must not be touched any more.
+    def send(self, buffer: SendBuffer, parts: Mapping[int, int], label: Label) -> Work:
+        """Lets each local peer read its part of a buffer, which must not be touched any more.
 
         Args:
-            loan: The loan.
+            buffer: The buffer.
             parts: How many of its rows are for each worker, in their order; those of workers that
                 are no local peers are left out.
             label: Whom the ledgers charge.
         """
-        width, dtype, buffer = loan.rows.size(1), loan.rows.dtype, loan.buffer
+        width, dtype, memory = buffer.rows.size(1), buffer.rows.dtype, buffer.memory
         row, where = width * dtype.itemsize, spoken(label)
         pieces, first = [], 0
         for peer, number in parts.items():
@@ -310,19 +310,19 @@ class Sharing:
                 pieces.append((peer, first * row, number * row, name))
             first += number
         sizes = {peer: size for peer, _, size, _ in pieces}
-        loan.rows = loan.rows.new_empty(0)
+        buffer.rows = buffer.rows.new_empty(0)
         ledgers = list(self._ledgers)
 
         def task() -> None:
-            self.local_peers.send_parts(buffer, Subject.ROWS, pieces)
+            self.local_peers.send_parts(memory, Subject.ROWS, pieces)
             count(ledgers, label, sizes, {}, self.local_peers.name)
 
         return self._submit(task, label, f"rows for ranks {', '.join(map(str, sizes))}")
 
-    def expect(
+    def receive(
         self, src: int, shape: tuple[int, int], dtype: torch.dtype, label: Label
     ) -> Incoming:
-        """Expects a loan from ``src``."""
+        """Expects the rows that ``src`` sends by :meth:`send`."""
         size = shape[0] * shape[1] * dtype.itemsize
         return self._await(src, shape, dtype, size, Subject.ROWS, label)
 

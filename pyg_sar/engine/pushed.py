@@ -10,7 +10,7 @@ way of splitting a sum can do.
 [Note: boundary] B holds, once for all peers, the rows that anybody pulls, and the partial sums for
 each peer. To the streams it is a node tensor like any other, with a halo plan of its own. It is not
 made as a whole: each peer's rows are made when its message is packed, or in the memory that
-neighbours read, and what comes back is added to the gradients of x at once.
+local peers read, and what comes back is added to the gradients of x at once.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class HaloPlan:
         self.n_id: Tensor | None = None  # global ids of the own nodes, where they are known
         self._call = _Call()
         self.tokens = 0  # things made together by all workers, see distributed_index.py
-        self.shared: Any = None  # what neighbours read in place, see shared_rows.py
+        self.shared: Any = None  # what local peers read in place, see shared_rows.py
         self.open_ended = False  # more own rows may follow the last that a relation has
         self.covers: StoredCovers | None = None  # of the edges that the partition came with
         self.send_counts = [int(n) for n in send_counts]

@@ -89,7 +89,7 @@ class UnitRows:
     Attributes:
         tensors: One for each source tensor.
         index: Where in these the unit's rows lie, ``[num_rows]``; ``None``: in order, and nothing
-            else. Rows that a neighbour published are read where they are.
+            else. Rows that a local peer published are read where they are.
     """
 
     tensors: list[Tensor]

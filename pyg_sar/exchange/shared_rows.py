@@ -1,4 +1,4 @@
-"""Which rows a worker publishes for its neighbours, and where in theirs it finds its halo."""
+"""Which rows a worker publishes for its local peers, and where in theirs it finds its halo."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ _WHOLE = 0.6  # A copy of all rows takes as long as gathering this part of them.
 
 @dataclass(frozen=True, slots=True)
 class SharedRows:
-    """A plan's exchange with the neighbours. See [Note: publication] in sharing.
+    """A plan's exchange with the local peers. See [Note: publication] in sharing.
 
     Attributes:
         rows: Own rows that are published, ascending; ``None``: the first :attr:`count`.
         count: How many these are.
-        readers: How many of them each neighbour takes.
-        counts: How many rows each neighbour publishes, where it has halo rows of this worker.
+        readers: How many of them each local peer takes.
+        counts: How many rows each local peer publishes, where it has halo rows of this worker.
         index: Positions of the halo rows in each of these publications, ``[halo_counts[q]]``;
             none where they are the publication.
     """
@@ -57,7 +57,7 @@ class SharedRows:
 
 
 def shared_rows(plan: HaloPlan, sharing: Sharing) -> SharedRows:
-    """The plan's exchange with the neighbours, agreed once by all workers together."""
+    """The plan's exchange with the local peers, agreed once by all workers together."""
     if plan.shared is None:
         plan.shared = _agree(plan, sharing.ranks)
     found: SharedRows = plan.shared

@@ -4,7 +4,7 @@
 posts its transfers in that order; the communicator's issuing thread carries them out first in,
 first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
 posts first, and nothing can deadlock. A unit in which a worker has no part keeps its place (it
-counts as fetched ahead, too), or its neighbours would change their order; nothing is sent for it.
+counts as fetched ahead, too), or its local peers would change their order; nothing is sent for it.
 
 [Note: lifetimes] A fetched buffer belongs to the consumer from the moment it is handed out. The
 stream drops its own reference before it allocates the next one, and consumers must do so too
@@ -13,9 +13,9 @@ storage, not a counter that the code would have to keep right. A consumer that k
 rows lets the stream reuse their buffers, each of which has room for all units that it will serve:
 the system would otherwise clear a new one's pages, which takes as long as filling them.
 
-[Note: neighbours in a stream] Rows of a worker of the same host are read from what it published
+[Note: local peers in a stream] Rows of a worker of the same host are read from what it published
 (see sharing): the stream publishes its own tensors once, when it starts. A consumer that finds rows
-by an index reads them where they are, if all of a unit's rows are of one neighbour; for others a
+by an index reads them where they are, if all of a unit's rows are of one local peer; for others a
 unit's fetch gathers from its owners' publications. Between other workers rows are packed for each
 peer. A unit may have some of its peers here and others there.
 """
@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.sharing import Incoming, Loan, Sharing, pieces_of
+from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, pieces_of
 from pyg_sar.exchange.halo import HaloPlan, Unit
 from pyg_sar.exchange.rows import (
     RowLayout,
@@ -51,11 +51,11 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class _Fetch:
-    """A unit's rows on their way: into buffers, one per dtype, or where a neighbour has them."""
+    """A unit's rows on their way: into buffers, one per dtype, or where a local peer has them."""
 
     unit: int
     buffers: list[Tensor]
-    borrowed: list[Incoming] = field(default_factory=list)
+    in_place: list[Incoming] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
 
@@ -110,12 +110,12 @@ class ShardStream:
             for work in fetch.works:
                 work.wait()
             self._post(self.prefetch)
-            unit, borrowed = fetch.unit, fetch.borrowed
+            unit, in_place = fetch.unit, fetch.in_place
             handed = [self._arrived(fetch)]
             del fetch
             yield unit, handed.pop()
             self._spare, self._lent = self._lent, []
-            for rows in borrowed:
+            for rows in in_place:
                 rows.release()
         for work in published:
             work.wait()
@@ -123,10 +123,10 @@ class ShardStream:
     def _arrived(self, fetch: _Fetch) -> UnitRows:
         """A unit's rows, and what is to be used again after them."""
         unit = self._units[fetch.unit]
-        if fetch.borrowed and self._sharing is not None:
-            fetch.borrowed[0].hold(self.plan.comm.ledgers, self.label[0], unit.num_rows)
+        if fetch.in_place and self._sharing is not None:
+            fetch.in_place[0].hold(self.plan.comm.ledgers, self.label[0], unit.num_rows)
             index = shared_rows(self.plan, self._sharing).index[unit.owners[0]]
-            return UnitRows(self.layout.unpack([rows.rows for rows in fetch.borrowed]), index)
+            return UnitRows(self.layout.unpack([rows.rows for rows in fetch.in_place]), index)
         filled = [buffer[: unit.num_rows] for buffer in fetch.buffers]
         self.layout.land(filled)
         if self.use is not Use.KEEPS and self._posted < len(self._units):
@@ -134,7 +134,7 @@ class ShardStream:
         return UnitRows(self.layout.unpack(filled))
 
     def _publish(self, sharing: Sharing) -> list[Work]:
-        """Lets the neighbours read the own rows. See [Note: neighbours in a stream]."""
+        """Lets the local peers read the own rows. See [Note: local peers in a stream]."""
         shared = shared_rows(self.plan, sharing)
         return [
             sharing.publish(
@@ -165,7 +165,7 @@ class ShardStream:
             self._posted += 1
             for k, (dtype, width) in enumerate(self.layout.widths()):
                 if in_place:
-                    self._borrow(fetch, unit, dtype, width)
+                    self._read_in_place(fetch, unit, dtype, width)
                 else:
                     fetch.works += self._fetch(unit, fetch.buffers[k][: unit.num_rows])
             self._pending.append(fetch)
@@ -187,20 +187,20 @@ class ShardStream:
             found.append(tracked_buffer(comm, self.label[0], counted, shape, dtype, device))
         return found
 
-    def _borrow(self, fetch: _Fetch, unit: Unit, dtype: torch.dtype, width: int) -> None:
-        """Has a neighbour's rows read where they are, and sends what others fetch of a unit."""
-        assert self._sharing is not None  # Or there would be no neighbours.
+    def _read_in_place(self, fetch: _Fetch, unit: Unit, dtype: torch.dtype, width: int) -> None:
+        """Has a local peer's rows read where they are, and sends what others fetch of a unit."""
+        assert self._sharing is not None  # Or there would be no local peers.
         fetch.works += post_pairs(self.plan, self._sends(unit, dtype), [], self.label)
         (owner,), (count,) = unit.owners, unit.counts
         shape = shared_rows(self.plan, self._sharing).counts[owner], width
-        found = self._sharing.borrow(owner, shape, count, dtype, self.label)
-        fetch.borrowed.append(found)
+        found = self._sharing.read_in_place(owner, shape, count, dtype, self.label)
+        fetch.in_place.append(found)
         fetch.works.append(found.work)
 
     def _sends(
         self, unit: Unit, dtype: torch.dtype
     ) -> list[tuple[int, Callable[[], Tensor] | None]]:
-        """A unit's rows for peers that are no neighbours."""
+        """A unit's rows for peers that are no local peers."""
         return [(peer, self._packer(peer, dtype)) for peer in unit.peers if peer not in self._near]
 
     def _fetch(self, unit: Unit, buffer: Tensor) -> list[Work]:
@@ -225,7 +225,7 @@ class RowReturn:
     The other way round as :class:`ShardStream`: a row for each halo row, :math:`H_p F b` bytes out.
 
     [Note: rows in flight] What is computed for one unit travels while the next one is worked
-    on. Between neighbours that takes no memory: the rows stay where they were computed, and the
+    on. Between local peers that takes no memory: the rows stay where they were computed, and the
     owner takes them from there. Over a network they take a buffer at either end, which a policy
     with one prefetched unit affords where the backward pass fetches none.
 
@@ -238,7 +238,7 @@ class RowReturn:
         wire: How rows travel; exactly by default.
     """
 
-    in_pieces = True  # rows of neighbours are taken in some at a time
+    in_pieces = True  # rows of local peers are taken in some at a time
 
     def __init__(
         self,
@@ -255,7 +255,7 @@ class RowReturn:
         self.prefetch, self.refetches = prefetch, refetches
         self.layout = RowLayout(totals, wire)
         self._units = plan.units()
-        self._packed: list[Tensor | Loan] = []
+        self._packed: list[Tensor | SendBuffer] = []
         self._pending: tuple[Unit, list[Tensor], list[Incoming], list[Work]] | None = None
         # What is read in place is not rounded, and results shall not depend on who is near.
         self._sharing = plan.comm.sharing if self.layout.wire.is_exact else None
@@ -276,9 +276,9 @@ class RowReturn:
         found = []
         for dtype, width in self.layout.widths():
             if self._sharing is not None and near:
-                loan = self._sharing.lend((rows, width), dtype)
-                self._packed.append(loan)
-                found.append(loan.rows.zero_())
+                buffer = self._sharing.allocate((rows, width), dtype)
+                self._packed.append(buffer)
+                found.append(buffer.rows.zero_())
             else:
                 device = self.totals[0].device
                 found.append(torch.zeros((rows, width), dtype=dtype, device=device))
@@ -302,10 +302,15 @@ class RowReturn:
             self.drain()
 
     def _swap(
-        self, packed: Tensor | Loan, unit: Unit, dtype: torch.dtype, width: int, works: list[Work]
+        self,
+        packed: Tensor | SendBuffer,
+        unit: Unit,
+        dtype: torch.dtype,
+        width: int,
+        works: list[Work],
     ) -> Tensor:
         """Sends rows to a unit's owners; returns where those of its far peers will be."""
-        whole = packed.rows if isinstance(packed, Loan) else packed
+        whole = packed.rows if isinstance(packed, SendBuffer) else packed
         peers = [peer for peer in unit.peers if peer not in self._near]
         counts = [self.plan.send_counts[peer] for peer in peers]
         buffer = torch.empty((sum(counts), width), dtype=dtype, device=self.totals[0].device)
@@ -315,10 +320,10 @@ class RowReturn:
         landing = self.layout.wire.landing(buffer)
         receives = list(zip(peers, landing.split(counts), strict=True)) if counts else []
         works += post_pairs(self.plan, sends, receives, self.label)
-        if self._sharing is not None and isinstance(packed, Loan):
+        if self._sharing is not None and isinstance(packed, SendBuffer):
             # After the network has read its part: the memory is given away.
             parts = dict(zip(unit.owners, unit.counts, strict=True))
-            works.append(self._sharing.give(packed, parts, self.label))
+            works.append(self._sharing.send(packed, parts, self.label))
         return buffer
 
     def _expect(self, unit: Unit, dtype: torch.dtype, width: int) -> list[Incoming]:
@@ -326,8 +331,8 @@ class RowReturn:
         if self._sharing is None:
             return []
         counts = {peer: self.plan.send_counts[peer] for peer in unit.peers if peer in self._near}
-        expect = self._sharing.expect
-        return [expect(peer, (n, width), dtype, self.label) for peer, n in counts.items()]
+        receive = self._sharing.receive
+        return [receive(peer, (n, width), dtype, self.label) for peer, n in counts.items()]
 
     def drain(self) -> None:
         """Waits for the unit in flight and takes in what came from its peers."""
