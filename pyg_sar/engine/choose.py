@@ -34,7 +34,7 @@ from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTer
 from pyg_sar.engine.kernels.sums import Sums
 from pyg_sar.engine.run import Kernel
 from pyg_sar.engine.schedule import Schedule, by_chunks, by_shards
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.exchange.cover import ALL_PUSHED, SUMS
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.kernels.attention_terms import Attention
@@ -69,10 +69,6 @@ _SWITCHES = (*_FLAGS, int, float)
 _PLAN: Label = ("", "", "plan")
 _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
-
-
-class OneShotWarning(UserWarning):
-    """A layer fetches its whole halo at once because its messages can't be computed in parts."""
 
 
 @dataclass(frozen=True, slots=True)

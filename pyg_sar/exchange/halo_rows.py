@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.neighbours import pieces_of
-from pyg_sar.comm.sharing import Incoming, Loan, Sharing
+from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, pieces_of
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.rows import (
     Merge,
@@ -310,7 +309,7 @@ class HaloSource(RowSource):
         shape = found.counts.get(owner, 0), width
         if buffer is None:
             count = plan.halo_counts[owner]
-            fetch.in_place.append(sharing.borrow(owner, shape, count, dtype, self.label))
+            fetch.in_place.append(sharing.read_in_place(owner, shape, count, dtype, self.label))
             fetch.works.append(fetch.in_place[-1].work)
         else:
             use = partial(found.gather, owner=owner, out=buffer)
@@ -357,7 +356,7 @@ class HaloSink(RowSink):
         self.wire, self._in_flight = wire or Wire(), in_flight
         self._merge = merge or self._add
         self.layout = RowLayout(totals)
-        self._packed: list[Tensor | Loan] = []
+        self._packed: list[Tensor | SendBuffer] = []
         self._pending: tuple[int, list[Tensor], list[Incoming], list[Work]] | None = None
         # What is read in place is not rounded, and results shall not depend on who is near.
         self._sharing = plan.comm.sharing if self.wire.is_exact else None
@@ -375,9 +374,9 @@ class HaloSink(RowSink):
         found = []
         for dtype, width in self.layout.widths:
             if self._sharing is not None and owner in self._near:
-                loan = self._sharing.lend((rows, width), dtype)
-                self._packed.append(loan)
-                found.append(loan.rows.zero_())
+                buffer = self._sharing.allocate((rows, width), dtype)
+                self._packed.append(buffer)
+                found.append(buffer.rows.zero_())
             else:
                 device = self.totals[0].device
                 found.append(torch.zeros((rows, width), dtype=dtype, device=device))
@@ -397,7 +396,7 @@ class HaloSink(RowSink):
             self._send(owner, peer, packed, width, far, works)
             if self._sharing is not None and peer in self._near:
                 shape = self.plan.send_counts[peer], width
-                near.append(self._sharing.expect(peer, shape, dtype, self.label))
+                near.append(self._sharing.receive(peer, shape, dtype, self.label))
                 works.append(near[-1].work)
         self._packed = []
         self._pending = unit, far, near, works
@@ -409,7 +408,7 @@ class HaloSink(RowSink):
         self,
         owner: int,
         peer: int,
-        packed: Tensor | Loan,
+        packed: Tensor | SendBuffer,
         width: int,
         far: list[Tensor],
         works: list[Work],
@@ -427,8 +426,8 @@ class HaloSink(RowSink):
             landing = self.wire.landing(far[-1]) if shape[0] else None
         if send is not None or landing is not None:
             works.append(plan.comm.exchange(send, owner, landing, peer, label=self.label))
-        if sharing is not None and isinstance(packed, Loan):
-            works.append(sharing.give(packed, {owner: plan.halo_counts[owner]}, self.label))
+        if sharing is not None and isinstance(packed, SendBuffer):
+            works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, self.label))
 
     def finish(self) -> None:
         """Waits for the unit in flight and takes in what came from its peer."""

@@ -48,9 +48,10 @@ def load_partition(
 
     The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
     ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
-    ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
-    together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
-    relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    ``batch`` (graph ids) becomes a :class:`~pyg_sar.space.DistBatch`, into which all workers
+    scatter together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node
+    type and relation, also for those of which this worker holds nothing. Only this worker's file is
+    read.
     Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
     (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
     their entries stood in the whole list (see :func:`~pyg_sar.partition.storage.write_partitions`).

@@ -25,27 +25,28 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import OneShotWarning, WorkerError
 from pyg_sar.ledger import HALO_KINDS, Ledger
-from pyg_sar.nn import OneShotWarning
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.node_ids import NodeIds, said_of
 from pyg_sar.partition.node_lists import PLACE, restricted, without_lists
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
-from pyg_sar.tools.comparison import ModelPass, compare
-from pyg_sar.tools.recording import (
+from pyg_sar.tools.comparison import (
+    LayerReport,
+    ModelPass,
     NoDropout,
     Recorder,
     Rows,
     StandIn,
+    VerifyReport,
+    compare,
     floats,
     put,
     watched,
     without_dropout,
 )
-from pyg_sar.tools.verify_report import LayerReport, VerifyReport
 
 __all__ = ["call_with", "sample_nodes", "verify"]
 
