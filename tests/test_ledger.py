@@ -257,8 +257,13 @@ def test_exchanges_are_pairwise(root: Path, monkeypatch: pytest.MonkeyPatch):
 
     forth, back = ("forward", "fetch"), ("backward", "gradient")
     again, there = ("backward", "refetch"), ("forward", "query")
-    for calls in threads(worker, WORLD, "sage", "auto"):
+    for calls in threads(worker, WORLD, "sage", "off"):
         assert calls == dict.fromkeys((forth, back), WORLD - 1)
+    for calls in threads(worker, WORLD, "sage", "auto"):
+        # Pulled rows, and pushed sums or gradients; neither of some pairs.
+        assert WORLD - 1 <= calls.pop(forth) <= 2 * (WORLD - 1)
+        assert WORLD - 1 <= calls.pop(back) <= 2 * (WORLD - 1)
+        assert not calls
     for calls in threads(worker, WORLD, "gat", "off"):
         assert calls == dict.fromkeys((forth, back, again), WORLD - 1)
     for calls in threads(worker, WORLD, "gat", "auto"):
