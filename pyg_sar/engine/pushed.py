@@ -118,7 +118,6 @@ class Boundary:
             (cuts.rows + cuts.slots)[halo.rank].tolist(),
             torch.cat(sends),
             [part.numel() for part in sends],
-            halo.timetable,
         )
 
     def pulled_by(self, peer: int) -> Tensor:

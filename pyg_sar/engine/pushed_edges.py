@@ -6,7 +6,7 @@ own rows and returns a row per slot: in the forward pass a partial state, in the
 gradient of the query. See :mod:`pyg_sar.engine.pushed_attention`.
 
 [Note: two plans] Slots travel like source rows of a second halo plan: at q they are the halo rows
-of owner p. Either plan has a timetable of its own, and is walked by itself: the worker's own edges
+of owner p. Either plan is walked by itself: the worker's own edges
 come first, while the first slots travel, then the slots', then pulled edges. So what is added to
 states and gradients comes in the same order however far ahead is fetched.
 """
@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.timetable import Timetable, make_timetable
 from pyg_sar.engine.cuts import Cuts, Request, rows_travel
 from pyg_sar.engine.rounds import ShardRounds
 from pyg_sar.exchange.cover import Costs
@@ -116,13 +115,10 @@ class PushedEdges:
 
 
 def _plan(comm: Communicator, num_local: int, rows: Tensor, send: Tensor) -> HaloPlan:
-    """A halo plan and its timetable, of the rows that p needs of q, ``[W, W]``."""
-    table = rows.int().cpu()
-    # Made by one: matchings are found with floating-point numbers.
-    units = make_timetable(table).units if comm.rank == 0 else torch.empty_like(table)
-    units = comm.broadcast(units.to(rows.device).contiguous(), label=_PLAN).cpu()
+    """A halo plan of the rows that p needs of q, ``[W, W]``."""
+    table = rows.cpu()
     needs, sends = table[comm.rank].tolist(), table[:, comm.rank].tolist()
-    return HaloPlan(comm, num_local, needs, send, sends, Timetable(table, units))
+    return HaloPlan(comm, num_local, needs, send, sends)
 
 
 class PulledRounds(ShardRounds):

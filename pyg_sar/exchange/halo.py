@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.timetable import Timetable
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.wire import Wire
 
@@ -20,12 +19,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Unit:
-    """Pairs of workers whose halo rows travel together, as one worker sees them.
+    """One round of the exchange, as one worker sees it: a worker each way, or none.
 
     Attributes:
-        owners: Workers that rows come from, ascending. Their rows lie in this order.
+        owners: Workers that rows come from. Their rows lie in this order.
         counts: Rows of each.
-        peers: Workers that rows go to, ascending.
+        peers: Workers that rows go to.
     """
 
     owners: tuple[int, ...]
@@ -60,8 +59,6 @@ class HaloPlan:
         send_index: Own row numbers that peers need, grouped by peer, in the order of that peer's
             halo numbering. Shape ``[sum(send_counts)]``, int32 or int64.
         send_counts: Rows that each peer needs from here, ``world_size`` numbers.
-        timetable: When each pair of workers exchanges rows, the same on all workers. ``None``:
-            one owner at a time, in the order of :meth:`rounds`.
 
     Raises:
         ValueError: When the counts don't fit the communicator or each other.
@@ -74,7 +71,6 @@ class HaloPlan:
         halo_counts: Sequence[int],
         send_index: Tensor,
         send_counts: Sequence[int],
-        timetable: Timetable | None = None,
     ) -> None:
         world = comm.world_size
         for name, counts in (("halo_counts", halo_counts), ("send_counts", send_counts)):
@@ -102,7 +98,6 @@ class HaloPlan:
         self.open_ended = False  # more own rows may follow the last that a relation has
         self.covers: StoredCovers | None = None  # of the edges that the partition came with
         self.send_counts = [int(n) for n in send_counts]
-        self.timetable = timetable
         self._sends = list(send_index.split(self.send_counts))
         self._units: list[Unit] = []
 
@@ -162,29 +157,19 @@ class HaloPlan:
         return [((p + r) % world, (p - r) % world) for r in range(1, world)]
 
     def units(self) -> list[Unit]:
-        """The worker itself as unit 0, then what is exchanged, unit by unit.
+        """The worker itself as unit 0, then the rounds of :meth:`rounds`.
 
         All workers have the same number of units, and walk them in the same order; a worker
-        has no part in some of them.
+        that neither needs nor sends rows in a round has no part in it.
         """
         if not self._units:
-            number, come, go = self._unit_table()
             self._units = [Unit((self.rank,), (self.num_local,), ())]
-            for unit in range(1, number + 1):
-                owners = [q for q, n in enumerate(self.halo_counts) if n and come[q] == unit]
-                peers = [q for q, n in enumerate(self.send_counts) if n and go[q] == unit]
-                counts = tuple(self.halo_counts[q] for q in owners)
-                self._units.append(Unit(tuple(owners), counts, tuple(peers)))
+            for source, destination in self.rounds():
+                count = self.halo_counts[source]
+                owners, counts = ((source,), (count,)) if count else ((), ())
+                peers = (destination,) if self.send_counts[destination] else ()
+                self._units.append(Unit(owners, counts, peers))
         return self._units
-
-    def _unit_table(self) -> tuple[int, list[int], list[int]]:
-        """How many units there are, and in which rows come from and go to each worker."""
-        p, world = self.rank, self.world_size
-        if self.timetable is not None:
-            units = self.timetable.units
-            return self.timetable.num_units, units[p].tolist(), units[:, p].tolist()
-        peers = range(world)
-        return world - 1, [(q - p) % world for q in peers], [(p - q) % world for q in peers]
 
     def places(self) -> tuple[list[int], list[int]]:
         """Per owner: its unit, and its first row's place among the unit's rows."""
@@ -195,9 +180,7 @@ class HaloPlan:
         return units, places
 
     def _like(self, num_local: int, send: Tensor) -> HaloPlan:
-        plan = HaloPlan(
-            self.comm, num_local, self.halo_counts, send, self.send_counts, self.timetable
-        )
+        plan = HaloPlan(self.comm, num_local, self.halo_counts, send, self.send_counts)
         plan.covers = self.covers
         return plan
 

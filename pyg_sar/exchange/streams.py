@@ -174,12 +174,15 @@ class ShardStream:
         """Room for the next unit's rows, and if it is used again for those of later ones."""
         spare, self._spare = self._spare, []
         count = self._units[self._posted].num_rows
+        comm, device = self.plan.comm, self.tensors[0].device
+        if count == 0:  # This worker only sends.
+            shapes = self.layout.widths()
+            return [torch.empty((0, width), dtype=dtype, device=device) for dtype, width in shapes]
         if spare and spare[0].size(0) >= count:
             return spare
         del spare
         if self.use is not Use.KEEPS:
             count = max(unit.num_rows for unit in self._units[self._posted :: 1 + self.prefetch])
-        comm, device = self.plan.comm, self.tensors[0].device
         found = []
         for k, (dtype, width) in enumerate(self.layout.widths()):
             counted = count if k == 0 else 0

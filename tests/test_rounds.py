@@ -1,4 +1,4 @@
-"""The stored plan: which pairs of workers travel together, what is sent, what loading asks."""
+"""The stored plan: the rounds of workers, what is sent in them, what loading exchanges."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from typing import Any
 import pytest
 import torch
 from hetero_graphs import make_hetero, random_parts
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 from oracle import MODES, Job, Partitions, Sweep, make_graph, threads
 from safetensors.torch import save_file
 from torch import Tensor
@@ -20,79 +18,9 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.comm.timetable import Timetable, make_timetable
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition import storage
 from pyg_sar.partition.storage import METADATA, part_file, read_part
-
-# Units #######################################################################
-
-
-def draw_rows(world: int, seed: int, kind: str) -> Tensor:
-    """Rows of pairs: alike, or a few large among small and empty ones, as METIS cuts."""
-    draw = torch.Generator().manual_seed(seed)
-    if kind == "alike":
-        rows = torch.full((world, world), 7)
-    else:
-        size = torch.rand(world, world, generator=draw)
-        rows = (1000 * size**8).long() * (torch.rand(world, world, generator=draw) < 0.7)
-    return rows.fill_diagonal_(0)
-
-
-@settings(max_examples=60)
-@given(st.integers(1, 9), st.integers(0, 10**6), st.sampled_from(["alike", "skewed"]))
-@example(16, 0, "alike")
-@example(16, 1, "skewed")
-def test_units_hold_no_more_than_the_largest_pair(world: int, seed: int, kind: str):
-    rows = draw_rows(world, seed, kind)
-    for matchings in (True, False):
-        table = make_timetable(rows, matchings)
-        units = table.units.long()
-        assert torch.equal(table.rows.long(), rows)
-        assert torch.equal(units > 0, rows > 0)
-        assert sorted(units[units > 0].unique().tolist()) == list(range(1, table.num_units + 1))
-        for unit in range(1, table.num_units + 1):
-            now = rows * (units == unit)
-            assert bool((now.sum(1) <= rows.amax(1)).all())
-            assert bool((now.sum(0) <= rows.amax(0)).all())
-        for rank in range(world):
-            assert table.problem(rank, rows[rank], rows[:, rank]) == ""
-    if kind == "alike":
-        assert make_timetable(rows).num_units == world - 1
-
-
-def busiest(rows: Tensor, units: Tensor) -> int:
-    """Rows on the busiest link, summed over units."""
-    now = [rows * (units == unit) for unit in range(1, int(units.max()) + 1)]
-    return sum(int(torch.maximum(part.sum(0).max(), part.sum(1).max())) for part in now)
-
-
-def test_small_pairs_share_units_and_links():
-    """Fewer units than peers, and less time on the busiest links than in rounds p + r, p - r."""
-    world, links = 12, []
-    shifts = (torch.arange(world) - torch.arange(world).view(-1, 1)) % world
-    for seed in range(5):
-        rows = draw_rows(world, seed, "skewed")
-        table = make_timetable(rows)
-        assert table.num_units < world - 1
-        links.append((busiest(rows, table.units), busiest(rows, shifts)))
-        assert links[-1][0] <= links[-1][1]
-    assert sum(a for a, _ in links) < 0.8 * sum(b for _, b in links)
-
-
-def test_what_does_not_fit_is_named():
-    rows = draw_rows(5, 0, "skewed")
-    good = make_timetable(rows)
-    wrong: dict[str, Timetable] = {
-        "shapes": Timetable(good.rows[:4], good.units),
-        "negative": Timetable(-good.rows, good.units),
-        "own rows": Timetable(good.rows + torch.eye(5, dtype=torch.int32), good.units),
-        "units": Timetable(good.rows, torch.zeros_like(good.units)),
-        "differ from those of part 2": Timetable(good.rows * 2, good.units),
-    }
-    for text, table in wrong.items():
-        assert text in table.problem(2, rows[2], rows[:, 2])
-
 
 # What is stored ##############################################################
 
@@ -125,7 +53,7 @@ def clusters(parts: int = 5, seed: int = 3) -> tuple[Data, Tensor]:
 
 @pytest.fixture(scope="module")
 def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
-    return Partitions(tmp_path_factory.mktemp("timetable"))
+    return Partitions(tmp_path_factory.mktemp("rounds"))
 
 
 @pytest.fixture(scope="module")
@@ -138,15 +66,12 @@ def root(graph: Data, partitions: Partitions) -> Path:
     return partitions(graph, 5, clusters()[1])
 
 
-def test_every_part_holds_the_whole_timetable(root: Path):
+def test_every_part_holds_what_it_needs_and_sends(root: Path):
     parts = [read_part(root, p) for p in range(5)]
     rows = torch.stack([part["halo_counts"] for part in parts])
     for p, part in enumerate(parts):
-        assert part["send_index"].dtype == part["pair_rows"].dtype == torch.int32
-        assert torch.equal(part["pair_rows"].long(), rows)
-        assert torch.equal(part["pair_units"], parts[0]["pair_units"])
+        assert part["send_index"].dtype == torch.int32
         assert torch.equal(part["send_counts"], rows[:, p])
-    assert 0 < int(parts[0]["pair_units"].max()) < 4
     assert int((rows == 0).sum()) > 5 + 8  # more pairs are empty than those with the empty part
 
 
@@ -160,7 +85,7 @@ LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_exact_with_shared_units(world: int, partitions: Partitions):
+def test_exact_with_empty_rounds(world: int, partitions: Partitions):
     data, part = clusters()
     folder = partitions(data, world, part % world)
     sweep = Sweep(world)
@@ -192,7 +117,7 @@ def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
         assert sent == {"fetch": going, "refetch": going, "gradient": coming}
         assert peak <= (1 + prefetch) * max(plan.halo_counts)
         assert all(unit.num_rows <= max(plan.halo_counts) for unit in plan.units()[1:])
-        assert len(plan.units()) - 1 == plan.timetable.num_units < 4
+        assert len(plan.units()) - 1 == 4
 
 
 # Loading #####################################################################
@@ -245,22 +170,31 @@ def rewrite(root: Path, change: Callable[[int, dict[str, Tensor]], None], versio
 COVERS = ("covers", "cover_costs", "cover_edges")
 
 
+def with_units(p: int, tensors: dict[str, Tensor]) -> None:
+    """As version 5 was: tables of rows and units, which are not used any more."""
+    for name in [name for name in tensors if name.endswith("halo_counts")]:
+        count = tensors[name].numel()
+        for table in ("pair_rows", "pair_units"):
+            tensors[name.replace("halo_counts", table)] = torch.zeros(count, count, dtype=torch.int)
+
+
 def without_covers(p: int, tensors: dict[str, Tensor]) -> None:
     """As version 3 was."""
     for name in [name for name in tensors if name.endswith(COVERS)]:
         del tensors[name]
+    with_units(p, tensors)
 
 
 def as_before(p: int, tensors: dict[str, Tensor]) -> None:
     """As versions 1 and 2 were."""
     for name in list(tensors):
-        if name.endswith(("pair_rows", "pair_units", *COVERS)):
+        if name.endswith(COVERS):
             del tensors[name]
         elif name.endswith("send_index"):
             tensors[name] = tensors[name].long()
 
 
-@pytest.mark.parametrize("change, version", [(as_before, 1), (without_covers, 3)])
+@pytest.mark.parametrize("change, version", [(as_before, 1), (without_covers, 3), (with_units, 5)])
 def test_older_partitions_load(change: Any, version: int, tmp_path: Path, graph: Data):
     data, part = clusters()
     pyg_sar.write_partitions(data, 5, tmp_path / "old", part)
@@ -276,21 +210,10 @@ def test_older_partitions_load(change: Any, version: int, tmp_path: Path, graph:
     def worker() -> int:
         found = pyg_sar.load_partition(tmp_path / "hetero")
         plans = [found[key].edge_index.plan for key in found.edge_types]
-        assert all(plan.covers is None for plan in plans)
+        assert all((plan.covers is None) == (version < 4) for plan in plans)
         return max(len(plan.units()) for plan in plans)
 
-    if version < 3:
-        assert threads(worker, 3) == [3, 3, 3]
-
-
-def other_units(p: int, tensors: dict[str, Tensor]) -> None:
-    if p == 1:
-        tensors["pair_units"] += tensors["pair_units"].gt(0).int()
-
-
-def other_counts(p: int, tensors: dict[str, Tensor]) -> None:
-    if p == 1:
-        tensors["pair_rows"] *= 2
+    assert threads(worker, 3) == [3, 3, 3]
 
 
 def row_beyond(p: int, tensors: dict[str, Tensor]) -> None:
@@ -319,8 +242,6 @@ def no_edges(p: int, tensors: dict[str, Tensor]) -> None:
 
 
 ALTERED: dict[str, tuple[Callable[[int, dict[str, Tensor]], None], str]] = {
-    "units": (other_units, "at rank 1 is not that of .* at rank 0: one was altered"),
-    "counts": (other_counts, "'pair_rows' of '.*part-00001.* was altered: its counts differ"),
     "index": (row_beyond, "'send_index' of '.*part-00001.* was altered: it names rows"),
     "sums": (fewer_rows, "'send_counts' of '.*part-00001.* was altered: it does not add up"),
     "covers": (other_covers, "'covers' of '.*part-00001.* was altered: it is torch.int8"),
@@ -353,8 +274,8 @@ def test_an_altered_plan_is_one_error_on_every_worker(name: str, verify: bool, t
 # Several relations ###########################################################
 
 
-def test_a_joint_plan_has_units_of_its_own(tmp_path: Path):
-    """HGT joins relations: their rows add up, and every worker finds the same units."""
+def test_a_joint_plan_adds_up_its_relations(tmp_path: Path):
+    """HGT joins relations: what each worker needs of another is what that one sends."""
     hetero = make_hetero()
     pyg_sar.write_partitions(hetero, 3, tmp_path / "parts", random_parts(hetero, 3))
 
@@ -368,11 +289,9 @@ def test_a_joint_plan_has_units_of_its_own(tmp_path: Path):
             edges[1] += shift * 50
             parts.append(edges)
         plan = torch.cat(parts, dim=1).plan
-        assert plan.timetable is not None
-        return plan.timetable.rows, plan.timetable.units, plan.halo_counts, plan.send_counts
+        single = torch.tensor([data[key].edge_index.plan.halo_counts for key in keys])
+        assert single.sum(0).tolist() == plan.halo_counts
+        return plan.halo_counts, plan.send_counts
 
-    found = threads(worker, 3)
-    for rank, (rows, units, needed, sent) in enumerate(found):
-        assert torch.equal(rows, found[0][0]) and torch.equal(units, found[0][1])
-        assert rows[rank].tolist() == needed and rows[:, rank].tolist() == sent
-    assert int(found[0][1].max()) > 0
+    needed, sent = (torch.tensor(rows) for rows in zip(*threads(worker, 3), strict=True))
+    assert torch.equal(needed, sent.t()) and int(needed.sum()) > 0
