@@ -17,7 +17,7 @@ from pyg_sar.partition.node_lists import NodeList, list_tensors
 from pyg_sar.partition.parts import PartTensors
 
 _PLAN = ("halo_n_id", "halo_counts", "send_index", "send_counts")
-_TABLES = ("pair_rows", "pair_units")  # of versions 3 to 5, not used any more
+_TABLES = ("pair_rows", "pair_units")  # in versions 3 to 5; not read
 _COVERS = ("covers", "cover_costs", "cover_edges")
 _MOST_COVERS = 8
 
@@ -124,7 +124,7 @@ def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, pat
 
 def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) -> None:
     edges: tuple[str, ...] = ("edge_index", *_PLAN)
-    edges += _TABLES * (3 <= metadata.version <= 5) + _COVERS * (metadata.version >= 4)
+    edges += _COVERS * (metadata.version >= 4)
 
     def of(attributes: dict[str, Attribute], lists: list[NodeList]) -> Iterator[str]:
         for name, attribute in attributes.items():
@@ -146,6 +146,8 @@ def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) 
                 inner = *names, *of(info.attributes, info.lists)
                 expected += [f"{kind}.{k}/{name}" for name in inner]
     missing, unknown = set(expected) - tensors.keys(), tensors.keys() - set(expected)
+    if metadata.version < 6:
+        unknown = {name for name in unknown if not name.endswith(_TABLES)}
     if missing or unknown:
         what = f"lacks the tensor '{min(missing)}'" if missing else f"holds '{min(unknown)}'"
         raise PartitionError(
