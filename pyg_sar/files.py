@@ -27,7 +27,7 @@ REMEDIES: Mapping[int, str] = {
 
 
 def explained(error: Exception, path: Path) -> Exception:
-    """An error of writing, as one that names the path that the user gave, and what to do.
+    """Returns an error of writing as one that names the path that the user gave, and a remedy.
 
     Returns:
         An ``OSError`` of the same number; ``error`` itself where it has none.
@@ -44,7 +44,7 @@ def explained(error: Exception, path: Path) -> Exception:
 
 
 def beside(path: Path) -> Path:
-    """An unused hidden name in the same folder, another one at each call."""
+    """Returns an unused hidden name in the same folder, another one at each call."""
     return path.with_name(f".{path.name[:100]}.tmp-{secrets.token_hex(8)}")
 
 

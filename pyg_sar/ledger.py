@@ -1,4 +1,4 @@
-"""What was sent, fetched and kept: bytes, resident remote rows and peak memory of a worker."""
+"""Counts what was sent, fetched and kept: bytes, resident remote rows, peak memory of a worker."""
 
 from __future__ import annotations
 
@@ -105,11 +105,11 @@ class Ledger:
     # What a user asks ########################################################
 
     def sent_bytes(self, **where: Any) -> int:
-        """Bytes sent. Keywords select: ``layer``, ``phase``, ``kind``, ``peer``, ``transport``."""
+        """Returns bytes sent, of a ``layer``, ``phase``, ``kind``, ``peer`` or ``transport``."""
         return sum(n for _, n in self._select(self._sent, where))
 
     def received_bytes(self, **where: Any) -> int:
-        """Bytes received. Keywords select as those of :meth:`sent_bytes`."""
+        """Returns bytes received. Keywords select as those of :meth:`sent_bytes`."""
         return sum(n for _, n in self._select(self._received, where))
 
     def sent_messages(self, **where: Any) -> int:
@@ -127,19 +127,19 @@ class Ledger:
         return sum(self._received.values())
 
     def events(self, event: str) -> int:
-        """How often ``event`` happened."""
+        """Returns how often ``event`` happened."""
         return self._events[event]
 
     def peak_resident_rows(self, layer: str | None = None) -> int:
-        """The most remote rows resident at once, for ``layer`` or in all."""
+        """Returns the most remote rows resident at once, for ``layer`` or in all."""
         return self._peak_resident_all if layer is None else self._peak_resident[layer]
 
     def resident_rows(self) -> int:
-        """Remote rows resident now."""
+        """Returns the remote rows resident now."""
         return self._resident_all
 
     def by_layer(self) -> dict[str, dict[str, int]]:
-        """Bytes per layer, phase, kind and way: ``{layer: {'forward fetch in': n}}``."""
+        """Returns bytes per layer, phase, kind and way: ``{layer: {'forward fetch in': n}}``."""
         table: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
             for ((layer, phase, kind), _, _), number in counts.items():
@@ -147,7 +147,7 @@ class Ledger:
         return {layer: dict(row) for layer, row in table.items()}
 
     def by_peer(self) -> dict[int, dict[str, int]]:
-        """Bytes per peer (-1: collectives): ``{peer: {'in': n, 'out': m}}``."""
+        """Returns bytes per peer (-1: collectives): ``{peer: {'in': n, 'out': m}}``."""
         table: defaultdict[int, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
             for (_, peer, _), number in counts.items():
@@ -155,7 +155,7 @@ class Ledger:
         return {peer: dict(row) for peer, row in table.items()}
 
     def by_transport(self) -> dict[str, dict[str, int]]:
-        """Bytes per transport (a backend's name, or ``'shared memory'``): as :meth:`by_peer`."""
+        """Returns bytes per transport (a backend's, or ``'shared memory'``), as :meth:`by_peer`."""
         table: defaultdict[str, Counter[str]] = defaultdict(Counter)
         for counts, way in ((self._received, "in"), (self._sent, "out")):
             for (_, _, transport), number in counts.items():
@@ -163,7 +163,7 @@ class Ledger:
         return {transport: dict(row) for transport, row in table.items()}
 
     def summary(self) -> dict[str, Any]:
-        """Everything, as plain values that JSON can hold."""
+        """Returns everything as plain values that JSON can hold."""
         return {
             "rank": self.comm.rank,
             "sent_bytes": self.sent,
@@ -195,7 +195,7 @@ class Ledger:
 
 
 def _status_bytes(field: str) -> int:
-    """A field of ``/proc/self/status`` in bytes; 0 where there is no such file."""
+    """Returns a field of ``/proc/self/status`` in bytes; 0 where there is no such file."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
     except OSError:
@@ -217,7 +217,7 @@ def reset_peak_memory(device: torch.device) -> int:
 
 
 def peak_memory(device: torch.device) -> int:
-    """The most memory in use since :func:`reset_peak_memory` (bytes)."""
+    """Returns the most memory in use since :func:`reset_peak_memory` (bytes)."""
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return _status_bytes("VmHWM")

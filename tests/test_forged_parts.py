@@ -125,8 +125,8 @@ def assert_same(found: BaseData, expected: BaseData, what: Any) -> None:
 # Mutations of tensors ########################################################
 
 STRUCTURE = (
-    *("n_id", "e_id", "halo_n_id", "halo_counts", "send_index", "send_counts", "pair_rows"),
-    *("pair_units", "cover_edges", "place"),
+    *("n_id", "e_id", "halo_n_id", "halo_counts", "send_index", "send_counts"),
+    *("cover_edges", "place"),
 )
 """Tensors of which every other value can be told from the right one."""
 RANGES = ("edge_index", "crow", "col", "starts", "batch", "ids")

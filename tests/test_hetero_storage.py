@@ -154,9 +154,9 @@ def test_versions(tmp_path):
     graph = Data(edge_index=torch.tensor([[0], [1]]), num_nodes=2)
     write_partitions(graph, 1, tmp_path / "plain")
     write_partitions(make_hetero(), 1, tmp_path / "hetero")
-    assert read_metadata(tmp_path / "plain").version == 5
-    assert read_metadata(tmp_path / "hetero").version == 5
-    for version, message in ((6, "newer than 5.*update pyg_sar"), (0, "not known.*anew")):
+    assert read_metadata(tmp_path / "plain").version == 6
+    assert read_metadata(tmp_path / "hetero").version == 6
+    for version, message in ((7, "newer than 6.*update pyg_sar"), (0, "not known.*anew")):
         shutil.copytree(tmp_path / "hetero", tmp_path / str(version))
         path = tmp_path / str(version) / "metadata.json"
         path.write_text(json.dumps({**json.loads(path.read_text()), "version": version}))

@@ -43,6 +43,10 @@ MODULES = {module_name(path): path for path in sorted(PACKAGE.rglob("*.py"))}
 TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.items()}
 
 
+# Wings whose docstrings say what comes out, in sentences.
+SENTENCES = ("errors", "files", "ledger", "comm", "reduction", "train", "tools")
+
+
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:
     """Line and name of each module of this package that is imported, at any depth."""
     for node in ast.walk(tree):
@@ -121,6 +125,26 @@ def test_a_circle_would_be_found():
     }
     assert set(circle(trees)) == set(names)
     assert circle({"nn.norm": trees["nn.norm"], "nn.pool": ast.parse("")}) == []
+
+
+# Docstrings ###################################################################
+
+
+def vague_docstrings(tree: ast.AST) -> list[str]:
+    """Returns docstrings that begin with "What" or "Whether": they name no act and no result."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    found = [ast.get_docstring(node) or "" for node in ast.walk(tree) if isinstance(node, kinds)]
+    return [text for text in found if re.match(r"(What|Whether)\b", text)]
+
+
+@pytest.mark.parametrize("name", [name for name in MODULES if wing(name) in SENTENCES])
+def test_docstrings_are_sentences(name):
+    assert vague_docstrings(TREES[name]) == []
+
+
+def test_a_vague_docstring_would_be_found():
+    for first, count in (("What it holds.", 1), ("Whether it is.", 1), ("Returns whether.", 0)):
+        assert len(vague_docstrings(ast.parse(f'def f():\n    """{first}"""'))) == count
 
 
 # State ########################################################################

@@ -205,7 +205,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
     "missing folder": (remove_all, "holds no partition"),
     "truncated metadata": (cut_metadata, "truncated or was altered"),
     "altered metadata": (alter_metadata, "truncated or was altered"),
-    "newer version": (newer, "version 99, newer than 5"),
+    "newer version": (newer, "version 99, newer than 6"),
     "other format": (other_format, "does not describe"),
 }
 

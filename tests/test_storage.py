@@ -163,7 +163,7 @@ def check_format(data: Data, parts: list[dict[str, torch.Tensor]]) -> None:
         assert bool((target < part["n_id"].numel()).all())
         came_from = owner[edges[0]]
         rows = zip(
-            *(part["pair_units"][p][came_from].tolist(), edges[1].tolist(), came_from.tolist()),
+            *(((came_from - p) % len(parts)).tolist(), edges[1].tolist(), came_from.tolist()),
             *(edges[0].tolist(), part["e_id"].tolist()),
             strict=True,
         )
@@ -562,8 +562,8 @@ def test_missing_or_foreign_metadata(tmp_path):
 def test_a_newer_version_says_so(root):
     path = root / METADATA
     content = json.loads(path.read_text())
-    path.write_text(json.dumps({**content, "version": 6, "parts": "of another kind"}))
-    with pytest.raises(PartitionError, match=r"format version 6, newer than 5.*update pyg_sar"):
+    path.write_text(json.dumps({**content, "version": 7, "parts": "of another kind"}))
+    with pytest.raises(PartitionError, match=r"format version 7, newer than 6.*update pyg_sar"):
         read_metadata(root)
 
 

@@ -100,7 +100,7 @@ class Transport(ABC):
         """Overwrites a contiguous tensor with the one of rank ``src``."""
 
     def others(self) -> list[int]:
-        """All other ranks."""
+        """Returns all other ranks."""
         return [rank for rank in range(self.world_size) if rank != self.rank]
 
     def abort(self) -> None:
@@ -137,7 +137,7 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Setting:
-    """What a transport is opened with."""
+    """Holds what a transport is opened with."""
 
     info: WorkerInfo
     store: dist.Store | None

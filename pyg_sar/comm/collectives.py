@@ -101,7 +101,7 @@ def warn_of_copies(share: Tensor, total: Tensor, world_size: int) -> None:
 
 
 def local_mean(root: Any) -> str | None:
-    """The name of the autograd node that averages values of this worker, if there is one."""
+    """Returns the name of the autograd node that averages values of this worker, or ``None``."""
     for node in _scalars(root):
         parents = [parent for parent, _ in node.next_functions if parent is not None]
         averages = (
@@ -113,7 +113,7 @@ def local_mean(root: Any) -> str | None:
 
 
 def _scalars(root: Any) -> Iterator[Any]:
-    """The nodes that a loss is computed by as one number, up to those that scale it."""
+    """Yields the nodes that compute a loss as one number, up to those that scale it."""
     stack: list[Any] = [root]
     seen: set[Any] = set()
     while stack and len(seen) < _LONGEST:
@@ -131,13 +131,13 @@ def _scalars(root: Any) -> Iterator[Any]:
 
 
 def _scalar(node: Any) -> bool:
-    """Whether what a node computes is one number."""
+    """Returns whether what a node computes is one number."""
     metadata: Any = getattr(node, "_input_metadata", ())
     return len(metadata) == 1 and math.prod(metadata[0].shape) == 1
 
 
 def begun_within_another() -> bool:
-    """Whether a node of another backward pass began the one under way.
+    """Returns whether a node of another backward pass began the one under way.
 
     Reversible layers differentiate by ``torch.autograd.grad`` inside their backward pass, and hand
     on what it returns: parts, which the outer pass sums.
@@ -153,7 +153,7 @@ def begun_within_another() -> bool:
 
 
 def _entry() -> FrameType | None:
-    """The call on this thread that began the pass under way."""
+    """Returns the call on this thread that began the pass under way."""
     frame: FrameType | None = sys._getframe()
     while frame is not None and frame.f_code.co_name != _ENTRY:
         frame = frame.f_back
@@ -161,7 +161,7 @@ def _entry() -> FrameType | None:
 
 
 def _roots(device: torch.device) -> list[tuple[Tensor, Tensor | None]]:
-    """Where the pass under way began, with the gradients given; nothing where it can't be seen."""
+    """Returns where the pass under way began, with the gradients given; nothing if not seen."""
     frame = _entry()
     if frame is None and device.type != "cpu":
         # Its nodes run on a thread of the device, while the caller's waits.
@@ -236,7 +236,7 @@ class _Extreme(torch.autograd.Function):
 
 
 def sum_over_workers(x: Tensor, comm: Communicator, label: Label = FORWARD) -> Tensor:
-    r""":math:`\sum_p x_p`, of the same shape on all workers.
+    r"""Returns :math:`\sum_p x_p`, of the same shape on all workers.
 
     See [Note: gradients of replicated values]: :math:`\bar x = \sum_p \bar r_p`.
     """
@@ -244,7 +244,7 @@ def sum_over_workers(x: Tensor, comm: Communicator, label: Label = FORWARD) -> T
 
 
 def product_over_workers(x: Tensor, comm: Communicator) -> Tensor:
-    r""":math:`\prod_p x_p`, with the gradient :math:`\sum_p \bar r_p \prod_{q \ne p} x_q`."""
+    r"""Returns :math:`\prod_p x_p`; its gradient is :math:`\sum_p \bar r_p \prod_{q \ne p} x_q`."""
     if comm.world_size == 1:
         return x
     factors = [x if q == comm.rank else torch.zeros_like(x) for q in range(comm.world_size)]
@@ -252,7 +252,7 @@ def product_over_workers(x: Tensor, comm: Communicator) -> Tensor:
 
 
 def largest_of_groups(x: Tensor, index: Tensor, size: int, comm: Communicator) -> Tensor:
-    r""":math:`\max_{k : g_k = g} x_k` over the rows of all workers; 0 for no rows.
+    r"""Returns :math:`\max_{k : g_k = g} x_k` over the rows of all workers; 0 for no rows.
 
     The gradient is shared evenly among equal maxima, as by :func:`torch.scatter_reduce`; that of a
     group whose maximum is NaN is NaN.
@@ -270,5 +270,5 @@ def largest_of_groups(x: Tensor, index: Tensor, size: int, comm: Communicator) -
 
 
 def first_workers(x: Tensor, comm: Communicator) -> Tensor:
-    """Rank 0's ``x`` on all workers: for replicated values that random numbers went into."""
+    """Returns rank 0's ``x`` on all workers: for replicated values made by random numbers."""
     return sum_over_workers(x if comm.rank == 0 else torch.zeros_like(x), comm)

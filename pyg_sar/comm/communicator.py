@@ -1,4 +1,4 @@
-"""What workers say to each other: the communicator's interface, and its two kinds."""
+"""The communicator's interface, and its two kinds: a single process, and a group of workers."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from pyg_sar.ledger import Label
 
 
 class Listener(Protocol):
-    """Who is told where a backward pass is."""
+    """An object that is told where a backward pass is."""
 
     def returning(self) -> None:
-        """It begins to return gradients of rows."""
+        """Is called when the pass begins to return gradients of rows."""
 
 
 class Communicator(ABC):
@@ -127,7 +127,7 @@ class Communicator(ABC):
     def exchange_all(
         self, sends: Sequence[Outgoing], recvs: Sequence[Tensor | None], *, label: Label
     ) -> Work:
-        """As :meth:`exchange`, with all ranks at once: one entry per rank, the own one ``None``."""
+        """Exchanges with all ranks at once: one entry per rank, the own one ``None``."""
         for name, entries in (("sends", sends), ("recvs", recvs)):
             if len(entries) != self.world_size:
                 raise ValueError(
@@ -187,7 +187,7 @@ class Communicator(ABC):
         return tensor
 
     def all_reduce_async(self, tensor: Tensor, op: str = "sum", *, label: Label = SUM) -> Work:
-        """As :meth:`all_reduce`, without waiting."""
+        """Starts :meth:`all_reduce` without waiting."""
         if op not in OPS:
             raise ValueError(f"'op' must be one of {', '.join(OPS)}; got {op!r}")
         return self._reduce(tensor, op, label)

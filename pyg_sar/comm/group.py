@@ -182,7 +182,7 @@ def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTi
 
 
 def _of_this_attempt(store: dist.Store) -> dist.Store:
-    """torchrun starts all workers anew after a failure, with the same store."""
+    """Returns the store's part for this attempt: torchrun keeps the store when it starts anew."""
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
 

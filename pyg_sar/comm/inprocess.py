@@ -47,7 +47,7 @@ Delivery = tuple[Tensor, threading.Event, str]
 
 
 class Hub:
-    """What the threads of one group share.
+    """Holds all that the threads of one group share.
 
     Args:
         world_size: Number of threads.

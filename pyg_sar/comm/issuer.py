@@ -189,14 +189,12 @@ class Work:
             MismatchError: The workers run different operations.
             WorkerError: Another worker failed.
         """
-        if not self._ended.is_set():
-            self._block(timeout)
+        if self._issuer is not None and not self._ended.is_set():
+            self._block(self._issuer, timeout)
         if self._error is not None:
             raise self._error
 
-    def _block(self, timeout: float | None) -> None:
-        issuer = self._issuer
-        assert issuer is not None  # Handles without one are born ended.
+    def _block(self, issuer: Issuer, timeout: float | None) -> None:
         if timeout is not None:
             if not self._await(issuer, timeout):
                 raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")

@@ -266,10 +266,9 @@ def _collect(workers: Sequence[_Worker]) -> list[Any]:
             break
         if deadline is not None and time.monotonic() >= deadline:
             break
-    failed = sorted((w for w in workers if w.failure is not None), key=_cause_first)
-    if failed:
-        assert failed[0].failure is not None
-        raise failed[0].failure
+    for worker in sorted(workers, key=_cause_first):
+        if worker.failure is not None:
+            raise worker.failure
     return [worker.result for worker in workers]
 
 

@@ -1,4 +1,4 @@
-"""Which workers share memory: those whose host is the same, and who proved it to each other.
+"""Finds the workers that share memory: they are on the same host, and prove it to each other.
 
 [Note: the proof] Names can deceive: containers share a host's name, and network namespaces share
 everything but the network. So each worker listens on a Unix socket without a file, says in the
@@ -36,7 +36,7 @@ TOKEN = 32  # Characters of a random number.
 
 
 def read_switch(env: Mapping[str, str] | None = None) -> str:
-    """Whether workers of one host share memory: ``'auto'``, ``'0'`` or ``'1'``.
+    """Returns when workers of one host share memory: ``'auto'``, ``'0'`` or ``'1'``.
 
     Raises:
         ValueError: When the variable says something else.
@@ -178,7 +178,7 @@ class _Meeting:
                 self._close(list(both.values()), "no answer")
 
     def _caller(self, connection: socket.socket) -> tuple[int, int] | None:
-        """Who calls, and with which of its two connections; ``None`` unless it proves that."""
+        """Returns who calls, and with which of its two connections; ``None`` without a proof."""
         try:
             greeting, number = _read_greeting(connection)
             peer, line = int(greeting["rank"]), int(greeting["number"])
@@ -284,7 +284,7 @@ def _socket() -> socket.socket:
 
 
 def _same_user(connection: socket.socket) -> bool:
-    """Whether the process at the other end belongs to this one's user, as the kernel says."""
+    """Returns whether the process at the other end belongs to this user, by the kernel's word."""
     size = struct.calcsize("3i")
     found = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, size)
     return bool(struct.unpack("3i", found)[1] == os.getuid())
@@ -303,7 +303,7 @@ def _listener() -> socket.socket:
 
 @contextlib.contextmanager
 def _memory(token: str) -> Iterator[Segment]:
-    """Shared memory with a number in it."""
+    """Makes shared memory with a number in it."""
     segment = Segment(0, len(token))
     try:
         segment.data.copy_(torch.frombuffer(bytearray(token.encode()), dtype=torch.uint8))
@@ -321,7 +321,7 @@ def _greet(connection: socket.socket, greeting: Mapping[str, Any], memory: Segme
 
 
 def _read_greeting(connection: socket.socket) -> tuple[dict[str, Any], str]:
-    """What the other says, and the number in its memory."""
+    """Returns the other's greeting, and the number in its memory."""
     packet, rights, _, _ = connection.recvmsg(
         GREETING, socket.CMSG_SPACE(4), socket.MSG_CMSG_CLOEXEC
     )

@@ -50,12 +50,12 @@ BARRIER: Label = ("", "", "barrier")
 
 
 def spoken(label: Label) -> str:
-    """A label in words: those of its parts that are there."""
+    """Returns a label in words: those of its parts that are there."""
     return " ".join([part for part in label if part])
 
 
 class Counting(Protocol):
-    """What a communicator reports its transfers to: a ledger."""
+    """A ledger, to which a communicator reports its transfers."""
 
     def transfer(
         self, label: Label, peer: int, *, sent: int, received: int, transport: str
@@ -147,7 +147,7 @@ class Post(NamedTuple):
 
 
 class State(NamedTuple):
-    """What a worker waits for, and what it has posted."""
+    """The messages that a worker waits for, and those that it has posted."""
 
     wait_number: int
     """Another number for every wait."""
@@ -163,7 +163,7 @@ def name_of(where: str, dtype: torch.dtype, shape: Sequence[int]) -> str:
 
 
 def mark_of(name: str) -> int:
-    """A number of 30 bits for a name."""
+    """Returns a number of 30 bits for a name."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 2
 
 
@@ -208,23 +208,23 @@ class Posts:
             self.wait_number += 1
 
     def for_long(self, seconds: float) -> bool:
-        """Whether one wait has taken so long."""
+        """Returns whether one wait has taken so long."""
         return bool(self.waits) and time.monotonic() - self.since >= seconds
 
     def state(self, doing: str) -> State:
-        """What there is now; the waits are empty where they are just changing."""
+        """Returns what is waited for and posted now; no waits while these change."""
         wait_number, waits, posted = self.wait_number, self.waits, self._posted.copy()
         return State(wait_number, doing, waits if wait_number == self.wait_number else (), posted)
 
 
 def to_text(state: State) -> str:
-    """A state as JSON."""
+    """Returns a state as JSON."""
     posted = [[*key, *value] for key, value in state.posted.items()]
     return json.dumps([state.wait_number, state.doing, state.waits, posted])
 
 
 def from_text(text: str) -> State:
-    """Adjoint of :func:`to_text`."""
+    """Returns the state that :func:`to_text` wrote."""
     wait_number, doing, waits, posted = json.loads(text)
     last = {(channel, peer): (number, mark) for channel, peer, number, mark in posted}
     return State(wait_number, doing, [Post(*post) for post in waits], last)
@@ -254,7 +254,7 @@ def in_vain(states: Mapping[int, State], ended: Collection[int]) -> dict[int, Po
 
 
 def _never(rank: int, post: Post, states: Mapping[int, State], left: Collection[int]) -> bool:
-    """Whether a message that a worker waits for will never be there."""
+    """Returns whether a message that a worker waits for will never be there."""
     if post.peer not in states:
         return False
     number, mark = states[post.peer].posted.get((_partner(post.channel), rank), (0, 0))

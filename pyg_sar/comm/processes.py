@@ -75,7 +75,7 @@ def is_dead(who: Mapping[str, Any]) -> bool:
 
 
 def is_stopped(who: Mapping[str, Any]) -> bool | None:
-    """Whether a process was stopped (SIGSTOP); ``None`` where this host can't tell."""
+    """Returns whether a process was stopped (SIGSTOP); ``None`` where this host can't tell."""
     if who["host"] != _host() or (found := find_process(int(who["pid"]))) is None:
         return None
     return found.state == "T"
@@ -106,7 +106,7 @@ def is_loopback(address: str) -> bool:
 
 
 def _address_towards(host: str) -> str:
-    """This host's address on the route to another."""
+    """Returns this host's address on the route to another."""
     family, _, _, _, where = socket.getaddrinfo(host, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(where)  # Sends nothing: only the route is chosen.
@@ -114,7 +114,7 @@ def _address_towards(host: str) -> str:
 
 
 def addresses_from(host: str) -> list[str]:
-    """By which addresses another host may reach this one: that of the route, if there is one.
+    """Returns the addresses by which another host may reach this one: the route's, if there is one.
 
     Args:
         host: The other host's name or address. Where it is this very host, all of its addresses.
@@ -130,7 +130,7 @@ def addresses_from(host: str) -> list[str]:
 
 
 def interface_to(host: str) -> str | None:
-    """The network interface by which this host reaches another, e.g. ``'eth0'``.
+    """Returns the network interface by which this host reaches another, e.g. ``'eth0'``.
 
     Args:
         host: Its name or address; that of this host itself will do.

@@ -50,7 +50,7 @@ SMALL = 1 << 20  # bytes up to which a segment serves anything
 
 
 def shares_memory() -> bool:
-    """Whether this system has what segments need (Linux)."""
+    """Returns whether this system has what segments need (Linux)."""
     return hasattr(os, "memfd_create") and hasattr(os, "posix_fallocate")
 
 
@@ -108,7 +108,7 @@ class Pool:
         self._held: dict[int, tuple[Segment, int]] = {}
 
     def take(self, size: int) -> Segment:
-        """A segment of at least ``size`` bytes for the caller to write and then to release.
+        """Returns a segment of at least ``size`` bytes for the caller to write and then to release.
 
         Raises:
             PygSarError: When there is no memory for it.
@@ -137,12 +137,12 @@ class Pool:
             ) from error
 
     def hold(self, segment: Segment) -> None:
-        """One more holder."""
+        """Adds one holder."""
         with self._lock:
             self._held[segment.number] = segment, self._held[segment.number][1] + 1
 
     def release(self, number: int) -> None:
-        """One holder less; after the last the segment may be used again."""
+        """Takes one holder away; after the last the segment may be used again."""
         with self._lock:
             segment, holders = self._held.pop(number)
             if holders > 1:
@@ -162,7 +162,7 @@ class Pool:
                 self._drop(segment)
 
     def sizes(self) -> tuple[int, int]:
-        """Bytes of the segments that are held, and of those that are free."""
+        """Returns the bytes of the segments that are held, and of those that are free."""
         with self._lock:
             held = sum(segment.capacity for segment, _ in self._held.values())
             return held, sum(segment.capacity for segment in self._free)
@@ -347,7 +347,7 @@ class SharedMemory(LocalPeers):
         return SharedMessage(self, link, found.segment, found.start, found.size)
 
     def _find(self, link: Link, src: int, subject: Subject) -> Header:
-        """The next message about a subject; others are kept."""
+        """Returns the next message about a subject; others are kept."""
         end = time.monotonic() + self.timeout
         while (found := next((e for e in link.early if e.subject == subject), None)) is None:
             (about, segment, capacity, start, size), name = self._next(link, end)
@@ -365,7 +365,7 @@ class SharedMemory(LocalPeers):
         return found
 
     def _next(self, link: Link, end: float) -> tuple[tuple[int, int, int, int, int], bytes]:
-        """The next packet and its name; its descriptor, if it has one, is mapped."""
+        """Returns the next packet and its name; its descriptor, if it has one, is mapped."""
         head = struct.calcsize(PACKET)
         while True:
             try:

@@ -35,7 +35,7 @@ PIECE = 1 << 20  # bytes
 
 
 class Subject(IntEnum):
-    """What a message is about."""
+    """The subjects of messages: each is a queue of its own."""
 
     EXCHANGE = 0
     PUBLICATION = 1
@@ -49,7 +49,7 @@ class Message(ABC):
     """``uint8``, read only."""
 
     def pause(self) -> None:
-        """What was read so far need not be resident here any more; all may be read again."""
+        """Lets what was read so far leave this process's memory; all may be read again."""
 
     @abstractmethod
     def release(self) -> None:
@@ -64,7 +64,7 @@ class Buffer(ABC):
 
 
 class LocalPeers(ABC):
-    """What passes messages. See [Note: messages].
+    """Passes messages between workers that share memory. See [Note: messages].
 
     Attributes:
         ranks: The local peers.
@@ -80,7 +80,7 @@ class LocalPeers(ABC):
 
     @abstractmethod
     def take(self, size: int) -> Any:
-        """A buffer of ``size`` bytes to write."""
+        """Returns a buffer of ``size`` bytes to write."""
 
     def send(self, buffer: Any, subject: Subject, readers: Sequence[int], name: str) -> None:
         """Tells each reader of the buffer, which is theirs from now on. No reader: frees it."""
@@ -91,7 +91,7 @@ class LocalPeers(ABC):
     def send_parts(
         self, buffer: Any, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
     ) -> None:
-        """As :meth:`send`: ``(reader, first byte, bytes, name)``; some readers may have none."""
+        """Sends parts of a buffer: ``(reader, first byte, bytes, name)`` of each."""
 
     @abstractmethod
     def receive(self, src: int, subject: Subject, name: str) -> Message:
@@ -114,14 +114,14 @@ class LocalPeers(ABC):
 
 
 def pieces_of(rows: Tensor) -> Iterator[slice]:
-    """Some rows at a time, of about a mebibyte: what is read of a local peer between two pauses."""
+    """Yields some rows at a time, of about a mebibyte: a local peer's, read between two pauses."""
     count = max(PIECE // max(rows[:1].numel() * rows.element_size(), 1), 1)
     for start in range(0, rows.size(0), count):
         yield slice(start, start + count)
 
 
 def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, rank: int) -> Tensor:
-    """Bytes as ``[rows, width]``.
+    """Returns bytes as ``[rows, width]``.
 
     Raises:
         ValueError: When there are more or less of them.
@@ -186,7 +186,7 @@ class Incoming:
 
 
 class Sharing:
-    """What a worker does with its local peers' memory, in the order of its communicator's issuer.
+    """Reads and writes the memory of local peers, in the order of the communicator's issuer.
 
     All workers call these in the same order. Rows of no bytes are neither sent nor expected.
 
@@ -288,7 +288,7 @@ class Sharing:
         return self._await(src, shape, dtype, size, Subject.PUBLICATION, label)
 
     def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> SendBuffer:
-        """Uninitialized memory for rows that a local peer will read."""
+        """Returns uninitialized memory for rows that a local peer will read."""
         buffer = self.local_peers.take(shape[0] * shape[1] * dtype.itemsize)
         return SendBuffer(buffer, buffer.data.view(dtype).view(shape))
 

@@ -1,4 +1,4 @@
-"""Who failed: heartbeats and a failure record in the workers' store.
+"""Finds out who failed, by heartbeats and a failure record in the workers' store.
 
 [Note: Naming the lost worker]
 When a worker is killed, the transfers with it fail at its peers; these end, and then their
@@ -285,7 +285,7 @@ class StoreWatch(Watch):
         return None
 
     def _is_stopped(self, rank: int) -> bool | None:
-        """Whether a silent worker was stopped; ``None``: can't tell. See [Note: silence]."""
+        """Returns whether a silent worker was stopped; ``None``: unknown. See [Note: silence]."""
         known = is_stopped(self.everyone[rank])
         key = f"status/{rank}"
         if known is not None or not self._ask(lambda: self._store.check([key])):
@@ -323,7 +323,7 @@ class StoreWatch(Watch):
         return None
 
     def _read_waits(self) -> dict[int, State]:
-        """What the others that wait for long, or have left, wrote of it."""
+        """Returns what the others that wait for long, or have left, wrote of it."""
         found = {}
         for rank, note in list(self._notes.items()):
             wait_number, known = note.get("wait"), self._states.get(rank)

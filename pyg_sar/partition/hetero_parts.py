@@ -6,7 +6,7 @@ A part's file holds, by the numbers of node types and relations in the metadata:
 ``type.T/n_id``            global ids of its nodes of type T, ascending
 ``type.T/node.NAME``       their attributes; ``type.T/graph.NAME`` those that have no row per node
 ``relation.R/...``         ``edge_index``, ``e_id``, ``halo_n_id``, ``halo_counts``,
-                           ``send_index``, ``send_counts``, ``pair_rows``, ``pair_units``,
+                           ``send_index``, ``send_counts``,
                            ``covers``, ``cover_costs``, ``cover_edges``, ``edge.NAME`` as in
                            ``parts.py``, in the numbering of the relation's source and target types
 ``.../list.K:...``         lists of node ids of a type or relation, as in ``node_lists.py``

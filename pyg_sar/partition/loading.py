@@ -29,7 +29,7 @@ from pyg_sar.partition.node_lists import (
     put_list,
 )
 from pyg_sar.partition.part_data import PartData, PartHeteroData
-from pyg_sar.partition.part_marks import check_marks, num_marks, part_marks, relations
+from pyg_sar.partition.part_marks import check_marks, num_marks, part_marks
 from pyg_sar.partition.parts import decode_attributes, restore_adjacency
 from pyg_sar.partition.storage import part_attributes, read_metadata, read_part
 from pyg_sar.space.graph_index import dist_batch, whole_batch
@@ -127,14 +127,9 @@ def _covers(tensors: dict[str, Tensor]) -> StoredCovers | None:
     return StoredCovers(tensors["covers"], costs, int(tensors["cover_edges"]))
 
 
-def _digest(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> bytes:
-    """Tells this partition, and its timetables, from others."""
-    found = hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode())
-    for _, plan in relations(metadata, tensors):
-        for name in ("pair_rows", "pair_units"):
-            if name in plan:
-                found.update(plan[name].numpy().tobytes())
-    return found.digest()
+def _digest(metadata: PartitionMetadata) -> bytes:
+    """Returns 32 bytes that tell this partition from others."""
+    return hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode()).digest()
 
 
 def _check_together(
@@ -146,7 +141,7 @@ def _check_together(
 ) -> None:
     """Raises on all workers where one met a problem, or where their parts don't belong together."""
     fine = metadata is not None and not problem
-    digest = _digest(metadata, tensors) if metadata is not None and fine else bytes(32)
+    digest = _digest(metadata) if metadata is not None and fine else bytes(32)
     marks = torch.zeros(num_marks(comm.world_size), dtype=torch.long)
     if metadata is not None and fine:
         marks = part_marks(metadata, tensors)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.timetable import Timetable
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.attributes import Attribute, stored_dtype, tensor_names
 from pyg_sar.partition.hetero_parts import StoreInfo, store_tensors
@@ -18,7 +17,7 @@ from pyg_sar.partition.node_lists import NodeList, list_tensors
 from pyg_sar.partition.parts import PartTensors
 
 _PLAN = ("halo_n_id", "halo_counts", "send_index", "send_counts")
-_TABLES = ("pair_rows", "pair_units")
+_TABLES = ("pair_rows", "pair_units")  # in versions 3 to 5; not read
 _COVERS = ("covers", "cover_costs", "cover_edges")
 _MOST_COVERS = 8
 
@@ -125,7 +124,7 @@ def check_part(metadata: PartitionMetadata, part: int, tensors: PartTensors, pat
 
 def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) -> None:
     edges: tuple[str, ...] = ("edge_index", *_PLAN)
-    edges += _TABLES * (metadata.version >= 3) + _COVERS * (metadata.version >= 4)
+    edges += _COVERS * (metadata.version >= 4)
 
     def of(attributes: dict[str, Attribute], lists: list[NodeList]) -> Iterator[str]:
         for name, attribute in attributes.items():
@@ -147,6 +146,8 @@ def _check_names(metadata: PartitionMetadata, tensors: PartTensors, path: Path) 
                 inner = *names, *of(info.attributes, info.lists)
                 expected += [f"{kind}.{k}/{name}" for name in inner]
     missing, unknown = set(expected) - tensors.keys(), tensors.keys() - set(expected)
+    if metadata.version < 6:
+        unknown = {name for name in unknown if not name.endswith(_TABLES)}
     if missing or unknown:
         what = f"lacks the tensor '{min(missing)}'" if missing else f"holds '{min(unknown)}'"
         raise PartitionError(
@@ -191,13 +192,6 @@ def _check_relation(
     edges = store.of_kind("edge_index", torch.int64, 2, count)
     store.within("edge_index", edges[0], own.numel() + num_halo, "sources")
     store.within("edge_index", edges[1], targets.numel(), "targets")
-    if metadata.version >= 3:
-        table = Timetable(
-            *(store.of_kind(n, torch.int32, *[metadata.num_parts] * 2) for n in _TABLES)
-        )
-        counts = store.tensors["halo_counts"], store.tensors["send_counts"]
-        problem = table.problem(part, *counts)
-        store.check(not problem, "pair_rows", problem)
     if metadata.version >= 4:
         store.of_kind("covers", torch.uint8, num_halo)
         costs = store.of_kind("cover_costs", torch.int32, -1, 2)

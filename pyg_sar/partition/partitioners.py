@@ -9,8 +9,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.timetable import Timetable, make_timetable
-
 Method = Literal["metis", "metis-work", "random", "contiguous"]
 METHODS: tuple[str, ...] = ("metis", "metis-work", "random", "contiguous")
 
@@ -204,7 +202,6 @@ class Layout:
         edge_cut: Edges between two parts.
         target_offsets: ``node_offsets`` of the targets' type, the same for nodes of one type.
         target_rank: ``node_rank`` of the targets' type.
-        timetable: When each pair of parts exchanges halo rows.
     """
 
     part: Tensor
@@ -218,7 +215,6 @@ class Layout:
     edge_cut: int
     target_offsets: Tensor
     target_rank: Tensor
-    timetable: Timetable
 
     @property
     def num_parts(self) -> int:
@@ -302,7 +298,6 @@ def make_layout(
         edge_cut=edge_cut,
         target_offsets=target_offsets,
         target_rank=target_rank,
-        timetable=make_timetable(halo_offsets.diff(dim=1)),
     )
 
 

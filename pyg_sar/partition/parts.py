@@ -11,8 +11,6 @@ halo_n_id        [H_p]          global ids of the remote sources of its edges, b
 halo_counts      [P]            halo rows per owner
 send_index       [sum]          its rows that peers need, by peer, in that peer's halo order (int32)
 send_counts      [P]            how many rows each peer needs
-pair_rows        [P, P]         rows that part p needs of part q, the same in all parts (int32)
-pair_units       [P, P]         the unit in which they travel (``timetable.py``), 0: none (int32)
 covers           [H_p]          bit k: does the cover at ``cover_costs[k]`` pull the row? (uint8)
 cover_costs      [K, 2]         what pulled and pushed rows cost in each of K covers (int32)
 cover_edges      [1]            edges from other parts
@@ -24,9 +22,10 @@ edge.NAME        [E_p, ...]     edge-level attributes
 graph.NAME       [...]          graph-level tensors, whole in every part
 ===============  =============  ==========================================================
 
-Edges are sorted by (unit of the source's owner, target, source, e_id); the part's own rows are
-unit 0. Covers are those of ``cover.py``. In version 3 there were none; in versions 1 and 2 there
-were no units, edges were sorted by (owner, target, source, e_id), and ``send_index`` was int64.
+Edges of part p are sorted by (round of the source's owner q, target, source, e_id), where the round
+is (q - p) mod P. Covers are those of ``cover.py``. Versions 3 to 5 sorted by units of several
+owners, and held them; version 3 had no covers; versions 1 and 2 sorted by (owner, target, source,
+e_id), and their ``send_index`` was int64.
 """
 
 from __future__ import annotations
@@ -201,8 +200,6 @@ def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
         "halo_counts": layout.halo_counts(p),
         "send_index": torch.cat(sends).int(),
         "send_counts": torch.tensor([rows.numel() for rows in sends]),
-        "pair_rows": layout.timetable.rows.clone(),
-        "pair_units": layout.timetable.units.clone(),
         "covers": covers.pulled,
         "cover_costs": torch.tensor(covers.costs, dtype=torch.int32).view(-1, 2),
         "cover_edges": torch.tensor([covers.num_edges]),
@@ -244,7 +241,7 @@ def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Ten
     targets = layout.target_offsets[p : p + 2].tolist()
     target = layout.target_rank[edge_index[1, e_id]] - targets[0]
     # Stable sorts, the last key first; ids ascend already. By rank is by (owner, source).
-    unit = layout.timetable.units[p].long()[owner]
+    unit = (owner.long() - p) % layout.num_parts
     order = rank.sort(stable=True).indices
     order = order[(unit * max(targets[1] - targets[0], 1) + target)[order].sort(stable=True)[1]]
     rank, target = rank[order], target[order]

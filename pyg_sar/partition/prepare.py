@@ -21,7 +21,7 @@ from pyg_sar.partition.partitioners import (
 from pyg_sar.partition.parts import PartTensors, check_graph, part_tensors, with_edges
 
 FORMAT = "pyg_sar.partition.partitioners"
-VERSION = 5  # 1 homogeneous, 2 heterogeneous, 3 with a timetable, 4 with covers, 5 with lists
+VERSION = 6  # 2 heterogeneous, 3 with units, 4 with covers, 5 with lists, 6 without units
 
 Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensors]]
 """The metadata without the parts' files, the statistics, and the tensors of each part."""

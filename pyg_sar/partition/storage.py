@@ -6,8 +6,8 @@
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
 The tensors of a part are those of ``parts.py``, or of ``hetero_parts.py`` for a heterogeneous
-graph, and of its lists of node ids those of ``node_lists.py``. Versions 1 and 2, which had no
-timetable, 3, which had no covers, and 4, which held node ids as they were, are still read.
+graph, and of its lists of node ids those of ``node_lists.py``. Versions 1 to 3, which had no
+covers, 4, which held node ids as they were, and 5, which had units of rounds, are still read.
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder

@@ -106,11 +106,11 @@ class ParameterHook(ABC):
 
     @abstractmethod
     def fresh(self) -> ParameterHook:
-        """One of its kind, without parameters."""
+        """Returns one of its kind, without parameters."""
 
     @abstractmethod
     def take_in(self, parameter: Tensor) -> None:
-        """Called once for each parameter that requires a gradient."""
+        """Adds a parameter; called once for each that requires a gradient."""
 
 
 class SummedByHand(ParameterHook):
@@ -124,7 +124,7 @@ class SummedByHand(ParameterHook):
 
 
 def unsummed_parameter(values: Tensor) -> Tensor | None:
-    """A parameter that ``values`` depend on and whose gradient nobody sums, if there is one."""
+    """Returns a parameter that ``values`` depend on and whose gradient nobody sums, or ``None``."""
     stack, seen = [values.grad_fn], set()
     while stack:
         node = stack.pop()
@@ -212,7 +212,7 @@ class GradientSum(ParameterHook):
         return gradient.new_zeros(()).expand_as(gradient)
 
     def _open(self, task: int) -> _Pass:
-        """The pass under way, whose end will call :meth:`_finish`."""
+        """Returns the pass under way, whose end will call :meth:`_finish`."""
         if task not in self._passes:
             self._warned = self._warned or warn_of_local_mean(self.comm.device)
             uses = [_use(p) for p in self.parameters if p.requires_grad]
@@ -223,7 +223,7 @@ class GradientSum(ParameterHook):
 
     @torch.no_grad()
     def returning(self) -> None:
-        """A layer begins to return gradients, on every worker. See [Note: buckets]."""
+        """Sends what is complete: a layer begins to return gradients. See [Note: buckets]."""
         task = torch._C._current_graph_task_id()
         if task == -1:
             return
@@ -238,7 +238,7 @@ class GradientSum(ParameterHook):
             one.under_way.append(_post_totals(bucket, one.gradients(bucket), self.comm))
 
     def _sum(self, one: _Pass, task: int) -> dict[int, Tensor]:
-        """All sums of a pass, those under way and those of what is left."""
+        """Returns all sums of a pass, those under way and those of what is left."""
         left = [p for p in self.parameters if id(p) not in one.sent]
         totals = _post_totals(left, one.gradients(left), self.comm)()
         for arrive in one.under_way:
@@ -259,7 +259,7 @@ class GradientSum(ParameterHook):
         return totals
 
     def _learn(self, one: _Pass, points: int) -> dict[int, list[Tensor]]:
-        """Which parameters' gradients are sent at which point, the same on every worker."""
+        """Learns which parameters' gradients are sent at which point, the same on every worker."""
         wanted = [p for p in self.parameters if p.requires_grad]
         if sum(map(num_bytes, wanted)) < self.bucket_bytes:
             return {}
@@ -293,7 +293,7 @@ class GradientSum(ParameterHook):
             call_after(parameter)
 
     def _returned(self, one: _Pass, parameter: Tensor) -> Tensor:
-        """What ``torch.autograd.grad`` will return for a parameter."""
+        """Returns what ``torch.autograd.grad`` will return for a parameter."""
         if id(parameter) not in one.captured:
             raise PygSarError(
                 f"torch.autograd.grad() returns no gradient of {getattr(parameter, MARK)!r} at "
@@ -304,7 +304,7 @@ class GradientSum(ParameterHook):
 
 
 def _use(parameter: Tensor) -> str | None:
-    """Whether the pass under way accumulates a gradient, or returns it (``autograd.grad``).
+    """Returns whether the pass under way accumulates a gradient, or returns it.
 
     ``None`` if it does neither, or returns it to another pass.
     """
@@ -333,7 +333,7 @@ class _Pass:
     under_way: list[Callable[[], dict[int, Tensor]]] = field(default_factory=list)
 
     def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
-        """This worker's gradients, ``None`` where there is none."""
+        """Returns this worker's gradients, ``None`` where there is none."""
         return [self.own.get(id(p)) for p in parameters]
 
 

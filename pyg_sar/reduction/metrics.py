@@ -38,7 +38,7 @@ class _GlobalMean(torch.autograd.Function):
 
 
 class _Share(torch.autograd.Function):
-    """What each value gets of the mean's gradient, which all workers hold alike."""
+    """Gives each value its share of the mean's gradient, which all workers hold alike."""
 
     @staticmethod
     def forward(
@@ -53,7 +53,7 @@ class _Share(torch.autograd.Function):
 
 
 def mean(values: Tensor) -> Tensor:
-    r"""The mean over all workers' values, the same on every worker.
+    r"""Returns the mean over all workers' values, the same on every worker.
 
     .. math::
         \frac{\sum_p \sum_k v_{p,k}}{\sum_p n_p}, \qquad
@@ -95,7 +95,7 @@ def mean(values: Tensor) -> Tensor:
 
 
 def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:
-    r"""The fraction of correctly classified nodes of all workers.
+    r"""Returns the fraction of correctly classified nodes of all workers.
 
     Args:
         pred: Class scores ``[num_local, C]`` or predicted classes ``[num_local]``.
@@ -129,7 +129,7 @@ _BUFFER = 2**24  # bytes on their way at a time
 def gather_nodes(
     values: Tensor, data: Any, dst: int = 0, node_type: str | None = None
 ) -> Tensor | None:
-    r"""The rows of all workers' nodes in the order of the whole graph, on rank ``dst``.
+    r"""Returns the rows of all workers' nodes in the whole graph's order, on rank ``dst``.
 
     For what needs all nodes in one place: scikit-learn, torchmetrics, OGB's evaluators, a file of
     embeddings. Every worker has to call it. Without gradients, and to the bit in every dtype. Rank
@@ -214,7 +214,7 @@ def _check(values: Any, places: Tensor, dst: Any, comm: Communicator) -> None:
 
 
 def _agree(values: Tensor, dst: int, problem: str, comm: Communicator) -> list[int]:
-    """The rows of each worker; raises on all of them alike."""
+    """Returns the rows of each worker; raises on all of them alike."""
     mine = (
         [problem] if problem else ["", len(values), str(values.dtype), list(values.shape[1:]), dst]
     )
@@ -236,7 +236,7 @@ def _agree(values: Tensor, dst: int, problem: str, comm: Communicator) -> list[i
 def _gather_ids(
     places: Tensor, counts: list[int], dst: int, comm: Communicator
 ) -> list[Tensor] | None:
-    """The places of each worker's rows on rank ``dst``."""
+    """Returns the position of each worker's rows on rank ``dst``."""
     if comm.rank != dst:
         comm.exchange(places if places.numel() else None, dst, None, dst, label=_LABEL).wait()
         return None
@@ -254,7 +254,7 @@ def _gather_ids(
 def _gather_rows(
     values: Tensor, ids: list[Tensor] | None, counts: list[int], dst: int, comm: Communicator
 ) -> Tensor | None:
-    """Rows travel as bytes, some at a time."""
+    """Returns the gathered rows, which travel as bytes, some at a time."""
     shape = (sum(counts), *values.shape[1:])
     if 0 in shape:
         return values.new_empty(shape) if ids is not None else None

@@ -53,7 +53,7 @@ _BLOCK_GPU = 2**24
 
 
 def reduces_over_rows(module: torch.nn.Module) -> bool:
-    """Whether a call of this norm would take statistics over the rows that it gets."""
+    """Returns whether a call of this norm would take statistics over the rows that it gets."""
     if isinstance(module, gnn.HeteroBatchNorm | _InstanceNorm):
         return bool(module.training or not module.track_running_stats)
     if isinstance(module, _NormBase):
@@ -80,7 +80,7 @@ class Moments:
 
 
 def moments(x: Tensor, batch: Tensor | None = None, size: int = 1, *, order: int = 2) -> Moments:
-    r"""Count, mean and variance per group over the rows of all workers; differentiable.
+    r"""Returns count, mean and variance per group over the rows of all workers; differentiable.
 
     Each worker's count :math:`n_p`, mean :math:`\mu_p` and :math:`M_p = \sum (x - \mu_p)^2`
     merge by
@@ -161,7 +161,7 @@ def check_batch(x: Tensor, batch: Tensor | None, size: int | None, comm: Communi
 
 
 class _Call:
-    """What workers must call alike, as a few numbers before the moments.
+    """The arguments that workers must pass alike, as a few numbers before the moments.
 
     Args:
         title: The norm, for messages.
@@ -183,11 +183,11 @@ class _Call:
         ]
 
     def sign(self, numbers: Tensor) -> Tensor:
-        """The message: what is to agree, then ``numbers``."""
+        """Returns the message: what is to agree, then ``numbers``."""
         return torch.cat([numbers.new_tensor(self.numbers), numbers.reshape(-1)])
 
     def agree(self, rows: Tensor) -> int:
-        """The number of graphs, from everyone's messages ``[W, *]``.
+        """Returns the number of graphs, from everyone's messages ``[W, *]``.
 
         Raises:
             ValueError: The same on every worker, when one differs.
@@ -255,7 +255,7 @@ def _merged(
     comm: Communicator,
     call: _Call | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Count ``[B]``, mean and variance ``[B, F]`` over all workers."""
+    """Returns count ``[B]``, mean and variance ``[B, F]`` over all workers."""
     count = x.new_zeros(size, 1, dtype=torch.float64)
     count += x.size(0) if batch is None else batch.bincount(minlength=size).view(-1, 1)
     total = _sums(x, batch, size) if order else count[:, :0]
@@ -307,7 +307,7 @@ def standardise(
     batch: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r""":math:`y_i = (x_i - a_{b(i)}) \, s_{b(i)} + o_{b(i)}`, in float64, a block at a time.
+    r"""Returns :math:`(x_i - a_{b(i)}) \, s_{b(i)} + o_{b(i)}`, in float64, a block at a time.
 
     Args:
         x: ``[N, F]``.
@@ -364,7 +364,7 @@ class _Standardise(torch.autograd.Function):
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
-    """The rows, some at a time; all at once where autograd records what is done with them."""
+    """Yields the rows, some at a time; all at once where autograd records their use."""
     if torch.is_grad_enabled():
         yield slice(0, x.size(0))
         return
@@ -375,7 +375,7 @@ def _blocks(x: Tensor) -> Iterator[slice]:
 
 
 def _rows(values: Tensor, batch: Tensor | None, part: slice) -> Tensor:
-    """The groups' values at some rows; broadcastable where there is one group."""
+    """Returns the groups' values at some rows; broadcastable where there is one group."""
     return values if batch is None else values.index_select(0, batch[part])
 
 

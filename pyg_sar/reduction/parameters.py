@@ -41,7 +41,7 @@ _OWNED: Label = ("", "", "owned rows")
 
 
 def owned_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Tensor]]:
-    """Names (as in ``state_dict``), modules and values of parameters with a row per node."""
+    """Yields names (as in ``state_dict``), modules and values of parameters with a row per node."""
     for prefix, module in model.named_modules():
         for name in getattr(module, "owned_rows", ()):
             parameter = getattr(module, name)
@@ -49,18 +49,18 @@ def owned_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Mod
 
 
 def shared_names(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
-    """The parameters that are alike on all workers, in the model's order, with their names."""
+    """Returns the parameters that are alike on all workers, with names, in the model's order."""
     owned = {id(parameter) for _, _, parameter in owned_parameters(model)}
     return [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
 
 
 def shared_parameters(model: torch.nn.Module) -> list[Tensor]:
-    """The parameters that are alike on all workers, in the model's order."""
+    """Returns the parameters that are alike on all workers, in the model's order."""
     return [parameter for _, parameter in shared_names(model)]
 
 
 def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
-    """Every worker's rows on rank 0, in rank order; the other workers get nothing. Collective.
+    """Returns every worker's rows on rank 0, in rank order, else nothing. Collective.
 
     Args:
         rows: ``[n_p, *]``, alike on all workers but for :math:`n_p`.
@@ -80,7 +80,7 @@ def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
 
 
 def ids_of(module: torch.nn.Module, rows: int) -> Tensor | None:
-    """The global ids of a module's rows, if it has been told.
+    """Returns the global ids of a module's rows, if it has been told.
 
     Raises:
         ValueError: When there is not one per row.
@@ -97,7 +97,7 @@ def ids_of(module: torch.nn.Module, rows: int) -> Tensor | None:
 
 
 def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
-    """Rows of all workers, each in the place of its global id.
+    """Returns rows of all workers, each in the position of its global id.
 
     Raises:
         ValueError: When the ids are not each of 0, 1, ... once.
@@ -116,7 +116,7 @@ def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
 
 @torch.no_grad()
 def clip_grad_norm(model: torch.nn.Module, max_norm: float, comm: Communicator) -> float:
-    """As :func:`torch.nn.utils.clip_grad_norm_`, over the parameters of the whole graph.
+    """Clips gradients by the norm over all workers, as :func:`torch.nn.utils.clip_grad_norm_`.
 
     Gradients of shared parameters are sums over the workers already; those of owned rows are
     counted once for each worker.
@@ -148,14 +148,14 @@ _LOCAL = frozenset({"debug", "device", "local_rank", "num_nodes", "rank", "verbo
 
 
 def _checksum(tensor: Tensor) -> Tensor:
-    """The sum of a tensor's words of at most 32 bits, as int64."""
+    """Returns the sum of a tensor's words of at most 32 bits, as int64."""
     flat = tensor.detach().contiguous().view(-1)
     words = {2: torch.int16}.get(flat.itemsize, torch.int32 if flat.itemsize >= 4 else torch.uint8)
     return flat.view(words).sum(dtype=torch.int64)
 
 
 def marks(tensors: Sequence[Tensor], comm: Communicator, like: Tensor) -> Tensor:
-    """This worker's checksum in its place among those of all: ``[world_size * LIMBS]``."""
+    """Returns this worker's checksum at its place among those of all: ``[world_size * LIMBS]``."""
     sums = torch.stack([_checksum(t) for t in tensors])
     total = (sums * torch.arange(1, 1 + len(tensors), device=sums.device)).sum()
     limbs = (total >> (8 * torch.arange(LIMBS, device=sums.device))) & 255
@@ -165,7 +165,7 @@ def marks(tensors: Sequence[Tensor], comm: Communicator, like: Tensor) -> Tensor
 
 
 def differ(found: Sequence[Any]) -> bool:
-    """Whether summed :func:`marks` are of different checksums."""
+    """Returns whether summed :func:`marks` are of different checksums."""
     return any(found[k] != found[k % LIMBS] for k in range(len(found)))
 
 
@@ -225,7 +225,7 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
 
 
 def in_space(inputs: Any) -> bool:
-    """Whether a model's inputs hold a distributed ``edge_index``, so that all workers call it."""
+    """Returns whether a model's inputs hold a distributed ``edge_index``: all workers call it."""
     leaves = tree_leaves(inputs)
     for data in [leaf for leaf in leaves if isinstance(leaf, BaseData)]:
         leaves += [value for store in data.stores for value in store.values()]
@@ -236,7 +236,7 @@ def in_space(inputs: Any) -> bool:
 
 
 def plain(value: Any) -> str | None:
-    """A number, string, function, or a container of such as text; ``None`` for another object."""
+    """Returns a number, string, function or container of such as text; else ``None``."""
     if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype)):
         return repr(value)
     if isinstance(value, (tuple, list)):
@@ -254,7 +254,7 @@ def plain(value: Any) -> str | None:
 
 
 def attribute_rows(model: torch.nn.Module) -> list[str]:
-    """A line for each plain attribute of each module, but for those that are a worker's own.
+    """Returns a line for each plain attribute of each module, except a worker's own.
 
     These begin with an underscore, are named ``rank``, ``local_rank``, ``device``, ``num_nodes``,
     ``verbose`` or ``debug``, or count something (``num_users``) in a module with rows that each
@@ -274,7 +274,7 @@ def attribute_rows(model: torch.nn.Module) -> list[str]:
 
 
 def first_difference(rows: Sequence[str], comm: Communicator) -> tuple[int, str, str] | None:
-    """A rank whose lines differ from rank 0's, its line and rank 0's; the same on all workers."""
+    """Returns a rank whose lines differ from rank 0's, its line and rank 0's; alike on all."""
     digest = hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
     digests = comm.all_gather_object(digest)
     if len(set(digests)) == 1:
@@ -354,7 +354,7 @@ def defer_hooks(parameter: Tensor, own: Callable[[Tensor], Tensor | None]) -> No
 
 
 def hooked(parameter: Tensor, total: Tensor) -> Tensor:
-    """The gradient that the users' hooks make of the sum, as autograd would."""
+    """Returns the gradient that the users' hooks make of the sum, as autograd would."""
     hooks: Any = parameter._backward_hooks
     for hook in list(hooks.users.values()):
         found = hook(total)
@@ -389,7 +389,7 @@ def refuse_node_hooks(node: Any, name: str) -> None:
 
 
 def wrapper_of(model: torch.nn.Module) -> str | None:
-    """The wrapper of torch in which a model is, or runs, if it sums gradients its own way."""
+    """Returns the wrapper of torch around a model, if it sums gradients its own way."""
     kinds = {type(module) for module in model.modules()}
     names = {base.__name__ for kind in kinds for base in kind.__mro__}
     found = sorted(names & _WRAPPERS)

@@ -96,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _explain(error: Exception, debug: bool) -> int:
-    """One line on stderr, by the one worker that should speak; the exit code."""
+    """Writes one line on stderr, by the one worker that should; returns the exit code."""
     text, usage = str(error), isinstance(error, (ValueError, TypeError, OSError, ImportError))
     if isinstance(error, WorkerError):
         text, usage = _root_cause(error)
@@ -120,7 +120,7 @@ def _explain(error: Exception, debug: bool) -> int:
 
 
 def _root_cause(error: WorkerError) -> tuple[str, bool]:
-    """The first line of what a worker raised, and whether that was a user's mistake."""
+    """Returns the first line of what a worker raised, and whether it was a user's mistake."""
     found = re.match(r"Rank \d+ failed: (\w+): (.*)", str(error))
     if found is None:
         return str(error), False
@@ -218,7 +218,7 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
 
 
 def describe(result: TrainResult) -> str:
-    """A training's result as a few lines of text."""
+    """Returns a training's result as a few lines of text."""
     lines = []
     if result.losses:
         lines.append(f"{result.epochs} epochs, last loss {result.losses[-1]:.6f}")

@@ -94,7 +94,7 @@ class VerifyReport:
 
     @property
     def ok(self) -> bool:
-        """Whether everything runs and is equal."""
+        """Is true where everything runs and is equal."""
         return not (self.refused or self.failure or self.first_difference)
 
     def __str__(self) -> str:
@@ -155,7 +155,7 @@ Key = tuple[str, int, str, int]
 
 
 def watched(model: nn.Module) -> dict[str, nn.Module]:
-    """The modules that a model calls outside of messages, by name.
+    """Returns the modules that a model calls outside of messages, by name.
 
     What a message passing layer calls may run edge by edge, several times, or not at all.
     """
@@ -172,7 +172,7 @@ def watched(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def floats(value: Any) -> list[Tensor]:
-    """The dense floating point tensors in nested lists, tuples and dictionaries, in order."""
+    """Returns the dense floating point tensors of nested lists, tuples and dictionaries."""
     return [
         leaf
         for leaf in tree_leaves(value)
@@ -185,7 +185,7 @@ def floats(value: Any) -> list[Tensor]:
 
 @dataclass
 class Rows:
-    """Which rows of a whole graph's tensors a process holds.
+    """Tells which rows of a whole graph's tensors a process holds.
 
     Attributes:
         num_nodes: Nodes of the whole graph.
@@ -202,7 +202,7 @@ class Rows:
     lists: dict[int, Tensor] = field(default_factory=dict)
 
     def ids(self, whole: Tensor) -> Tensor | None:
-        """Rows of a whole graph's tensor that the process holds (``None``: all)."""
+        """Returns the rows of a whole graph's tensor that the process holds (``None``: all)."""
         if whole.dim() and whole.size(0) == self.num_nodes:
             return self.n_id
         if whole.dim() and whole.size(0) == self.num_edges:
@@ -210,7 +210,7 @@ class Rows:
         return self.lists.get(whole.size(0)) if whole.dim() else None
 
     def mine(self, whole: Any) -> Any:
-        """The process's part of whatever a module returned for the whole graph."""
+        """Returns the process's part of whatever a module returned for the whole graph."""
 
         def part(leaf: Any) -> Any:
             ids = self.ids(leaf) if isinstance(leaf, Tensor) else None
@@ -338,7 +338,7 @@ class NoDropout(TorchFunctionMode):
 
 @dataclass
 class ModelPass:
-    """What a forward and backward pass leaves."""
+    """Holds what a forward and backward pass leaves."""
 
     rows: Rows
     events: dict[Key, Tensor]
@@ -404,7 +404,7 @@ def _merged_layers(
 
 
 def _error(found: Sequence[Tensor | None], rows: Sequence[Rows], whole: Tensor) -> float | None:
-    """The error of workers' rows (or copies) of a tensor; ``None`` where they don't compare."""
+    """Returns the error of workers' rows (or copies) of a tensor; ``None`` if not comparable."""
     worst = 0.0
     seen = 0
     scale = float(whole.abs().max()) if whole.numel() else 0.0
@@ -419,7 +419,7 @@ def _error(found: Sequence[Tensor | None], rows: Sequence[Rows], whole: Tensor) 
 
 
 def _distance(a: Tensor | None, b: Tensor | None, scale: float | None = None) -> float:
-    """``max |a - b|`` relative to ``max |b|`` or ``scale``; infinite where one is missing."""
+    """Returns ``max |a - b|`` relative to ``max |b|`` or ``scale``; infinite if one is missing."""
     if a is None or b is None:
         return 0.0 if a is None and b is None else float("inf")
     if a.shape != b.shape:
@@ -434,7 +434,7 @@ def _distance(a: Tensor | None, b: Tensor | None, scale: float | None = None) ->
 
 
 def _first_difference(model: nn.Module, errors: Mapping[Key, float], report: VerifyReport) -> str:
-    """Where values first differ, in the order in which one process computes them."""
+    """Returns where values first differ, in the order in which one process computes them."""
     kinds = {name: type(module).__name__ for name, module in model.named_modules()}
     for (name, number, what, _), error in errors.items():
         if error <= report.tolerance:

@@ -136,7 +136,7 @@ _Array = np.ndarray[Any, Any]
 
 
 def _integers(path: Any, key: str, array: _Array, shape: tuple[int, ...]) -> Tensor:
-    """An array of integers as int64, of this shape; -1 is any size."""
+    """Returns an array of integers as int64, of this shape; -1 is any size."""
     fits = array.ndim == len(shape) and all(
         n in (-1, m) for n, m in zip(shape, array.shape, strict=True)
     )
@@ -273,7 +273,7 @@ MAX_ROUNDS = 64
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SyntheticGraph:
-    """What to draw.
+    """The settings of a synthetic graph.
 
     Attributes:
         nodes: The number of nodes.
@@ -352,14 +352,14 @@ def synthetic_graph(graph: SyntheticGraph, seed: int = 0) -> Data:
 
 
 def _weights(graph: SyntheticGraph, rng: np.random.Generator) -> Array:
-    """Power-law weights; none above N/4 over the mean degree times the mean weight."""
+    """Returns power-law weights; none above N/4 over the mean degree times the mean weight."""
     weights = (1.0 - rng.random(graph.nodes)) ** (-1.0 / (graph.exponent - 1.0))
     mean_degree = max(2 * graph.num_pairs / graph.nodes, 1.0)
     return np.minimum(weights, weights.mean() * max(graph.nodes / 4 / mean_degree, 1.0))
 
 
 def _edges(graph: SyntheticGraph, y: Array, rng: np.random.Generator) -> Array:
-    """Distinct edges without loops, shape ``[2, columns]``, sorted."""
+    """Returns distinct edges without loops, shape ``[2, columns]``, sorted."""
     draw = _EndDrawer(graph, y, rng)
     same = round(graph.num_pairs * (graph.homophily if graph.classes > 1 else 1.0))
     keys = np.concatenate(
@@ -373,7 +373,7 @@ def _edges(graph: SyntheticGraph, y: Array, rng: np.random.Generator) -> Array:
 
 
 def _distinct(graph: SyntheticGraph, draw: _EndDrawer, number: int, same: bool) -> Array:
-    """``number`` distinct edges ``source * N + target`` within classes, or between them."""
+    """Returns ``number`` distinct edges ``source * N + target`` within classes, or between them."""
     keys = np.empty(0, dtype=np.int64)
     for attempt in range(MAX_ROUNDS):
         missing = number - keys.size
@@ -416,7 +416,7 @@ class _EndDrawer:
         return self.nodes[np.clip(index, 0, self.nodes.size - 1)]
 
     def pairs(self, number: int, same: bool) -> tuple[Array, Array]:
-        """``number`` pairs of nodes of one class, or of two; not all are distinct."""
+        """Returns ``number`` pairs of nodes of one class, or of two; not all are distinct."""
         total = self.sums[-1]
         # Multinomial counts are as many independent draws, in order, which keeps searches local.
         first = np.repeat(self.nodes, self.rng.multinomial(number, np.diff(self.sums) / total))

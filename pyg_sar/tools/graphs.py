@@ -1,4 +1,4 @@
-"""Where the command line's graphs come from: one string names a source and its options.
+"""Reads the graphs of the command line: one string names a source and its options.
 
 =========================================  =====================================================
 source                                     graph
@@ -77,7 +77,7 @@ the dataset's name where one class holds several."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GraphOptions:
-    """What is done to any graph after it is read.
+    """The options that apply to any graph after it is read.
 
     Attributes:
         split: ``'auto'``: the masks of the source (also ``[N, k]``), or ``'random'`` without any.
@@ -161,7 +161,7 @@ def load_graph(
 
 
 def parse_source(source: str) -> tuple[str, dict[str, str]]:
-    """``'name:key=value,...'`` as the name and its options."""
+    """Returns the name and the options of ``'name:key=value,...'``."""
     name, colon, text = source.partition(":")
     if not colon or "=" not in text:
         return source, {}
@@ -196,7 +196,7 @@ def _choose(given: Mapping[str, Any], classes: list[type], name: str) -> list[di
 
 
 def _convert(key: str, value: Any, kind: str) -> Any:
-    """An option's value as its field's type."""
+    """Returns an option's value as its field's type."""
     if kind == "str":
         return str(value)
     if kind == "bool":
@@ -219,7 +219,7 @@ def _convert(key: str, value: Any, kind: str) -> Any:
 
 
 def _load_dataset(name: str, root: Path) -> Data | HeteroData:
-    """A graph of ``torch_geometric.datasets``."""
+    """Returns a graph of ``torch_geometric.datasets``."""
     import torch_geometric.datasets as datasets
 
     short = re.sub("[^a-z0-9]", "", name.lower())
@@ -276,7 +276,7 @@ def _unknown_source(name: str) -> str:
 
 
 def _load_ogb(name: str, root: Path) -> Data:
-    """A node dataset of OGB, its splits as masks."""
+    """Returns a node dataset of OGB, its splits as masks."""
     try:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
@@ -389,7 +389,7 @@ def _apply_split(data: Data, split: str, rng: np.random.Generator) -> Data:
 
 
 def _labelled(data: Data) -> Tensor:
-    """The nodes that have a label: y >= 0, or not NaN."""
+    """Returns the nodes that have a label: y >= 0, or not NaN."""
     y = data.get("y")
     if not isinstance(y, Tensor) or y.dim() == 0 or y.size(0) != data.num_nodes:
         raise ValueError("A split is drawn among labelled nodes, but the graph has no 'y' per node")

@@ -43,7 +43,7 @@ from pyg_sar.train.trainer import Callback, Trainer
 
 
 class UsageError(PygSarError, ValueError):
-    """What the user asked for does not fit together; met by every worker alike."""
+    """Options that do not fit together; every worker meets them alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class ModelConfig:
     norm: str = "none"
 
     def build(self, in_channels: int, out_channels: int) -> nn.Module:
-        """The model, its parameters drawn from the current random state."""
+        """Returns the model, its parameters drawn from the current random state."""
         hidden = self.hidden
         if hidden is None:
             hidden = 8 if self.name in ("gat", "gatv2") else 64
@@ -174,7 +174,7 @@ def _count_classes(data: Data, comm: Communicator) -> int:
 
 
 def _forward(name: str, data: Data) -> Any:
-    """GCN takes edge weights where the graph has them; the other models have no use for them."""
+    """Calls the model; GCN takes edge weights where the graph has them, others take none."""
     weighted = name == "gcn" and isinstance(data.get("edge_weight"), Tensor)
 
     def forward(model: nn.Module, data: Data) -> Any:
@@ -233,7 +233,7 @@ ROW_BYTES = {
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoConfig:
-    """What the demo runs; see ``pyg-sar demo --help``."""
+    """The settings of the demo; see ``pyg-sar demo --help``."""
 
     nodes: int = 20_000
     workers: int = 4
@@ -246,7 +246,7 @@ class DemoConfig:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DemoRun:
-    """What a worker, or the single process, measured.
+    """The measurements of a worker, or of the single process.
 
     Attributes:
         losses: Per epoch.
@@ -301,14 +301,14 @@ def _model(in_channels: int, seed: int) -> nn.Module:
 
 
 def _single(parts: str, config: DemoConfig) -> DemoRun:
-    """Plain PyG: nothing of this package but the file format."""
+    """Trains with plain PyG: nothing of this package but the file format."""
     data = merge_partitions(parts)
     model = _model(data.num_features, config.seed)
     return _train(model, data, config, lambda values: values.mean())
 
 
 def _worker(parts: str, config: DemoConfig) -> DemoRun:
-    """The same on a worker's part: other data, ``distribute``, the global mean."""
+    """Trains the same on a worker's part: other data, ``distribute``, the global mean."""
     data = load_partition(parts)
     # The law that is shown is that of pulling all rows.
     policy = SARPolicy(mode=config.mode, prefetch=config.prefetch, push="off")
@@ -368,7 +368,7 @@ def _show_memory(single: DemoRun, workers: list[DemoRun], write: Callable[[str],
 
 
 def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
-    """Bytes per kind that each worker transfers, from the partition and the layer widths."""
+    """Returns each worker's bytes per kind, from the partition and the layer widths."""
     layer_bytes = config.epochs * sum(ROW_BYTES.values())
     # Modes 2 and 3 keep the rows of the forward pass, so that none are fetched again.
     refetched = 1 if config.mode == 1 else 0

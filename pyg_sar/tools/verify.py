@@ -127,7 +127,7 @@ def verify(
 
 
 def call_with(names: Sequence[str]) -> Call:
-    """A ``call`` that passes the attributes ``names`` of the graph by keyword."""
+    """Returns a ``call`` that passes the attributes ``names`` of the graph by keyword."""
 
     def call(model: nn.Module, data: Data) -> Any:
         return model(**{name: data if name == "data" else data[name] for name in names})
@@ -154,7 +154,7 @@ def _required(model: nn.Module, data: Data) -> list[str]:
 def sample_nodes(
     data: Data, max_nodes: int, seed: int = 0, node_ids: NodeIds | None = None
 ) -> Data:
-    """The subgraph of at most ``max_nodes`` nodes: a few drawn at random, grown along edges.
+    """Returns the subgraph of at most ``max_nodes`` nodes: a few random ones, grown along edges.
 
     Args:
         data: A graph.
@@ -211,7 +211,7 @@ def _float64() -> Iterator[None]:
 
 @dataclass
 class _Task:
-    """What workers do."""
+    """The task of each worker."""
 
     model: nn.Module
     call: Call
@@ -223,7 +223,7 @@ class _Task:
 
 
 def _lists(data: Data, node_ids: NodeIds | None) -> dict[int, tuple[str, str | None]]:
-    """Names and keys of the lists of node ids, by their length where no two have the same."""
+    """Returns names and keys of lists of node ids, by length where it tells them apart."""
     _, lists = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()))
     counts = [whole.ids.size(-1) for whole in lists]
     return {
@@ -240,7 +240,7 @@ def _places(data: Data, name: str, key: str | None) -> Tensor:
 
 
 def _values(tensor: Tensor, ids: Tensor | None) -> Tensor:
-    """One number per row, in which every entry has a weight of its own."""
+    """Returns one number per row, in which every entry has a weight of its own."""
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.view(-1, 1)
     place = torch.arange(rows.size(0)) if ids is None else ids
     columns = torch.arange(rows.size(1))
@@ -249,7 +249,7 @@ def _values(tensor: Tensor, ids: Tensor | None) -> Tensor:
 
 
 def _leaves(data: Data) -> tuple[Data, dict[str, Tensor]]:
-    """A copy whose dense floating point attributes take gradients."""
+    """Returns a copy whose dense floating point attributes take gradients."""
     data, leaves = copy.copy(data), {}
     for name, value in data:
         dense = isinstance(value, Tensor) and value.layout == torch.strided
@@ -259,7 +259,7 @@ def _leaves(data: Data) -> tuple[Data, dict[str, Tensor]]:
 
 
 def _reference(plain: nn.Module, data: Data, call: Call) -> ModelPass:
-    """One process on the sample; uninitialized parameters get their shapes from the first call."""
+    """Runs the sample in one process; its first call gives lazy parameters their shapes."""
     if any(isinstance(p, nn.parameter.UninitializedParameter) for p in plain.parameters()):
         with torch.no_grad(), NoDropout():
             call(plain, data)
@@ -318,14 +318,14 @@ def _run(task: _Task, report: VerifyReport, num_workers: int, timeout: float) ->
 
 
 def _place_of(failure: WorkerError) -> tuple[str, str]:
-    """The module in which a worker failed, and what it said."""
+    """Returns the module in which a worker failed, and what it said."""
     cause = failure.__cause__ or failure
     text = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
     return getattr(cause, "module_name", ""), text
 
 
 def _refusals(task: _Task) -> dict[str, str]:
-    """What distribute() refuses, module by module."""
+    """Returns what distribute() refuses, module by module."""
     found = {}
     for name, module in watched(task.model).items():
         try:
@@ -336,7 +336,7 @@ def _refusals(task: _Task) -> dict[str, str]:
 
 
 def _innermost(refused: Mapping[str, str]) -> dict[str, str]:
-    """Without the containers of refused modules."""
+    """Returns the refused modules without their containers."""
     return {
         name: why
         for name, why in refused.items()
@@ -345,7 +345,7 @@ def _innermost(refused: Mapping[str, str]) -> dict[str, str]:
 
 
 def _worker(task: _Task) -> ModelPass:
-    """Two passes: one is compared, the other counted, when all that is kept has been made."""
+    """Makes two passes: one is compared; the other is counted, when all that is kept is there."""
     mine = load_partition(task.root)
     whole = task.expected.rows
     lists = {count: _places(mine, *which) for count, which in task.lists.items()}
@@ -392,7 +392,7 @@ def _backward(expected: ModelPass, outputs: Sequence[Tensor], rows: Rows) -> Non
 
 
 def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
-    """How a layer ran on this worker."""
+    """Returns how a layer ran on this worker."""
     verdicts = layer.__dict__.get("_verdicts", {}).values()
     needs = [verdict.needs for verdict in verdicts if verdict.needs is not None]
     case = 0 if not needs else 2 if any(need.needs_sources for need in needs) else 1

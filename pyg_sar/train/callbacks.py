@@ -210,7 +210,7 @@ class Report(Callback):
 
     @contextmanager
     def _going_on(self) -> Iterator[None]:
-        """Training goes on where the report can't be written; one warning says so."""
+        """Warns once that the report can't be written; training goes on."""
         try:
             yield
         except OSError as error:
@@ -253,7 +253,7 @@ class Report(Callback):
         _write_json(self.folder / "config.json", settings | self.config)
 
     def _gather_figures(self, comm: Communicator) -> dict[str, list[int]]:
-        """Bytes of this epoch and peak memory, of every worker."""
+        """Returns bytes of this epoch and peak memory, of every worker."""
         ledger = self._ledger
         sent, received = (ledger.sent, ledger.received) if ledger else (0, 0)
         own = torch.tensor(
@@ -291,7 +291,7 @@ def _append(path: Path, text: str) -> None:
 
 
 def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines of a report's ``metrics.jsonl``, one dictionary per epoch.
+    """Returns the lines of a report's ``metrics.jsonl``, one dictionary per epoch.
 
     A last line that a killed run left unfinished is dropped.
     """

@@ -40,7 +40,7 @@ _LABEL = ("", "", "checkpoint")
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """What a checkpoint held besides model, optimizer and random states.
+    """The content of a checkpoint besides model, optimizer and random states.
 
     Attributes:
         state: The JSON values given to :func:`save_checkpoint`.
@@ -191,7 +191,7 @@ def _cut(
 
 
 def _raise_everywhere(comm: Communicator, problem: str | None) -> None:
-    """See [Note: all or none]."""
+    """Raises a problem of any worker on all of them. See [Note: all or none]."""
     problems = comm.all_gather_object(problem)
     for rank, text in enumerate(problems):
         if text is not None:
@@ -213,7 +213,7 @@ def _check_same_file(comm: Communicator, path: str | os.PathLike[str], digest: s
 
 
 def _gather_random_states(comm: Communicator) -> dict[str, Tensor]:
-    """Every worker's generator states, ``{device type: uint8 [world_size, bytes]}``."""
+    """Returns every worker's generator states, ``{device type: uint8 [world_size, bytes]}``."""
     states = {"cpu": torch.get_rng_state()}
     if comm.device.type == "cuda":
         states["cuda"] = torch.cuda.get_rng_state(comm.device)
@@ -283,7 +283,7 @@ def _load_optimizer(content: _Content, optimizer: torch.optim.Optimizer) -> None
 
 
 def _digest(content: _Content) -> str:
-    """SHA-256 over names, types, shapes and values of all tensors, and over the JSON header."""
+    """Returns a SHA-256 over the tensors (names, types, shapes, values) and the header."""
     total = hashlib.sha256()
     header = {k: v for k, v in content.header.items() if k != "sha256"}
     total.update(json.dumps(header, sort_keys=True).encode())

@@ -24,7 +24,7 @@ def gather_rows(
     extra: Mapping[str, Tensor],
     comm: Communicator,
 ) -> tuple[Tensors, dict[str, Any]]:
-    """All workers' rows of owned parameters, of the optimizer's state of them, and of best weights.
+    """Returns all workers' rows of owned parameters, of their optimizer state and best weights.
 
     Collective.
 
@@ -54,7 +54,7 @@ def gather_rows(
 def _gathered_ids(
     module: torch.nn.Module, parameter: Tensor, comm: Communicator
 ) -> tuple[bool, list[Tensor]]:
-    """Whether every worker knows its rows' ids, and on rank 0 these."""
+    """Returns whether every worker knows its rows' ids, and on rank 0 these."""
     problem, ids = "", None
     try:
         ids = ids_of(module, parameter.size(0))
@@ -69,7 +69,7 @@ def _gathered_ids(
 
 
 def _optimizer_rows(optimizer: torch.optim.Optimizer | None, parameter: Tensor) -> Tensors:
-    """The state of a parameter that has its shape, by name in the file."""
+    """Returns the state of a parameter that has its shape, by name in the file."""
     if optimizer is None:
         return {}
     index = _index_of(optimizer, parameter)
@@ -93,7 +93,7 @@ def cut_rows(
     optimizer: torch.optim.Optimizer | None,
     comm: Communicator,
 ) -> Tensors:
-    """The file's tensors as this worker holds them: of owned parameters, its own rows.
+    """Returns the file's tensors as this worker holds them: of owned parameters, its own rows.
 
     Args:
         tensors: The file's content by name.
@@ -132,7 +132,7 @@ def _rows_of(
     tensors: Tensors,
     comm: Communicator,
 ) -> Any:
-    """Which of the file's rows are this worker's: their numbers, or a slice."""
+    """Returns which of the file's rows are this worker's: their numbers, or a slice."""
     n_id, saved = ids_of(module, parameter.size(0)), tensors.get(f"model/{name}")
     total = 0 if saved is None else saved.size(0)
     if n_id is not None and (about is None or about["by_id"]):

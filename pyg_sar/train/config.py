@@ -24,16 +24,16 @@ SCHEDULES: tuple[str, ...] = ("none", "cosine", "step", "plateau")
 
 
 class Schedule(Protocol):
-    """What the training loop asks of a schedule."""
+    """The interface of a learning-rate schedule, as the training loop calls it."""
 
     def factor(self, epoch: int) -> float:
-        """Factor on the initial learning rate in epoch ``epoch`` (counted from 0)."""
+        """Returns the factor on the initial learning rate in epoch ``epoch`` (counted from 0)."""
 
     def observe(self, value: float) -> None:
         """Takes note of a global validation value, higher being better."""
 
     def state_dict(self) -> dict[str, float]:
-        """Everything that :meth:`factor` depends on besides the arguments."""
+        """Returns everything that :meth:`factor` depends on besides the arguments."""
 
     def load_state_dict(self, state: Mapping[str, float]) -> None:
         """Restores what :meth:`state_dict` gave."""
@@ -221,7 +221,7 @@ class TrainConfig:
         _check(self.seed is None or self.seed >= 0, "seed", self.seed, "at least 0 or None")
 
     def make_schedule(self) -> Schedule:
-        """The learning-rate schedule that the settings describe."""
+        """Returns the learning-rate schedule that the settings describe."""
         schedule: Schedule = Constant()
         if self.schedule == "cosine":
             schedule = Cosine(self.epochs - self.warmup)
@@ -276,7 +276,7 @@ class EpochRecord:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TrainResult:
-    """What ``Trainer.fit`` returns, the same on every worker but for ``seconds``.
+    """The result of ``Trainer.fit``, the same on every worker except for ``seconds``.
 
     Attributes:
         epochs: Epochs done in all, those before a resume included.
@@ -303,7 +303,7 @@ SPLITS: tuple[str, ...] = ("train", "val", "test")
 
 
 def split_nodes(data: Data, column: int = 0) -> dict[str, Tensor]:
-    """The labelled nodes of each split.
+    """Returns the labelled nodes of each split.
 
     Args:
         data: With ``y`` (-1: no label), ``train_mask``, and ``val_mask``, ``test_mask`` where there
@@ -321,7 +321,7 @@ def split_nodes(data: Data, column: int = 0) -> dict[str, Tensor]:
 
 
 def node_labels(data: Data) -> Tensor:
-    """``data.y`` as int64 ``[num_nodes]``.
+    """Returns ``data.y`` as int64 ``[num_nodes]``.
 
     Raises:
         ValueError: When it is missing or does not hold one class per node.

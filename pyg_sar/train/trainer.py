@@ -67,20 +67,20 @@ class Callback:
     """
 
     def on_start(self, trainer: Trainer) -> None:
-        """Before the first epoch of a :meth:`Trainer.fit`."""
+        """Is called before the first epoch of a :meth:`Trainer.fit`."""
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
-        """After each epoch."""
+        """Is called after each epoch."""
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
-        """After the last epoch, the last epoch's weights still in the model."""
+        """Is called after the last epoch, the last epoch's weights still in the model."""
 
     def close(self) -> None:
-        """At the very end, also when training failed. Must not communicate."""
+        """Is called at the very end, also when training failed. Must not communicate."""
 
 
 def call_model(model: nn.Module, data: Data) -> Tensor:
-    """The default forward pass: ``model(data.x, data.edge_index)``."""
+    """Makes the default forward pass: ``model(data.x, data.edge_index)``."""
     out: Tensor = model(data.x, data.edge_index)
     return out
 
@@ -156,7 +156,7 @@ class Trainer:
         return labels, index
 
     def _count_nodes(self) -> list[list[int]]:
-        """Nodes, then those of each split, of each worker: also tells apart two partitions."""
+        """Returns nodes, then those of each split, of each worker; tells partitions apart."""
         own = [len(self._labels), *(len(self._index[split]) for split in SPLITS)]
         highest = int(self._labels.max()) if len(self._labels) else -1
         gathered = self.comm.all_gather_object([*own, highest])
@@ -204,7 +204,7 @@ class Trainer:
 
     @property
     def stopped_early(self) -> bool:
-        """Whether ``patience`` evaluations have passed without a better validation value."""
+        """Is true once ``patience`` evaluations have passed without a better validation value."""
         return self.config.patience is not None and self._waited >= self.config.patience
 
     def _run_epoch(self) -> EpochRecord:
@@ -233,7 +233,7 @@ class Trainer:
         )
 
     def train_step(self) -> tuple[float, float | None]:
-        """One optimizer step on the whole graph: the global loss, and the gradient norm if clipped.
+        """Makes one optimizer step; returns the global loss, and the gradient norm if clipped.
 
         Raises:
             DivergedError: on every worker, when the loss is infinite or nan; no step is taken.
@@ -248,7 +248,7 @@ class Trainer:
         return value, norm
 
     def _backward(self) -> float:
-        """The global training loss, whose gradients are added to the parameters'."""
+        """Returns the global training loss, after adding its gradients to the parameters'."""
         index = self._index["train"]
         values = F.cross_entropy(
             self._scores()[index],
@@ -282,7 +282,7 @@ class Trainer:
 
     @torch.no_grad()
     def evaluate(self) -> Scores:
-        """Accuracy and loss on all labelled nodes of all workers, in evaluation mode.
+        """Returns accuracy and loss on all labelled nodes of all workers, in evaluation mode.
 
         Raises:
             ValueError: on every worker, when the model's parameters or buffers differ between them.
@@ -319,7 +319,7 @@ class Trainer:
         self.schedule.observe(value)
 
     def _monitored(self, scores: Scores) -> float | None:
-        """The validation value, higher being better."""
+        """Returns the validation value, higher being better."""
         if self.config.monitor == "accuracy":
             return scores.val_accuracy
         return None if scores.val_loss is None else -scores.val_loss
@@ -435,7 +435,7 @@ class Trainer:
 
 
 def _shared_settings(config: TrainConfig) -> dict[str, Any]:
-    """The settings that must be alike on all workers."""
+    """Returns the settings that must be alike on all workers."""
     return {name: value for name, value in asdict(config).items() if name != "seed"}
 
 

@@ -1,4 +1,4 @@
-"""What a narrow wire costs: the gradient's true error, measured against the exact wire."""
+"""Measures what a narrow wire costs: the gradient's true error against the exact wire."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ ALL = "all parameters"
 
 
 def narrow_layers(model: torch.nn.Module) -> list[Any]:
-    """The model's layers whose halo rows travel rounded."""
+    """Returns the model's layers whose halo rows travel rounded."""
     layers = [m for m in model.modules() if isinstance(m, DistMessagePassing)]
     return [layer for layer in layers if layer.policy.wire != "exact"]
 
 
 def measure_every(model: torch.nn.Module) -> int | None:
-    """The smallest ``measure_every`` of the policies of layers with a narrow wire."""
+    """Returns the smallest ``measure_every`` of the policies of layers with a narrow wire."""
     return min((n for m in narrow_layers(model) if (n := m.policy.measure_every)), default=None)
 
 

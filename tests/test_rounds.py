@@ -1,0 +1,297 @@
+"""The stored plan: the rounds of workers, what is sent in them, what loading exchanges."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hetero_graphs import make_hetero, random_parts
+from oracle import MODES, Job, Partitions, Sweep, make_graph, threads
+from safetensors.torch import save_file
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar import SARPolicy
+from pyg_sar.errors import PartitionError
+from pyg_sar.partition import storage
+from pyg_sar.partition.storage import METADATA, part_file, read_part
+
+# What is stored ##############################################################
+
+
+def clusters(parts: int = 5, seed: int = 3) -> tuple[Data, Tensor]:
+    """A graph in parts, most pairs of which share few edges, or none; one part is empty."""
+    data = make_graph(60, 0, seed)
+    draw = torch.Generator().manual_seed(seed)
+    part = torch.arange(60) % (parts - 1)  # the last part owns nothing
+    weight = torch.tensor([[0, 40, 3, 2], [30, 0, 2, 0], [2, 3, 0, 25], [1, 0, 30, 0]])[
+        : parts - 1, : parts - 1
+    ]
+    edges = [data.edge_index]
+    for p, q in weight.nonzero().tolist():
+        targets, sources = ((part == k).nonzero().view(-1) for k in (p, q))
+        count = int(weight[p, q])
+        ends = [
+            ids[torch.randint(ids.numel(), (count,), generator=draw)] for ids in (sources, targets)
+        ]
+        edges.append(torch.stack(ends))
+    inner = torch.randint(15, (2, 60), generator=draw) * (parts - 1)
+    graph = make_graph(60, 0, seed)
+    graph.edge_index = torch.cat([*edges, inner], dim=1)
+    count = graph.edge_index.size(1)
+    graph.edge_weight = torch.rand(count, generator=draw, dtype=torch.float64) + 0.1
+    graph.edge_attr = torch.randn(count, 4, generator=draw, dtype=torch.float64)
+    del graph.edge_type
+    return graph, part
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory: pytest.TempPathFactory) -> Partitions:
+    return Partitions(tmp_path_factory.mktemp("rounds"))
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return clusters()[0]
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, partitions: Partitions) -> Path:
+    return partitions(graph, 5, clusters()[1])
+
+
+def test_every_part_holds_what_it_needs_and_sends(root: Path):
+    parts = [read_part(root, p) for p in range(5)]
+    rows = torch.stack([part["halo_counts"] for part in parts])
+    for p, part in enumerate(parts):
+        assert part["send_index"].dtype == torch.int32
+        assert torch.equal(part["send_counts"], rows[:, p])
+    assert int((rows == 0).sum()) > 5 + 8  # more pairs are empty than those with the empty part
+
+
+LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...]]] = {
+    "sage": (lambda: gnn.SAGEConv(6, 5), ()),
+    "gat": (lambda: gnn.GATConv(6, 5, heads=2, edge_dim=4), ("edge_attr",)),
+    "gcn": (lambda: gnn.GCNConv(6, 5), ("edge_weight",)),
+    "max": (lambda: gnn.SAGEConv(6, 5, aggr="max"), ()),
+    "reversed": (lambda: gnn.GraphConv(6, 5, flow="target_to_source"), ()),
+}
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 5])
+def test_exact_with_empty_rounds(world: int, partitions: Partitions):
+    data, part = clusters()
+    folder = partitions(data, world, part % world)
+    sweep = Sweep(world)
+    for name, (make, edge) in LAYERS.items():
+        sweep.add(name, Job(make().double(), folder, edge, (*MODES, SARPolicy(prefetch=0))), data)
+    sweep.check()
+
+
+def messages(root: Path, prefetch: int) -> Any:
+    comm = pyg_sar.comm.current()
+    data = pyg_sar.load_partition(root)
+    policy = SARPolicy(prefetch=prefetch, push="off")
+    layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), policy)
+    x = data.x.clone().requires_grad_()
+    layer(x, data.edge_index).sum().backward()
+    with pyg_sar.Ledger(comm) as ledger:
+        layer(x, data.edge_index).sum().backward()
+    kinds = ("fetch", "refetch", "gradient")
+    sent = {kind: ledger.sent_messages(kind=kind) for kind in kinds}
+    return sent, ledger.peak_resident_rows(), data.edge_index.plan
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
+    """One message per pair with rows and phase; resident are the rows of 1 + prefetch units."""
+    for sent, peak, plan in threads(messages, 5, root, prefetch):
+        going = sum(1 for n in plan.send_counts if n)
+        coming = sum(1 for n in plan.halo_counts if n)
+        assert sent == {"fetch": going, "refetch": going, "gradient": coming}
+        assert peak <= (1 + prefetch) * max(plan.halo_counts)
+        rows = [plan.num_rows(unit) for unit in range(1, 5)]
+        assert sorted(rows) == sorted(plan.halo_counts[q] for q in range(5) if q != plan.rank)
+
+
+# Loading #####################################################################
+
+
+def bytes_of_loading(root: Path) -> dict[str, dict[str, int]]:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+        pyg_sar.load_partition(root)
+    return ledger.by_layer(), ledger.sent_messages()
+
+
+def test_loading_exchanges_a_digest_alone(tmp_path: Path, graph: Data, partitions: Partitions):
+    """One collective of 33 bytes and 3 + 2W numbers, also with ``batch``, and of a HeteroData."""
+    batched = graph.clone()
+    batched.batch = torch.arange(60) // 20
+    hetero = make_hetero()
+    pyg_sar.write_partitions(batched, 3, tmp_path / "batched", "random")
+    pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
+    for name in ("batched", "hetero"):
+        for layers, sent in threads(bytes_of_loading, 3, tmp_path / name):
+            size = 33 + 8 * (3 + 2 * 3)
+            assert layers == {"": {"agreement in": 2 * size, "agreement out": size}}
+            assert sent == 1
+
+
+def test_the_number_of_graphs_is_stored(tmp_path: Path, graph: Data):
+    batched = graph.clone()
+    batched.batch = torch.arange(60) // 20
+    pyg_sar.write_partitions(batched, 3, tmp_path / "parts", "contiguous")
+
+    def worker() -> int:
+        return pyg_sar.load_partition(tmp_path / "parts").batch.num_graphs
+
+    assert threads(worker, 3) == [3, 3, 3]
+
+
+def rewrite(root: Path, change: Callable[[int, dict[str, Tensor]], None], version: int) -> None:
+    """Changes parts' tensors, with checksums that fit, and the version."""
+    content = json.loads((root / METADATA).read_text())
+    del content["checksum"]
+    count = content["num_parts"]
+    rows = []
+    for p in range(count):
+        tensors = {k: v.clone() for k, v in read_part(root, p).items()}
+        change(p, tensors)
+        rows.append(storage._write_part(root, tensors, p, count))
+    storage._write_metadata(root, {**content, "version": version, "parts": rows})
+
+
+COVERS = ("covers", "cover_costs", "cover_edges")
+
+
+def with_units(p: int, tensors: dict[str, Tensor]) -> None:
+    """As version 5 was: tables of rows and units, which are not used any more."""
+    for name in [name for name in tensors if name.endswith("halo_counts")]:
+        count = tensors[name].numel()
+        for table in ("pair_rows", "pair_units"):
+            tensors[name.replace("halo_counts", table)] = torch.zeros(count, count, dtype=torch.int)
+
+
+def without_covers(p: int, tensors: dict[str, Tensor]) -> None:
+    """As version 3 was."""
+    for name in [name for name in tensors if name.endswith(COVERS)]:
+        del tensors[name]
+    with_units(p, tensors)
+
+
+def as_before(p: int, tensors: dict[str, Tensor]) -> None:
+    """As versions 1 and 2 were."""
+    for name in list(tensors):
+        if name.endswith(COVERS):
+            del tensors[name]
+        elif name.endswith("send_index"):
+            tensors[name] = tensors[name].long()
+
+
+@pytest.mark.parametrize("change, version", [(as_before, 1), (without_covers, 3), (with_units, 5)])
+def test_older_partitions_load(change: Any, version: int, tmp_path: Path, graph: Data):
+    data, part = clusters()
+    pyg_sar.write_partitions(data, 5, tmp_path / "old", part)
+    rewrite(tmp_path / "old", change, version)
+    sweep = Sweep(5)
+    for name, (make, edge) in LAYERS.items():
+        sweep.add(name, Job(make().double(), tmp_path / "old", edge, MODES), data)
+    sweep.check()
+    hetero = make_hetero()
+    pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
+    rewrite(tmp_path / "hetero", change, max(version, 2))
+
+    def worker() -> int:
+        found = pyg_sar.load_partition(tmp_path / "hetero")
+        plans = [found[key].edge_index.plan for key in found.edge_types]
+        assert all((plan.covers is None) == (version < 4) for plan in plans)
+        return max(len(plan.units()) for plan in plans)
+
+    assert threads(worker, 3) == [3, 3, 3]
+
+
+def row_beyond(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["send_index"][0] = tensors["n_id"].numel()
+
+
+def fewer_rows(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["send_counts"][0] -= 1
+
+
+def other_covers(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["covers"] = tensors["covers"].view(torch.int8)
+
+
+def other_costs(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["cover_costs"] = tensors["cover_costs"].view(-1)
+
+
+def no_edges(p: int, tensors: dict[str, Tensor]) -> None:
+    if p == 1:
+        tensors["cover_edgex"] = tensors.pop("cover_edges")
+
+
+ALTERED: dict[str, tuple[Callable[[int, dict[str, Tensor]], None], str]] = {
+    "index": (row_beyond, "'send_index' of '.*part-00001.* was altered: it names rows"),
+    "sums": (fewer_rows, "'send_counts' of '.*part-00001.* was altered: it does not add up"),
+    "covers": (other_covers, "'covers' of '.*part-00001.* was altered: it is torch.int8"),
+    "costs": (other_costs, "'cover_costs' of '.*part-00001.* was altered: it is .*shape"),
+    "edges": (no_edges, "part-00001.*was altered: it lacks the tensor 'cover_edges'"),
+}
+
+
+@pytest.mark.parametrize("name", ALTERED)
+@pytest.mark.parametrize("verify", [True, False])
+def test_an_altered_plan_is_one_error_on_every_worker(name: str, verify: bool, tmp_path: Path):
+    data, part = clusters()
+    change, text = ALTERED[name]
+    root = tmp_path / "parts"
+    pyg_sar.write_partitions(data, 5, root, part)
+    size = (root / part_file(1, 5)).stat().st_size
+    tensors = {k: v.clone() for k, v in read_part(root, 1).items()}
+    change(1, tensors)
+    save_file(tensors, root / part_file(1, 5))
+    assert (root / part_file(1, 5)).stat().st_size == size
+
+    def worker() -> str:
+        with pytest.raises(PartitionError, match="SHA-256" if verify else text) as caught:
+            pyg_sar.load_partition(root, verify=verify)
+        return str(caught.value)
+
+    assert len(set(threads(worker, 5))) == 1
+
+
+# Several relations ###########################################################
+
+
+def test_a_joint_plan_adds_up_its_relations(tmp_path: Path):
+    """HGT joins relations: what each worker needs of another is what that one sends."""
+    hetero = make_hetero()
+    pyg_sar.write_partitions(hetero, 3, tmp_path / "parts", random_parts(hetero, 3))
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        keys = [key for key in data.edge_types if key[2] == "paper"]
+        parts = []
+        for shift, key in enumerate(keys):
+            edges = data[key].edge_index.clone()
+            edges[0] += shift * 100
+            edges[1] += shift * 50
+            parts.append(edges)
+        plan = torch.cat(parts, dim=1).plan
+        single = torch.tensor([data[key].edge_index.plan.halo_counts for key in keys])
+        assert single.sum(0).tolist() == plan.halo_counts
+        return plan.halo_counts, plan.send_counts
+
+    needed, sent = (torch.tensor(rows) for rows in zip(*threads(worker, 3), strict=True))
+    assert torch.equal(needed, sent.t()) and int(needed.sum()) > 0
