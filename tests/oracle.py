@@ -30,16 +30,16 @@ BUDGET = 600  # bytes: a handful of messages per tile
 ALL_POLICIES = (
     SARPolicy(mode=1, prefetch=1),
     SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, push="always"),
-    SARPolicy(mode=1, prefetch=2, message_budget=1),
+    SARPolicy(mode=1, prefetch=2, message_budget=1, transform_first=False),
     SARPolicy(mode=2, prefetch=0),
     SARPolicy(mode=2, prefetch=2, message_budget=BUDGET, push="always"),
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, strategy="chunked"),
-    SARPolicy(mode=2, prefetch=1, strategy="chunked"),
+    SARPolicy(mode=2, prefetch=1, strategy="chunked", transform_first=False),
 )
 MODES = (
     SARPolicy(mode=1, prefetch=0, push="always"),
-    SARPolicy(mode=2, prefetch=1, message_budget=BUDGET),
+    SARPolicy(mode=2, prefetch=1, message_budget=BUDGET, transform_first=False),
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=1, message_budget=BUDGET, strategy="chunked"),
 )

@@ -49,6 +49,7 @@ from pyg_sar.nn.propagation import (
     sorted_edges,
     travelling,
 )
+from pyg_sar.nn.transform_first import transforming_first
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.joint_index import widened
@@ -393,7 +394,8 @@ class DistMessagePassing(MessagePassing):
                 if hook is not None:
                     hook.settle()
                 forget_tile_values(self)
-                yield
+                with transforming_first(self):
+                    yield
         finally:
             self._one_shot_call = whole
 

@@ -77,6 +77,20 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     return known
 
 
+@contextmanager
+def standing_in(module: torch.nn.Module, **functions: Any) -> Iterator[None]:
+    """Calls of the module's methods by these names go to ``functions`` meanwhile."""
+    attributes = module.__dict__
+    before = {name: attributes[name] for name in functions.keys() & attributes.keys()}
+    attributes.update(functions)
+    try:
+        yield
+    finally:
+        for name in functions:
+            del attributes[name]
+        attributes.update(before)
+
+
 class _Joined(torch.autograd.Function):
     """The first tensor, in whose trace the others stand; these get no gradient."""
 
@@ -96,7 +110,7 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
 
     Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
     """
-    own, before = layer.message, layer.__dict__.get("message")
+    own = layer.message
 
     def message(**arguments: Any) -> Any:
         try:
@@ -116,19 +130,14 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
         joined: Tensor = _Joined.apply(out, *layer.parameters())
         return joined
 
-    layer.__dict__["message"] = message
-    try:
+    with standing_in(layer, message=message):
         yield
-    finally:
-        layer.__dict__["message"] = before
-        if before is None:
-            del layer.__dict__["message"]
 
 
 @contextmanager
 def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Iterator[None]:
     """The message gets these numbers of nodes, where PyG would hand over the worker's own."""
-    own, before = layer.message, layer.__dict__.get("message")
+    own = layer.message
 
     def message(**arguments: Any) -> Any:
         for name in sizes.keys() & arguments.keys():
@@ -138,13 +147,8 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
             arguments[name] = None if mine is None else whole
         return own(**arguments)
 
-    layer.__dict__["message"] = message
-    try:
+    with standing_in(layer, message=message):
         yield
-    finally:
-        layer.__dict__["message"] = before
-        if before is None:
-            del layer.__dict__["message"]
 
 
 @contextmanager
@@ -160,7 +164,7 @@ def first_target_filled(layer: MessagePassing) -> Iterator[None]:
     if takes_more or (merges and type(layer).aggregate is MessagePassing.aggregate):
         yield
         return
-    own, before = layer.aggregate, layer.__dict__.get("aggregate")
+    own = layer.aggregate
 
     def aggregate(inputs: Any, *args: Any, **given: Any) -> Any:
         index: Any = given.get("index")
@@ -177,13 +181,8 @@ def first_target_filled(layer: MessagePassing) -> Iterator[None]:
         out = own(torch.cat([inputs.new_zeros(shape), inputs], dim), **given)
         return out.narrow(dim, 1, out.size(dim) - 1)
 
-    layer.__dict__["aggregate"] = aggregate
-    try:
+    with standing_in(layer, aggregate=aggregate):
         yield
-    finally:
-        layer.__dict__["aggregate"] = before
-        if before is None:
-            del layer.__dict__["aggregate"]
 
 
 def sorted_edges(edge_index: DistEdgeIndex) -> tuple[DistEdgeIndex, Tensor] | None:

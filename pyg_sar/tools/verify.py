@@ -404,4 +404,5 @@ def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
         received_bytes=sum(ledger.received_bytes(layer=label, kind=kind) for kind in HALO_KINDS),
         resident_rows=ledger.peak_resident_rows(label),
         halo_rows=halo,
+        transforms_first=layer.__dict__.get("_transforms_first", False),
     )
