@@ -1,4 +1,4 @@
-"""How a layer runs distributed: the training mode, prefetching and memory budgets."""
+"""``SARPolicy``: settings of how a layer runs distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SARPolicy:
-    r"""How :meth:`DistMessagePassing.propagate` aggregates over a distributed graph.
+    r"""Settings of how :meth:`DistMessagePassing.propagate` aggregates over a distributed graph.
 
     All modes give the same numbers; they trade memory against work and traffic. Derivatives of
     derivatives (``create_graph=True``) need mode 3. With

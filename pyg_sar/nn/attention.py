@@ -1,4 +1,4 @@
-r"""Attention among all nodes of a graph that workers share.
+r"""Attention among all nodes of a graph that workers share, and torch's attention in sequences.
 
 Softmax attention (``GPSConv``, ``QFormer``, ``SetTransformerAggregation``) streams keys and values
 from worker to worker (:mod:`pyg_sar.engine.ring`). Attention that is linear in its kernel needs,
@@ -12,6 +12,10 @@ and Polynormer attend to the padding: :math:`N_{max} - n_g` rows per graph whose
 but whose keys count in the normaliser. The same numbers come out here: each graph has one row that
 stands for its padding, counted that often. A single graph has none. (Dropout draws such a row
 once, where PyG draws each of its copies.)
+
+[Note: sequences] :class:`torch.nn.MultiheadAttention` attends along one axis and not along another,
+its batch. Where that batch has one entry, or none, on all workers, the other axis holds the nodes:
+attention among them would see each worker's own only, and is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import MultiheadAttention
+from torch.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from torch_geometric.nn import GPSConv, Polynormer
 from torch_geometric.nn.attention import (
     PerformerAttention,
@@ -34,6 +38,7 @@ from torch_geometric.nn.models.sgformer import SGModule
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import current
 from pyg_sar.engine.ring import global_attention
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch
 
 
@@ -118,7 +123,7 @@ def read_sums(q: Tensor, sums: Tensor, graphs: DistBatch) -> Tensor:
 
 
 class Padding:
-    """How PyG would pad these graphs. See [Note: padded rows].
+    """The rows that PyG would pad these graphs with. See [Note: padded rows].
 
     Attributes:
         longest: Nodes of the largest graph.
@@ -339,6 +344,60 @@ class DistQFormer(QFormer):
         return cast(Tensor, self.project(rows).view(*x.shape[:-1], self.project.out_features))
 
 
+# Sequences ###################################################################
+
+
+def check_sequences(layer: torch.nn.Module, x: Tensor, batch_first: bool) -> None:
+    """Refuses attention among rows that are one sequence on every worker. See [Note: sequences].
+
+    Raises:
+        DistributedIndexError: On every worker.
+    """
+    comm = current()
+    if comm.world_size == 1:
+        return
+    axis = 0 if batch_first else 1
+    sequences = torch.tensor([x.size(axis) if x.dim() == 3 else 1], device=x.device)
+    comm.all_reduce(sequences, "max", label=("", "forward", "sequences"))
+    if int(sequences) <= 1:
+        raise DistributedIndexError(
+            f"{type(layer).__name__} got one sequence of shape {list(x.shape)} at rank "
+            f"{comm.rank}, as if of all nodes: it would attend to this worker's own nodes only. "
+            "Use torch_geometric.nn.GPSConv or pyg_sar.nn.global_attention(q, k, v, batch); if "
+            "the rows are the same on all workers, name the layer in distribute(replicated=[...])"
+        )
+
+
+class DistMultiheadAttention(MultiheadAttention):
+    """:class:`torch.nn.MultiheadAttention` within sequences that each worker has of its own."""
+
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        check_sequences(self, query, self.batch_first)
+        return super().forward(query, *args, **kwargs)
+
+
+class DistTransformerEncoderLayer(TransformerEncoderLayer):
+    """As :class:`DistMultiheadAttention`; torch's fast path goes around that."""
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check_sequences(self, src, self.self_attn.batch_first)
+        return super().forward(src, *args, **kwargs)
+
+
+class DistTransformerDecoderLayer(TransformerDecoderLayer):
+    """As :class:`DistMultiheadAttention`."""
+
+    def forward(self, tgt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check_sequences(self, tgt, self.self_attn.batch_first)
+        return super().forward(tgt, *args, **kwargs)
+
+
+SEQUENCES: dict[type, type] = {
+    MultiheadAttention: DistMultiheadAttention,
+    TransformerEncoderLayer: DistTransformerEncoderLayer,
+    TransformerDecoderLayer: DistTransformerDecoderLayer,
+}
+
 MODULES: dict[type, type] = {
     GPSConv: DistGPSConv,
     SGModule: DistSGModule,
@@ -347,4 +406,5 @@ MODULES: dict[type, type] = {
     SGFormerAttention: DistSGFormerAttention,
     PolynormerAttention: DistPolynormerAttention,
     QFormer: DistQFormer,
+    **SEQUENCES,
 }

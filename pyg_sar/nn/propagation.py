@@ -1,4 +1,4 @@
-"""What a call of ``propagate`` needs around the aggregation itself."""
+"""The surroundings of an aggregation in a call of ``propagate``: stand-ins, order, rounds."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from pyg_sar.space.shard import shards_of
 
 
 def kind_of_argument(value: Any) -> Any:
-    """What tells calls with other edge-level tensors apart; the same on all workers."""
+    """A key that tells calls with other edge-level tensors apart; the same on all workers."""
     if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
         return tuple((name, kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
@@ -33,7 +33,7 @@ def kind_of_argument(value: Any) -> Any:
 
 @contextmanager
 def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
-    """Ledgers charge the layer for what is gathered with these edges; each tensor once."""
+    """Ledgers charge the layer for what these edges gather meanwhile, each tensor once."""
     outer = [(edge_index.plan, edge_index.plan.scope) for edge_index in edges]
     for plan, _ in outer:
         plan.scope = layer
@@ -106,7 +106,7 @@ class _Joined(torch.autograd.Function):
 
 @contextmanager
 def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
-    """Where a worker has no edges, a message that fails is known to be ``rows[0]``, ``[0, *]``.
+    """A message that fails for want of edges gives ``rows[0]``, ``[0, *]``, meanwhile.
 
     Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
     """
@@ -153,7 +153,7 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
 
 @contextmanager
 def first_target_filled(layer: MessagePassing) -> Iterator[None]:
-    """Where a worker's first target has no message, its aggregation sees two before the first.
+    """An aggregation whose first target has no message sees two of zeros before the first.
 
     PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
     its parts. The target of these messages is cut off again.

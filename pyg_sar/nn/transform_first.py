@@ -74,7 +74,7 @@ def transforming_first(layer: Any) -> Iterator[None]:
 
 
 def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
-    """Whether a layer computes what ``kind`` does, by sums that nothing watches."""
+    """Says if a layer computes what ``kind`` does, by sums that nothing watches."""
     if type(layer.aggr_module) not in (SumAggregation, MeanAggregation):
         return False
     if layer.explain or layer.decomposed_layers > 1 or torch_module._has_any_global_hook():
@@ -98,12 +98,12 @@ def _hooked(module: torch.nn.Module) -> bool:
 
 
 def _is_linear(module: Any) -> bool:
-    """Whether it is a linear map as PyG and torch define it, which nothing watches."""
+    """Says if it is a linear map as PyG and torch define it, which nothing watches."""
     return type(module) in (Linear, torch.nn.Linear) and not _hooked(module)
 
 
 def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> bool:
-    """Whether mapped rows take fewer numbers on the wire. See [Note: what travels].
+    """Says if mapped rows take fewer numbers on the wire. See [Note: what travels].
 
     Marks the layer if so.
     """
