@@ -15,7 +15,7 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.rows import UnitRows
 from pyg_sar.kernels.ops import takes, warn_if_missing, why_missing
 from pyg_sar.message.dependence import Dependence
-from pyg_sar.message.products import Products
+from pyg_sar.message.message_checks import Products
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy

@@ -27,13 +27,11 @@ from torch_geometric.nn.aggr import (
 )
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.aggregate_checks import is_known
-from pyg_sar.message.decompose import Decomposition, decompose, in_place
+from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
 from pyg_sar.message.dependence import Dependence, analyse, sample
 from pyg_sar.message.layer_state import pads
-from pyg_sar.message.levels import edge_level_names, maximum, row_levels
+from pyg_sar.message.message_checks import RowAgreement, edge_level_names, maximum, row_levels
 from pyg_sar.message.program import DeferredEdge, TileProgram
-from pyg_sar.message.row_agreement import RowAgreement
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.space.index_space import DistEdgeIndex

@@ -96,7 +96,7 @@ def deferred_edge(
 
 
 class TileProgram:
-    """What one call of ``propagate`` computes per edge.
+    """The computation of one call of ``propagate`` per edge.
 
     Args:
         layer: The layer.

@@ -30,7 +30,7 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import Decomposition, decompose
 from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_value
-from pyg_sar.message.levels import edge_level_names
+from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
