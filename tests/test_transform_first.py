@@ -447,6 +447,11 @@ def test_verify_names_it(graph: Data) -> None:
     assert report.ok and not any(layer.transforms_first for layer in report.layers)
 
 
+def test_the_document_names_every_convolution() -> None:
+    text = (Path(__file__).parent.parent / "docs" / "transform_first.md").read_text()
+    assert [name for name in gnn.conv.__all__[1:] if f"`{name}" not in text] == []
+
+
 def test_the_policy_is_checked() -> None:
     with pytest.raises(ValueError, match="'transform_first' to be True or False"):
         SARPolicy(transform_first=1)  # type: ignore[arg-type]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -78,17 +78,18 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
 
 
 @contextmanager
-def standing_in(module: torch.nn.Module, **functions: Any) -> Iterator[None]:
-    """Calls of the module's methods by these names go to ``functions`` meanwhile."""
-    attributes = module.__dict__
-    before = {name: attributes[name] for name in functions.keys() & attributes.keys()}
-    attributes.update(functions)
+def standing_in(*methods: tuple[torch.nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
+    """Calls of these modules' methods, by module and name, go to other functions meanwhile."""
+    before = [(module.__dict__, name, module.__dict__.get(name)) for module, name, _ in methods]
+    for module, name, function in methods:
+        module.__dict__[name] = function
     try:
         yield
     finally:
-        for name in functions:
-            del attributes[name]
-        attributes.update(before)
+        for attributes, name, own in reversed(before):
+            attributes[name] = own
+            if own is None:
+                del attributes[name]
 
 
 class _Joined(torch.autograd.Function):
@@ -130,7 +131,7 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
         joined: Tensor = _Joined.apply(out, *layer.parameters())
         return joined
 
-    with standing_in(layer, message=message):
+    with standing_in((layer, "message", message)):
         yield
 
 
@@ -147,7 +148,7 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
             arguments[name] = None if mine is None else whole
         return own(**arguments)
 
-    with standing_in(layer, message=message):
+    with standing_in((layer, "message", message)):
         yield
 
 
@@ -181,7 +182,7 @@ def first_target_filled(layer: MessagePassing) -> Iterator[None]:
         out = own(torch.cat([inputs.new_zeros(shape), inputs], dim), **given)
         return out.narrow(dim, 1, out.size(dim) - 1)
 
-    with standing_in(layer, aggregate=aggregate):
+    with standing_in((layer, "aggregate", aggregate)):
         yield
 
 

@@ -20,8 +20,8 @@ map goes first where that sum is less. So constant features need :math:`2 F' < F
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from functools import partial
+from contextlib import contextmanager
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -50,8 +50,15 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 from pyg_sar.nn.propagation import standing_in
 
-_WATCHED = ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+_WATCHED = tuple(
+    f"_{name}_forward{when}_hooks"
+    for name in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for when in ("", "_pre")
+)
 _METHODS = ("forward", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
+
+Methods = list[tuple[torch.nn.Module, str, Callable[..., Any]]]
+"""Modules, names of their methods, and what stands in for these."""
 
 
 @contextmanager
@@ -64,27 +71,32 @@ def transforming_first(layer: Any) -> Iterator[None]:
         layer: A :class:`~pyg_sar.nn.DistMessagePassing`, called on a distributed ``edge_index``.
     """
     layer.__dict__["_transforms_first"] = False
-    kind = next((kind for kind in _WAYS if isinstance(layer, kind)), None)
-    if kind is None or not layer.policy.transform_first or not _is_plainly(layer, kind):
+    own: Any = type(layer)
+    kind = _kind_of(own)
+    if kind is None or not layer.policy.transform_first or not _is_unwatched(layer):
         yield
         return
-    with ExitStack() as stack:
-        _WAYS[kind](layer, stack)
+    with standing_in(*_WAYS[kind](layer)):
         yield
 
 
-def _is_plainly(layer: Any, kind: type[MessagePassing]) -> bool:
-    """Says if a layer computes what ``kind`` does, by sums that nothing watches."""
+@cache
+def _kind_of(own: type) -> type[MessagePassing] | None:
+    """PyG's class that computes what ``own`` does, where it is one of those known here."""
+    kind = next((kind for kind in _WAYS if issubclass(own, kind)), None)
+    unchanged = kind and all(getattr(own, name) is getattr(kind, name) for name in _METHODS)
+    return kind if unchanged else None
+
+
+def _is_unwatched(layer: Any) -> bool:
+    """Says if a layer computes what its class does, by sums that nothing watches."""
     if type(layer.aggr_module) not in (SumAggregation, MeanAggregation):
         return False
     if layer.explain or layer.decomposed_layers > 1 or torch_module._has_any_global_hook():
         return False
-    hooks = [f"_{name}_forward{when}_hooks" for name in _WATCHED for when in ("", "_pre")]
-    if any(layer.__dict__[name] for name in hooks) or _hooked(layer.aggr_module):
+    if any(layer.__dict__[name] for name in _WATCHED) or _hooked(layer.aggr_module):
         return False
-    own = type(layer)
-    unchanged = all(getattr(own, name) is getattr(kind, name) for name in _METHODS)
-    return unchanged and layer.__dict__.keys().isdisjoint((*_METHODS, "propagate"))
+    return layer.__dict__.keys().isdisjoint((*_METHODS, "propagate"))
 
 
 def _hooked(module: torch.nn.Module) -> bool:
@@ -152,38 +164,36 @@ class _Ahead:
 # Ways #########################################################################
 
 
-def _sums(*names: str) -> Callable[[Any, ExitStack], None]:
+def _sums(*names: str) -> Callable[[Any], Methods]:
     """Each call of ``propagate(x=...)`` is followed by the next of these linear maps."""
 
-    def way(layer: Any, stack: ExitStack) -> None:
+    def way(layer: Any) -> Methods:
         linears = [getattr(layer, name, None) for name in names]
         if len(set(linears)) < len(names) or not all(_is_linear(linear) for linear in linears):
-            return
+            return []
         maps = [_Ahead(layer, linear) for linear in linears]
         turns, propagate = iter(maps), layer.propagate
 
         def mapped(edge_index: Any, *args: Any, x: Any, **kwargs: Any) -> Any:
             return propagate(edge_index, *args, x=next(turns).rows(x), **kwargs)
 
-        stack.enter_context(standing_in(layer, propagate=mapped))
-        for ahead in maps:
-            stack.enter_context(standing_in(ahead.linear, forward=ahead.rest))
+        ahead: Methods = [(one.linear, "forward", one.rest) for one in maps]
+        return [(layer, "propagate", mapped), *ahead]
 
     return way
 
 
-def _signed(layer: Any, stack: ExitStack) -> None:
-    if layer.first_aggr:
-        _sums("lin_pos_l", "lin_neg_l")(layer, stack)
+def _signed(layer: Any) -> Methods:
+    return _sums("lin_pos_l", "lin_neg_l")(layer) if layer.first_aggr else []
 
 
-def _inputs(find: Callable[[Any], Any]) -> Callable[[Any, ExitStack], None]:
+def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
     """All that is done to the layer's input ``x`` is linear, up to the map ``find(layer)``."""
 
-    def way(layer: Any, stack: ExitStack) -> None:
+    def way(layer: Any) -> Methods:
         linear = find(layer)
         if not _is_linear(linear) or layer.__dict__.get("cached", False):
-            return  # A cache keeps sums of rows that are not mapped.
+            return []  # A cache keeps sums of rows that are not mapped.
         ahead, forward = _Ahead(layer, linear), layer.forward
 
         def mapped(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -194,8 +204,7 @@ def _inputs(find: Callable[[Any], Any]) -> Callable[[Any, ExitStack], None]:
                 return forward((rows, rows if x[1] is sources else target), *args, **kwargs)
             return forward(rows if ahead.done else x, *args, **kwargs)
 
-        stack.enter_context(standing_in(layer, forward=mapped))
-        stack.enter_context(standing_in(linear, forward=ahead.rest))
+        return [(layer, "forward", mapped), (linear, "forward", ahead.rest)]
 
     return way
 
@@ -210,18 +219,16 @@ def _first_linear(layer: Any) -> Any:
     return next(iter(network.lins if isinstance(network, MLP) else network), None)
 
 
-def _polynomial(
-    compute: Callable[..., Tensor],
-) -> Callable[[Any, ExitStack], None]:
+def _polynomial(compute: Callable[..., Tensor]) -> Callable[[Any], Methods]:
     """The layer's output is a polynomial of its edges' matrix, with a linear map per power.
 
     ``compute(layer, mapped, x, ...)`` takes the rows ``mapped`` of all powers.
     """
 
-    def way(layer: Any, stack: ExitStack) -> None:
+    def way(layer: Any) -> Methods:
         linears, forward = list(layer.lins), layer.forward
         if len(linears) < 2 or not all(_is_linear(lin) and lin.bias is None for lin in linears):
-            return
+            return []
 
         def mapped(x: Any, *args: Any, **kwargs: Any) -> Any:
             weight = linears[0].weight
@@ -230,7 +237,7 @@ def _polynomial(
             out = compute(layer, [lin(x) for lin in linears], x, *args, **kwargs)
             return out if layer.bias is None else out + layer.bias
 
-        stack.enter_context(standing_in(layer, forward=mapped))
+        return [(layer, "forward", mapped)]
 
     return way
 
@@ -279,11 +286,11 @@ def _clenshaw(
     return mapped[0] + layer.propagate(edges, x=now, norm=norm) - last
 
 
-def _relations(layer: Any, stack: ExitStack) -> None:
+def _relations(layer: Any) -> Methods:
     """RGCNConv adds up a sum per relation, each mapped by a weight of its own."""
     forward = layer.forward
     if torch_geometric.typing.WITH_SEGMM and layer.num_bases is None and layer.num_blocks is None:
-        return  # PyG may then map each edge's row, and its means are over all relations.
+        return []  # PyG may then map each edge's row, and its means are over all relations.
 
     def mapped(x: Any, edge_index: Any, edge_type: Any = None) -> Any:
         source, target = x if isinstance(x, tuple) else (x, x)
@@ -300,7 +307,7 @@ def _relations(layer: Any, stack: ExitStack) -> None:
             out = out + target @ layer.root
         return out if layer.bias is None else out + layer.bias
 
-    stack.enter_context(standing_in(layer, forward=mapped))
+    return [(layer, "forward", mapped)]
 
 
 def _products(layer: Any) -> Iterator[Callable[[Tensor], Tensor]]:
@@ -321,7 +328,7 @@ def _products(layer: Any) -> Iterator[Callable[[Tensor], Tensor]]:
         yield partial(torch.matmul, other=matrix)
 
 
-_WAYS: dict[type[MessagePassing], Callable[[Any, ExitStack], None]] = {
+_WAYS: dict[type[MessagePassing], Callable[[Any], Methods]] = {
     SAGEConv: _sums("lin_l"),
     GraphConv: _sums("lin_rel"),
     ClusterGCNConv: _sums("lin_out"),
