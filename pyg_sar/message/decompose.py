@@ -79,12 +79,12 @@ class Decomposition:
 
 
 def in_place() -> Decomposition:
-    """Of chunks with all in-edges, which the layer's own ``aggregate`` reduces."""
+    """Returns a decomposition in which the layer's own ``aggregate`` reduces chunks."""
     return Decomposition((Group(None, ("place",)),), lambda results, degrees, dim: results[0])
 
 
 def decompose(module: Any) -> Decomposition | None:
-    """The decomposition of an aggregation module, or ``None`` where partial states don't merge.
+    """Returns an aggregation's decomposition, or ``None`` where partial states don't merge.
 
     Args:
         module: A :class:`torch_geometric.nn.aggr.Aggregation`; subclasses of those that are known
@@ -310,7 +310,7 @@ class AggregateCheck:
         self.index = torch.arange(EDGES, device=rows.device) * TARGETS // EDGES
 
     def found(self, knows_order: bool) -> tuple[str, tuple[str, ...]]:
-        """Why it can't run over workers (or an empty string), and what it changes by itself.
+        """Returns why it can't run over workers (or an empty string), and what it changes itself.
 
         Args:
             knows_order: The edges' order in the whole graph is known.

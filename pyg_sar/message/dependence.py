@@ -78,11 +78,11 @@ class Dependence:
 
     @staticmethod
     def no_opinion() -> list[int]:
-        """The numbers of a worker without edges, which agrees with the others."""
+        """Returns the numbers of a worker without edges, which agrees with the others."""
         return [0, 0, -_MANY, -_MANY, 0, 0, 0, 0, 0, -_MANY, -_MANY]
 
     def encode(self) -> list[int]:
-        """Numbers that workers agree on by their maximum."""
+        """Returns numbers that workers agree on by their maximum."""
         product = -1 if self.product is None else self.product[0] * _OPERANDS + self.product[1]
         return [
             int(self.needs_gradient),
@@ -132,7 +132,7 @@ class Inject(torch.autograd.Function):
 
 
 def token_for(rows: Tensor) -> Tensor:
-    """A leaf of the rows' shape without memory of its own."""
+    """Returns a leaf of the rows' shape without memory of its own."""
     return rows.new_zeros(()).expand(rows.shape).requires_grad_()
 
 
@@ -186,7 +186,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def sample(edge_index: DistEdgeIndex) -> Tile:
-    """A few of the worker's edges, if it has any; sources are taken from its own rows.
+    """Returns a few of the worker's edges, if it has any; sources are taken from its own rows.
 
     Without own rows (of the sources' type) the analysis has one that stands in for them.
     """
@@ -217,7 +217,7 @@ def analyse(
     sources = [_with_rows(tensors[k]) for k in program.numbers("source")]
 
     def rows(piece: Tile) -> list[Tensor | None]:
-        """Fresh rows for each run: a message may write into them."""
+        """Returns fresh rows for each run: a message may write into them."""
         with torch.no_grad():
             return program.gather(piece, tensors, sources)
 
@@ -241,7 +241,7 @@ def analyse(
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """A source tensor, or one row where the worker owns none: its edges' sources are remote."""
+    """Returns a source tensor, or one row where the worker owns none: its sources are remote."""
     return tensor if tensor.size(0) else tensor.new_ones(1, *tensor.shape[1:])
 
 

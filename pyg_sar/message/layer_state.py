@@ -71,7 +71,7 @@ class TileValue(Tensor):
 
 
 def tile_value(name: str) -> TileValue:
-    """A stand-in for an attribute that ``message`` sets."""
+    """Returns a stand-in for an attribute that ``message`` sets."""
     out = torch.empty(0).as_subclass(TileValue)
     out.attribute = name
     return out
@@ -154,7 +154,7 @@ class AmbientState:
         self._dtype = torch.get_autocast_dtype(device.type)
 
     def autocast(self) -> Any:
-        """The autocast state. Casts are not cached: a cast made without a graph has no gradient."""
+        """Restores the autocast state without its cache: a cast without a graph has no gradient."""
         return torch.autocast(
             self.device.type, self._dtype, enabled=self._autocast, cache_enabled=False
         )
@@ -262,7 +262,7 @@ class Snapshot:
 
 
 def _copied(value: Any) -> Any:
-    """A copy of a container, of whatever depth; tensors stay the same."""
+    """Returns a copy of a container, of whatever depth; tensors stay the same."""
     return tree_map(lambda leaf: leaf, value) if isinstance(value, list | dict) else (
         type(value)(value) if isinstance(value, _CONTAINERS) else value
     )  # fmt: skip
@@ -279,7 +279,7 @@ def _refill(container: Any, contents: Any) -> None:
 
 
 def _alike(left: Any, right: Any) -> bool:
-    """Equal, tensors by their values."""
+    """Says if two values are equal, tensors by their values."""
     if left is right:
         return True
     if isinstance(left, Tensor) or isinstance(right, Tensor):

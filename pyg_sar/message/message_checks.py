@@ -27,7 +27,7 @@ from pyg_sar.space.shard import Tile
 
 
 def maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int]:
-    """The numbers' maxima over all workers."""
+    """Returns the numbers' maxima over all workers."""
     if comm.world_size == 1:
         return list(numbers)
     agreed = torch.tensor(list(numbers), dtype=torch.int64, device=device)
@@ -38,7 +38,7 @@ def maximum(comm: Any, numbers: Sequence[int], device: torch.device) -> list[int
 def unsuffixed(
     layer: Any, kwargs: dict[str, Any], complete: bool, method: str = "message"
 ) -> dict[str, Tensor]:
-    """Unsuffixed tensors: by ``'name'`` for arguments of ``message``, else ``'method.name'``."""
+    """Returns unsuffixed tensors by ``'name'`` (as in ``message``) or ``'method.name'``."""
     found: dict[str, Tensor] = {}
     for value_kwargs, used in _methods(kwargs, complete, method):
         for name in layer.inspector.get_param_names(used):
@@ -156,7 +156,7 @@ class RowAgreement:
         return mine, agreed
 
     def sizes(self) -> dict[str, Any]:
-        """The whole graph's numbers of nodes as a message gets them. Collective, once a graph."""
+        """Returns the whole graph's numbers of nodes as a message gets them. Collective, once."""
         edges = self.edges
 
         def count() -> list[int]:
@@ -179,7 +179,7 @@ class RowAgreement:
 
 
 def _close(values: Tensor, expected: Tensor) -> bool:
-    """Equal but for rounding, measured by the largest value."""
+    """Says if they are equal but for rounding, measured by the largest value."""
     if values.shape != expected.shape:
         return False
     if values.numel() == 0:
@@ -235,7 +235,7 @@ def check_edges_apart(
 
 
 def _middle(tile: Tile) -> Tile | None:
-    """The middle half of a tile, with whole targets; ``None`` where there are too few."""
+    """Returns the middle half of a tile, with whole targets; ``None`` where there are too few."""
     edges = tile.num_edges
     if edges < 4 or int(tile.index[edges // 4]) == int(tile.index[(3 * edges) // 4]):
         return None
@@ -365,7 +365,7 @@ class Products(TorchDispatchMode):
         return not self.changed and all(m.messages is rows for m in mapped)
 
     def found(self, mapped: Sequence[Mapped]) -> tuple[int, int] | None:
-        """The operands whose product all messages are: source rows, and numbers of edges."""
+        """Returns the operands whose product all messages are: source rows and numbers of edges."""
         product = self._product
         if self._other or product is None:
             return None

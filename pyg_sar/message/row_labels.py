@@ -48,12 +48,12 @@ def is_place(labels: Tensor) -> Tensor:
 
 
 def as_values(labels: Tensor) -> Tensor:
-    """Ids, positions and sizes that are computed with, where only an index is right."""
+    """Returns labels of values computed with: ids, positions and sizes count as ``MIXED``."""
     return torch.where((labels >= NUMBER) | (labels == COUNT), MIXED, labels)
 
 
 def combined(labels: Sequence[Tensor]) -> Tensor:
-    """Labels of elements computed from one element of each tensor, broadcast."""
+    """Returns labels of elements computed from one element of each tensor, broadcast."""
     out = labels[0]
     for other in labels[1:]:
         same = torch.where((out == other) | (other == 0), out, MIXED)
@@ -62,7 +62,7 @@ def combined(labels: Sequence[Tensor]) -> Tensor:
 
 
 def reduced(labels: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
-    """Labels of elements computed from all elements along some axes."""
+    """Returns labels of elements computed from all elements along some axes."""
     if labels.dim() == 0 or not dims:
         return labels
     if labels.numel() == 0:
@@ -74,7 +74,7 @@ def reduced(labels: Tensor, dims: Sequence[int], keepdim: bool) -> Tensor:
 
 
 def scattered(base: Tensor, dim: int, index: Tensor, entries: Tensor, keeps: bool) -> Tensor:
-    """Labels of what is reduced at positions ``index`` along an axis, and of what was there."""
+    """Returns labels of what is reduced at positions ``index`` of an axis, and was there before."""
     if entries.numel() == 0:
         return base
     start = base if keeps else torch.zeros_like(base)
@@ -89,7 +89,7 @@ def scattered(base: Tensor, dim: int, index: Tensor, entries: Tensor, keeps: boo
 
 
 def read_by(found: Tensor, index: Tensor) -> Tensor:
-    """Labels of elements ``found`` that were read by an index with these labels, broadcast."""
+    """Returns labels of elements ``found`` read by an index with these labels, broadcast."""
     found, index = torch.broadcast_tensors(found, index)
     number, place = is_number(index), is_place(index)
     edge = EDGE + (index - NUMBER) % STEP
@@ -106,7 +106,7 @@ def read_by(found: Tensor, index: Tensor) -> Tensor:
 
 
 def entries_at_nodes(values: Tensor, index: Tensor, where: Tensor) -> Tensor:
-    """Labels of values that are put to positions ``where`` by an index with these labels."""
+    """Returns labels of values put to positions ``where`` by an index with these labels."""
     values, index, where = torch.broadcast_tensors(as_values(values), index, where)
     edge = EDGE + (index - NUMBER) % STEP
     space = (index - NUMBER) // STEP
@@ -133,7 +133,7 @@ class Labels:
         return self.key(tensor) in self._of
 
     def of(self, tensor: Tensor) -> Tensor:
-        """Labels ``[*tensor.shape]``."""
+        """Returns labels ``[*tensor.shape]``."""
         found = self._of.get(self.key(tensor))
         if found is None:
             return torch.zeros((), dtype=torch.int32).expand(tensor.shape)
@@ -186,7 +186,7 @@ class Call:
     _operands: list[Tensor] | None = None
 
     def operands(self) -> list[Tensor]:
-        """The arguments that are tensors, in order."""
+        """Returns the arguments that are tensors, in order."""
         if self._operands is None:
             self._operands = []
             for value in self.given.values():
@@ -197,13 +197,13 @@ class Call:
         return self._operands
 
     def of(self, tensor: Any) -> Tensor:
-        """The labels of a value to compute with."""
+        """Returns the labels of a value to compute with."""
         if not isinstance(tensor, Tensor):
             return torch.zeros((), dtype=torch.int32)
         return as_values(self.labels.of(tensor))
 
     def over(self, tensor: Tensor, dims: Sequence[int], keepdim: bool = False) -> Tensor:
-        """Labels reduced along axes."""
+        """Returns labels reduced along axes."""
         found = self.of(tensor)
         dims = sorted({d % found.dim() for d in dims}) if found.dim() else []
         out = reduced(found, dims, keepdim)
@@ -237,7 +237,7 @@ def _all(labels: Tensor) -> Tensor:
 
 
 def _product(left: str, right: str, added: str = "") -> Callable[[Call], Tensor]:
-    """Products of matrices, or of a matrix and a vector."""
+    """Returns the rule for products of matrices, or of a matrix and a vector."""
 
     def rule(call: Call) -> Tensor:
         a, b = call.given[left], call.given[right]
@@ -337,7 +337,7 @@ def _take(call: Call) -> Tensor:
 
 
 def _positions(call: Call) -> tuple[list[Any], list[Tensor], int, bool]:
-    """Indices without masks, their labels, axes before them, and whether values chose rows."""
+    """Returns indices without masks, their labels, axes before them, and if values chose rows."""
     places: list[Any] = []
     labels: list[Tensor] = []
     chosen = False
@@ -360,7 +360,7 @@ def _positions(call: Call) -> tuple[list[Any], list[Tensor], int, bool]:
 
 
 def _spread(labels: Sequence[Tensor], before: int, result: Tensor) -> list[Tensor]:
-    """Labels of indices, as wide as what is read or written by them."""
+    """Returns labels of indices, as wide as what is read or written by them."""
     wide = torch.broadcast_tensors(*labels) if labels else []
     after = result.dim() - before - (wide[0].dim() if wide else 0)
     return [part.reshape(*[1] * before, *part.shape, *[1] * after) for part in wide]
@@ -392,7 +392,7 @@ def _index_put(call: Call) -> Tensor:
 
 
 def _full(base: Tensor, places: Sequence[Any]) -> tuple[Any, ...]:
-    """Indices with whole axes where there were none."""
+    """Returns indices with whole axes where there were none."""
     numbers = torch.arange(base.numel()).view(base.shape)
     chosen = torch.ops.aten.index(numbers, list(places))
     return torch.unravel_index(chosen, base.shape)

@@ -104,7 +104,7 @@ SCATTERS = frozenset({
 
 
 def labels_after(call: Call) -> list[Tensor] | None:
-    """Labels of the results, each broadcastable to its result; ``None`` of unknown operators."""
+    """Returns labels that broadcast to the results; ``None`` of unknown operators."""
     rule = _rule(call)
     found = None if rule is None else rule(call)
     return [found] * len(call.outs) if isinstance(found, Tensor) else found
@@ -186,7 +186,7 @@ def _batched(call: Call) -> list[Tensor]:
 
 
 def _moves(call: Call) -> Tensor:
-    """The operator itself, on labels in the place of values."""
+    """Returns the operator's result on labels in the place of values."""
     given = {
         key: [call.labels.of(t) for t in value] if isinstance(value, list | tuple) and value
         and isinstance(value[0], Tensor) else call.labels.of(value)
@@ -299,7 +299,7 @@ class RowTrace(TorchDispatchMode):
     # Comparing with the other run ############################################
 
     def _compare(self, call: Call, numbers: list[Any]) -> Step | None:
-        """The step of the other run; notes what differs."""
+        """Returns the step of the other run; notes what differs."""
         operands = call.operands()
         mine = Step(
             call.name,
@@ -358,7 +358,7 @@ class RowTrace(TorchDispatchMode):
                 self.labels.ragged.add(self.labels.key(out))
 
     def _constant(self, call: Call, out: Tensor, before: tuple[int, ...], label: Tensor) -> Tensor:
-        """Labels of what is made of constants alone: its length may be that of the edges."""
+        """Returns labels of what is made of constants alone, of which the edges may be as many."""
         shape = tuple(out.shape)
         if shape == before:
             return label
@@ -450,7 +450,7 @@ def _is_alias(call: Call) -> bool:
 
 
 def _numbers(schema: Any, given: dict[str, Any]) -> list[Any]:
-    """The numbers among the arguments that are values, not sizes."""
+    """Returns the numbers among the arguments that are values, not sizes."""
     found: list[Any] = []
     for argument in schema.arguments:
         value = given.get(argument.name)
@@ -461,7 +461,7 @@ def _numbers(schema: Any, given: dict[str, Any]) -> list[Any]:
 
 
 def _contents(tensor: Tensor) -> Any:
-    """The content of a constant of one element: it may be a number of edges."""
+    """Returns the content of a constant of one element: it may be a number of edges."""
     if tensor.numel() != 1 or tensor.device.type == "meta":
         return None
     return tensor.detach().reshape(()).item()

@@ -96,7 +96,7 @@ class RowProgram(TileProgram):
         return self.layer.update(out, **self._collect(self._update, values, own))
 
     def of_aggregate(self) -> dict[str, Any]:
-        """The arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
+        """Returns the arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
         return {} if self._aggregate is None else dict(self._aggregate.arguments)
 
     never_per_tile: tuple[str, ...] = ("adj_t",)
@@ -269,7 +269,7 @@ class RowCheck:
         return edges * 3 % sizes.sources, edges * sizes.targets // sizes.edges
 
     def _values(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> list[Any]:
-        """The operands' rows for these edges, with labels."""
+        """Returns the operands' rows for these edges, with labels."""
         device = self.edge_index.device
         edges = torch.arange(sizes.edges, device=device) % _OTHER_EDGES
         of_edge = EDGE + torch.arange(sizes.edges, dtype=torch.int32)
@@ -303,7 +303,7 @@ class RowCheck:
         return values
 
     def _own(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> dict[str, Any]:
-        """The arguments that PyG adds."""
+        """Returns the arguments that PyG adds."""
         at_targets = NUMBER + torch.arange(sizes.edges, dtype=torch.int32)
         at_sources = at_targets + (STEP if self.bipartite else 0)
         ends = [source, index] if self.layer.flow == "source_to_target" else [index, source]
@@ -327,7 +327,7 @@ class RowCheck:
         }
 
     def _kind(self, trace: RowTrace, tensor: Tensor, base: int = EDGE) -> str:
-        """``'rows'``: row k is of edge (or node) k alone; ``''``: of none; else ``'mixed'``."""
+        """Returns ``'rows'``: each of one edge (or node) alone; ``''``: of none; or ``'mixed'``."""
         found = trace.labels.of(tensor)
         if not bool(found.any()):
             return ""
@@ -347,7 +347,7 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def _reason(trace: RowTrace) -> str:
-    """The first cause, of the kind that says most."""
+    """Returns the first cause, of the kind that says most."""
     found = trace.causes.found
     for kind in ("python", "ids", "operator", "edges", "numbers", "branches"):
         if kind in found:

@@ -143,7 +143,7 @@ def _plain(value: Any) -> Any:
 
 
 def target_index(index: Tensor, like: TargetIndex) -> TargetIndex:
-    """A view or expansion of ``like``."""
+    """Returns a view or expansion of ``like``."""
     out = index.as_subclass(TargetIndex)
     out.flat, out.target_rows, out.reductions = like.flat, like.target_rows, like.reductions
     out.num_targets, out.num_local, out.complete = like.num_targets, like.num_local, like.complete
@@ -203,7 +203,7 @@ def _read(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 
 def trailing(values: Tensor, like: Tensor) -> Tensor:
-    """``values [N, *]`` with axes of size 1 appended, to broadcast against ``like [N, *, *]``."""
+    """Returns ``values [N, *]`` with axes of size 1 appended, to broadcast with ``like``."""
     return values.reshape(*values.shape, *[1] * (like.dim() - values.dim()))
 
 

@@ -43,7 +43,7 @@ from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_ba
 
 
 def graphs_of(x: Tensor, batch: Tensor | None) -> DistBatch:
-    """The graph of each of this worker's rows of ``x [num_local, F]``."""
+    """Returns the graph of each of this worker's rows of ``x [num_local, F]``."""
     found = one_graph(x.size(0), x.device) if batch is None else dist_batch(batch)
     if found.numel() != x.size(0):
         raise ValueError(
@@ -57,7 +57,7 @@ def graphs_of(x: Tensor, batch: Tensor | None) -> DistBatch:
 
 
 def heads_of(attn: MultiheadAttention, x: Tensor, part: int) -> Tensor:
-    """Queries (0), keys (1) or values (2) of ``x [n, C]`` as ``[n, heads, d]``."""
+    """Returns queries (0), keys (1) or values (2) of ``x [n, C]`` as ``[n, heads, d]``."""
     unlike = not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn
     if unlike or attn.in_proj_weight is None:
         raise ValueError(
@@ -70,7 +70,7 @@ def heads_of(attn: MultiheadAttention, x: Tensor, part: int) -> Tensor:
 
 
 def self_attention(attn: MultiheadAttention, x: Tensor, graphs: DistBatch) -> Tensor:
-    """``attn(x, x, x)`` among the nodes of each graph, ``[n, C]`` to ``[n, C]``."""
+    """Returns ``attn(x, x, x)`` among the nodes of each graph, ``[n, C]`` to ``[n, C]``."""
     q, k, v = (heads_of(attn, x, part) for part in range(3))
     dropout = attn.dropout if attn.training else 0.0
     out = global_attention(q, k, v, graphs, dropout=dropout)
@@ -81,13 +81,13 @@ def self_attention(attn: MultiheadAttention, x: Tensor, graphs: DistBatch) -> Te
 
 
 def local_slices(graphs: DistBatch) -> tuple[Tensor, list[int]]:
-    """An order of this worker's nodes by graph, and the number of nodes of each graph in it."""
+    """Returns an order of this worker's nodes by graph, and the nodes of each graph in it."""
     ids = plain_batch(graphs)
     return ids.argsort(stable=True), ids.bincount(minlength=graphs.num_graphs).tolist()
 
 
 def outer_sums(k: Tensor, v: Tensor, graphs: DistBatch) -> Tensor:
-    r""":math:`\sum_j k_j v_j^\top` over each graph's nodes on all workers.
+    r"""Returns :math:`\sum_j k_j v_j^\top` over each graph's nodes on all workers.
 
     Args:
         k: ``[n, heads, r]``.
@@ -107,7 +107,7 @@ def outer_sums(k: Tensor, v: Tensor, graphs: DistBatch) -> Tensor:
 
 
 def read_sums(q: Tensor, sums: Tensor, graphs: DistBatch) -> Tensor:
-    r""":math:`q_i^\top S_{g(i)}`, ``[n, heads, d]``.
+    r"""Returns :math:`q_i^\top S_{g(i)}`, ``[n, heads, d]``.
 
     Args:
         q: ``[n, heads, r]``.
@@ -137,7 +137,7 @@ class Padding:
         self.missing = missing if bool(missing.any()) else None
 
     def rows(self, x: Tensor) -> Tensor:
-        """The nodes' rows, followed by a row of zeros per graph that stands for its padding."""
+        """Returns the nodes' rows, then a row of zeros per graph that stands for its padding."""
         if self.missing is None:
             return x
         return torch.cat([x, x.new_zeros(self.missing.numel(), x.size(1))])
@@ -146,7 +146,7 @@ class Padding:
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, graphs: DistBatch, padding: Padding
 ) -> tuple[Tensor, Tensor]:
-    """Numerator and normaliser of linear attention, for nodes and padded rows.
+    """Returns numerator and normaliser of linear attention, for nodes and padded rows.
 
     Args:
         q: ``[rows, heads, r]``, rows as in :meth:`Padding.rows`.
@@ -171,7 +171,7 @@ def linear_attention(
 
 
 def performer(attn: PerformerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
-    """:class:`PerformerAttention` of rows ``[rows, C]``."""
+    """Returns :class:`PerformerAttention` of rows ``[rows, C]``."""
     shape = (x.size(0), attn.heads, attn.head_channels)
     q, k, v = (lin(x).view(shape) for lin in (attn.q, attn.k, attn.v))
     project = attn.fast_attn
@@ -182,7 +182,7 @@ def performer(attn: PerformerAttention, x: Tensor, graphs: DistBatch, padding: P
 
 
 def sgformer(attn: SGFormerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
-    """:class:`SGFormerAttention` of rows ``[rows, C]``."""
+    """Returns :class:`SGFormerAttention` of rows ``[rows, C]``."""
     shape = (x.size(0), attn.heads, attn.head_channels)
     q, k, v = (lin(x).view(shape) for lin in (attn.q, attn.k, attn.v))
     q, k = (t.masked_fill(t == 0, 1e-6) for t in (q, k))
@@ -193,7 +193,7 @@ def sgformer(attn: SGFormerAttention, x: Tensor, graphs: DistBatch, padding: Pad
 
 
 def polynormer(attn: PolynormerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
-    """:class:`PolynormerAttention` of rows ``[rows, C]``."""
+    """Returns :class:`PolynormerAttention` of rows ``[rows, C]``."""
 
     def split(values: Tensor) -> Tensor:
         return values.view(x.size(0), attn.head_channels, attn.heads).transpose(1, 2)
@@ -210,7 +210,7 @@ def polynormer(attn: PolynormerAttention, x: Tensor, graphs: DistBatch, padding:
 
 
 def _one_dense_graph(x: Tensor, mask: Tensor | None, name: str) -> tuple[Tensor, DistBatch]:
-    """This worker's rows of a dense batch ``[1, num_local, C]``."""
+    """Returns this worker's rows of a dense batch ``[1, num_local, C]``."""
     if x.dim() != 3 or x.size(0) != 1 or (mask is not None and not bool(mask.all())):
         raise ValueError(
             f"{name} got a dense batch of shape {list(x.shape)} at rank {current().rank}: over "
@@ -312,7 +312,7 @@ class DistPolynormer(Polynormer):
         return F.log_softmax(self.pred_global(rows[: x.size(0)]), dim=-1)
 
     def _local(self, x: Tensor, edge_index: Any) -> Tensor:
-        """The local phase, as in PyG's ``forward``."""
+        """Returns the local phase, as in PyG's ``forward``."""
         x = F.dropout(x, self.in_drop, self.training)
         total: Any = 0
         for i, conv in enumerate(self.local_convs):

@@ -32,7 +32,7 @@ _COLOURS = ("", "forward", "colours")
 
 
 def _count(number: int, device: torch.device) -> int:
-    """The sum over workers of a number that has no gradient."""
+    """Returns the sum over workers of a number that has no gradient."""
     total = torch.tensor([number], device=device)
     return int(current().all_reduce(total, label=("", "forward", "count")))
 

@@ -31,7 +31,7 @@ from pyg_sar.space.graph_index import plain_batch
 
 
 def plain_dtype(norm: torch.nn.Module, kind: Any, x: Tensor, batch: Tensor | None) -> torch.dtype:
-    """The dtype that ``kind.forward`` gives: autocast's rules differ by operator and device."""
+    """Returns the dtype of ``kind.forward``: autocast's rules differ by operator and device."""
     state = (*norm.parameters(), *norm.buffers())
     kinds = {x.dtype, *(t.dtype for t in state if t.is_floating_point())}
     if len(kinds) == 1 and not torch.is_autocast_enabled(x.device.type):
@@ -46,7 +46,7 @@ def plain_dtype(norm: torch.nn.Module, kind: Any, x: Tensor, batch: Tensor | Non
 
 
 def scaled(inverse: Tensor, weight: Tensor | None) -> Tensor:
-    """The inverse deviation times the weight, in float64."""
+    """Returns the inverse deviation times the weight, in float64."""
     return inverse if weight is None else inverse * weight.double()
 
 
@@ -186,7 +186,7 @@ class DistInstanceNorm(gnn.InstanceNorm):
 
 
 def check_several(found: Moments) -> None:
-    """An instance of at most one node has no deviation: torch's error, for all workers' nodes."""
+    """Refuses instances of one node on all workers, which have no deviation, as torch does."""
     total = int(found.count)
     if total <= 1:
         raise ValueError(
@@ -334,7 +334,7 @@ class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 def _over_all_rows(norm: Any, input: Tensor, allow_single_element: bool) -> Tensor:
-    """Batch statistics over every axis but the channels', and over the workers."""
+    """Normalises by statistics over every axis but the channels', and over the workers."""
     if input.size(1) != norm.num_features:
         raise ValueError(
             f"{type(norm).__name__} expected {norm.num_features} channels on axis 1, got a tensor "
@@ -419,7 +419,7 @@ class DistDiffGroupNorm(gnn.DiffGroupNorm):
 
     @staticmethod
     def group_distance_ratio(x: Tensor, y: Tensor, eps: float = 1e-5) -> float:
-        """PyG's, on one worker.
+        """Returns PyG's ratio, on one worker.
 
         Raises:
             ValueError: On several workers: the distances between their nodes are missing.

@@ -70,7 +70,7 @@ def _pool(x: Tensor, batch: Tensor | None, size: int | None, reduce: str) -> Ten
 
 
 def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = None) -> Tensor:
-    r"""The sum of each graph's nodes on all workers, :math:`\sum_p \sum_{n \in V_p} x_n`.
+    r"""Returns the sum of each graph's nodes on all workers, :math:`\sum_p \sum_{n \in V_p} x_n`.
 
     :func:`torch_geometric.nn.global_add_pool` over workers. The result is the same on all of them.
 
@@ -89,12 +89,12 @@ def global_add_pool(x: Tensor, batch: Tensor | None = None, size: int | None = N
 
 
 def global_mean_pool(x: Tensor, batch: Tensor | None = None, size: int | None = None) -> Tensor:
-    """The mean of each graph's nodes on all workers; see :func:`global_add_pool`."""
+    """Returns the mean of each graph's nodes on all workers; see :func:`global_add_pool`."""
     return _pool(x, batch, size, "mean")
 
 
 def global_max_pool(x: Tensor, batch: Tensor | None = None, size: int | None = None) -> Tensor:
-    """The maximum of each graph's nodes on all workers; see :func:`global_add_pool`.
+    """Returns the maximum of each graph's nodes on all workers; see :func:`global_add_pool`.
 
     Equal maxima share the gradient evenly, also without ``batch``.
     """
@@ -165,7 +165,7 @@ class DistReadout(Aggregation):
 
 
 def _finish(block: blocks.MultiheadAttentionBlock, out: Tensor, x: Tensor) -> Tensor:
-    """The block's output, after its attention gave ``out``."""
+    """Returns the block's output, after its attention gave ``out``."""
     out = out + x
     if block.layer_norm1 is not None:
         out = block.layer_norm1(out)
@@ -176,7 +176,7 @@ def _finish(block: blocks.MultiheadAttentionBlock, out: Tensor, x: Tensor) -> Te
 def pool_by_attention(
     pooling: blocks.PoolingByMultiheadAttention, x: Tensor, graphs: DistBatch
 ) -> Tensor:
-    """:class:`PoolingByMultiheadAttention` of nodes ``[n, C]``: ``[num_graphs, seeds, C]``."""
+    """Returns :class:`PoolingByMultiheadAttention` of nodes ``[n, C]``: ``[graphs, seeds, C]``."""
     attn, x = pooling.mab.attn, pooling.lin(x).relu()
     seed = pooling.seed[0]
     query = heads_of(attn, seed, 0)
@@ -190,7 +190,7 @@ def pool_by_attention(
 
 
 def encode(block: blocks.SetAttentionBlock, x: Tensor, graphs: DistBatch) -> Tensor:
-    """:class:`SetAttentionBlock` among the nodes of each graph, ``[n, C]``."""
+    """Returns :class:`SetAttentionBlock` among the nodes of each graph, ``[n, C]``."""
     return _finish(block.mab, self_attention(block.mab.attn, x, graphs), x)
 
 

@@ -25,7 +25,7 @@ from pyg_sar.space.shard import shards_of
 
 
 def kind_of_argument(value: Any) -> Any:
-    """A key that tells calls with other edge-level tensors apart; the same on all workers."""
+    """Returns a key that tells calls with other edge-level tensors apart, alike on all workers."""
     if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
         return tuple((name, kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
@@ -56,13 +56,13 @@ def travelling(plan: HaloPlan, wire: str) -> Iterator[None]:
 
 
 def methods_of(layer: MessagePassing) -> tuple[str, ...]:
-    """The layer's methods that see edges."""
+    """Returns the layer's methods that see edges."""
     updates = type(layer).edge_update is not MessagePassing.edge_update
     return ("message", "edge_update") if updates else ("message",)
 
 
 def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
-    """The size of a relation between nodes of two types; a given one must agree with it."""
+    """Returns the size of a relation between nodes of two types; a given one must agree with it."""
     if not edge_index.bipartite:
         return size
     known = (edge_index.plan.num_local, edge_index.num_targets)
@@ -107,7 +107,7 @@ class _Joined(torch.autograd.Function):
 
 @contextmanager
 def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
-    """A message that fails for want of edges gives ``rows[0]``, ``[0, *]``, meanwhile.
+    """Lets a message that fails for want of edges give ``rows[0]``, ``[0, *]``, meanwhile.
 
     Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
     """
@@ -137,7 +137,7 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
 
 @contextmanager
 def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Iterator[None]:
-    """The message gets these numbers of nodes, where PyG would hand over the worker's own."""
+    """Gives the message these numbers of nodes, where PyG would hand over the worker's own."""
     own = layer.message
 
     def message(**arguments: Any) -> Any:
@@ -154,7 +154,7 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
 
 @contextmanager
 def first_target_filled(layer: MessagePassing) -> Iterator[None]:
-    """An aggregation whose first target has no message sees two of zeros before the first.
+    """Shows an aggregation whose first target has no message two of zeros before the first.
 
     PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
     its parts. The target of these messages is cut off again.
@@ -187,7 +187,7 @@ def first_target_filled(layer: MessagePassing) -> Iterator[None]:
 
 
 def sorted_edges(edge_index: DistEdgeIndex) -> tuple[DistEdgeIndex, Tensor] | None:
-    """Edges by target, those of each in the whole graph's order; ``None`` where they are so."""
+    """Returns edges by target, in the whole graph's order; ``None`` where they are so."""
 
     def make() -> tuple[DistEdgeIndex, Tensor] | None:
         columns = by_target(edge_index.ends()[1], edge_index.order)
@@ -203,7 +203,7 @@ def sorted_edges(edge_index: DistEdgeIndex) -> tuple[DistEdgeIndex, Tensor] | No
 
 @contextmanager
 def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[None]:
-    """Edge-level attributes that a message sets go back to the order that edges came in."""
+    """Puts edge-level attributes that a message sets back in the order that edges came in."""
     before = dict(layer.__dict__)
     yield
     if columns is None:
@@ -215,7 +215,7 @@ def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[No
 
 
 def rounds_of(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
-    """The way through the edges, kept with them."""
+    """Returns the way through the edges, kept with them."""
     most = verdict.max_edges
     if verdict.strategy == "sequential":
         return ShardRounds(shards_of(edge_index), most, partial(cheaper_rounds, edge_index))

@@ -62,14 +62,14 @@ REFUSED: dict[type, str] = {**_CONVS, **pool.REFUSED, **models.REFUSED}
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:
-    """The classes that go before :class:`DistMessagePassing` in a layer's bases."""
+    """Returns the classes that go before :class:`DistMessagePassing` in a layer's bases."""
     found = next((base for base in kind.__mro__ if base in MIXINS), None)
     return () if found is None else (MIXINS[found],)
 
 
 @cache
 def distributed_class(kind: type) -> type | None:
-    """The class that takes the place of ``kind``, or ``None`` if it stays as it is.
+    """Returns the class that takes the place of ``kind``, or ``None`` if it stays as it is.
 
     Raises:
         ValueError: With the reason, when it is refused.
@@ -95,7 +95,7 @@ def distributed_class(kind: type) -> type | None:
 
 
 def class_after(kind: type) -> type:
-    """The class that a module of class ``kind`` has after :func:`pyg_sar.distribute`."""
+    """Returns the class that a module of class ``kind`` has after :func:`pyg_sar.distribute`."""
     try:
         return distributed_class(kind) or kind
     except ValueError:  # Got past check_modules(): one process, which needs no other class.
@@ -103,7 +103,7 @@ def class_after(kind: type) -> type:
 
 
 def _joined(kind: type, base: type, dist: type) -> type:
-    """The distributed class of a subclass of ``base``."""
+    """Returns the distributed class of a subclass of ``base``."""
     own = {name for c in kind.__mro__[: kind.__mro__.index(base)] for name in vars(c)}
     added = dist.__mro__[: dist.__mro__.index(base)]
     clash = sorted({name for c in added for name in vars(c) if callable(vars(c)[name])} & own)
@@ -123,21 +123,21 @@ def _inside(name: str, roots: Collection[str]) -> bool:
 
 
 def _of_layers(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Names of the aggregations of message passing layers, which these see to."""
+    """Returns names of the aggregations of message passing layers, which these see to."""
     for name, module in modules.items():
         if isinstance(module, MessagePassing):
             yield f"{name}.aggr_module" if name else "aggr_module"
 
 
 def _of_norms(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Names of the parts of norms, which see to these (HeteroBatchNorm has an aggregation)."""
+    """Returns names of the parts of norms, which see to them (HeteroBatchNorm aggregates)."""
     for name, module in modules.items():
         if isinstance(module, (*NORMS, *NORMS.values())):
             yield from (f"{name}.{part}" if name else part for part, _ in module.named_children())
 
 
 def _after_readouts(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Names of parts of readouts that see graphs instead of nodes."""
+    """Returns names of parts of readouts that see graphs instead of nodes."""
     for name, module in modules.items():
         prefix = f"{name}." if name else ""
         if isinstance(module, GraphMultisetTransformer | SetTransformerAggregation):

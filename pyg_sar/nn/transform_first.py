@@ -63,7 +63,7 @@ Methods = list[tuple[torch.nn.Module, str, Callable[..., Any]]]
 
 @contextmanager
 def transforming_first(layer: Any) -> Iterator[None]:
-    """Within it a call of the layer maps source rows before it sums them, where that is less.
+    """Lets a call of the layer map source rows before it sums them, where that is less.
 
     See [Note: transform first]. ``layer._transforms_first`` then says whether the call did so.
 
@@ -71,8 +71,7 @@ def transforming_first(layer: Any) -> Iterator[None]:
         layer: A :class:`~pyg_sar.nn.DistMessagePassing`, called on a distributed ``edge_index``.
     """
     layer.__dict__["_transforms_first"] = False
-    own: Any = type(layer)
-    kind = _kind_of(own)
+    kind = _kind_of(type(layer))
     if kind is None or not layer.policy.transform_first or not _is_unwatched(layer):
         yield
         return
@@ -80,12 +79,16 @@ def transforming_first(layer: Any) -> Iterator[None]:
         yield
 
 
-@cache
 def _kind_of(own: type) -> type[MessagePassing] | None:
-    """PyG's class that computes what ``own`` does, where it is one of those known here."""
-    kind = next((kind for kind in _WAYS if issubclass(own, kind)), None)
+    """Returns PyG's class that computes what ``own`` does, where it is one of those known here."""
+    kind = _known_base(own)
     unchanged = kind and all(getattr(own, name) is getattr(kind, name) for name in _METHODS)
     return kind if unchanged else None
+
+
+@cache
+def _known_base(own: Any) -> type[MessagePassing] | None:
+    return next((kind for kind in _WAYS if issubclass(own, kind)), None)
 
 
 def _is_unwatched(layer: Any) -> bool:
@@ -143,7 +146,7 @@ class _Ahead:
         self.layer, self.linear, self.done = layer, linear, False
 
     def rows(self, x: Any) -> Any:
-        """``x`` times the weight where that is less, else ``x``; of a pair, its sources."""
+        """Returns ``x`` times the weight where that is less, else ``x``; of a pair, its sources."""
         first = x[0] if isinstance(x, tuple) else x
         weight = self.linear.weight
         if not _is_less(self.layer, first, weight, weight.size(1), weight.size(0)):
@@ -153,7 +156,7 @@ class _Ahead:
         return (mapped, *x[1:]) if isinstance(x, tuple) else mapped
 
     def rest(self, out: Tensor) -> Tensor:
-        """The linear map of ``out``, of which only the bias may be left to add."""
+        """Returns the linear map of ``out``, of which only the bias may be left to add."""
         if not self.done:
             mapped: Tensor = type(self.linear).forward(self.linear, out)
             return mapped
@@ -165,7 +168,7 @@ class _Ahead:
 
 
 def _sums(*names: str) -> Callable[[Any], Methods]:
-    """Each call of ``propagate(x=...)`` is followed by the next of these linear maps."""
+    """Returns the way of layers whose calls of ``propagate(x=...)`` are each fed to one map."""
 
     def way(layer: Any) -> Methods:
         linears = [getattr(layer, name, None) for name in names]
@@ -188,7 +191,7 @@ def _signed(layer: Any) -> Methods:
 
 
 def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
-    """All that is done to the layer's input ``x`` is linear, up to the map ``find(layer)``."""
+    """Returns the way of layers that are linear in ``x``, up to the map ``find(layer)``."""
 
     def way(layer: Any) -> Methods:
         linear = find(layer)
@@ -210,7 +213,7 @@ def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
 
 
 def _first_linear(layer: Any) -> Any:
-    """The linear map that a GINConv's network begins with, if it does."""
+    """Returns the linear map that a GINConv's network begins with, if it does."""
     network = layer.nn
     if _is_linear(network):
         return network
@@ -220,7 +223,7 @@ def _first_linear(layer: Any) -> Any:
 
 
 def _polynomial(compute: Callable[..., Tensor]) -> Callable[[Any], Methods]:
-    """The layer's output is a polynomial of its edges' matrix, with a linear map per power.
+    """Returns the way of layers that are polynomials of their edges' matrix, with a map per power.
 
     ``compute(layer, mapped, x, ...)`` takes the rows ``mapped`` of all powers.
     """
@@ -245,7 +248,7 @@ def _polynomial(compute: Callable[..., Tensor]) -> Callable[[Any], Methods]:
 def _horner(
     layer: Any, mapped: list[Tensor], x: Tensor, edge_index: Any, edge_weight: Any = None
 ) -> Tensor:
-    r""":math:`\sum_k A^k X W_k` by Horner's rule: :math:`X W_0 + A (X W_1 + A (\ldots))`."""
+    r"""Returns :math:`\sum_k A^k X W_k` by Horner's rule, :math:`X W_0 + A (X W_1 + \ldots)`."""
     if layer.normalize:
         edge_index, edge_weight = gcn_norm(
             edge_index, edge_weight, x.size(layer.node_dim), False, False, layer.flow, x.dtype
@@ -265,7 +268,7 @@ def _clenshaw(
     batch: Any = None,
     lambda_max: Any = None,
 ) -> Tensor:
-    r""":math:`\sum_k T_k(L) X W_k` by Clenshaw's recurrence.
+    r"""Returns :math:`\sum_k T_k(L) X W_k` by Clenshaw's recurrence.
 
     .. math::
         B_k = X W_k + 2 L B_{k+1} - B_{k+2}, \qquad \sum_k T_k(L) X W_k = X W_0 + L B_1 - B_2.
@@ -287,7 +290,7 @@ def _clenshaw(
 
 
 def _relations(layer: Any) -> Methods:
-    """RGCNConv adds up a sum per relation, each mapped by a weight of its own."""
+    """Returns the way of RGCNConv: a sum per relation, each mapped by a weight of its own."""
     forward = layer.forward
     if torch_geometric.typing.WITH_SEGMM and layer.num_bases is None and layer.num_blocks is None:
         return []  # PyG may then map each edge's row, and its means are over all relations.
@@ -311,7 +314,7 @@ def _relations(layer: Any) -> Methods:
 
 
 def _products(layer: Any) -> Iterator[Callable[[Tensor], Tensor]]:
-    """The linear maps of an RGCNConv's relations."""
+    """Returns the linear maps of an RGCNConv's relations."""
     weight = layer.weight
     if layer.num_blocks is not None:
 
