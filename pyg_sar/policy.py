@@ -1,4 +1,4 @@
-"""How a layer runs distributed: the training mode, prefetching and memory budgets."""
+"""``SARPolicy``: settings of how a layer runs distributed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SARPolicy:
-    r"""How :meth:`DistMessagePassing.propagate` aggregates over a distributed graph.
+    r"""Settings of how :meth:`DistMessagePassing.propagate` aggregates over a distributed graph.
 
     All modes give the same numbers; they trade memory against work and traffic. Derivatives of
     derivatives (``create_graph=True``) need mode 3. With
@@ -76,6 +76,12 @@ class SARPolicy:
             workers run: those of one host then send rows, too, instead of reading them in place,
             and ``push='auto'`` takes the covers of sums there as between hosts. Must be the same on
             all workers.
+        transform_first: Where a layer applies a linear map to sums or means of source rows and the
+            map narrows them (``SAGEConv``, ``GraphConv``, ``RGCNConv`` and more of PyG's,
+            docs/transform_first.md), source rows are mapped first: halo rows then have the output's
+            width, :math:`F' < F`, in the table above. The same up to rounding. Not where it would
+            take more (constant features in training need :math:`2 F' < F`), nor on one process
+            where a layer runs as PyG's. ``False``: in PyG's order. Must be the same on all workers.
         measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
             measured in the first and then in every so many epochs, at the price of two more steps,
             and recorded by open ledgers. ``None``: never.
@@ -91,6 +97,7 @@ class SARPolicy:
     kernels: Literal["auto", "off"] = "auto"
     push: Literal["auto", "off"] = "auto"
     wire: Literal["exact", "bfloat16", "float16"] = "exact"
+    transform_first: bool = True
     measure_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -109,6 +116,10 @@ class SARPolicy:
         if self.wire not in WIRES:
             raise ValueError(
                 f"Expected 'wire' to be 'exact', 'bfloat16' or 'float16' (got {self.wire!r})"
+            )
+        if not isinstance(self.transform_first, bool):
+            raise ValueError(
+                f"Expected 'transform_first' to be True or False (got {self.transform_first!r})"
             )
         every = self.measure_every
         if every is not None and (not isinstance(every, int) or every < 1):

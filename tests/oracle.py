@@ -33,16 +33,16 @@ BUDGET = 600  # bytes: a handful of messages per tile
 ALL_POLICIES = (
     SARPolicy(mode=1, prefetch=1),
     SARPolicy(mode=1, prefetch=0, message_budget=BUDGET),
-    SARPolicy(mode=1, prefetch=1, message_budget=1),
+    SARPolicy(mode=1, prefetch=1, message_budget=1, transform_first=False),
     SARPolicy(mode=2, prefetch=0),
     SARPolicy(mode=2, prefetch=1, message_budget=BUDGET),
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, strategy="chunked"),
-    SARPolicy(mode=2, prefetch=1, strategy="chunked"),
+    SARPolicy(mode=2, prefetch=1, strategy="chunked", transform_first=False),
 )
 MODES = (
     SARPolicy(mode=1, prefetch=0),
-    SARPolicy(mode=2, prefetch=1, message_budget=BUDGET),
+    SARPolicy(mode=2, prefetch=1, message_budget=BUDGET, transform_first=False),
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=1, message_budget=BUDGET, strategy="chunked"),
 )

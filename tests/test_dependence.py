@@ -249,7 +249,7 @@ def test_learned_weights_are_case_2(graph: Data, root: Path):
         weight = data.edge_weight.clone().requires_grad_(learned)
         with pyg_sar.Ledger(comm) as ledger:
             layer(x, data.edge_index, weight).sum().backward()
-        halo = data.edge_index.plan.num_halo * CHANNELS * BYTES
+        halo = data.edge_index.plan.num_halo * OUT * BYTES  # rows are mapped first
         return {
             "refetches": ledger.received_bytes(kind="refetch") / halo,
             "recomputes": ledger.events("recompute"),

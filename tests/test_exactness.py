@@ -585,7 +585,7 @@ def count_reversed(root: Any) -> tuple[dict[str, int], int]:
     layer(x, data.edge_index, data.edge_weight).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index, data.edge_weight).sum().backward()
-    return {kind: ledger.sent_bytes(kind=kind) for kind in KINDS}, x.element_size() * CHANNELS
+    return {kind: ledger.sent_bytes(kind=kind) for kind in KINDS}, x.element_size() * OUT
 
 
 def test_reversed_edges_are_sent_once(graph: Data, partitions: Partitions):

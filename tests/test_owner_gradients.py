@@ -169,7 +169,7 @@ def test_owners_read_gradients_of_targets(name: str, tmp_path: Path) -> None:
     data, part = several(stars()), torch.randint(3, (60,))
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", part)
     make, weighted = SUMS[name]
-    layer, size = make().double(), CHANNELS * 8
+    layer, size = make().double(), OUT * 8  # narrower than CHANNELS: rows are mapped first
     way = SARPolicy(prefetch=0)
     workers = threads(_rows, 3, tmp_path / "parts", layer, way, weighted)
     for rank, (found, started, halo, _) in enumerate(workers):

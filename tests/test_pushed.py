@@ -106,7 +106,7 @@ def _rows(root: Path, policy: SARPolicy) -> dict[str, int]:
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index).sum().backward()
-    size = CHANNELS * 8
+    size = OUT * 8  # narrower than CHANNELS: rows are mapped first
     kinds = ("fetch", "refetch", "gradient")
     return {kind: ledger.received_bytes(kind=kind) // size for kind in kinds}
 

@@ -94,7 +94,7 @@ def root(tmp_path_factory: pytest.TempPathFactory, graph: Data) -> Path:
 
 # name: (layer, values of a halo row)
 LAYERS: dict[str, tuple[Any, int]] = {
-    "sage": (lambda: gnn.SAGEConv(CHANNELS, OUT), CHANNELS),
+    "sage": (lambda: gnn.SAGEConv(CHANNELS, OUT), OUT),
     "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2), 2 * OUT + 2),
     "max": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"), CHANNELS),
 }

@@ -40,14 +40,17 @@ from pyg_sar.exchange.wire import Wire
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import takes, warn_if_missing, why_missing
 from pyg_sar.ledger import Label
-from pyg_sar.message.aggregate_checks import is_known
-from pyg_sar.message.decompose import Decomposition, decompose, in_place
+from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
 from pyg_sar.message.dependence import Dependence, analyse, sample
 from pyg_sar.message.layer_state import pads, preserved_attributes
-from pyg_sar.message.levels import edge_level_names, maximum, row_levels
-from pyg_sar.message.products import Products
+from pyg_sar.message.message_checks import (
+    Products,
+    RowAgreement,
+    edge_level_names,
+    maximum,
+    row_levels,
+)
 from pyg_sar.message.program import DeferredEdge, TileProgram
-from pyg_sar.message.row_agreement import RowAgreement
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions
 from pyg_sar.policy import SARPolicy

@@ -1,4 +1,4 @@
-"""What the backward pass of a message needs: found by looking at it, never declared.
+"""Finds what the backward pass of a message needs by looking at it; nobody declares it.
 
 The message runs once on a sample tile. Three things are read off:
 
@@ -27,11 +27,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
-from pyg_sar.message.message_checks import check_edges_apart, check_linear
-from pyg_sar.message.node_reads import NodeReads
-from pyg_sar.message.products import Products
+from pyg_sar.message.message_checks import Products, check_edges_apart, check_linear
 from pyg_sar.message.program import TileProgram
-from pyg_sar.message.target_index import NeedsAllEdges, Reductions
+from pyg_sar.message.target_index import NeedsAllEdges, NodeReads, Reductions
 from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Tile
@@ -56,7 +54,7 @@ _PATTERNS: tuple[tuple[str, ...], ...] = ((), ("max", "sum"), ("sum",))
 
 @dataclass(frozen=True, slots=True)
 class Dependence:
-    """What a message needs.
+    """The needs of a message in its backward pass.
 
     Attributes:
         needs_gradient: Whether anything that the message reads requires a gradient.
@@ -80,11 +78,11 @@ class Dependence:
 
     @staticmethod
     def no_opinion() -> list[int]:
-        """What a worker without edges says: it agrees with the others."""
+        """Returns the numbers of a worker without edges, which agrees with the others."""
         return [0, 0, -_MANY, -_MANY, 0, 0, 0, 0, 0, -_MANY, -_MANY]
 
     def encode(self) -> list[int]:
-        """Numbers that workers agree on by their maximum."""
+        """Returns numbers that workers agree on by their maximum."""
         product = -1 if self.product is None else self.product[0] * _OPERANDS + self.product[1]
         return [
             int(self.needs_gradient),
@@ -134,7 +132,7 @@ class Inject(torch.autograd.Function):
 
 
 def token_for(rows: Tensor) -> Tensor:
-    """A leaf of the rows' shape without memory of its own."""
+    """Returns a leaf of the rows' shape without memory of its own."""
     return rows.new_zeros(()).expand(rows.shape).requires_grad_()
 
 
@@ -219,7 +217,7 @@ def analyse(
     sources = [_with_rows(tensors[k]) for k in program.numbers("source")]
 
     def rows(piece: Tile) -> list[Tensor | None]:
-        """Fresh rows for each run: a message may write into them."""
+        """Returns fresh rows for each run: a message may write into them."""
         with torch.no_grad():
             return program.gather(piece, tensors, sources)
 
@@ -243,7 +241,7 @@ def analyse(
 
 
 def _with_rows(tensor: Tensor) -> Tensor:
-    """A source tensor, or one row where the worker owns none: its edges' sources are remote."""
+    """Returns a source tensor, or one row where the worker owns none: its sources are remote."""
     return tensor if tensor.size(0) else tensor.new_ones(1, *tensor.shape[1:])
 
 
@@ -367,7 +365,7 @@ def _nodes(roots: Sequence[Tensor]) -> Iterator[Any]:
 
 
 def _check_graph(roots: Sequence[Tensor], leaves: set[int], begin: int) -> bool:
-    """Whether the graph holds opaque nodes; refuses tensors that came in by the back door."""
+    """Says if the graph holds opaque nodes; refuses tensors that came in by the back door."""
     opaque = False
     for node in _nodes(roots):
         name = type(node).__name__

@@ -73,7 +73,7 @@ class DeferredEdge(Tensor):
     compute: Callable[[], Tensor]
 
     def compute_now(self) -> Tensor:
-        """The values of all edges ``[E, *]``, by PyG's own path."""
+        """Returns the values of all edges ``[E, *]``, by PyG's own path."""
         if self.value is None:
             self.value = self.compute()
         return self.value
@@ -89,14 +89,14 @@ class DeferredEdge(Tensor):
 def deferred_edge(
     compute: Callable[[], Tensor], kwargs: dict[str, Any], device: torch.device
 ) -> DeferredEdge:
-    """A placeholder for edge-level values."""
+    """Returns a placeholder for edge-level values."""
     out = torch.empty(0, device=device).as_subclass(DeferredEdge)
     out.compute, out.kwargs, out.value, out.used = compute, kwargs, None, False
     return out
 
 
 class TileProgram:
-    """What one call of ``propagate`` computes per edge.
+    """The computation of one call of ``propagate`` per edge.
 
     Args:
         layer: The layer.
@@ -227,7 +227,7 @@ class TileProgram:
     def gather(
         self, tile: Tile, tensors: Sequence[Tensor | None], sources: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
-        """The operands' rows for a tile.
+        """Returns the operands' rows for a tile.
 
         Args:
             tile: The edges.
@@ -253,7 +253,7 @@ class TileProgram:
         return picked
 
     def run(self, tile: Tile, values: Sequence[Any], log: Reductions) -> list[Mapped]:
-        """The tile's messages ``[E_tile, *]``, mapped for each group of reductions.
+        """Returns the tile's messages ``[E_tile, *]``, mapped for each group of reductions.
 
         Of a complete program, the targets' aggregates ``[U, *]``.
 
@@ -293,7 +293,7 @@ class TileProgram:
     def _messages(
         self, tile: Tile, values: Sequence[Any], log: Reductions
     ) -> tuple[Tensor, dict[str, Any]]:
-        """The messages, and the arguments of ``aggregate`` where it is part of the program."""
+        """Returns the messages, and the arguments of ``aggregate`` where the program has it."""
         index = self._index(tile, log)
         own = {
             "index": index,

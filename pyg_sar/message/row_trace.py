@@ -1,4 +1,4 @@
-"""Watches a run of a message and labels whatever it computes. See
+"""Runs of a message that are watched: whatever they compute is labelled. See [Note: labels] in
 :mod:`pyg_sar.message.row_labels`.
 
 [Note: two runs] How many edges there are is a number in Python, which no operator shows. So a
@@ -10,7 +10,7 @@ so that a sum of ones is seen for what it is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,13 +26,180 @@ from pyg_sar.message.row_labels import (
     MIXED,
     NODE,
     PLACE,
+    RULES,
     STEP,
+    Call,
     Labels,
     as_values,
+    combined,
     is_number,
+    matrix_labels,
+    reduced,
+    scatter_labels,
 )
-from pyg_sar.message.row_rules import Call, labels_after
-from pyg_sar.message.row_tables import COPIES, MOVES, SCANS, UNIFORM
+
+# Operators ####################################################################
+
+# Those below autograd (``aten``, without overloads) by what they do with axes.
+
+#: Beside those that torch itself tags as pointwise.
+POINTWISE = frozenset({
+    "_prelu_kernel", "_to_copy", "bernoulli", "clone", "complex", "copy", "copy_", "copysign",
+    "fill", "fill_", "floor_divide", "log_sigmoid_forward", "masked_fill", "masked_fill_",
+    "native_dropout", "normal", "polar", "rrelu_with_noise", "view_as_complex_copy",
+    "view_as_real_copy", "where",
+})  # fmt: skip
+
+#: The values themselves.
+COPIES = frozenset({
+    "_to_copy", "alias_copy", "clone", "contiguous", "copy", "copy_",
+})  # fmt: skip
+
+#: They reduce, sort or scan along given axes, or all; other axes apart.
+ALONG = frozenset({
+    "_cummax_helper", "_cummin_helper", "_fft_c2c", "_fft_c2r", "_fft_r2c", "_log_softmax",
+    "_log_softmax_backward_data", "_safe_softmax", "_softmax", "_softmax_backward_data", "all",
+    "amax", "amin", "aminmax", "any", "argmax", "argmin", "argsort", "count_nonzero", "cummax",
+    "cummin", "cumprod", "cumsum", "dist", "dot", "glu", "kthvalue", "linalg_cross",
+    "linalg_vector_norm", "logcumsumexp", "logsumexp", "max", "mean", "median", "min", "mode",
+    "nanmedian", "nansum", "norm", "prod", "sort", "std", "std_mean", "sum", "topk", "trace",
+    "var", "var_mean", "vdot",
+})  # fmt: skip
+
+#: Those of them whose result depends on the place.
+SCANS = frozenset({
+    "cummax", "cummin", "cumprod", "cumsum", "logcumsumexp",
+})  # fmt: skip
+
+#: Each element of the first axis apart.
+BATCHED = frozenset({
+    "_adaptive_avg_pool2d", "_convolution", "_scaled_dot_product_attention_math",
+    "_scaled_dot_product_efficient_attention", "_scaled_dot_product_flash_attention",
+    "_scaled_dot_product_flash_attention_for_cpu", "adaptive_max_pool2d", "avg_pool2d",
+    "convolution", "max_pool2d_with_indices", "mkldnn_convolution", "native_group_norm",
+    "spline_basis", "spline_weighting",
+})  # fmt: skip
+
+#: They move values, and compute nothing.
+MOVES = frozenset({
+    "cat", "constant_pad_nd", "diag_embed", "expand_copy", "flip", "permute_copy", "repeat",
+    "roll", "select_copy", "select_scatter", "slice_copy", "slice_scatter", "stack", "tril",
+    "triu", "unfold_copy", "unsqueeze_copy", "view_copy",
+})  # fmt: skip
+
+#: The same, or random numbers of the same kind, everywhere.
+UNIFORM = frozenset({
+    "bernoulli_", "empty", "empty_like", "empty_strided", "exponential_", "full", "full_like",
+    "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "normal_", "ones",
+    "ones_like", "rand", "rand_like", "randint", "randint_like", "randn", "randn_like",
+    "resize_", "scalar_tensor", "uniform_", "zero_", "zeros", "zeros_like",
+})  # fmt: skip
+
+#: They write by an index.
+SCATTERS = frozenset({
+    "index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_",
+    "index_reduce", "index_reduce_", "scatter", "scatter_", "scatter_add", "scatter_add_",
+    "scatter_reduce", "scatter_reduce_",
+})  # fmt: skip
+
+
+def labels_after(call: Call) -> list[Tensor] | None:
+    """Returns labels that broadcast to the results; ``None`` of unknown operators."""
+    rule = _rule(call)
+    found = None if rule is None else rule(call)
+    return [found] * len(call.outs) if isinstance(found, Tensor) else found
+
+
+def _rule(call: Call) -> Callable[[Call], Any] | None:
+    name = call.name
+    if name in COPIES:
+        return _copies
+    if name in ("eq", "ne", "eq_", "ne_"):
+        return _equal
+    if call.pointwise or name in POINTWISE:
+        return lambda call: combined([call.of(t) for t in call.operands()])
+    if name in ALONG:
+        return _along
+    if name in BATCHED:
+        return _batched
+    if name in MOVES:
+        return _moves
+    if name in UNIFORM:
+        return lambda call: torch.zeros((), dtype=torch.int32)
+    if name in SCATTERS:
+        return scatter_labels
+    if name.startswith(("linalg_", "_linalg_", "triangular_solve", "cholesky")):
+        return matrix_labels
+    return RULES.get(name)
+
+
+def _copies(call: Call) -> Tensor:
+    source = call.given["src"] if "src" in call.given else call.given["self"]
+    return call.labels.of(source)
+
+
+def _equal(call: Call) -> Tensor:
+    """Two ids may be compared, where they number the same nodes."""
+    given = [call.labels.of(t) for t in call.operands()]
+    if len(given) == 2 and all(bool(is_number(labels).all()) for labels in given):
+        left, right = torch.broadcast_tensors(*given)
+        return torch.where(left == right, EDGE + left % STEP, MIXED).to(torch.int32)
+    return combined([as_values(labels) for labels in given])
+
+
+def _along(call: Call) -> list[Tensor]:
+    given = call.given
+    names = ("self", "input", "grad_output")
+    source: Tensor = next(given[name] for name in names if name in given)
+    dims = given.get("dim", given.get("dims"))
+    if call.name == "trace":
+        dims = None
+    if dims is None or (isinstance(dims, list | tuple) and not dims):
+        dims = range(source.dim())
+    dims = [dims] if isinstance(dims, int) else list(dims)
+    found = call.labels.of(source)
+    if call.name in ("max", "amax") and bool(is_number(found).all()) and len(dims) == found.dim():
+        return [torch.full((), COUNT, dtype=torch.int32)] * len(call.outs)
+    parts = [call.over(t, dims, True) for t in call.operands() if t.dim() == source.dim()]
+    whole = combined(parts)
+    small = whole.amax(dims, False) if source.dim() and whole.numel() else whole.sum(dims)
+    kept = [whole if out.dim() == source.dim() else small.to(whole.dtype) for out in call.outs]
+    if not any(label.numel() for label in kept):
+        return [torch.zeros((), dtype=torch.int32)] * len(kept)
+    return kept
+
+
+def _batched(call: Call) -> list[Tensor]:
+    rows = call.outs[0].size(0) if call.outs[0].dim() else 0
+    parts = []
+    for tensor in call.operands():
+        own = tensor.dim() > 1 and tensor.size(0) == rows and rows > 1
+        dims = range(1 if own else 0, tensor.dim())
+        found = call.over(tensor, list(dims))
+        parts.append(found if own else found.view(1) if found.dim() == 0 else found)
+    whole = combined(parts)
+    return [
+        whole.view(-1, *[1] * (out.dim() - 1)) if out.dim() and out.size(0) == rows
+        else reduced(whole, [0], False)
+        for out in call.outs
+    ]  # fmt: skip
+
+
+def _moves(call: Call) -> Tensor:
+    """Returns the operator's result on labels in the place of values."""
+    given = {
+        key: [call.labels.of(t) for t in value] if isinstance(value, list | tuple) and value
+        and isinstance(value[0], Tensor) else call.labels.of(value)
+        if isinstance(value, Tensor) else value
+        for key, value in call.given.items()
+    }  # fmt: skip
+    if call.name == "constant_pad_nd":
+        given["value"] = 0
+    moved: Tensor = getattr(torch.ops.aten, call.name)(*given.values())
+    return moved
+
+
+# The watched run ##############################################################
 
 _READS = frozenset(
     getattr(Tensor, name) for name in ("__array__", "__dlpack__", "numpy", "storage", "tolist")
@@ -57,7 +224,7 @@ _IGNORED = frozenset(["_assert_async", "set_", "sym_size", "sym_stride", "resize
 
 @dataclass(slots=True)
 class Step:
-    """What there is to compare of an operator's call in two runs."""
+    """The parts of an operator's call that two runs are compared by."""
 
     name: str
     inputs: list[tuple[int, ...]]
@@ -67,7 +234,7 @@ class Step:
 
 @dataclass(slots=True)
 class Sizes:
-    """How many edges and nodes (of the targets' and the sources' type) a run has."""
+    """Numbers of edges and of nodes (of the targets' and the sources' type) of a run."""
 
     edges: int
     targets: int
@@ -76,7 +243,7 @@ class Sizes:
 
 @dataclass(slots=True)
 class Causes:
-    """What made a value depend on more than its own edge, in order, by kind."""
+    """The causes for which a value depends on more than its own edge, in order, by kind."""
 
     found: dict[str, str] = field(default_factory=dict)
 
@@ -132,7 +299,7 @@ class RowTrace(TorchDispatchMode):
     # Comparing with the other run ############################################
 
     def _compare(self, call: Call, numbers: list[Any]) -> Step | None:
-        """The step of the other run; notes what differs."""
+        """Returns the step of the other run; notes what differs."""
         operands = call.operands()
         mine = Step(
             call.name,
@@ -191,7 +358,7 @@ class RowTrace(TorchDispatchMode):
                 self.labels.ragged.add(self.labels.key(out))
 
     def _constant(self, call: Call, out: Tensor, before: tuple[int, ...], label: Tensor) -> Tensor:
-        """Labels of what is made of constants alone: its length may be that of the edges."""
+        """Returns labels of what is made of constants alone, of which the edges may be as many."""
         shape = tuple(out.shape)
         if shape == before:
             return label
@@ -247,7 +414,7 @@ def _is_id(labels: Tensor) -> Tensor:
 
 
 def as_mixed(labels: Tensor) -> Tensor:
-    """Whether values with these labels tell of an edge."""
+    """Says if values with these labels tell of an edge."""
     return ((labels > 0) | (labels == MIXED)).any()
 
 
@@ -277,13 +444,13 @@ class Asked(TorchFunctionMode):
 
 
 def _is_alias(call: Call) -> bool:
-    """Whether the results share the memory of an operand, as they are."""
+    """Says if the results share the memory of an operand, as they are."""
     keys = {call.labels.key(t) for t in call.operands()}
     return bool(call.outs) and all(call.labels.key(out) in keys for out in call.outs)
 
 
 def _numbers(schema: Any, given: dict[str, Any]) -> list[Any]:
-    """The numbers among the arguments that are values, not sizes."""
+    """Returns the numbers among the arguments that are values, not sizes."""
     found: list[Any] = []
     for argument in schema.arguments:
         value = given.get(argument.name)
@@ -294,14 +461,14 @@ def _numbers(schema: Any, given: dict[str, Any]) -> list[Any]:
 
 
 def _contents(tensor: Tensor) -> Any:
-    """The content of a constant of one element: it may be a number of edges."""
+    """Returns the content of a constant of one element: it may be a number of edges."""
     if tensor.numel() != 1 or tensor.device.type == "meta":
         return None
     return tensor.detach().reshape(()).item()
 
 
 def _differ(mine: Sequence[Any], before: Sequence[Any]) -> bool:
-    """Whether numbers differ; a NaN does not from itself."""
+    """Says if numbers differ; a NaN does not from itself."""
     if len(mine) != len(before):
         return True
     return any(a != b and not (a != a and b != b) for a, b in zip(mine, before, strict=True))

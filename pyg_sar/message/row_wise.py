@@ -1,4 +1,4 @@
-"""Whether a message treats each edge alone: decided by its operators, before it runs over workers.
+"""Finds by its operators if a message treats each edge alone, before it runs over workers.
 
 A worker has some edges of the graph, in an order and a numbering of its own. What a message may do
 with a set of edges is therefore: the same to each of them, and reductions at their two ends. It is
@@ -19,11 +19,10 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.message.aggregate_checks import EDGES, TARGETS, AggregateCheck, is_known
-from pyg_sar.message.layer_state import AmbientState
+from pyg_sar.message.decompose import EDGES, TARGETS, AggregateCheck, is_known
+from pyg_sar.message.layer_state import AmbientState, Changes, Snapshot
 from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_labels import EDGE, NODE, NUMBER, STEP, Labels
-from pyg_sar.message.row_state import Changes, Snapshot
 from pyg_sar.message.row_trace import Asked, RowTrace, Sizes, Step
 from pyg_sar.reduction.moments import OVER_ROWS, reduces_over_rows
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -61,7 +60,7 @@ _REMEDIES = {
 
 @dataclass(frozen=True, slots=True)
 class RowWise:
-    """What a worker found out about a message.
+    """The facts that a worker found out about a message.
 
     Attributes:
         refused: Why it can't run over workers, or an empty string.
@@ -87,17 +86,17 @@ class RowProgram(TileProgram):
 
     @property
     def updates(self) -> bool:
-        """Whether ``update`` asks for edges."""
+        """Says if ``update`` asks for edges."""
         return self._update is not None
 
     def updated(self, out: Tensor, values: Sequence[Any], own: Mapping[str, Any]) -> Any:
-        """What ``update`` makes of aggregates."""
+        """Returns the result of ``update`` for aggregates."""
         if self._update is None:
             return out
         return self.layer.update(out, **self._collect(self._update, values, own))
 
     def of_aggregate(self) -> dict[str, Any]:
-        """The arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
+        """Returns the arguments of ``aggregate``: an operand's number, or a constant in a tuple."""
         return {} if self._aggregate is None else dict(self._aggregate.arguments)
 
     never_per_tile: tuple[str, ...] = ("adj_t",)
@@ -146,7 +145,7 @@ class RowCheck:
         self.asks_sizes = bool(names.intersection(SIZE_NAMES))
 
     def found(self) -> RowWise:
-        """What the message does. The layer is afterwards as it was."""
+        """Returns what the message does, and leaves the layer as it was."""
         small = Sizes(34, 10, 13 if self.bipartite else 10)
         large = Sizes(46, 11, 17 if self.bipartite else 11)
         numbers: Mapping[str, Any] | None = None
@@ -209,7 +208,7 @@ class RowCheck:
         return {"size_i": base, "dim_size": base, "size_j": sources, "size": list(size)}
 
     def _only_numbers(self, sizes: Sizes) -> bool:
-        """Whether sizes, whatever they are, are the length of no tensor."""
+        """Says if sizes, whatever they are, are the length of no tensor."""
         try:
             runs = [self._run(sizes, self._numbers(base)) for base in (101, 211)]
         except (IndexError, RuntimeError, ValueError, TypeError):
@@ -251,7 +250,7 @@ class RowCheck:
     def _updated(
         self, trace: RowTrace, out: Any, values: Sequence[Any], own: Mapping[str, Any]
     ) -> Any:
-        """What ``update`` makes of aggregates of the messages, where it asks for edges."""
+        """Returns what ``update`` makes of aggregates of the messages, where it asks for edges."""
         if not self.program.updates or not isinstance(out, Tensor):
             return None
         data = self.layer.inspector.collect_param_data("aggregate", dict(own))
@@ -270,7 +269,7 @@ class RowCheck:
         return edges * 3 % sizes.sources, edges * sizes.targets // sizes.edges
 
     def _values(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> list[Any]:
-        """The operands' rows for these edges, with labels."""
+        """Returns the operands' rows for these edges, with labels."""
         device = self.edge_index.device
         edges = torch.arange(sizes.edges, device=device) % _OTHER_EDGES
         of_edge = EDGE + torch.arange(sizes.edges, dtype=torch.int32)
@@ -304,7 +303,7 @@ class RowCheck:
         return values
 
     def _own(self, labels: Labels, sizes: Sizes, source: Tensor, index: Tensor) -> dict[str, Any]:
-        """The arguments that PyG adds."""
+        """Returns the arguments that PyG adds."""
         at_targets = NUMBER + torch.arange(sizes.edges, dtype=torch.int32)
         at_sources = at_targets + (STEP if self.bipartite else 0)
         ends = [source, index] if self.layer.flow == "source_to_target" else [index, source]
@@ -328,7 +327,7 @@ class RowCheck:
         }
 
     def _kind(self, trace: RowTrace, tensor: Tensor, base: int = EDGE) -> str:
-        """``'rows'``: row k is of edge (or node) k alone; ``''``: of none; else ``'mixed'``."""
+        """Returns ``'rows'``: each of one edge (or node) alone; ``''``: of none; or ``'mixed'``."""
         found = trace.labels.of(tensor)
         if not bool(found.any()):
             return ""
@@ -348,7 +347,7 @@ def _tensors(out: Any) -> list[Tensor]:
 
 
 def _reason(trace: RowTrace) -> str:
-    """The first cause, of the kind that says most."""
+    """Returns the first cause, of the kind that says most."""
     found = trace.causes.found
     for kind in ("python", "ids", "operator", "edges", "numbers", "branches"):
         if kind in found:

@@ -2,15 +2,6 @@
 
 from pyg_sar.engine.kernels.dense import global_attention
 from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
-from pyg_sar.nn.graph_norm import (
-    DistGraphNorm,
-    DistGraphSizeNorm,
-    DistInstanceNorm,
-    DistInstanceNorm1d,
-    DistLayerNorm,
-    DistMeanSubtractionNorm,
-    DistPairNorm,
-)
 from pyg_sar.nn.lazy import initialize
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import (
@@ -18,7 +9,14 @@ from pyg_sar.nn.norm import (
     DistBatchNorm,
     DistBatchNorm1d,
     DistDiffGroupNorm,
+    DistGraphNorm,
+    DistGraphSizeNorm,
     DistHeteroBatchNorm,
+    DistInstanceNorm,
+    DistInstanceNorm1d,
+    DistLayerNorm,
+    DistMeanSubtractionNorm,
+    DistPairNorm,
     DistSyncBatchNorm,
 )
 from pyg_sar.nn.pool import DistReadout, global_add_pool, global_max_pool, global_mean_pool

@@ -1,4 +1,4 @@
-r"""Attention among all nodes of a graph that workers share.
+r"""Attention among all nodes of a graph that workers share, and torch's attention in sequences.
 
 Softmax attention (``GPSConv``, ``QFormer``, ``SetTransformerAggregation``) streams keys and values
 from worker to worker (:mod:`pyg_sar.engine.kernels.dense`). Attention that is linear in its kernel
@@ -12,6 +12,10 @@ and Polynormer attend to the padding: :math:`N_{max} - n_g` rows per graph whose
 but whose keys count in the normaliser. The same numbers come out here: each graph has one row that
 stands for its padding, counted that often. A single graph has none. (Dropout draws such a row
 once, where PyG draws each of its copies.)
+
+[Note: sequences] :class:`torch.nn.MultiheadAttention` attends along one axis and not along another,
+its batch. Where that batch has one entry, or none, on all workers, the other axis holds the nodes:
+attention among them would see each worker's own only, and is refused.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn import MultiheadAttention
+from torch.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
 from torch_geometric.nn import GPSConv, Polynormer
 from torch_geometric.nn.attention import (
     PerformerAttention,
@@ -34,11 +38,12 @@ from torch_geometric.nn.models.sgformer import SGModule
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import current
 from pyg_sar.engine.kernels.dense import global_attention
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch
 
 
 def graphs_of(x: Tensor, batch: Tensor | None) -> DistBatch:
-    """The graph of each of this worker's rows of ``x [num_local, F]``."""
+    """Returns the graph of each of this worker's rows of ``x [num_local, F]``."""
     found = one_graph(x.size(0), x.device) if batch is None else dist_batch(batch)
     if found.numel() != x.size(0):
         raise ValueError(
@@ -52,7 +57,7 @@ def graphs_of(x: Tensor, batch: Tensor | None) -> DistBatch:
 
 
 def heads_of(attn: MultiheadAttention, x: Tensor, part: int) -> Tensor:
-    """Queries (0), keys (1) or values (2) of ``x [n, C]`` as ``[n, heads, d]``."""
+    """Returns queries (0), keys (1) or values (2) of ``x [n, C]`` as ``[n, heads, d]``."""
     unlike = not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn
     if unlike or attn.in_proj_weight is None:
         raise ValueError(
@@ -65,7 +70,7 @@ def heads_of(attn: MultiheadAttention, x: Tensor, part: int) -> Tensor:
 
 
 def self_attention(attn: MultiheadAttention, x: Tensor, graphs: DistBatch) -> Tensor:
-    """``attn(x, x, x)`` among the nodes of each graph, ``[n, C]`` to ``[n, C]``."""
+    """Returns ``attn(x, x, x)`` among the nodes of each graph, ``[n, C]`` to ``[n, C]``."""
     q, k, v = (heads_of(attn, x, part) for part in range(3))
     dropout = attn.dropout if attn.training else 0.0
     out = global_attention(q, k, v, graphs, dropout=dropout)
@@ -76,13 +81,13 @@ def self_attention(attn: MultiheadAttention, x: Tensor, graphs: DistBatch) -> Te
 
 
 def local_slices(graphs: DistBatch) -> tuple[Tensor, list[int]]:
-    """An order of this worker's nodes by graph, and the number of nodes of each graph in it."""
+    """Returns an order of this worker's nodes by graph, and the nodes of each graph in it."""
     ids = plain_batch(graphs)
     return ids.argsort(stable=True), ids.bincount(minlength=graphs.num_graphs).tolist()
 
 
 def outer_sums(k: Tensor, v: Tensor, graphs: DistBatch) -> Tensor:
-    r""":math:`\sum_j k_j v_j^\top` over each graph's nodes on all workers.
+    r"""Returns :math:`\sum_j k_j v_j^\top` over each graph's nodes on all workers.
 
     Args:
         k: ``[n, heads, r]``.
@@ -102,7 +107,7 @@ def outer_sums(k: Tensor, v: Tensor, graphs: DistBatch) -> Tensor:
 
 
 def read_sums(q: Tensor, sums: Tensor, graphs: DistBatch) -> Tensor:
-    r""":math:`q_i^\top S_{g(i)}`, ``[n, heads, d]``.
+    r"""Returns :math:`q_i^\top S_{g(i)}`, ``[n, heads, d]``.
 
     Args:
         q: ``[n, heads, r]``.
@@ -118,7 +123,7 @@ def read_sums(q: Tensor, sums: Tensor, graphs: DistBatch) -> Tensor:
 
 
 class Padding:
-    """How PyG would pad these graphs. See [Note: padded rows].
+    """The rows that PyG would pad these graphs with. See [Note: padded rows].
 
     Attributes:
         longest: Nodes of the largest graph.
@@ -132,7 +137,7 @@ class Padding:
         self.missing = missing if bool(missing.any()) else None
 
     def rows(self, x: Tensor) -> Tensor:
-        """The nodes' rows, followed by a row of zeros per graph that stands for its padding."""
+        """Returns the nodes' rows, then a row of zeros per graph that stands for its padding."""
         if self.missing is None:
             return x
         return torch.cat([x, x.new_zeros(self.missing.numel(), x.size(1))])
@@ -141,7 +146,7 @@ class Padding:
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, graphs: DistBatch, padding: Padding
 ) -> tuple[Tensor, Tensor]:
-    """Numerator and normaliser of linear attention, for nodes and padded rows.
+    """Returns numerator and normaliser of linear attention, for nodes and padded rows.
 
     Args:
         q: ``[rows, heads, r]``, rows as in :meth:`Padding.rows`.
@@ -166,7 +171,7 @@ def linear_attention(
 
 
 def performer(attn: PerformerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
-    """:class:`PerformerAttention` of rows ``[rows, C]``."""
+    """Returns :class:`PerformerAttention` of rows ``[rows, C]``."""
     shape = (x.size(0), attn.heads, attn.head_channels)
     q, k, v = (lin(x).view(shape) for lin in (attn.q, attn.k, attn.v))
     project = attn.fast_attn
@@ -177,7 +182,7 @@ def performer(attn: PerformerAttention, x: Tensor, graphs: DistBatch, padding: P
 
 
 def sgformer(attn: SGFormerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
-    """:class:`SGFormerAttention` of rows ``[rows, C]``."""
+    """Returns :class:`SGFormerAttention` of rows ``[rows, C]``."""
     shape = (x.size(0), attn.heads, attn.head_channels)
     q, k, v = (lin(x).view(shape) for lin in (attn.q, attn.k, attn.v))
     q, k = (t.masked_fill(t == 0, 1e-6) for t in (q, k))
@@ -188,7 +193,7 @@ def sgformer(attn: SGFormerAttention, x: Tensor, graphs: DistBatch, padding: Pad
 
 
 def polynormer(attn: PolynormerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
-    """:class:`PolynormerAttention` of rows ``[rows, C]``."""
+    """Returns :class:`PolynormerAttention` of rows ``[rows, C]``."""
 
     def split(values: Tensor) -> Tensor:
         return values.view(x.size(0), attn.head_channels, attn.heads).transpose(1, 2)
@@ -205,7 +210,7 @@ def polynormer(attn: PolynormerAttention, x: Tensor, graphs: DistBatch, padding:
 
 
 def _one_dense_graph(x: Tensor, mask: Tensor | None, name: str) -> tuple[Tensor, DistBatch]:
-    """This worker's rows of a dense batch ``[1, num_local, C]``."""
+    """Returns this worker's rows of a dense batch ``[1, num_local, C]``."""
     if x.dim() != 3 or x.size(0) != 1 or (mask is not None and not bool(mask.all())):
         raise ValueError(
             f"{name} got a dense batch of shape {list(x.shape)} at rank {current().rank}: over "
@@ -307,7 +312,7 @@ class DistPolynormer(Polynormer):
         return F.log_softmax(self.pred_global(rows[: x.size(0)]), dim=-1)
 
     def _local(self, x: Tensor, edge_index: Any) -> Tensor:
-        """The local phase, as in PyG's ``forward``."""
+        """Returns the local phase, as in PyG's ``forward``."""
         x = F.dropout(x, self.in_drop, self.training)
         total: Any = 0
         for i, conv in enumerate(self.local_convs):
@@ -339,6 +344,60 @@ class DistQFormer(QFormer):
         return cast(Tensor, self.project(rows).view(*x.shape[:-1], self.project.out_features))
 
 
+# Sequences ###################################################################
+
+
+def check_sequences(layer: torch.nn.Module, x: Tensor, batch_first: bool) -> None:
+    """Refuses attention among rows that are one sequence on every worker. See [Note: sequences].
+
+    Raises:
+        DistributedIndexError: On every worker.
+    """
+    comm = current()
+    if comm.world_size == 1:
+        return
+    axis = 0 if batch_first else 1
+    sequences = torch.tensor([x.size(axis) if x.dim() == 3 else 1], device=x.device)
+    comm.all_reduce(sequences, "max", label=("", "forward", "sequences"))
+    if int(sequences) <= 1:
+        raise DistributedIndexError(
+            f"{type(layer).__name__} got one sequence of shape {list(x.shape)} at rank "
+            f"{comm.rank}, as if of all nodes: it would attend to this worker's own nodes only. "
+            "Use torch_geometric.nn.GPSConv or pyg_sar.nn.global_attention(q, k, v, batch); if "
+            "the rows are the same on all workers, name the layer in distribute(replicated=[...])"
+        )
+
+
+class DistMultiheadAttention(MultiheadAttention):
+    """:class:`torch.nn.MultiheadAttention` within sequences that each worker has of its own."""
+
+    def forward(self, query: Tensor, *args: Any, **kwargs: Any) -> Any:
+        check_sequences(self, query, self.batch_first)
+        return super().forward(query, *args, **kwargs)
+
+
+class DistTransformerEncoderLayer(TransformerEncoderLayer):
+    """As :class:`DistMultiheadAttention`; torch's fast path goes around that."""
+
+    def forward(self, src: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check_sequences(self, src, self.self_attn.batch_first)
+        return super().forward(src, *args, **kwargs)
+
+
+class DistTransformerDecoderLayer(TransformerDecoderLayer):
+    """As :class:`DistMultiheadAttention`."""
+
+    def forward(self, tgt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        check_sequences(self, tgt, self.self_attn.batch_first)
+        return super().forward(tgt, *args, **kwargs)
+
+
+SEQUENCES: dict[type, type] = {
+    MultiheadAttention: DistMultiheadAttention,
+    TransformerEncoderLayer: DistTransformerEncoderLayer,
+    TransformerDecoderLayer: DistTransformerDecoderLayer,
+}
+
 MODULES: dict[type, type] = {
     GPSConv: DistGPSConv,
     SGModule: DistSGModule,
@@ -347,4 +406,5 @@ MODULES: dict[type, type] = {
     SGFormerAttention: DistSGFormerAttention,
     PolynormerAttention: DistPolynormerAttention,
     QFormer: DistQFormer,
+    **SEQUENCES,
 }

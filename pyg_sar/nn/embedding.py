@@ -83,7 +83,7 @@ class NodeEmbedding(torch.nn.Embedding):
             weight.copy_(drawn)
 
     def forward(self, index: Tensor | None = None) -> Tensor:
-        """The rows of these local node ids; of all nodes by default."""
+        """Returns the rows of these local node ids; of all nodes by default."""
         return self.weight if index is None else super().forward(index)
 
 
@@ -195,7 +195,7 @@ def own_rows(
 def gather_embedding(
     embedding: torch.nn.Embedding, n_id: Tensor, comm: Communicator | None = None
 ) -> torch.nn.Embedding | None:
-    """All workers' rows as a plain embedding of the whole graph, on rank 0. Collective.
+    """Returns all workers' rows as a plain embedding of the whole graph, on rank 0. Collective.
 
     Args:
         embedding: This worker's rows.

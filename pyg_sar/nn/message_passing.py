@@ -31,7 +31,7 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import Decomposition, decompose
 from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_value
-from pyg_sar.message.levels import edge_level_names
+from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
@@ -49,6 +49,7 @@ from pyg_sar.nn.propagation import (
     sorted_edges,
     travelling,
 )
+from pyg_sar.nn.transform_first import transforming_first
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.joint_index import widened
@@ -164,12 +165,12 @@ class DistMessagePassing(MessagePassing):
         return deferred_edge(compute, kwargs, edge_index.device)
 
     def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
-        """The edge features of all edges at once."""
+        """Returns the edge features of all edges at once."""
         Chooser(self, edge_index, kwargs).check_edge_update()
         return super().edge_updater(edge_index, size=size, **kwargs)
 
     def _with_room(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
-        """Edges of several relations, among as many nodes as the layer's tensors have rows."""
+        """Returns edges of several relations, among all nodes of the layer's tensors."""
         if not edge_index.plan.open_ended:
             return edge_index
         rows: dict[int, int] = {}  # nodes by the row of edges that refers to them
@@ -189,11 +190,11 @@ class DistMessagePassing(MessagePassing):
     # How to run ##############################################################
 
     def _source_row(self) -> int:
-        """The row of ``edge_index`` that messages come from."""
+        """Returns the row of ``edge_index`` that messages come from."""
         return 0 if self.flow == "source_to_target" else 1
 
     def _strategy(self) -> tuple[str, str]:
-        """``'sequential'``, ``'chunked'`` or ``'one_shot'`` by the layer's definition, and why."""
+        """Returns the strategy that the layer's definition allows, and the reason."""
         if self._one_shot_call or self.policy.mode == 3:
             return "one_shot", "asked for"
         if self.explain:
@@ -212,7 +213,7 @@ class DistMessagePassing(MessagePassing):
     def _reversed(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
     ) -> tuple[DistEdgeIndex, dict[str, Any]]:
-        """The edges at the owners of the nodes that are aggregated at, edge-level tensors too."""
+        """Returns the edges at the owners of the nodes that sum, with edge-level tensors there."""
         edges = reversed_edges(edge_index)
         key = (type(self), tuple((n, kind_of_argument(v)) for n, v in sorted(kwargs.items())))
         if key not in edges.edge_level:
@@ -298,7 +299,7 @@ class DistMessagePassing(MessagePassing):
     def _attended(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor | None:
-        """Softmax attention by kernel, where the layer is one that the kernels know."""
+        """Returns softmax attention by kernel; ``None`` where the kernels don't know the layer."""
         if self.policy.kernels == "off" or choice.strategy != "sequential":
             return None
         attention = attention_of(self, edge_index, kwargs)
@@ -320,7 +321,7 @@ class DistMessagePassing(MessagePassing):
         choice: Choice,
         reductions: Decomposition,
     ) -> Tensor:
-        """The aggregation shard by shard, tile by tile."""
+        """Returns the aggregated messages."""
         given = program, edge_index, choice, reductions, self.policy, self.ledger_name
         kernel, tensors = aggregation_kernel(*given)
         if not isinstance(kernel, Sums):
@@ -352,7 +353,7 @@ class DistMessagePassing(MessagePassing):
     def _own_graph(
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Tensor, DistEdgeIndex] | None:
-        """The plain edges of this call and what stands for them, where the kernels are faster."""
+        """Returns the call's plain edges and what stands for them, where the kernels are faster."""
         graphs: OwnGraphs | None = self.__dict__.get("own_graphs")
         eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
@@ -389,14 +390,15 @@ class DistMessagePassing(MessagePassing):
                 if hook is not None:
                     hook.settle()
                 forget_tile_values(self)
-                yield
+                with transforming_first(self):
+                    yield
         finally:
             self._one_shot_call = whole
 
     def _refuse_local_ids(
         self, plan: HaloPlan, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> None:
-        """Without features RGCNConv numbers the nodes 0, 1, ...: not what they are elsewhere."""
+        """Refuses RGCNConv without features: it would number this worker's nodes 0, 1, ..."""
         if not isinstance(self, RGCNConv) or plan.world_size == 1:
             return
         x = self._bound(args, kwargs).get("x")
@@ -408,11 +410,11 @@ class DistMessagePassing(MessagePassing):
             )
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """``return_attention_weights`` asks for edge values, which only one shot has."""
+        """Says if ``return_attention_weights`` asks for edge values, which only one shot has."""
         return self._bound(args, kwargs).get("return_attention_weights") is not None
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of ``forward`` by name."""
+        """Returns the arguments of ``forward`` by name."""
         try:
             return inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         except TypeError:  # forward() itself says better what is wrong.

@@ -1,4 +1,4 @@
-"""PyG's models that reduce over nodes or edges, over all workers; and the models refused.
+"""PyG's models that reduce over nodes or edges, over all workers; ``WLConv``; the models refused.
 
 Most models need nothing: their layers are distributed and the rest works on each node. Those here
 reduce by themselves; the classes override just the methods that do. A loss comes from
@@ -20,6 +20,7 @@ from torch_geometric.utils import get_laplacian, one_hot, scatter
 
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import current
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.nn.pool import global_add_pool
 from pyg_sar.reduction.metrics import mean
@@ -27,9 +28,11 @@ from pyg_sar.space.graph_index import dist_batch
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.node_rows import node_rows, plain_rows
 
+_COLOURS = ("", "forward", "colours")
+
 
 def _count(number: int, device: torch.device) -> int:
-    """The sum over workers of a number that has no gradient."""
+    """Returns the sum over workers of a number that has no gradient."""
     total = torch.tensor([number], device=device)
     return int(current().all_reduce(total, label=("", "forward", "count")))
 
@@ -319,6 +322,58 @@ class ChebMixin(gnn.ChebConv):
         )
 
 
+class DistWLConv(gnn.WLConv):
+    r"""Weisfeiler-Lehman colours of the nodes of all workers.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \textrm{hash} \left( \mathbf{x}_i, \{ \mathbf{x}_j \colon j \in
+        \mathcal{N}(i) \} \right)
+
+    PyG numbers colours in the order in which they come up among nodes :math:`0, 1, \ldots`; so
+    every worker sees the hashes of all nodes, 16 bytes each, and keeps the same table.
+
+    Raises:
+        DistributedIndexError: When edges are flipped, or the partition's global ids are not known.
+    """
+
+    @torch.no_grad()
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        if not isinstance(edge_index, DistEdgeIndex):
+            return super().forward(x, edge_index)
+        plan = edge_index.plan
+        if edge_index.dist_row != 0 or edge_index.bipartite or plan.n_id is None:
+            raise DistributedIndexError(
+                f"WLConv needs the edge_index of load_partition(), not flipped (rank {plan.rank})"
+            )
+        if x.dim() > 1:
+            if not bool((x.sum(dim=-1) == 1).all()):
+                raise ValueError(f"Expected one-hot colours in 'x' at rank {plan.rank}")
+            x = x.argmax(dim=-1)
+        source, target = edge_index
+        order = target.argsort(stable=True)
+        degrees = torch.bincount(target, minlength=plan.num_local).tolist()
+        neighbours = x[source][order].split(degrees)
+        hashes = [
+            hash((node, *sorted(near.tolist())))
+            for node, near in zip(x.tolist(), neighbours, strict=True)
+        ]
+        return self._numbered(torch.tensor(hashes, dtype=torch.long, device=x.device), plan)
+
+    def _numbered(self, hashes: Tensor, plan: Any) -> Tensor:
+        """Numbers hashes ``[num_local]`` in the order of the nodes of all workers."""
+        comm = plan.comm
+        count = hashes.new_tensor([hashes.numel()])
+        counts = [int(n) for n in comm.all_gather(count, label=_COLOURS)]
+        mine = hashes.new_zeros(2, max(counts))
+        mine[:, : hashes.numel()] = torch.stack([plan.n_id, hashes])
+        rows = comm.all_gather(mine, label=_COLOURS)
+        ids, every = torch.cat([row[:, :n] for row, n in zip(rows, counts, strict=True)], 1)
+        for value in every[ids.argsort()].tolist():
+            self.hashmap.setdefault(value, len(self.hashmap))
+        numbers = [self.hashmap[value] for value in hashes.tolist()]
+        return torch.tensor(numbers, dtype=torch.long, device=hashes.device)
+
+
 MODULES: dict[type, type] = {
     gnn.DeepGraphInfomax: DistDeepGraphInfomax,
     gnn.InnerProductDecoder: DistInnerProductDecoder,
@@ -331,6 +386,7 @@ MODULES: dict[type, type] = {
     gnn.RECT_L: DistRectL,
     gnn.NeuralFingerprint: DistNeuralFingerprint,
     gnn.ARLinkPredictor: DistARLinkPredictor,
+    gnn.WLConv: DistWLConv,
 }
 
 MIXINS: dict[type, type] = {

@@ -1,27 +1,293 @@
-"""Batch normalisation over the nodes of all workers, and the table of all norms."""
+"""Norms over nodes, where workers share a graph: their statistics are those of all workers' nodes.
+
+[Note: norms per graph] Norms of graphs take ``batch``, the graph of each of this worker's nodes, or
+``None`` for a single graph, as PyG's classes do; a graph's nodes may lie anywhere. Every worker
+calls the norm, also one without nodes. One collective of :math:`O(F)` numbers per graph forward and
+one backward; with ``batch``, a few numbers more to agree on the number of graphs.
+"""
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
 import torch_geometric.nn as gnn
 from torch import Tensor
-from torch.nn.functional import batch_norm
+from torch.nn.functional import batch_norm, instance_norm
 
 from pyg_sar.comm.group import current
-from pyg_sar.nn.graph_norm import (
-    DistGraphNorm,
-    DistGraphSizeNorm,
-    DistInstanceNorm,
-    DistInstanceNorm1d,
-    DistLayerNorm,
-    DistMeanSubtractionNorm,
-    DistPairNorm,
-    plain_dtype,
-    scaled,
+from pyg_sar.reduction.moments import (
+    Moments,
+    check_batch,
+    graph_moments,
+    moments,
+    reduces_over_rows,
+    standardise,
 )
-from pyg_sar.reduction.moments import check_batch, moments, reduces_over_rows, standardise
+from pyg_sar.space.graph_index import plain_batch
+
+# Norms per graph #############################################################
+
+
+def plain_dtype(norm: torch.nn.Module, kind: Any, x: Tensor, batch: Tensor | None) -> torch.dtype:
+    """Returns the dtype of ``kind.forward``: autocast's rules differ by operator and device."""
+    state = (*norm.parameters(), *norm.buffers())
+    kinds = {x.dtype, *(t.dtype for t in state if t.is_floating_point())}
+    if len(kinds) == 1 and not torch.is_autocast_enabled(x.device.type):
+        return x.dtype
+    stand_in = copy.copy(norm)  # running statistics are not to move
+    stand_in._buffers = {n: None if b is None else b.clone() for n, b in norm._buffers.items()}
+    with torch.no_grad():
+        rows = x.new_zeros(2, x.size(1))
+        graphs = None if batch is None else batch.new_zeros(2)
+        dtype: torch.dtype = kind.forward(stand_in, rows, graphs).dtype
+    return dtype
+
+
+def scaled(inverse: Tensor, weight: Tensor | None) -> Tensor:
+    """Returns the inverse deviation times the weight, in float64."""
+    return inverse if weight is None else inverse * weight.double()
+
+
+class DistGraphNorm(gnn.GraphNorm):
+    r""":class:`torch_geometric.nn.GraphNorm` over the nodes of all workers.
+
+    .. math::
+        \mathbf{x}^{\prime}_i = \frac{\mathbf{x}_i - \alpha \odot \mu}{\sqrt{\sigma^2 +
+        (1 - \alpha)^2 \odot \mu^2 + \epsilon}} \odot \gamma + \beta
+
+    which is the paper's, with the variance about :math:`\alpha \odot \mu` split into its two parts.
+    """
+
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+    ) -> Tensor:
+        """See :meth:`torch_geometric.nn.GraphNorm.forward`."""
+        batch = plain_batch(batch)
+        if current().world_size == 1:
+            return super().forward(x, batch, batch_size)
+        found = graph_moments("GraphNorm", x, batch, batch_size)
+        kept = self.mean_scale.double()
+        spread = found.variance + ((1 - kept) * found.mean).square()
+        scale = scaled((spread + self.eps).rsqrt(), self.weight)
+        dtype = plain_dtype(self, gnn.GraphNorm, x, batch)
+        return standardise(x, found.mean * kept, scale, self.bias, batch, dtype)
+
+
+class DistGraphSizeNorm(gnn.GraphSizeNorm):
+    """:class:`torch_geometric.nn.GraphSizeNorm` by the graphs' nodes on all workers."""
+
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+    ) -> Tensor:
+        """See :meth:`torch_geometric.nn.GraphSizeNorm.forward`."""
+        batch = plain_batch(batch)
+        if current().world_size == 1:
+            return super().forward(x, batch, batch_size)
+        count = graph_moments("GraphSizeNorm", x, batch, batch_size, order=0).count
+        inverse = count.rsqrt().to(plain_dtype(self, gnn.GraphSizeNorm, x, batch)).view(-1, 1)
+        return x * (inverse if batch is None else inverse.index_select(0, batch))
+
+
+class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
+    """:class:`torch_geometric.nn.MeanSubtractionNorm` over the nodes of all workers."""
+
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
+    ) -> Tensor:
+        """See :meth:`torch_geometric.nn.MeanSubtractionNorm.forward`."""
+        batch = plain_batch(batch)
+        if current().world_size == 1:
+            return super().forward(x, batch, dim_size)
+        found = graph_moments("MeanSubtractionNorm", x, batch, dim_size, order=1)
+        dtype = plain_dtype(self, gnn.MeanSubtractionNorm, x, batch)
+        return standardise(x, found.mean, batch=batch, dtype=dtype)
+
+
+class DistPairNorm(gnn.PairNorm):
+    """:class:`torch_geometric.nn.PairNorm` over the nodes of all workers."""
+
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+    ) -> Tensor:
+        """See :meth:`torch_geometric.nn.PairNorm.forward`."""
+        batch = plain_batch(batch)
+        if current().world_size == 1:
+            return super().forward(x, batch, batch_size)
+        dtype = plain_dtype(self, gnn.PairNorm, x, batch)
+        order = 1 if self.scale_individually else 2
+        found = graph_moments("PairNorm", x, batch, batch_size, order=order)
+        if self.scale_individually:
+            x = standardise(x, found.mean, batch=batch)
+            return (self.scale * x / (self.eps + x.norm(2, -1, keepdim=True))).to(dtype)
+        length = (self.eps + found.variance.sum(-1, keepdim=True)).sqrt()
+        return standardise(x, found.mean, self.scale / length, None, batch, dtype)
+
+
+class DistLayerNorm(gnn.LayerNorm):
+    """:class:`torch_geometric.nn.LayerNorm` over the nodes of all workers.
+
+    With ``mode='node'`` it is PyG's and sends nothing. Without ``batch``, PyG adds eps to the
+    deviation, with ``batch`` to the variance; so does this.
+    """
+
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+    ) -> Tensor:
+        """See :meth:`torch_geometric.nn.LayerNorm.forward`."""
+        batch = plain_batch(batch)
+        if current().world_size == 1 or self.mode != "graph":
+            return super().forward(x, batch, batch_size)
+        found = graph_moments("LayerNorm(mode='graph')", x, batch, batch_size)
+        mean = found.mean.mean(-1, keepdim=True)
+        variance = (found.variance + (found.mean - mean).square()).mean(-1, keepdim=True)
+        if batch is None:
+            # As std(): no gradient where all values are equal.
+            inverse = 1 / (variance.clamp(min=1e-300).sqrt() + self.eps)
+        else:
+            inverse = (variance + self.eps).rsqrt()
+        dtype = plain_dtype(self, gnn.LayerNorm, x, batch)
+        shift = mean.expand_as(found.mean)
+        return standardise(x, shift, scaled(inverse, self.weight), self.bias, batch, dtype)
+
+
+class DistInstanceNorm(gnn.InstanceNorm):
+    """:class:`torch_geometric.nn.InstanceNorm` over the nodes of all workers.
+
+    Running statistics are PyG's: with ``batch``, the average over the graphs, also those without
+    nodes.
+
+    Raises:
+        ValueError: Without ``batch``, when all workers together have at most one node, as in PyG.
+    """
+
+    def forward(
+        self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
+    ) -> Tensor:
+        """See :meth:`torch_geometric.nn.InstanceNorm.forward`."""
+        batch = plain_batch(batch)
+        comm = current()
+        if comm.world_size == 1:
+            return super().forward(x, batch, batch_size)
+        dtype = plain_dtype(self, gnn.InstanceNorm, x, batch)
+        if not reduces_over_rows(self):
+            scale = scaled((self.running_var.double() + self.eps).rsqrt(), self.weight)
+            shift, scale = self.running_mean.view(1, -1), scale.view(1, -1)
+            return standardise(x, shift, scale, self.bias, None, dtype)
+        found = graph_moments("InstanceNorm", x, batch, batch_size)
+        if batch is None:
+            check_several(found)
+        whole = found.count.view(-1, 1)
+        unbiased = found.variance * whole / (whole - 1).clamp(min=1)
+        track_instances(self, found.mean.mean(0), unbiased.mean(0))
+        scale = scaled((found.variance + self.eps).rsqrt(), self.weight)
+        return standardise(x, found.mean, scale, self.bias, batch, dtype)
+
+
+def check_several(found: Moments) -> None:
+    """Refuses instances of one node on all workers, which have no deviation, as torch does."""
+    total = int(found.count)
+    if total <= 1:
+        raise ValueError(
+            f"Expected more than 1 spatial element when training (got {total} nodes on all "
+            f"{current().world_size} workers)"
+        )
+
+
+@torch.no_grad()
+def track_instances(norm: Any, mean: Tensor, variance: Tensor) -> None:
+    """Moves an instance norm's running statistics towards the average over instances."""
+    for running, now in ((norm.running_mean, mean), (norm.running_var, variance)):
+        if running is not None:
+            running.mul_(1 - norm.momentum).add_(now.to(running.dtype), alpha=norm.momentum)
+
+
+class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
+    """:class:`torch.nn.InstanceNorm1d` where nodes lie on different workers.
+
+    Torch's input is ``[C, L]`` or ``[B, C, L]``. Where ``x.t()`` is given (C channels on every
+    worker, or B = 1 on every worker), nodes are the positions L: statistics are over those of all
+    workers. Otherwise nodes are the first axis and are normalised one by one, as torch does, also
+    ``x`` of shape ``[N, F]`` (``GENConv(norm='instance')``), each node over its features; then
+    only the running statistics are averaged over all workers' nodes. One small collective tells
+    which.
+
+    Raises:
+        ValueError: On every worker, where it can't be told: ``[C, C]`` on each of them. And as
+            torch, where nodes would be channels that have parameters or running statistics.
+    """
+
+    def forward(self, input: Tensor) -> Tensor:
+        """See :class:`torch.nn.InstanceNorm1d`."""
+        if current().world_size == 1:
+            return super().forward(input)
+        self._check_input_dim(input)
+        if not reduces_over_rows(self):
+            return super().forward(input) if input.size(0) else self._of_nothing(input)
+        if not self._nodes_are_positions(input):
+            return self._node_by_node(input)
+        if self.affine and input.size(-2) != self.num_features:
+            return super().forward(input)  # torch's error
+        rows = (input if input.dim() == 2 else input[0]).t()
+        found = moments(rows)
+        check_several(found)
+        unbiased = found.variance[0] * found.count / (found.count - 1)
+        track_instances(self, found.mean[0], unbiased)
+        scale = scaled((found.variance + self.eps).rsqrt(), self.weight)
+        return standardise(rows, found.mean, scale, self.bias).t().view(input.shape)
+
+    def _nodes_are_positions(self, input: Tensor) -> bool:
+        comm = current()
+        axes = input.new_tensor([input.dim(), input.size(0), input.size(-1)], dtype=torch.long)
+        everyone = torch.stack(comm.all_gather(axes, label=("", "forward", "statistics"))).tolist()
+        for rank, (dim, _, _) in enumerate(everyone):
+            if dim != everyone[0][0]:
+                raise ValueError(
+                    f"InstanceNorm1d got {dim} axes at rank {rank} and {everyone[0][0]} at rank 0"
+                )
+        if input.dim() == 3:
+            return all(size == 1 for _, size, _ in everyone)
+        own = self.affine or self.track_running_stats  # Of channels: these are no nodes then.
+        if not own and all(sizes == [2, *[self.num_features] * 2] for sizes in everyone):
+            raise ValueError(
+                f"InstanceNorm1d({self.num_features}) got {list(input.shape)} on every worker: "
+                "whether rows or columns are nodes can't be told. Pass x.t().unsqueeze(0) to "
+                "normalise over the nodes, or use torch.nn.LayerNorm(elementwise_affine=False), "
+                "which normalises each node over its features (in GENConv norm='layer')"
+            )
+        return all(size == self.num_features for _, size, _ in everyone)
+
+    def _node_by_node(self, input: Tensor) -> Tensor:
+        if (self.affine or self.running_mean is not None) and input.dim() == 2:
+            what = "parameters" if self.affine else "running statistics"
+            raise ValueError(
+                f"InstanceNorm1d has {what} of {self.num_features} channels, got "
+                f"{list(input.shape)} at rank {current().rank}: nodes would be the channels. Pass "
+                "x.t(), or use torch_geometric.nn.InstanceNorm"
+            )
+        if input.size(0):
+            # Torch's functional form takes no [C, L], which its module makes [1, C, L].
+            whole = input.unsqueeze(0) if input.dim() == 2 else input
+            out = instance_norm(whole, None, None, self.weight, self.bias, True, 0.0, self.eps)
+            out = out.view(input.shape)
+        else:
+            out = self._of_nothing(input)
+        if self.running_mean is not None:
+            values = input.detach().double()
+            mean = values.mean(2)
+            spread = (values - mean.unsqueeze(2)).square().sum(2) / max(input.size(2) - 1, 1)
+            found = moments(torch.cat([mean, spread], dim=1), order=1)
+            track_instances(self, *found.mean[0].chunk(2))
+        return out
+
+    def _of_nothing(self, input: Tensor) -> Tensor:
+        """Torch takes no empty input; parameters must get their gradient, of 0, all the same."""
+        out = input if self.weight is None else input * self.weight.view(-1, 1)
+        return out if self.bias is None else out + self.bias.view(-1, 1)
+
+
+# Norms over rows #############################################################
 
 
 class DistBatchNorm1d(torch.nn.BatchNorm1d):
@@ -68,7 +334,7 @@ class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
 
 
 def _over_all_rows(norm: Any, input: Tensor, allow_single_element: bool) -> Tensor:
-    """Batch statistics over every axis but the channels', and over the workers."""
+    """Normalises by statistics over every axis but the channels', and over the workers."""
     if input.size(1) != norm.num_features:
         raise ValueError(
             f"{type(norm).__name__} expected {norm.num_features} channels on axis 1, got a tensor "
@@ -153,7 +419,7 @@ class DistDiffGroupNorm(gnn.DiffGroupNorm):
 
     @staticmethod
     def group_distance_ratio(x: Tensor, y: Tensor, eps: float = 1e-5) -> float:
-        """PyG's, on one worker.
+        """Returns PyG's ratio, on one worker.
 
         Raises:
             ValueError: On several workers: the distances between their nodes are missing.

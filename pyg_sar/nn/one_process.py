@@ -139,7 +139,7 @@ def node_counts(x: Any, axis: int) -> tuple[int, int | None] | None:
 
 
 def plain_edges(value: Any) -> bool:
-    """Whether it is an ordinary edge list ``[2, E]`` in memory."""
+    """Says if it is an ordinary edge list ``[2, E]`` in memory."""
     return (
         type(value) is Tensor
         and value.dtype == torch.long

@@ -1,8 +1,8 @@
-"""What a call of ``propagate`` needs around the aggregation itself."""
+"""The surroundings of an aggregation in a call of ``propagate``: stand-ins, order, rounds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,7 +21,7 @@ from pyg_sar.space.index_space import DistEdgeIndex, version_of
 
 
 def kind_of_argument(value: Any) -> Any:
-    """What tells calls with other edge-level tensors apart; the same on all workers."""
+    """Returns a key that tells calls with other edge-level tensors apart, alike on all workers."""
     if isinstance(value, DeferredEdge):  # not asked for its shape: that would compute it
         return tuple((name, kind_of_argument(part)) for name, part in sorted(value.kwargs.items()))
     return tuple(value.shape[1:]) if isinstance(value, Tensor) else type(value)
@@ -53,13 +53,13 @@ def travelling(plan: HaloPlan, wire: str) -> Iterator[None]:
 
 
 def methods_of(layer: MessagePassing) -> tuple[str, ...]:
-    """The layer's methods that see edges."""
+    """Returns the layer's methods that see edges."""
     updates = type(layer).edge_update is not MessagePassing.edge_update
     return ("message", "edge_update") if updates else ("message",)
 
 
 def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
-    """The size of a relation between nodes of two types; a given one must agree with it."""
+    """Returns the size of a relation between nodes of two types; a given one must agree with it."""
     if not edge_index.bipartite:
         return size
     known = (edge_index.plan.num_local, edge_index.num_targets)
@@ -72,6 +72,21 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
                 "nodes, or leave 'size' out"
             )
     return known
+
+
+@contextmanager
+def standing_in(*methods: tuple[torch.nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
+    """Calls of these modules' methods, by module and name, go to other functions meanwhile."""
+    before = [(module.__dict__, name, module.__dict__.get(name)) for module, name, _ in methods]
+    for module, name, function in methods:
+        module.__dict__[name] = function
+    try:
+        yield
+    finally:
+        for attributes, name, own in reversed(before):
+            attributes[name] = own
+            if own is None:
+                del attributes[name]
 
 
 class _Joined(torch.autograd.Function):
@@ -89,11 +104,11 @@ class _Joined(torch.autograd.Function):
 
 @contextmanager
 def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iterator[None]:
-    """Where a worker has no edges, a message that fails is known to be ``rows[0]``, ``[0, *]``.
+    """Lets a message that fails for want of edges give ``rows[0]``, ``[0, *]``, meanwhile.
 
     Messages that reshape by ``-1`` fail without edges: rare in a graph, not in its parts.
     """
-    own, before = layer.message, layer.__dict__.get("message")
+    own = layer.message
 
     def message(**arguments: Any) -> Any:
         try:
@@ -113,19 +128,14 @@ def message_without_edges(layer: MessagePassing, rows: Sequence[Tensor]) -> Iter
         joined: Tensor = _Joined.apply(out, *layer.parameters())
         return joined
 
-    layer.__dict__["message"] = message
-    try:
+    with standing_in((layer, "message", message)):
         yield
-    finally:
-        layer.__dict__["message"] = before
-        if before is None:
-            del layer.__dict__["message"]
 
 
 @contextmanager
 def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Iterator[None]:
-    """The message gets these numbers of nodes, where PyG would hand over the worker's own."""
-    own, before = layer.message, layer.__dict__.get("message")
+    """Gives the message these numbers of nodes, where PyG would hand over the worker's own."""
+    own = layer.message
 
     def message(**arguments: Any) -> Any:
         for name in sizes.keys() & arguments.keys():
@@ -135,18 +145,13 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
             arguments[name] = None if mine is None else whole
         return own(**arguments)
 
-    layer.__dict__["message"] = message
-    try:
+    with standing_in((layer, "message", message)):
         yield
-    finally:
-        layer.__dict__["message"] = before
-        if before is None:
-            del layer.__dict__["message"]
 
 
 @contextmanager
 def first_target_filled(layer: MessagePassing) -> Iterator[None]:
-    """Where a worker's first target has no message, its aggregation sees two before the first.
+    """Shows an aggregation whose first target has no message two of zeros before the first.
 
     PyG's median and quantiles fail on that, and on fewer than two messages: rare in a graph, not in
     its parts. The target of these messages is cut off again.
@@ -157,7 +162,7 @@ def first_target_filled(layer: MessagePassing) -> Iterator[None]:
     if takes_more or (merges and type(layer).aggregate is MessagePassing.aggregate):
         yield
         return
-    own, before = layer.aggregate, layer.__dict__.get("aggregate")
+    own = layer.aggregate
 
     def aggregate(inputs: Any, *args: Any, **given: Any) -> Any:
         index: Any = given.get("index")
@@ -174,17 +179,12 @@ def first_target_filled(layer: MessagePassing) -> Iterator[None]:
         out = own(torch.cat([inputs.new_zeros(shape), inputs], dim), **given)
         return out.narrow(dim, 1, out.size(dim) - 1)
 
-    layer.__dict__["aggregate"] = aggregate
-    try:
+    with standing_in((layer, "aggregate", aggregate)):
         yield
-    finally:
-        layer.__dict__["aggregate"] = before
-        if before is None:
-            del layer.__dict__["aggregate"]
 
 
 def sorted_edges(edge_index: DistEdgeIndex) -> tuple[DistEdgeIndex, Tensor] | None:
-    """Edges by target, those of each in the whole graph's order; ``None`` where they are so."""
+    """Returns edges by target, in the whole graph's order; ``None`` where they are so."""
 
     def make() -> tuple[DistEdgeIndex, Tensor] | None:
         columns = by_target(edge_index.ends()[1], edge_index.order)
@@ -200,7 +200,7 @@ def sorted_edges(edge_index: DistEdgeIndex) -> tuple[DistEdgeIndex, Tensor] | No
 
 @contextmanager
 def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[None]:
-    """Edge-level attributes that a message sets go back to the order that edges came in."""
+    """Puts edge-level attributes that a message sets back in the order that edges came in."""
     before = dict(layer.__dict__)
     yield
     if columns is None:

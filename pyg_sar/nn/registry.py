@@ -1,4 +1,4 @@
-"""Which modules reduce over nodes, what becomes of them, and which are refused.
+"""The table of modules that reduce over nodes, of what becomes of them, and of those refused.
 
 [Note: tables] Each module of this package exports ``MODULES`` (a plain class and the distributed
 class that takes its place), ``MIXINS`` (a message passing class and what goes before
@@ -14,6 +14,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch_geometric import nn
 from torch_geometric.nn import (
     Aggregation,
     DeepSetsAggregation,
@@ -24,35 +25,51 @@ from torch_geometric.nn import (
 )
 
 from pyg_sar.comm.group import current
-from pyg_sar.nn import attention, colours, models, pool, refused_convs, sequences, set_attention
+from pyg_sar.nn import attention, models, pool
 from pyg_sar.nn.norm import NORMS
 
 MODULES: dict[type, type] = {
     **pool.MODULES,
     **attention.MODULES,
-    **set_attention.MODULES,
-    **sequences.MODULES,
     **models.MODULES,
-    **colours.MODULES,
 }
 MIXINS: dict[type, type] = {**models.MIXINS}
-REFUSED: dict[type, str] = {
-    **refused_convs.REFUSED,
-    **pool.REFUSED,
-    **set_attention.REFUSED,
-    **models.REFUSED,
+# Convolutions that no partition of nodes makes right: they would compute with one worker's nodes or
+# edges and say nothing, or fail with an error of something else. What else can't run distributed is
+# found when a layer is called.
+_NEIGHBOURS = (
+    "it builds a graph of k nearest neighbours in every pass, among this worker's nodes only. "
+    "Build the graph once, before write_partitions(), and use {instead}"
+)
+_CONVS: dict[type, str] = {
+    nn.DynamicEdgeConv: _NEIGHBOURS.format(instead="EdgeConv"),
+    nn.GravNetConv: _NEIGHBOURS.format(instead="GraphConv with weights"),
+    nn.XConv: _NEIGHBOURS.format(instead="PointNetConv or PointTransformerConv"),
+    nn.HypergraphConv: (
+        "its hyperedges are no edges between nodes, so that no worker owns them. Make hyperedges "
+        "nodes of a type of their own (HeteroData), with SAGEConv or GATConv both ways"
+    ),
+    nn.PANConv: (
+        "it multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
+        "steps of propagation instead: TAGConv, MixHopConv"
+    ),
+    nn.MeshCNNConv: (
+        "it tells the four neighbours of a mesh's edge apart by their places in the edge list, "
+        "which a partition changes"
+    ),
 }
+REFUSED: dict[type, str] = {**_CONVS, **pool.REFUSED, **models.REFUSED}
 
 
 def mixin_of(kind: type) -> tuple[type, ...]:
-    """What goes before :class:`DistMessagePassing` in a layer's bases."""
+    """Returns the classes that go before :class:`DistMessagePassing` in a layer's bases."""
     found = next((base for base in kind.__mro__ if base in MIXINS), None)
     return () if found is None else (MIXINS[found],)
 
 
 @cache
 def distributed_class(kind: type) -> type | None:
-    """The class that takes the place of ``kind``, or ``None`` if it stays as it is.
+    """Returns the class that takes the place of ``kind``, or ``None`` if it stays as it is.
 
     Raises:
         ValueError: With the reason, when it is refused.
@@ -66,7 +83,7 @@ def distributed_class(kind: type) -> type | None:
             raise ValueError(REFUSED[base])
         if base in MODULES.values():
             return None
-        if base in MODULES and base not in pool.MODULES and base not in set_attention.MODULES:
+        if base in MODULES and base not in pool.MODULES:
             return _joined(kind, base, MODULES[base])
         if base is Aggregation:
             raise ValueError(
@@ -78,7 +95,7 @@ def distributed_class(kind: type) -> type | None:
 
 
 def class_after(kind: type) -> type:
-    """The class that a module of class ``kind`` has after :func:`pyg_sar.distribute`."""
+    """Returns the class that a module of class ``kind`` has after :func:`pyg_sar.distribute`."""
     try:
         return distributed_class(kind) or kind
     except ValueError:  # Got past check_modules(): one process, which needs no other class.
@@ -86,11 +103,11 @@ def class_after(kind: type) -> type:
 
 
 def _joined(kind: type, base: type, dist: type) -> type:
-    """The distributed class of a subclass of ``base``."""
+    """Returns the distributed class of a subclass of ``base``."""
     own = {name for c in kind.__mro__[: kind.__mro__.index(base)] for name in vars(c)}
     added = dist.__mro__[: dist.__mro__.index(base)]
     clash = sorted({name for c in added for name in vars(c) if callable(vars(c)[name])} & own)
-    if clash and base not in sequences.MODULES:
+    if clash and base not in attention.SEQUENCES:
         raise ValueError(
             f"it overrides {', '.join(clash)} of {base.__name__}, which over workers must reduce "
             f"over all their nodes; derive it from {dist.__module__}.{dist.__name__} and do so"
@@ -106,21 +123,21 @@ def _inside(name: str, roots: Collection[str]) -> bool:
 
 
 def _of_layers(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Names of the aggregations of message passing layers, which these see to."""
+    """Returns names of the aggregations of message passing layers, which these see to."""
     for name, module in modules.items():
         if isinstance(module, MessagePassing):
             yield f"{name}.aggr_module" if name else "aggr_module"
 
 
 def _of_norms(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Names of the parts of norms, which see to these (HeteroBatchNorm has an aggregation)."""
+    """Returns names of the parts of norms, which see to them (HeteroBatchNorm aggregates)."""
     for name, module in modules.items():
         if isinstance(module, (*NORMS, *NORMS.values())):
             yield from (f"{name}.{part}" if name else part for part, _ in module.named_children())
 
 
 def _after_readouts(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
-    """Names of parts of readouts that see graphs instead of nodes."""
+    """Returns names of parts of readouts that see graphs instead of nodes."""
     for name, module in modules.items():
         prefix = f"{name}." if name else ""
         if isinstance(module, GraphMultisetTransformer | SetTransformerAggregation):
@@ -132,7 +149,7 @@ def _after_readouts(modules: Mapping[str, torch.nn.Module]) -> Iterator[str]:
 
 
 class Seeing:
-    """What modules see: nodes, edges of a layer, or graphs that all workers have.
+    """Tells modules that see nodes or edges from those that see graphs, which all workers have.
 
     Args:
         model: The model.

@@ -42,6 +42,7 @@ class LayerReport:
         output_error: The largest relative error of its outputs.
         gradient_error: The largest error of its parameters' gradients, relative to the largest
             gradient of the model.
+        transforms_first: It maps source rows before it sums them (docs/transform_first.md).
     """
 
     name: str
@@ -53,6 +54,7 @@ class LayerReport:
     halo_rows: int
     output_error: float = 0.0
     gradient_error: float = 0.0
+    transforms_first: bool = False
 
 
 @dataclass
@@ -126,7 +128,7 @@ def _table(layers: list[LayerReport]) -> list[str]:
         [
             layer.name or "(model)",
             layer.kind,
-            layer.strategy,
+            layer.strategy + (", transforms first" if layer.transforms_first else ""),
             str(layer.case or "-"),
             _bytes(layer.received_bytes),
             f"{layer.resident_rows}/{layer.halo_rows}",

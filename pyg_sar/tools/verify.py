@@ -393,16 +393,17 @@ def _backward(expected: ModelPass, outputs: Sequence[Tensor], rows: Rows) -> Non
 
 def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
     """Returns how a layer ran on this worker."""
-    verdicts = layer.__dict__.get("_verdicts", {}).values()
-    needs = [verdict.needs for verdict in verdicts if verdict.needs is not None]
+    choices = layer.__dict__.get("_choices", {}).values()
+    needs = [choice.needs for choice in choices if choice.needs is not None]
     case = 0 if not needs else 2 if any(need.needs_sources for need in needs) else 1
     label = layer.ledger_name
     return LayerReport(
         name=name,
         kind=type(layer).__name__.removeprefix("Dist"),
-        strategy=", ".join(sorted({verdict.strategy for verdict in verdicts})) or "not called",
+        strategy=", ".join(sorted({choice.strategy for choice in choices})) or "not called",
         case=case,
         received_bytes=sum(ledger.received_bytes(layer=label, kind=kind) for kind in HALO_KINDS),
         resident_rows=ledger.peak_resident_rows(label),
         halo_rows=halo,
+        transforms_first=layer.__dict__.get("_transforms_first", False),
     )

@@ -1,0 +1,345 @@
+r"""Linear maps that a layer applies to sums of rows, applied to the source rows where that is less.
+
+[Note: transform first] A sum, or a mean, commutes with a linear map:
+
+.. math::
+    W \sum_{j \in \mathcal{N}(i)} w_{ij} \mathbf{x}_j
+    = \sum_{j \in \mathcal{N}(i)} w_{ij} \, (W \mathbf{x}_j).
+
+``SAGEConv(256, 40)`` sums rows of 256 numbers, then maps them to 40. Mapped first, 40 are sent,
+summed and kept. The two sides differ by rounding alone. A layer is recognized by its class and
+options where its methods are PyG's own and nothing watches the rows in between; biases are added
+after the sum, as PyG does. docs/transform_first.md lists PyG's layers.
+
+[Note: what travels] With rows of :math:`F` numbers, mapped to :math:`F'`, each of :math:`H` halo
+rows carries :math:`F` numbers in the forward pass and, if the rows take a gradient, :math:`F` in
+the backward pass; mapped first :math:`F'` and, if the rows or the weight take one, :math:`F'`. The
+map goes first where that sum is less. So constant features need :math:`2 F' < F` in training.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cache, partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric.typing
+from torch import Tensor
+from torch.nn.modules import module as torch_module
+from torch_geometric.nn import (
+    MLP,
+    ChebConv,
+    ClusterGCNConv,
+    GINConv,
+    GraphConv,
+    Linear,
+    MeanAggregation,
+    MessagePassing,
+    RGCNConv,
+    SAGEConv,
+    SGConv,
+    SignedConv,
+    SSGConv,
+    SumAggregation,
+    TAGConv,
+)
+from torch_geometric.nn.conv.gcn_conv import gcn_norm
+
+from pyg_sar.nn.propagation import standing_in
+
+_WATCHED = tuple(
+    f"_{name}_forward{when}_hooks"
+    for name in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
+    for when in ("", "_pre")
+)
+_METHODS = ("forward", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
+
+Methods = list[tuple[torch.nn.Module, str, Callable[..., Any]]]
+"""Modules, names of their methods, and what stands in for these."""
+
+
+@contextmanager
+def transforming_first(layer: Any) -> Iterator[None]:
+    """Lets a call of the layer map source rows before it sums them, where that is less.
+
+    See [Note: transform first]. ``layer._transforms_first`` then says whether the call did so.
+
+    Args:
+        layer: A :class:`~pyg_sar.nn.DistMessagePassing`, called on a distributed ``edge_index``.
+    """
+    layer.__dict__["_transforms_first"] = False
+    kind = _kind_of(type(layer))
+    if kind is None or not layer.policy.transform_first or not _is_unwatched(layer):
+        yield
+        return
+    with standing_in(*_WAYS[kind](layer)):
+        yield
+
+
+def _kind_of(own: type) -> type[MessagePassing] | None:
+    """Returns PyG's class that computes what ``own`` does, where it is one of those known here."""
+    kind = _known_base(own)
+    unchanged = kind and all(getattr(own, name) is getattr(kind, name) for name in _METHODS)
+    return kind if unchanged else None
+
+
+@cache
+def _known_base(own: Any) -> type[MessagePassing] | None:
+    return next((kind for kind in _WAYS if issubclass(own, kind)), None)
+
+
+def _is_unwatched(layer: Any) -> bool:
+    """Says if a layer computes what its class does, by sums that nothing watches."""
+    if type(layer.aggr_module) not in (SumAggregation, MeanAggregation):
+        return False
+    if layer.explain or layer.decomposed_layers > 1 or torch_module._has_any_global_hook():
+        return False
+    if any(layer.__dict__[name] for name in _WATCHED) or _hooked(layer.aggr_module):
+        return False
+    return layer.__dict__.keys().isdisjoint((*_METHODS, "propagate"))
+
+
+def _hooked(module: torch.nn.Module) -> bool:
+    return bool(
+        module._forward_hooks
+        or module._forward_pre_hooks
+        or module._backward_hooks
+        or module._backward_pre_hooks
+        or "forward" in module.__dict__
+    )
+
+
+def _is_linear(module: Any) -> bool:
+    """Says if it is a linear map as PyG and torch define it, which nothing watches."""
+    return type(module) in (Linear, torch.nn.Linear) and not _hooked(module)
+
+
+def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> bool:
+    """Says if mapped rows take fewer numbers on the wire. See [Note: what travels].
+
+    Marks the layer if so.
+    """
+    if not isinstance(rows, Tensor) or rows.layout != torch.strided or rows.dtype != weight.dtype:
+        return False
+    if rows.dim() < 2 or rows.size(-1) != wide or torch.is_autocast_enabled(rows.device.type):
+        return False
+    learns = torch.is_grad_enabled()
+    before = wide * (1 + (learns and rows.requires_grad))
+    after = narrow * (1 + (learns and (rows.requires_grad or weight.requires_grad)))
+    if after < before:
+        layer.__dict__["_transforms_first"] = True
+    return after < before
+
+
+class _Ahead:
+    """A linear map whose product is taken before a sum, and whose bias is added after it.
+
+    Args:
+        layer: The layer.
+        linear: Its linear map, whose ``forward`` :meth:`rest` stands in for.
+    """
+
+    def __init__(self, layer: Any, linear: Any) -> None:
+        self.layer, self.linear, self.done = layer, linear, False
+
+    def rows(self, x: Any) -> Any:
+        """Returns ``x`` times the weight where that is less, else ``x``; of a pair, its sources."""
+        first = x[0] if isinstance(x, tuple) else x
+        weight = self.linear.weight
+        if not _is_less(self.layer, first, weight, weight.size(1), weight.size(0)):
+            return x
+        self.done = True
+        mapped = F.linear(first, weight)
+        return (mapped, *x[1:]) if isinstance(x, tuple) else mapped
+
+    def rest(self, out: Tensor) -> Tensor:
+        """Returns the linear map of ``out``, of which only the bias may be left to add."""
+        if not self.done:
+            mapped: Tensor = type(self.linear).forward(self.linear, out)
+            return mapped
+        self.done = False  # A module that is called twice maps the second time.
+        return out if self.linear.bias is None else out + self.linear.bias
+
+
+# Ways #########################################################################
+
+
+def _sums(*names: str) -> Callable[[Any], Methods]:
+    """Returns the way of layers whose calls of ``propagate(x=...)`` are each fed to one map."""
+
+    def way(layer: Any) -> Methods:
+        linears = [getattr(layer, name, None) for name in names]
+        if len(set(linears)) < len(names) or not all(_is_linear(linear) for linear in linears):
+            return []
+        maps = [_Ahead(layer, linear) for linear in linears]
+        turns, propagate = iter(maps), layer.propagate
+
+        def mapped(edge_index: Any, *args: Any, x: Any, **kwargs: Any) -> Any:
+            return propagate(edge_index, *args, x=next(turns).rows(x), **kwargs)
+
+        ahead: Methods = [(one.linear, "forward", one.rest) for one in maps]
+        return [(layer, "propagate", mapped), *ahead]
+
+    return way
+
+
+def _signed(layer: Any) -> Methods:
+    return _sums("lin_pos_l", "lin_neg_l")(layer) if layer.first_aggr else []
+
+
+def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
+    """Returns the way of layers that are linear in ``x``, up to the map ``find(layer)``."""
+
+    def way(layer: Any) -> Methods:
+        linear = find(layer)
+        if not _is_linear(linear) or layer.__dict__.get("cached", False):
+            return []  # A cache keeps sums of rows that are not mapped.
+        ahead, forward = _Ahead(layer, linear), layer.forward
+
+        def mapped(x: Any, *args: Any, **kwargs: Any) -> Any:
+            sources = x[0] if isinstance(x, tuple) else x
+            rows = ahead.rows(sources)
+            if ahead.done and isinstance(x, tuple):
+                target = x[1] if x[1] is None else F.linear(x[1], linear.weight)
+                return forward((rows, rows if x[1] is sources else target), *args, **kwargs)
+            return forward(rows if ahead.done else x, *args, **kwargs)
+
+        return [(layer, "forward", mapped), (linear, "forward", ahead.rest)]
+
+    return way
+
+
+def _first_linear(layer: Any) -> Any:
+    """Returns the linear map that a GINConv's network begins with, if it does."""
+    network = layer.nn
+    if _is_linear(network):
+        return network
+    if type(network) not in (MLP, torch.nn.Sequential) or _hooked(network):
+        return None
+    return next(iter(network.lins if isinstance(network, MLP) else network), None)
+
+
+def _polynomial(compute: Callable[..., Tensor]) -> Callable[[Any], Methods]:
+    """Returns the way of layers that are polynomials of their edges' matrix, with a map per power.
+
+    ``compute(layer, mapped, x, ...)`` takes the rows ``mapped`` of all powers.
+    """
+
+    def way(layer: Any) -> Methods:
+        linears, forward = list(layer.lins), layer.forward
+        if len(linears) < 2 or not all(_is_linear(lin) and lin.bias is None for lin in linears):
+            return []
+
+        def mapped(x: Any, *args: Any, **kwargs: Any) -> Any:
+            weight = linears[0].weight
+            if not _is_less(layer, x, weight, weight.size(1), weight.size(0)):
+                return forward(x, *args, **kwargs)
+            out = compute(layer, [lin(x) for lin in linears], x, *args, **kwargs)
+            return out if layer.bias is None else out + layer.bias
+
+        return [(layer, "forward", mapped)]
+
+    return way
+
+
+def _horner(
+    layer: Any, mapped: list[Tensor], x: Tensor, edge_index: Any, edge_weight: Any = None
+) -> Tensor:
+    r"""Returns :math:`\sum_k A^k X W_k` by Horner's rule, :math:`X W_0 + A (X W_1 + \ldots)`."""
+    if layer.normalize:
+        edge_index, edge_weight = gcn_norm(
+            edge_index, edge_weight, x.size(layer.node_dim), False, False, layer.flow, x.dtype
+        )
+    out = mapped[-1]
+    for rows in reversed(mapped[:-1]):
+        out = rows + layer.propagate(edge_index, x=out, edge_weight=edge_weight)
+    return out
+
+
+def _clenshaw(
+    layer: Any,
+    mapped: list[Tensor],
+    x: Tensor,
+    edge_index: Any,
+    edge_weight: Any = None,
+    batch: Any = None,
+    lambda_max: Any = None,
+) -> Tensor:
+    r"""Returns :math:`\sum_k T_k(L) X W_k` by Clenshaw's recurrence.
+
+    .. math::
+        B_k = X W_k + 2 L B_{k+1} - B_{k+2}, \qquad \sum_k T_k(L) X W_k = X W_0 + L B_1 - B_2.
+    """
+    edges, norm = layer.__norm__(
+        edge_index,
+        x.size(layer.node_dim),
+        edge_weight,
+        layer.normalization,
+        lambda_max,
+        dtype=x.dtype,
+        batch=batch,
+    )
+    last: Any = 0.0
+    now = mapped[-1]
+    for rows in reversed(mapped[1:-1]):
+        now, last = rows + 2.0 * layer.propagate(edges, x=now, norm=norm) - last, now
+    return mapped[0] + layer.propagate(edges, x=now, norm=norm) - last
+
+
+def _relations(layer: Any) -> Methods:
+    """Returns the way of RGCNConv: a sum per relation, each mapped by a weight of its own."""
+    forward = layer.forward
+    if torch_geometric.typing.WITH_SEGMM and layer.num_bases is None and layer.num_blocks is None:
+        return []  # PyG may then map each edge's row, and its means are over all relations.
+
+    def mapped(x: Any, edge_index: Any, edge_type: Any = None) -> Any:
+        source, target = x if isinstance(x, tuple) else (x, x)
+        wide, narrow = layer.in_channels_l, layer.out_channels
+        rows = isinstance(target, Tensor) and target.is_floating_point() and edge_type is not None
+        if not rows or not _is_less(layer, source, layer.weight, wide, narrow):
+            return forward(x, edge_index, edge_type)
+        out = torch.zeros(target.size(0), narrow, device=target.device)
+        size = source.size(0), target.size(0)
+        for relation, product in enumerate(_products(layer)):
+            edges = edge_index[:, edge_type == relation]
+            out = out + layer.propagate(edges, x=product(source), edge_type_ptr=None, size=size)
+        if layer.root is not None:
+            out = out + target @ layer.root
+        return out if layer.bias is None else out + layer.bias
+
+    return [(layer, "forward", mapped)]
+
+
+def _products(layer: Any) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Returns the linear maps of an RGCNConv's relations."""
+    weight = layer.weight
+    if layer.num_blocks is not None:
+
+        def blockwise(blocks: Tensor, x: Tensor) -> Tensor:
+            parts = x.unflatten(1, (blocks.size(0), blocks.size(1)))
+            return torch.einsum("nbi,bio->nbo", parts, blocks).flatten(1)
+
+        for blocks in weight:
+            yield partial(blockwise, blocks)
+        return
+    if layer.num_bases is not None:
+        weight = torch.einsum("rb,bio->rio", layer.comp, weight)
+    for matrix in weight:
+        yield partial(torch.matmul, other=matrix)
+
+
+_WAYS: dict[type[MessagePassing], Callable[[Any], Methods]] = {
+    SAGEConv: _sums("lin_l"),
+    GraphConv: _sums("lin_rel"),
+    ClusterGCNConv: _sums("lin_out"),
+    SignedConv: _signed,
+    SGConv: _inputs(lambda layer: layer.lin),
+    SSGConv: _inputs(lambda layer: layer.lin),
+    GINConv: _inputs(_first_linear),
+    TAGConv: _polynomial(_horner),
+    ChebConv: _polynomial(_clenshaw),
+    RGCNConv: _relations,
+}
