@@ -218,8 +218,8 @@ def document(graphs: dict[str, Graph], args: argparse.Namespace) -> str:
         "# Partitioners",
         "",
         f"{date.today()}, `python benchmarks/partitions.py --data ../shared/data --epochs "
-        f"{args.epochs} --train {' '.join(map(str, args.train))}`, {os.cpu_count()} cores, torch {torch.__version__}, torch-geometric "
-        f"{torch_geometric.__version__}.",
+        f"{args.epochs} --train {' '.join(map(str, args.train))}`, {os.cpu_count()} cores, "
+        f"torch {torch.__version__}, torch-geometric {torch_geometric.__version__}.",
         "",
         "Nodes, edges: the largest part over the mean. Halo rows: of all workers. Cover rows: the "
         "fewest rows, pulled and pushed, that carry all cuts. Seconds: of one thread. Epoch: over "
