@@ -100,7 +100,9 @@ def summary(found: dict[str, Any]) -> dict[str, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("--timed", type=int, default=200)
     parser.add_argument("--list", action="store_true", help="name every function")
     args = parser.parse_args()
@@ -119,7 +121,9 @@ def main() -> None:
             if args.list:
                 for phase in ("forward", "backward"):
                     for (file, line, function), count in found[phase].items():
-                        print(f"  {phase:8} {count:4} {file.split('/pyg_sar/')[-1]}:{line} {function}")
+                        print(
+                            f"  {phase:8} {count:4} {file.split('/pyg_sar/')[-1]}:{line} {function}"
+                        )
 
 
 if __name__ == "__main__":

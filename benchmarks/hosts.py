@@ -374,7 +374,7 @@ def main() -> None:
     add("--hosts", type=int, nargs="+", default=[2, 4], metavar="N", help="numbers of hosts")
     add("--rate", default="1gbit", help="of each link, as tc writes it")
     add("--source", default="synthetic:nodes=40000,degree=25", help="the graph")
-    add("--method", default="metis", help="of partitioning")
+    add("--method", default="balanced", help="of partitioning")
     add("--models", choices=("sage", "gat"), nargs="+", default=["sage", "gat"])
     add("--hidden", type=int, default=128, metavar="N", help="width")
     add("--epochs", type=int, default=8, metavar="N", help="measured")

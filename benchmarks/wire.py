@@ -186,7 +186,7 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=100)
     parser.add_argument("--workers", type=int, nargs="+", default=[2, 4, 8])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--partition", choices=["metis", "metis-work", "random"], default="metis")
+    parser.add_argument("--partition", choices=["balanced", "metis", "random"], default="balanced")
     parser.add_argument("--epochs", type=int, default=3, help="timed epochs of each run")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--note", default="", help="a sentence on how it was measured")

@@ -83,7 +83,7 @@ def test_partition_explains_mistakes_in_one_line(tmp_path, capsys):
 
 def test_help_tells_sources_hosts_and_defaults(capsys):
     for command, words in {
-        "partition": ("ogbn-arxiv", "synthetic:nodes=200000", "(default: metis)"),
+        "partition": ("ogbn-arxiv", "synthetic:nodes=200000", "(default: balanced)"),
         "train": ("--nnodes 2", "--node-rank", "GLOO_SOCKET_IFNAME", "--max-restarts", *MODELS),
         "demo": ("no download", "--nodes"),
     }.items():

@@ -61,7 +61,7 @@ def assert_same(found: HeteroData, data: HeteroData) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 3, 5])
-@pytest.mark.parametrize("method", ["metis", "metis-work", "random", "contiguous", "vectors"])
+@pytest.mark.parametrize("method", ["balanced", "metis", "random", "contiguous", "vectors"])
 def test_parts_give_the_graph_back(method, parts, tmp_path):
     data = rich()
     chosen = random_parts(data, parts) if method == "vectors" else method
@@ -92,11 +92,12 @@ def test_statistics_count_what_is_cut(tmp_path):
         assert kind.training_nodes == torch.bincount(parts[kind.name][mask], minlength=3).tolist()
 
 
-def test_metis_sees_the_graph_of_all_types():
+@pytest.mark.parametrize("method", ["balanced", "metis"])
+def test_the_graph_of_all_types_is_cut(method):
     """Two islands, each of both types: only the joint graph tells them apart."""
     left = torch.cartesian_prod(torch.arange(6), torch.arange(6)).t()
     edges = {("a", "to", "b"): torch.cat([left, left + 6], dim=1)}
-    part = assign_node_types(edges, {"a": 12, "b": 12}, 2, "metis")
+    part = assign_node_types(edges, {"a": 12, "b": 12}, 2, method)
     assert part["a"][:6].unique().numel() == 1 and torch.equal(part["a"], part["b"])
     assert int(part["a"].sum()) == 6
 

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyg_sar.partition.balance import undirected_csr
 from pyg_sar.partition.partitioners import (
     PartitionStatistics,
     assign_nodes,
     format_statistics,
     make_layout,
     partition_statistics,
-    undirected_csr,
 )
 
 
@@ -31,9 +31,10 @@ def two_cliques(size: int) -> torch.Tensor:
     return torch.cat([clique, clique + size, bridge], dim=1)
 
 
-def test_metis_finds_two_cliques():
+@pytest.mark.parametrize("method", ["balanced", "metis"])
+def test_two_cliques_are_found(method):
     edge_index = two_cliques(20)
-    part = assign_nodes(edge_index, 40, 2, "metis")
+    part = assign_nodes(edge_index, 40, 2, method)
     assert part.dtype == torch.int64
     assert part[:20].unique().numel() == part[20:].unique().numel() == 1
     statistics = partition_statistics(make_layout(edge_index, part, 2))
@@ -44,24 +45,7 @@ def test_metis_finds_two_cliques():
     assert statistics.replication_factor == 42 / 40
 
 
-def test_metis_work_balances_nodes_and_edges_together():
-    """Four communities of 500 nodes, of which the first has most of the edges."""
-    draw = torch.Generator().manual_seed(0)
-    edge_index = torch.randint(500, (2, 20_000), generator=draw)
-    edge_index[:, 14_000:] += 500 * (1 + torch.arange(6000) % 3)
-    degree = torch.bincount(edge_index[1], minlength=2000)
-    work = 1 + degree / degree.double().mean()
-    largest, most = {}, {}
-    for method in ("metis", "metis-work"):
-        part = assign_nodes(edge_index, 2000, 4, method)
-        total = torch.zeros(4).double().index_add_(0, part, work)
-        largest[method] = float(total.max() / total.mean())
-        most[method] = int(torch.bincount(part, minlength=4).max())
-    assert largest["metis-work"] <= 1.05 < 1.5 <= largest["metis"]
-    assert most["metis"] <= 515 < most["metis-work"] <= 1000
-
-
-@pytest.mark.parametrize("method", ["metis", "metis-work", "random"])
+@pytest.mark.parametrize("method", ["balanced", "metis", "random"])
 def test_same_seed_same_assignment(method):
     edge_index = random_graph(300, 1500, seed=1)
     first, again, other = (assign_nodes(edge_index, 300, 4, method, seed) for seed in (3, 3, 4))
@@ -80,17 +64,17 @@ def test_even_node_counts(method, num_nodes, num_parts):
         assert torch.equal(part, part.sort().values)
 
 
-@pytest.mark.parametrize("method", ["metis", "metis-work"])
+@pytest.mark.parametrize("method", ["balanced", "metis"])
 @pytest.mark.parametrize("num_parts", [1, 2, 5, 6, 90, 100, 101, 1000])
-def test_metis_takes_any_number_of_parts(num_parts, method):
+def test_takes_any_number_of_parts(num_parts, method):
     ring = torch.stack([torch.arange(100), (torch.arange(100) + 1) % 100])
     part = assign_nodes(ring, 100, num_parts, method)
     assert part.shape == (100,)
     assert 0 <= part.min() and part.max() < num_parts
 
 
-@pytest.mark.parametrize("method", ["metis", "metis-work"])
-def test_metis_without_edges(method):
+@pytest.mark.parametrize("method", ["balanced", "metis"])
+def test_without_edges(method):
     part = assign_nodes(torch.empty(2, 0, dtype=torch.long), 50, 4, method)
     assert torch.bincount(part, minlength=4).max() <= 14
 
@@ -174,7 +158,7 @@ def test_wrong_assignments_are_named(vector, message):
         ({"num_parts": -3}, ValueError, "got -3"),
         ({"num_parts": 2.0}, TypeError, "'num_parts' to be an integer \\(got 2.0\\)"),
         ({"num_parts": True}, TypeError, "got True"),
-        ({"method": "meits"}, ValueError, "'metis', 'metis-work', 'random'.*got 'meits'"),
+        ({"method": "meits"}, ValueError, "'balanced', 'metis', 'random'.*got 'meits'"),
         ({"method": [0, 1, 0]}, TypeError, "got list.*torch.tensor"),
         ({"seed": -1}, ValueError, "'seed'.*got -1"),
         ({"seed": 2**31}, ValueError, "'seed'"),

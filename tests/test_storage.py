@@ -125,7 +125,7 @@ def root(tmp_path) -> Path:
     num_nodes=st.integers(1, 12),
     num_edges=st.integers(0, 30),
     num_parts=st.integers(1, 6),
-    method=st.sampled_from(["metis", "metis-work", "random", "contiguous", "vector"]),
+    method=st.sampled_from(["balanced", "metis", "random", "contiguous", "vector"]),
     seed=st.integers(0, 2**16),
 )
 def test_round_trip_and_format(num_nodes, num_edges, num_parts, method, seed):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -29,8 +29,9 @@ def assign_node_types(
     edges: Mapping[EdgeType, Tensor],
     num_nodes: Mapping[str, int],
     num_parts: int,
-    method: str | Assignment = "metis",
+    method: str | Assignment = "balanced",
     seed: int = 0,
+    report: Callable[[str], None] = lambda line: None,
 ) -> dict[str, Tensor]:
     """Assigns every node of every type to one of ``num_parts`` parts.
 
@@ -38,11 +39,12 @@ def assign_node_types(
         edges: Edges (source, target) of each relation, ``[2, E]``.
         num_nodes: Nodes of each type.
         num_parts: The number of parts.
-        method: ``'metis'`` and ``'metis-work'``: few cut edges in the graph of all types
-            together, as of :func:`~pyg_sar.partition.partitioners.assign_nodes`. ``'random'`` and
+        method: ``'balanced'`` and ``'metis'``: nodes and edges of all types together, as of
+            :func:`~pyg_sar.partition.partitioners.assign_nodes`. ``'random'`` and
             ``'contiguous'``: each type by itself, so that its node counts differ by at most one.
             Or the assignment itself: an integer vector for each node type.
-        seed: Seed of ``'metis'`` and ``'random'``.
+        seed: Seed of all but ``'contiguous'``.
+        report: Called with a line of text before each stage that may take long.
 
     Returns:
         The part of each node by type, int64, ``[N_t]``.
@@ -63,7 +65,7 @@ def assign_node_types(
             f"{type(method).__name__})"
         )
     nothing = torch.empty(2, 0, dtype=torch.long)
-    if not method.startswith("metis"):
+    if method not in ("balanced", "metis"):
         return {
             name: assign_nodes(nothing, count, num_parts, method, (seed + k) % 2**31)
             for k, (name, count) in enumerate(num_nodes.items())
@@ -75,7 +77,7 @@ def assign_node_types(
         rows + torch.tensor([[starts[source]], [starts[target]]])
         for (source, _, target), rows in edges.items()
     ]
-    part = assign_nodes(torch.cat([nothing, *joint], dim=1), total, num_parts, method, seed)
+    part = assign_nodes(torch.cat([nothing, *joint], dim=1), total, num_parts, method, seed, report)
     return dict(zip(num_nodes, part.split(list(num_nodes.values())), strict=True))
 
 

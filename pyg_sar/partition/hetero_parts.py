@@ -16,7 +16,7 @@ A part's file holds, by the numbers of node types and relations in the metadata:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -195,9 +195,11 @@ class HeteroGraph:
     def _listed(self, key: Any) -> list[NodeList]:
         return [whole.info for whole in self.lists[key]]
 
-    def partition(self, num_parts: int, method: str | Assignment, seed: int) -> HeteroPartition:
-        """Assigns nodes and edges to parts."""
-        parts = assign_node_types(self.edges, self.num_nodes, num_parts, method, seed)
+    def partition(
+        self, num_parts: int, method: str | Assignment, seed: int, report: Callable[[str], None]
+    ) -> HeteroPartition:
+        """Assigns nodes and edges to parts; ``report`` is called with a line before each stage."""
+        parts = assign_node_types(self.edges, self.num_nodes, num_parts, method, seed, report)
         return HeteroPartition(self, parts, num_parts)
 
 

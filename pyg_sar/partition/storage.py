@@ -53,7 +53,7 @@ def write_partitions(
     data: Data | HeteroData,
     num_parts: int,
     root: str | os.PathLike[str],
-    method: str | Tensor | np.ndarray[Any, Any] | Assignment = "metis",
+    method: str | Tensor | np.ndarray[Any, Any] | Assignment = "balanced",
     seed: int = 0,
     *,
     node_ids: NodeIds | None = None,
@@ -77,7 +77,7 @@ def write_partitions(
         data: The graph.
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
-        method: ``'metis'``, ``'metis-work'``, ``'random'``, ``'contiguous'``, or an integer vector
+        method: ``'balanced'``, ``'metis'``, ``'random'``, ``'contiguous'``, or an integer vector
             ``[num_nodes]`` (see :func:`~pyg_sar.partition.partitioners.assign_nodes`); of a
             ``HeteroData`` a dict of such vectors by node type
             (:func:`~pyg_sar.partition.hetero_partition.assign_node_types`).

@@ -323,8 +323,10 @@ def _add_partition(commands: Any) -> None:
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
     add("--parts", type=int, required=True, metavar="N", help="number of parts: one per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
-    of_method = "who gets which node (metis-work: edges count as work, too)"
-    add("--method", choices=METHODS, default="metis", help=of_method)
+    of_method = (
+        "the part of each node: even nodes and edges (balanced), even nodes alone (metis), ..."
+    )
+    add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
     add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")

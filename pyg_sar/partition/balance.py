@@ -1,0 +1,356 @@
+r"""Parts with nearly the same number of nodes and of edges each, and few halo rows.
+
+METIS balances several weights of a node at once (Karypis and Kumar, "Multilevel Algorithms for
+Multi-Constraint Graph Partitioning", SC 1998); here a node weighs :math:`(1, d_i)` with its
+in-degree :math:`d_i`. What METIS finds is then improved: nodes move to the part that most of their
+neighbours are in, where that saves halo rows and no part gets too large.
+
+[Note: two constraints] ``pymetis.part_graph`` takes one weight per node. The library that it loads
+exports METIS's own functions, which take several, so they are called with :mod:`ctypes`. Limits go
+in through the option ``ufactor``, an integer: nothing here depends on METIS's width of floats.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+_Ints = NDArray[np.int64]
+
+LIMIT = 1.1
+"""The most nodes, and the most edges, of a part over the mean."""
+_AIM = 1.06  # METIS's own limit: what is left of LIMIT is room to improve
+_ROUNDS = 16  # of improvement
+_MOST_ROUNDS = 200  # with those that take load off parts over the limit
+_BLOCK = 2**22  # entries of [nodes, parts] at a time
+_JUDGED = 1000  # nodes and edges per part: in smaller graphs a single node is a large share
+
+
+def balanced_assignment(
+    edge_index: Tensor,
+    num_nodes: int,
+    random: Tensor,
+    num_parts: int,
+    seed: int,
+    report: Callable[[str], None],
+) -> Tensor:
+    """Assigns nodes so that nodes and in-edges per part are within :data:`LIMIT` of their means.
+
+    Args:
+        edge_index: Edges (source, target), shape ``[2, E]``, E > 0.
+        num_nodes: Nodes N, more than ``num_parts``.
+        random: A random assignment with even node counts, int64, ``[N]``. Where METIS's have more
+            halo rows, this one is balanced and improved instead.
+        num_parts: Parts P.
+        seed: METIS's seed.
+        report: Called with a line of text before each stage.
+
+    Returns:
+        The part of each node, int64, ``[N]``. A limit that can't be kept, as a node has more edges
+        than it, is exceeded as little as these steps allow, with a warning.
+    """
+    graph = _Graph(edge_index, num_nodes, num_parts)
+    found: list[tuple[float, int, _Ints]] = []
+    for name, part in _metis_assignments(graph, seed, report):
+        report(f"improving {name}")
+        found.append(_improve(graph, part))
+    start = random.numpy()
+    drawn = graph.halo_rows(start, graph.readers(start))
+    if min(one[:2] for one in found) > (0.0, drawn):
+        report("improving a random assignment")
+        found.append(_improve(graph, start))
+    best = min(found, key=lambda one: one[:2])[2]
+    _warn_if_uneven(graph, best)
+    return torch.from_numpy(best)
+
+
+def undirected_csr(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """The undirected adjacency without duplicates and loops, as CSR ``(starts, adjacent)``.
+
+    Both are int64, of shapes ``[num_nodes + 1]`` and ``[2 * number of undirected edges]``.
+    """
+    low, high = unique_edges(
+        torch.stack([torch.minimum(*edge_index), torch.maximum(*edge_index)]), num_nodes
+    )
+    row, column = torch.cat([low, high]), torch.cat([high, low])
+    del low, high
+    degree = torch.bincount(row, minlength=num_nodes)
+    order = row.sort(stable=True).indices
+    return torch.cat([degree.new_zeros(1), degree.cumsum(0)]), column[order]
+
+
+def unique_edges(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
+    """Sources and targets of the edges without duplicates and loops, sorted by source."""
+    source, target = edge_index
+    key = (source * num_nodes + target)[source != target].sort().values
+    if key.numel() > 0:
+        first = torch.ones_like(key, dtype=torch.bool)
+        torch.ne(key[1:], key[:-1], out=first[1:])
+        key = key[first]
+    source = torch.div(key, max(num_nodes, 1), rounding_mode="floor")
+    return source, key - source * num_nodes
+
+
+# METIS ###################################################################################
+
+
+def metis(graph: tuple[Tensor, Tensor], num_parts: int, seed: int) -> Tensor:
+    """Parts of nearly equal node counts with few cut edges.
+
+    Args:
+        graph: Adjacency as of :func:`undirected_csr`.
+        num_parts: The number of parts.
+        seed: METIS's seed.
+    """
+    import pymetis
+
+    _, part = pymetis.part_graph(
+        num_parts,
+        pymetis.CSRAdjacency(graph[0].numpy(), graph[1].numpy()),
+        options=pymetis.Options(seed=seed, contig=0),
+    )
+    return torch.from_numpy(np.array(part, dtype=np.int64))
+
+
+def _metis_assignments(
+    graph: _Graph, seed: int, report: Callable[[str], None]
+) -> list[tuple[str, _Ints]]:
+    """METIS's assignments by name: for few cut edges, and for few rows sent."""
+    try:
+        call = _MetisCall()
+    except (OSError, AttributeError) as error:
+        warnings.warn(
+            f"METIS in this build of pymetis can't be called with two weights per node ({error}); "
+            "method='balanced' starts from parts of equal node counts and cuts more edges; "
+            "install pymetis from its wheels on PyPI",
+            stacklevel=2,
+        )
+        csr = torch.from_numpy(graph.starts), torch.from_numpy(graph.adjacent)
+        return [("METIS's parts", metis(csr, graph.num_parts, seed).numpy())]
+    report("METIS, for few cut edges")
+    cut = call(graph, seed, recursive=True)
+    report("METIS, for few rows sent")
+    return [("the first", cut), ("the second", call(graph, seed, recursive=False))]
+
+
+class _MetisCall:
+    """Calls METIS with the weights of a graph's nodes. See [Note: two constraints].
+
+    Raises:
+        OSError: When pymetis's library can't be opened.
+        AttributeError: When it hides METIS's functions.
+    """
+
+    def __init__(self) -> None:
+        import pymetis
+        import pymetis._internal
+
+        library = ctypes.CDLL(pymetis._internal.__file__)
+        self._by_halves = library.METIS_PartGraphRecursive
+        self._k_way = library.METIS_PartGraphKway
+        self._defaults = library.METIS_SetDefaultOptions
+        self._dtype = pymetis.zero_copy_dtype()
+        self._keys = pymetis.OptionKey
+        self._volume = int(pymetis.ObjType.VOL)
+
+    def __call__(self, graph: _Graph, seed: int, recursive: bool) -> _Ints:
+        """The part of each node: by halving for few cut edges, else for few rows sent."""
+        limit = _AIM ** (1 / math.ceil(math.log2(graph.num_parts))) if recursive else _AIM
+        options = np.zeros(40, self._dtype)  # METIS_NOPTIONS
+        self._defaults(_pointer(options))
+        options[int(self._keys.SEED)] = seed
+        options[int(self._keys.UFACTOR)] = max(round(1000 * (limit - 1)), 1)
+        if not recursive:
+            options[int(self._keys.OBJTYPE)] = self._volume
+        whole = [
+            np.ascontiguousarray(values, self._dtype)
+            for values in (graph.starts, graph.adjacent, graph.size.ravel())
+        ]
+        sizes = [np.array([n], self._dtype) for n in (graph.num_nodes, 2, graph.num_parts, 0)]
+        part = np.zeros(graph.num_nodes, self._dtype)
+        starts, adjacent, weights = map(_pointer, whole)
+        nodes, constraints, parts, cut = map(_pointer, sizes)
+        nothing = None, None
+        code = (self._by_halves if recursive else self._k_way)(
+            *(nodes, constraints, starts, adjacent, weights, *nothing, parts, *nothing),
+            *(_pointer(options), cut, _pointer(part)),
+        )
+        if code != 1:
+            raise RuntimeError(
+                f"METIS ended with code {code} on {graph.num_nodes:,} nodes and "
+                f"{graph.num_parts} parts (-3: not enough memory; -4: an error or a signal); "
+                "free memory or partition with method='random'"
+            )
+        return part.astype(np.int64)
+
+
+def _pointer(values: NDArray[Any]) -> ctypes.c_void_p:
+    return ctypes.c_void_p(values.ctypes.data)
+
+
+# Improvement #############################################################################
+
+
+class _Graph:
+    """A graph that is to be partitioned, and counts over assignments of its nodes.
+
+    Attributes:
+        starts, adjacent: The undirected adjacency (:func:`undirected_csr`).
+        source, target: The directed edges without duplicates and loops, sorted by source.
+        size: 1 and the in-degree of each node, int64, ``[N, 2]``.
+        most: The most nodes and edges of a part, ``[2]``.
+    """
+
+    def __init__(self, edge_index: Tensor, num_nodes: int, num_parts: int) -> None:
+        self.num_nodes, self.num_parts = num_nodes, num_parts
+        self.starts, self.adjacent = (t.numpy() for t in undirected_csr(edge_index, num_nodes))
+        self.source, self.target = (t.numpy() for t in unique_edges(edge_index, num_nodes))
+        self.first_edge = np.searchsorted(self.source, np.arange(num_nodes + 1))
+        degree = torch.bincount(edge_index[1], minlength=num_nodes).numpy()
+        self.size = np.stack([np.ones_like(degree), degree], axis=1)
+        self.mean = self.size.sum(0) / num_parts
+        least = np.array([math.ceil(self.mean[0]), degree.max()])
+        self.most = np.maximum(LIMIT * self.mean, least)
+        self._block = max(_BLOCK // num_parts, 1)
+
+    def load(self, part: _Ints) -> _Ints:
+        """Nodes and edges per part, ``[P, 2]``."""
+        edges = np.bincount(part, self.size[:, 1], self.num_parts)
+        return np.stack([np.bincount(part, minlength=self.num_parts), edges.astype(np.int64)], 1)
+
+    def excess(self, load: _Ints) -> float:
+        """By how much the parts' loads exceed what they may be, in sum."""
+        return float(np.maximum(load / self.most - 1, 0).sum())
+
+    def blocks(self) -> list[tuple[int, int]]:
+        """Ranges of nodes whose ``[nodes, parts]`` is not too large at once."""
+        starts = range(0, self.num_nodes, self._block)
+        return [(start, min(start + self._block, self.num_nodes)) for start in starts]
+
+    def readers(self, part: _Ints) -> NDArray[np.uint8]:
+        """How many targets a node has in each part: 0, 1, or 2 for more; ``[N * P]``."""
+        counts = np.empty(self.num_nodes * self.num_parts, np.uint8)
+        for start, stop in self.blocks():
+            edges = slice(self.first_edge[start], self.first_edge[stop])
+            key = (self.source[edges] - start) * self.num_parts + part[self.target[edges]]
+            found = np.bincount(key, minlength=(stop - start) * self.num_parts)
+            counts[start * self.num_parts : stop * self.num_parts] = np.minimum(found, 2)
+        return counts
+
+    def halo_rows(self, part: _Ints, readers: NDArray[np.uint8]) -> int:
+        """Pairs of a node and another part that needs its row."""
+        own = readers[np.arange(self.num_nodes) * self.num_parts + part]
+        return int(np.count_nonzero(readers) - np.count_nonzero(own))
+
+    def destinations(self, part: _Ints, room: NDArray[Any], turn: int) -> _Ints:
+        """The part with room where each node has the most neighbours; its own where none is."""
+        to, order = part.copy(), (np.arange(self.num_parts) + turn) % self.num_parts
+        for start, stop in self.blocks():
+            near = self.adjacent[self.starts[start] : self.starts[stop]]
+            row = np.repeat(np.arange(stop - start), np.diff(self.starts[start : stop + 1]))
+            size = (stop - start) * self.num_parts
+            count = np.bincount(row * self.num_parts + part[near], minlength=size)
+            count = count.reshape(-1, self.num_parts)
+            fits = (self.size[start:stop, None, :] <= room[None]).all(2)
+            count[~fits] = -1
+            count[np.arange(stop - start), part[start:stop]] = -1
+            best = order[count[:, order].argmax(1)]
+            open_ = count[np.arange(stop - start), best] >= 0
+            to[start:stop] = np.where(open_, best, part[start:stop])
+        return to
+
+    def savings(self, part: _Ints, readers: NDArray[np.uint8], to: _Ints) -> NDArray[Any]:
+        """How many halo rows fewer there are when a node alone moves, for each node."""
+        row, columns = np.arange(self.num_nodes) * self.num_parts, self.num_parts
+        own = (readers[row + to] > 0).astype(np.int64) - (readers[row + part] > 0)
+        here, there, home = part[self.target], to[self.target], part[self.source]
+        source = self.source * columns
+        saved = ((readers[source + here] == 1) & (home != here)).astype(np.float64)
+        saved -= (readers[source + there] == 0) & (home != there)
+        return own + np.bincount(self.target, saved, self.num_nodes)
+
+
+def _improve(graph: _Graph, part: _Ints) -> tuple[float, int, _Ints]:
+    """Moves nodes until no part is too large, and then while halo rows become fewer.
+
+    Returns:
+        What is over the limits (0: nothing), the halo rows, and the part of each node.
+    """
+    readers, load = graph.readers(part), graph.load(part)
+    rows, share, improved = graph.halo_rows(part, readers), 0.5, 0
+    for turn in range(_MOST_ROUNDS):
+        over = graph.excess(load) > 0
+        if not over and (improved >= _ROUNDS or share < 0.02):
+            break
+        room = np.maximum(graph.most - load, 0)
+        to = graph.destinations(part, room, turn)
+        moving = to != part
+        if over:
+            worst, kind = np.unravel_index((load / graph.most).argmax(), load.shape)
+            moving &= (part == worst) & (graph.size[:, kind] > 0)
+        saved = graph.savings(part, readers, to)
+        if not over:
+            moving &= saved > 0
+        nodes = np.flatnonzero(moving)
+        if over:
+            need = load[worst, kind] - graph.most[kind]
+            take = _lighten(nodes, saved[nodes], graph.size[nodes, kind], need, graph.mean[kind])
+        else:
+            improved += 1
+            order = nodes[np.argsort(-saved[nodes], kind="stable")]
+            take = order[: math.ceil(share * order.size)]
+        take = _fitting(graph, take, to, room)
+        if take.size == 0:
+            break
+        moved = part.copy()
+        moved[take] = to[take]
+        counts = graph.readers(moved)
+        fewer = graph.halo_rows(moved, counts)
+        if over or fewer < rows:
+            part, readers, load, rows = moved, counts, graph.load(moved), fewer
+        else:
+            share /= 2
+    return graph.excess(load), rows, part
+
+
+def _lighten(
+    nodes: _Ints, saved: NDArray[Any], size: _Ints, need: float, mean: float
+) -> NDArray[np.int64]:
+    """Some of the nodes that cost the fewest halo rows for the load that they take along."""
+    worth = np.where(saved < 0, saved / size, saved * size)
+    order = np.argsort(-worth, kind="stable")
+    enough = max(0.3 * need, min(need, 0.01 * mean))
+    return nodes[order][: int(np.searchsorted(size[order].cumsum(), enough)) + 1]
+
+
+def _fitting(graph: _Graph, nodes: _Ints, to: _Ints, room: NDArray[Any]) -> _Ints:
+    """Those of the nodes that come before any part is full."""
+    fits = np.zeros(nodes.size, bool)
+    for q in range(graph.num_parts):
+        here = np.flatnonzero(to[nodes] == q)
+        fits[here] = (graph.size[nodes[here]].cumsum(0) <= room[q]).all(1)
+    return nodes[fits]
+
+
+def _warn_if_uneven(graph: _Graph, part: _Ints) -> None:
+    load = graph.load(part)
+    most, least = load.max(0), np.maximum(LIMIT * graph.mean, [math.ceil(graph.mean[0]), 0])
+    if (most <= least).all() or graph.mean.sum() < _JUDGED:
+        return
+    nodes, edges = most / np.maximum(graph.mean, 1e-9)
+    warnings.warn(
+        f"{graph.num_parts} parts can't all be within {LIMIT} of the mean: the largest have "
+        f"{most[0]:,} nodes ({nodes:.2f} times the mean) and {most[1]:,} edges ({edges:.2f} times "
+        f"the mean), and one node alone has {graph.size[:, 1].max():,} in-edges of "
+        f"{graph.size[:, 1].sum():,}; the worker of the largest part sets the pace: fewer parts "
+        "waste less",
+        stacklevel=2,
+    )

@@ -1,0 +1,203 @@
+"""``method='balanced'``: nodes and edges of each part, halo rows, what can't be evened out."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+import re
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar.partition import balance
+from pyg_sar.partition.balance import LIMIT
+from pyg_sar.partition.partitioners import assign_nodes, make_layout, partition_statistics
+from pyg_sar.tools.graphs import load_graph
+
+
+def rmat(scale: int, num_edges: int, seed: int = 0) -> Tensor:
+    """A directed R-MAT graph with 2**scale nodes and the usual probabilities."""
+    draw = np.random.default_rng(seed).choice(4, (scale, num_edges), p=[0.57, 0.19, 0.19, 0.05])
+    powers = 2 ** np.arange(scale)[:, None]
+    return torch.from_numpy(np.stack([(draw // 2 * powers).sum(0), (draw % 2 * powers).sum(0)]))
+
+
+def random_graph(num_nodes: int, num_edges: int, seed: int = 0) -> Tensor:
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randint(num_nodes, (2, num_edges), generator=draw)
+
+
+def communities(sizes: list[int], edges: list[int]) -> Tensor:
+    """Random graphs side by side, with some edges between them."""
+    starts = np.cumsum([0, *sizes])
+    blocks = [
+        random_graph(n, e, seed=k) + int(starts[k])
+        for k, (n, e) in enumerate(zip(sizes, edges, strict=True))
+    ]
+    return torch.cat([*blocks, random_graph(sum(sizes), sum(edges) // 50, seed=99)], dim=1)
+
+
+def stars(number: int, leaves: int) -> Tensor:
+    """Each star's leaves point to its centre."""
+    leaf = torch.arange(number * leaves) + number
+    return torch.stack([leaf, (leaf - number) // leaves])
+
+
+GRAPHS = {  # edges and nodes
+    "R-MAT": (rmat(12, 60_000), 2**12),
+    "one dense community": (communities([500] * 4, [14_000, 2000, 2000, 2000]), 2000),
+    "even communities": (communities([500] * 8, [4000] * 8), 4000),
+    "stars": (stars(60, 50), 60 * 51),
+    "stars that send": (stars(60, 50).flip(0), 60 * 51),
+    "half isolated": (random_graph(2000, 12_000), 4000),
+    "citations": (torch.stack([*random_graph(3000, 20_000)]).sort(0, descending=True).values, 3000),
+    "a ring": (torch.stack([torch.arange(5000), (torch.arange(5000) + 1) % 5000]), 5000),
+    "loops and duplicates": (random_graph(50, 2000).repeat(1, 3), 1000),
+}
+
+
+def measure(edge_index: Tensor, part: Tensor, num_parts: int):
+    return partition_statistics(make_layout(edge_index, part, num_parts))
+
+
+@pytest.mark.parametrize("num_parts", [2, 4, 7])
+@pytest.mark.parametrize("name", GRAPHS)
+def test_nodes_and_edges_are_within_the_limit(name, num_parts):
+    edge_index, num_nodes = GRAPHS[name]
+    part = assign_nodes(edge_index, num_nodes, num_parts, "balanced")
+    found = measure(edge_index, part, num_parts)
+    degree = torch.bincount(edge_index[1])
+    assert found.balance["nodes"] <= LIMIT
+    assert max(found.edges) <= max(LIMIT * found.num_edges / num_parts, int(degree.max()))
+    random = measure(
+        edge_index, assign_nodes(edge_index, num_nodes, num_parts, "random"), num_parts
+    )
+    assert sum(found.halo) <= sum(random.halo)
+    assert found.edge_cut <= random.edge_cut
+
+
+@pytest.mark.parametrize("num_parts", [2, 8])
+@pytest.mark.parametrize("name", ["cora", "amazon_computers", "tolokers", "snap_cit_hepph"])
+def test_real_graphs_are_within_the_limit(name, num_parts, shared_data):
+    data = load_graph(str(shared_data(f"{name}.npz")))
+    edges, nodes = data.edge_index, data.num_nodes
+    found, random = (
+        measure(edges, assign_nodes(edges, nodes, num_parts, method), num_parts)
+        for method in ("balanced", "random")
+    )
+    assert found.balance["nodes"] <= LIMIT and found.balance["edges"] <= LIMIT
+    assert sum(found.halo) < sum(random.halo) and found.edge_cut < random.edge_cut
+
+
+def test_the_default_evens_out_what_metis_does_not(tmp_path):
+    edge_index, num_nodes = GRAPHS["R-MAT"]
+    data = Data(edge_index=edge_index, num_nodes=num_nodes)
+    found = pyg_sar.write_partitions(data, 4, tmp_path / "balanced")
+    metis = pyg_sar.write_partitions(data, 4, tmp_path / "metis", "metis")
+    assert max(found.balance["nodes"], found.balance["edges"]) <= LIMIT
+    assert metis.balance["edges"] > 2
+
+
+@pytest.mark.parametrize("name", ["R-MAT", "one dense community"])
+def test_same_seed_same_parts(name):
+    edge_index, num_nodes = GRAPHS[name]
+    first, again, other = (
+        assign_nodes(edge_index, num_nodes, 3, "balanced", seed) for seed in (5, 5, 6)
+    )
+    assert torch.equal(first, again) and not torch.equal(first, other)
+
+
+def test_a_cut_between_communities_is_found():
+    edge_index, num_nodes = GRAPHS["even communities"]
+    found = measure(edge_index, assign_nodes(edge_index, num_nodes, 8, "balanced"), 8)
+    assert found.edge_cut <= 1.05 * 32_000 // 50
+
+
+@given(st.integers(1, 40), st.integers(0, 200), st.integers(1, 12), st.integers(0, 1000))
+def test_small_graphs(num_nodes, num_edges, num_parts, seed):
+    """Each node is in a part, no part has more nodes than it may, and nothing is warned of."""
+    edge_index = random_graph(num_nodes, num_edges, seed)
+    part = assign_nodes(edge_index, num_nodes, num_parts, "balanced", seed)
+    assert part.dtype == torch.int64 and part.shape == (num_nodes,)
+    assert 0 <= part.min() and part.max() < num_parts
+    most = max(LIMIT * num_nodes / num_parts, math.ceil(num_nodes / num_parts))
+    assert torch.bincount(part).max() <= most or num_nodes < 4 * num_parts
+
+
+@pytest.mark.parametrize("num_parts", [2, 4])
+def test_one_node_with_most_edges_is_warned_of_by_its_numbers(num_parts):
+    """Of 40,000 edges 30,000 lead to node 0: its part can't have fewer."""
+    edge_index = random_graph(5000, 40_000)
+    edge_index[1, :30_000] = 0
+    most = r"edges \([2-3]\.[0-9]{2}|edges \(1\.[5-9][0-9]"
+    with pytest.warns(UserWarning, match="within 1.1 of the mean") as caught:
+        part = assign_nodes(edge_index, 5000, num_parts, "balanced")
+    (message,) = [str(warning.message) for warning in caught]
+    found = measure(edge_index, part, num_parts)
+    assert f"{max(found.nodes):,} nodes" in message and f"{max(found.edges):,} edges" in message
+    assert "one node alone has 30,0" in message and "in-edges of 40,000" in message
+    assert re.search(most, message)
+    assert found.balance["nodes"] <= LIMIT
+    assert found.edges[int(part[0])] <= 30_000 + 10_000 * 1.1 / num_parts
+
+
+def test_what_no_node_prevents_is_not_warned_of():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for edge_index, num_nodes in GRAPHS.values():
+            assign_nodes(edge_index, num_nodes, 2, "balanced")
+
+
+def test_without_metis_own_functions_parts_are_still_even(monkeypatch):
+    class Hidden:
+        def __getattr__(self, name: str):
+            raise AttributeError(f"undefined symbol: {name}")
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Hidden())
+    edge_index, num_nodes = GRAPHS["one dense community"]
+    with pytest.warns(UserWarning, match="METIS_PartGraph.*install pymetis from its wheels"):
+        part = assign_nodes(edge_index, num_nodes, 2, "balanced")
+    found = measure(edge_index, part, 2)
+    assert max(found.balance["nodes"], found.balance["edges"]) <= LIMIT
+
+
+def test_an_error_of_metis_is_named(monkeypatch):
+    class Failing:
+        def __getattr__(self, name: str):
+            return lambda *arguments: -3
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda path: Failing())
+    edge_index, num_nodes = GRAPHS["a ring"]
+    with pytest.raises(RuntimeError, match="code -3 on 5,000 nodes and 2 parts.*not enough memory"):
+        assign_nodes(edge_index, num_nodes, 2, "balanced")
+
+
+def test_stages_are_reported():
+    lines: list[str] = []
+    edge_index, num_nodes = GRAPHS["R-MAT"]
+    assign_nodes(edge_index, num_nodes, 2, "balanced", report=lines.append)
+    assert any("METIS" in line for line in lines) and any("improving" in line for line in lines)
+    assign_nodes(edge_index, num_nodes, 2, "random", report=pytest.fail)
+
+
+@given(st.integers(2, 30), st.integers(1, 120), st.integers(2, 5), st.integers(0, 10_000))
+def test_savings_are_the_difference_of_halo_rows(num_nodes, num_edges, num_parts, seed):
+    edge_index = random_graph(num_nodes, num_edges, seed)
+    graph = balance._Graph(edge_index, num_nodes, num_parts)
+    draw = np.random.default_rng(seed)
+    part, to = draw.integers(num_parts, size=(2, num_nodes))
+    readers = graph.readers(part)
+    rows = graph.halo_rows(part, readers)
+    assert rows == sum(measure(edge_index, torch.from_numpy(part), num_parts).halo)
+    saved = graph.savings(part, readers, to)
+    for v in range(num_nodes):
+        moved = part.copy()
+        moved[v] = to[v]
+        assert to[v] == part[v] or saved[v] == rows - graph.halo_rows(moved, graph.readers(moved))
