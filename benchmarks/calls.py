@@ -112,7 +112,10 @@ def main() -> None:
         for name in LAYERS:
             found = pyg_sar.launch(steady_calls, 2, root, name, args.timed)[0]
             here, plain = found["times"], plain_times(name, args.timed)
-            ms = [[1e3 * median(column) for column in zip(*rows)] for rows in (here, plain)]
+            ms = [
+                [1e3 * median(column) for column in zip(*rows, strict=True)]
+                for rows in (here, plain)
+            ]
             numbers = ", ".join(f"{n} {what}" for what, n in summary(found).items())
             print(
                 f"{name}: {numbers}; forward {ms[0][0]:.2f} ms (PyG {ms[1][0]:.2f}), "
@@ -121,6 +124,7 @@ def main() -> None:
             if args.list:
                 for phase in ("forward", "backward"):
                     for (file, line, function), count in found[phase].items():
+                        place = file.split("/pyg_sar/")[-1] + f":{line}"
                         print(
                             f"  {phase:8} {count:4} {file.split('/pyg_sar/')[-1]}:{line} {function}"
                         )

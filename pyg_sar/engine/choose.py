@@ -27,9 +27,9 @@ from torch_geometric.nn.aggr import (
 )
 
 from pyg_sar.engine.chunks import Chunks
-from pyg_sar.engine.cuts import rows_travel, split_edges
+from pyg_sar.engine.cuts import SplitEdges, rows_travel, split_edges
 from pyg_sar.engine.kernels.attention import SoftmaxAttention, covers_of
-from pyg_sar.engine.kernels.message import Messages, changed_message
+from pyg_sar.engine.kernels.message import Messages, changed_message, keeps_graphs
 from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTerms
 from pyg_sar.engine.kernels.sums import Sums
 from pyg_sar.engine.run import Kernel
@@ -50,7 +50,7 @@ from pyg_sar.message.message_checks import (
     maximum,
     row_levels,
 )
-from pyg_sar.message.program import DeferredEdge, TileProgram
+from pyg_sar.message.program import DeferredEdge, TileProgram, check_nodes
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions
 from pyg_sar.policy import SARPolicy
@@ -85,6 +85,23 @@ class RowsFound:
 
 
 @dataclass(frozen=True, slots=True)
+class SumsOf:
+    """A message that is a source row, or its product with a number of the edge, and is reduced.
+
+    Attributes:
+        source: The argument of ``propagate`` that holds the rows.
+        weight: The one that holds the numbers, if there is one.
+        kinds: The reductions: ``'sum'``, ``'mean'``, ``'max'`` and ``'min'``.
+        alone: The message gets no other source rows.
+    """
+
+    source: str
+    weight: str | None
+    kinds: tuple[str, ...]
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
 class Choice:
     """How a call of ``propagate`` runs, agreed on by all workers.
 
@@ -99,6 +116,7 @@ class Choice:
         found: What this worker alone found.
         sizes: What the message gets as ``size_i`` and the like, where they are numbers to it.
         rows: What was found about the message's rows.
+        sums: The sums that it is, if it is nothing else.
     """
 
     strategy: str
@@ -110,6 +128,7 @@ class Choice:
     found: tuple[int, ...] = ()
     sizes: dict[str, Any] = field(default_factory=dict)
     rows: RowsFound | None = None
+    sums: SumsOf | None = None
 
 
 def decomposition_of(layer: Any, complete: bool) -> Decomposition:
@@ -148,6 +167,7 @@ class _Analysis:
     numbers: list[int]
     rows: list[tuple[list[int], torch.dtype]] | None
     sets: list[str]
+    program: TileProgram | None = None
 
 
 def title_of(layer: Any) -> str:
@@ -323,6 +343,7 @@ class Chooser:
             ),
             tuple(sets),
             (look.severity, *look.numbers),
+            sums=None if look.program is None else _sums_of(look.program, needs),
         )
         return choice, "", 0
 
@@ -359,7 +380,7 @@ class Chooser:
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
             return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
-        return _Analysis(0, "", budget, numbers, rows, sets)
+        return _Analysis(0, "", budget, numbers, rows, sets, program)
 
     def _max_edges(self, program: TileProgram) -> int:
         """Edges whose messages and inputs are materialized at a time."""
@@ -449,6 +470,19 @@ def _switches(module: torch.nn.Module, kinds: tuple[type, ...]) -> tuple[Any, ..
     return type(module).__name__, *found
 
 
+def _sums_of(program: TileProgram, needs: Dependence) -> SumsOf | None:
+    """The sums that a message is, by arguments of ``propagate``; ``None`` where it is none."""
+    source, weight = (needs.source, None) if needs.product is None else needs.product
+    (group, *others), kinds = program.groups, set(program.groups[0].kinds)
+    plain = not (others or group.premap or group.normalises or needs.pattern or program.complete)
+    if source < 0 or not plain or not kinds <= {"sum", "mean", "max", "min"}:
+        return None
+    names = program.argument_of(source), None if weight is None else program.argument_of(weight)
+    if names[0] is None or (weight is not None and names[1] is None):
+        return None
+    return SumsOf(names[0], names[1], group.kinds, len(program.numbers("source")) == 1)
+
+
 # Schedules and kernels ########################################################
 
 
@@ -469,25 +503,34 @@ def attention_kernel(
         title: The layer and the rank, for messages.
 
     Raises:
+        ValueError: A tensor doesn't have a row for each of this worker's nodes, or edges.
         IndexError: An edge is of no relation.
     """
-    tensors = list(attention.tensors().values())
+    tensors = attention.tensors()
+    plan, edge_attr = edge_index.plan, tensors.get("edge_attr")
+    if edge_attr is not None:
+        _check_edges(edge_attr, edge_index, title)
+    for role, count in (("value", plan.num_local), ("x", plan.num_local), ("key", plan.num_local)):
+        check_nodes(tensors.get(role), 0, count, role, plan.rank)
     if isinstance(attention, RelationalTerms):
-        return RelationalAttention(attention, edge_index, policy, name, title), tensors
-    covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
-    schedule = by_shards(shards_of(edge_index), covers.forward, covers.backward)
-    return SoftmaxAttention(attention, schedule, policy, name, title), tensors
+        kernel: Kernel = RelationalAttention(attention, edge_index, policy, name, title)
+    else:
+        check_nodes(tensors.get("query"), 0, edge_index.num_targets, "query", plan.rank)
+        covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
+        schedule = by_shards(shards_of(edge_index), covers.forward, covers.backward)
+        kernel = SoftmaxAttention(attention, schedule, policy, name, title)
+    return kernel, list(tensors.values())
 
 
-def aggregation_kernel(
+def message_kernel(
     program: TileProgram,
     edge_index: DistEdgeIndex,
     choice: Choice,
     decomposition: Decomposition,
     policy: SARPolicy,
     name: str,
-) -> tuple[Kernel, list[Tensor]]:
-    """The kernel of any other call, and its inputs. Made by all workers together.
+) -> Messages:
+    """The kernel of any call. Made by all workers together.
 
     Args:
         program: The message.
@@ -496,10 +539,15 @@ def aggregation_kernel(
         decomposition: The aggregation.
         policy: The layer's policy.
         name: The layer's name, for the ledger.
+
+    Raises:
+        ValueError: An edge-level tensor doesn't have a row for each of this worker's edges.
     """
     needs, most = choice.needs, choice.max_edges
     if needs is None:
         raise RuntimeError("Expected a choice for running in parts")
+    for number in program.numbers("edge"):
+        _check_edges(program.operands[number].tensor, edge_index, title_of(program.layer))
     if choice.strategy == "chunked":
         key = ("chunks", most)
         chunks = edge_index.remember_together(key, lambda: Chunks(edge_index, most))
@@ -507,55 +555,78 @@ def aggregation_kernel(
     else:
         schedule = by_shards(shards_of(edge_index))
     rest = schedule, policy, name, most, choice.out_rows
-    kernel = Messages(program, decomposition, needs, *rest)
-    if choice.strategy == "sequential":
-        found = _sums(kernel, edge_index, policy)
-        if found is not None:
-            return found
-    return kernel, kernel.tensors()
+    return Messages(program, decomposition, needs, *rest)
 
 
-def _sums(
-    kernel: Messages, edge_index: DistEdgeIndex, policy: SARPolicy
+def sums_kernel(
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
 ) -> tuple[Sums, list[Tensor]] | None:
-    """The same reduction of source rows without messages, where there are kernels for it."""
-    program, needs = kernel.program, kernel.needs
-    source, number = (needs.source, None) if needs.product is None else needs.product
-    if policy.kernels == "off" or source < 0 or len(kernel.decomposition.groups) != 1:
+    """The kernel of a call that is sums, and its inputs; ``None`` where there is no kernel for it.
+
+    Made by all workers together.
+
+    Args:
+        layer: The layer (a ``DistMessagePassing``).
+        edge_index: The edges.
+        kwargs: Keyword arguments of ``propagate``.
+        choice: How the call runs.
+
+    Raises:
+        ValueError: A tensor doesn't have a row for each of this worker's nodes, or edges.
+    """
+    found, needs, policy = choice.sums, choice.needs, layer.policy
+    if found is None or needs is None or policy.kernels == "off":
         return None
-    layer, rows = program.layer, program.operands[source].tensor
-    watched = layer._message_forward_pre_hooks or layer._message_forward_hooks
-    group, weight = kernel.decomposition.groups[0], None
-    if number is not None:
-        weight = program.operands[number].tensor
-    if watched or not takes(rows) or group.normalises or needs.pattern:
+    if layer._message_forward_pre_hooks or layer._message_forward_hooks:
         return None
-    kinds = set(group.kinds)
-    extrema = bool(kinds & {"max", "min"})
+    plan, axis = edge_index.plan, layer.node_dim
+    rows, weight = kwargs[found.source], None if found.weight is None else kwargs[found.weight]
+    rows = rows[0] if isinstance(rows, tuple | list) else rows
+    check_nodes(rows, axis, plan.num_local, found.source, plan.rank)
+    rows = rows.movedim(axis, 0) if axis % rows.dim() else rows
+    title = f"{title_of(layer)} at rank {plan.rank}"
+    if weight is not None:
+        _check_edges(weight, edge_index, title)
+    if not takes(rows):
+        return None
+    keeps = keeps_graphs(needs, policy)
+    extrema = "max" in found.kinds or "min" in found.kinds
     if extrema:  # They need the rows again, which a message's graph would have kept.
-        plain = weight is None and not kernel.keeps_graphs and rows.dtype != torch.bfloat16
+        plain = weight is None and not keeps and rows.dtype != torch.bfloat16
         narrow = all(b.segments.source.dtype == torch.int32 for b in shards_of(edge_index).blocks)
         if not (plain and narrow):
             return None
-    if not kinds <= {"sum", "mean", "max", "min"}:
-        return None
     learnt = weight is not None and weight.requires_grad
-    if learnt and kernel.keeps_graphs:
+    if learnt and keeps:
         return None
     # All workers get here together; whether each has the kernels, they find out together.
-    schedule, there = kernel.schedule, ((), ())
-    if policy.push != "off" and len(program.numbers("source")) == 1 and not (learnt or extrema):
+    if policy.push != "off" and found.alone and not (learnt or extrema):
         record = torch.is_grad_enabled() and rows.requires_grad
         schedule, there = sums_schedule(edge_index, policy, weight, record)
+    else:
+        schedule, there = by_shards(shards_of(edge_index)), ((), ())
     if why_missing() is not None:
-        if schedule.plan.rank == 0:
+        if plan.rank == 0:
             warn_if_missing()
         return None
-    _check_message(program, edge_index, source, number, kernel.title)
-    rest = policy.prefetch, Wire(policy.wire), group.kinds, extrema or learnt, there
-    sums = Sums(kernel.name, kernel.title, schedule, *rest)
-    sums.needs_gradient = needs.needs_gradient
-    return sums, [rows] if weight is None else [rows, weight]
+    if not getattr(layer.message, "__module__", "").startswith("torch_geometric."):
+        _check_message(layer, edge_index, kwargs, choice, title)
+    rest = policy.prefetch, Wire(policy.wire), found.kinds, extrema or learnt, there
+    kernel = Sums(layer.ledger_name, title, schedule, *rest)
+    kernel.needs_gradient = needs.needs_gradient
+    return kernel, [rows] if weight is None else [rows, weight]
+
+
+def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
+    if tensor.size(0) != edge_index.size(1):
+        raise ValueError(
+            f"{title} got an edge-level tensor of {tensor.size(0)} rows for "
+            f"{edge_index.size(1)} edges at rank {edge_index.plan.rank}; pass this "
+            "worker's edge attributes, as pyg_sar.load_partition returns them"
+        )
+
+
+_NO_WEIGHTS: tuple[tuple[()], tuple[()]] = ((), ())
 
 
 def sums_schedule(
@@ -572,53 +643,54 @@ def sums_schedule(
         weight: Constant weights of the edges ``[E]``.
         record: Whether a backward pass may follow.
     """
-    shards, comm = shards_of(edge_index), edge_index.plan.comm
-    numbered = weight is not None
-    # What a narrow wire rounds must not depend on where workers run.
-    exact = policy.wire == "exact"
-    if comm.world_size == 1:
-        return by_shards(shards), ((), ())
+    numbered, exact, comm = weight is not None, policy.wire == "exact", edge_index.plan.comm
 
-    def make() -> tuple[bool, bool]:
+    def make() -> tuple[Schedule, SplitEdges | None, bool]:
+        shards = shards_of(edge_index)
+        if comm.world_size == 1:
+            return by_shards(shards), None, False
         ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
         can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
-        return can, rows_travel(comm)
+        # What a narrow wire rounds must not depend on where workers run.
+        cover = can and (rows_travel(comm) or not exact)
+        split = None
+        if cover:
+            split = split_edges(edge_index, SUMS, SUMS, numbered=numbered)
+        elif can and record:  # The same as those of additive attention.
+            costs = ALL_PUSHED, ALL_PUSHED
+            split = split_edges(edge_index, *costs, numbered=numbered, by_source=True)
+        return by_shards(shards, split if cover else None, split), split, cover
 
-    can, travel = edge_index.remember_together("sums", make)
-    if not can or (exact and not travel and not record):
-        return by_shards(shards), ((), ())
-    if travel or not exact:
-        split = split_edges(edge_index, SUMS, SUMS, numbered=numbered)
-        if split is None:
-            return by_shards(shards), ((), ())
-        weights = () if weight is None else split.pushed_weights(edge_index, weight)
-        return by_shards(shards, split, split), (weights, weights)
-    # The same as those of additive attention.
-    split = split_edges(edge_index, ALL_PUSHED, ALL_PUSHED, numbered=numbered, by_source=True)
-    if split is None:
-        return by_shards(shards), ((), ())
-    weights = () if weight is None else split.pushed_weights(edge_index, weight)
-    return by_shards(shards, None, split), ((), weights)
+    key = "sums", exact, record, numbered
+    schedule, split, cover = edge_index.remember_together(key, make)
+    if weight is None or split is None:
+        return schedule, _NO_WEIGHTS
+    weights = split.pushed_weights(edge_index, weight)
+    return schedule, (weights if cover else (), weights)
 
 
 def _check_message(
-    program: TileProgram, edge_index: DistEdgeIndex, source: int, weight: int | None, title: str
+    layer: Any,
+    edge_index: DistEdgeIndex,
+    kwargs: dict[str, Any],
+    choice: Choice,
+    title: str,
 ) -> None:
     """Raises where the message, tried on an edge, is not what it was when it was analysed."""
-    message = program.layer.message
-    if getattr(message, "__module__", "").startswith("torch_geometric."):
-        return  # What it computes depends on its arguments, flags, names and numbers.
     if edge_index.size(1) == 0 or edge_index.plan.num_local == 0:
         return
-    tile = sample(edge_index, 1)
+    groups, tile = decomposition_of(layer, False).groups, sample(edge_index, 1)
+    given = layer, edge_index, kwargs, choice.edge_level, groups
+    program = TileProgram(*given, sizes=choice.sizes)
     tensors = [operand.tensor.detach() for operand in program.operands]
-    with torch.no_grad(), preserved_attributes(program.layer, buffers=True):
+    with torch.no_grad(), preserved_attributes(layer, buffers=True):
         values = program.gather(tile, tensors, [tensors[k] for k in program.numbers("source")])
         with Products(program, values) as products:
             mapped = program.run(tile, values, Reductions())
-    if weight is None:
-        same = products.is_source(mapped, values[source])
+    needs = choice.needs
+    if needs is not None and needs.product is not None:
+        same = products.found(mapped) == needs.product
     else:
-        same = products.found(mapped) == (source, weight)
+        same = needs is not None and products.is_source(mapped, values[needs.source])
     if not same:
         raise changed_message(title)

@@ -95,6 +95,19 @@ def deferred_edge(
     return out
 
 
+def check_nodes(value: Tensor | None, axis: int, nodes: int, name: str, rank: int) -> None:
+    """Raises ``ValueError`` where a node tensor doesn't have a row for each of these nodes."""
+    if value is None:
+        return
+    dims = value.dim()
+    if not -dims <= axis < dims or value.size(axis) != nodes:
+        raise ValueError(
+            f"Expected '{name}' to hold the {nodes} nodes of rank {rank} "
+            f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
+            "pyg_sar.load_partition returns them (data.n_id to a layer that takes node ids)"
+        )
+
+
 class TileProgram:
     """The computation of one call of ``propagate`` per edge.
 
@@ -184,15 +197,10 @@ class TileProgram:
             value = value[1 if target else 0]  # as PyG's template, whatever the flow
         if not isinstance(value, Tensor):
             return (value,)
-        axis, dims = self.layer.node_dim, value.dim()
+        axis = self.layer.node_dim
         nodes = self.num_targets if target else self.num_local
-        if not -dims <= axis < dims or value.size(axis) != nodes:
-            raise ValueError(
-                f"Expected '{name[:-2]}' to hold the {nodes} nodes of rank {self.rank} "
-                f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
-                "pyg_sar.load_partition returns them (data.n_id to a layer that takes node ids)"
-            )
-        return self._number("target" if target else "source", value, axis % dims)
+        check_nodes(value, axis, nodes, name[:-2], self.rank)
+        return self._number("target" if target else "source", value, axis % value.dim())
 
     def _number(self, role: Role, tensor: Tensor, axis: int = 0) -> int:
         key = (role, id(tensor))
@@ -202,6 +210,13 @@ class TileProgram:
             rows = tensor.movedim(axis, 0) if axis else tensor
             self.operands.append(Operand(role, rows, axis))
         return self._numbers[key]
+
+    def argument_of(self, number: int) -> str | None:
+        """Returns the argument of ``propagate`` that ``message`` gets as an operand."""
+        for name, found in self._message.arguments.items():
+            if found == number and not isinstance(found, tuple):
+                return name[:-2] if name[-2:] in ("_i", "_j") else name
+        return None
 
     def numbers(self, role: Role) -> list[int]:
         """Operands in a role."""

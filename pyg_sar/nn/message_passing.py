@@ -16,20 +16,20 @@ from torch_geometric.nn import MessagePassing, RGCNConv
 from pyg_sar.engine.choose import (
     Choice,
     Chooser,
-    aggregation_kernel,
     attention_kernel,
     decomposition_of,
+    message_kernel,
     most_edges,
     needs_sorted_edges,
+    sums_kernel,
     title_of,
 )
-from pyg_sar.engine.kernels.sums import Sums
 from pyg_sar.engine.reverse import reversed_edges
 from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import warn_if_missing
-from pyg_sar.message.decompose import Decomposition, decompose
+from pyg_sar.message.decompose import decompose
 from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_value
 from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
@@ -271,22 +271,11 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        complete = choice.strategy == "chunked"
-        reductions = decomposition_of(self, complete)
-        program = TileProgram(
-            self,
-            edge_index,
-            kwargs,
-            choice.edge_level,
-            reductions.groups,
-            complete,
-            most_edges(self, edge_index, complete),
-            choice.sizes,
-        )
-        self._check_edges(program, edge_index)
-        out = self._attended(edge_index, kwargs, choice)
+        out = self._summed(edge_index, kwargs, choice)
         if out is None:
-            out = self._aggregated(program, edge_index, choice, reductions)
+            out = self._attended(edge_index, kwargs, choice)
+        if out is None:
+            out = self._aggregated(edge_index, kwargs, choice)
         for name in choice.sets:
             self.__dict__[name] = tile_value(name)
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
@@ -295,6 +284,22 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs), out)
             out = out if result is None else result
         return out
+
+    def _summed(
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
+    ) -> Tensor | None:
+        """Returns sums of source rows by kernel; ``None`` where messages are something else."""
+        found = sums_kernel(self, edge_index, kwargs, choice)
+        if found is None:
+            return None
+        kernel, tensors = found
+        results = run(kernel, tensors, torch.is_grad_enabled() and kernel.needs_gradient)
+        axis, (out, *others) = self.node_dim, results
+        if not others:
+            return out.movedim(0, axis) if axis % out.dim() else out
+        results = [out.movedim(0, axis) if axis % out.dim() else out for out in results]
+        in_degree = kernel.schedule.in_degree
+        return decomposition_of(self, False).finish(results, in_degree, axis)
 
     def _attended(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
@@ -315,20 +320,20 @@ class DistMessagePassing(MessagePassing):
         return as_aggregated(self, run(kernel, tensors, record)[0])
 
     def _aggregated(
-        self,
-        program: TileProgram,
-        edge_index: DistEdgeIndex,
-        choice: Choice,
-        reductions: Decomposition,
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor:
-        """Returns the aggregated messages."""
-        given = program, edge_index, choice, reductions, self.policy, self.ledger_name
-        kernel, tensors = aggregation_kernel(*given)
-        if not isinstance(kernel, Sums):
-            must_be_fused(self)
-        record = torch.is_grad_enabled() and kernel.needs_gradient
+        """Returns messages computed and aggregated tile by tile."""
+        must_be_fused(self)
+        complete = choice.strategy == "chunked"
+        reductions = decomposition_of(self, complete)
+        most = most_edges(self, edge_index, complete)
+        given = self, edge_index, kwargs, choice.edge_level, reductions.groups, complete, most
+        program = TileProgram(*given, choice.sizes)
+        rest = edge_index, choice, reductions, self.policy, self.ledger_name
+        kernel = message_kernel(program, *rest)
         try:
-            results = run(kernel, tensors, record)
+            record = torch.is_grad_enabled() and kernel.needs_gradient
+            results = run(kernel, kernel.tensors(), record)
         except NeedsAllEdges as error:
             raise DistributedIndexError(
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
@@ -337,16 +342,6 @@ class DistMessagePassing(MessagePassing):
         axis = self.node_dim
         results = [out.movedim(0, axis) if axis % out.dim() else out for out in results]
         return reductions.finish(results, kernel.schedule.in_degree, axis)
-
-    def _check_edges(self, program: TileProgram, edge_index: DistEdgeIndex) -> None:
-        for number in program.numbers("edge"):
-            rows = program.operands[number].tensor.size(0)
-            if rows != edge_index.size(1):
-                raise ValueError(
-                    f"{title_of(self)} got an edge-level tensor of {rows} rows for "
-                    f"{edge_index.size(1)} edges at rank {edge_index.plan.rank}; pass this "
-                    "worker's edge attributes, as pyg_sar.load_partition returns them"
-                )
 
     # One process #############################################################
 

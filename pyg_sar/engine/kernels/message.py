@@ -61,6 +61,15 @@ class _Graph:
     parameters: dict[int, Tensor] = field(default_factory=dict)
 
 
+def _is_light(needs: Dependence) -> bool:
+    return not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES
+
+
+def keeps_graphs(needs: Dependence, policy: SARPolicy) -> bool:
+    """True where tiles keep their graphs for the backward pass. See [Note: the modes]."""
+    return needs.needs_gradient and (policy.mode > 1 or _is_light(needs))
+
+
 class Messages(Kernel):
     """One call of ``propagate``: its message, aggregation and what both need.
 
@@ -93,8 +102,7 @@ class Messages(Kernel):
         self.needs_gradient = needs.needs_gradient
         self.prefetch, self.wire, self.out_rows = policy.prefetch, Wire(policy.wire), list(out_rows)
         self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
-        light = not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES
-        self.keeps_graphs = needs.needs_gradient and (policy.mode > 1 or light)
+        self.keeps_graphs = keeps_graphs(needs, policy)
         readers = [reducer for group in self.reducers() for reducer in group]
         self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
         self.remakes = not (self.no_graph or self.keeps_graphs)
@@ -102,7 +110,7 @@ class Messages(Kernel):
         # Where a mode remakes graphs it does so in the order of the forward pass, and all add up in
         # the same order.
         by_chunks = isinstance(schedule.forward[0].exchange, Chunks)
-        self.own_last = (self.no_graph or light) and not by_chunks
+        self.own_last = (self.no_graph or _is_light(needs)) and not by_chunks
         self.parameters = [p for p in program.layer.parameters() if p.requires_grad]
         self.graphs: list[_Graph] = []
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
