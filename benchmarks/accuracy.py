@@ -153,7 +153,7 @@ def plain_world() -> World:
 
 def distributed_world() -> World:
     """The same through pyg_sar."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
 
     def all_nodes(rows: Tensor, data: Data) -> Tensor:
         whole = rows.new_zeros(data.num_nodes_in_all, rows.size(1))

@@ -43,7 +43,7 @@ from pyg_sar.kernels.attention_ops import attention_
 from pyg_sar.kernels.attention_terms import Attention, AttentionState
 from pyg_sar.kernels.ops import gather_sum_
 from pyg_sar.space.shard import segments_of
-from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
+from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 FEATURES = 100
 SHAPES = {

@@ -37,7 +37,7 @@ from pyg_sar.engine.pushed_attention import row_bytes
 from pyg_sar.exchange.cover import COSTS, minimum_cover, stored_covers
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.ledger import HALO_KINDS
-from pyg_sar.partition.partitioners import assign_nodes
+from pyg_sar.partition import assign_nodes
 from pyg_sar.partition.storage import read_part
 
 GRAPHS = {  # name: to be made undirected
@@ -89,7 +89,7 @@ def attention(root: str, push: str) -> dict[str, tuple[int, int]]:
     x, found = data.x.clone().requires_grad_(), {}
     for name, make in LAYERS.items():
         layer = pyg_sar.distribute(make(), policy)
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(x, data.edge_index).sum().backward()
         found[name] = tuple(
             sum(ledger.received_bytes(phase=phase, kind=kind) for kind in HALO_KINDS)
@@ -106,7 +106,7 @@ def rows(root: str, push: str) -> tuple[int, int]:
     layer = pyg_sar.distribute(SAGEConv(WIDTH, WIDTH, aggr="sum"), policy)
     x = data.x.clone().requires_grad_()
     layer(x, data.edge_index).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index).sum().backward()
     size = WIDTH * data.x.element_size()
     forward, backward = (ledger.received_bytes(kind=kind) for kind in ("fetch", "gradient"))

@@ -37,7 +37,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GraphSAGE
 
 import pyg_sar
-from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools import load_graph
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 PORT = 29511
@@ -269,7 +269,7 @@ def worker(spec_file: str) -> None:
         if comm.rank == 0:
             Path(spec["result"]).write_text(json.dumps({"bandwidth": speed, "cases": rows}))
     finally:
-        pyg_sar.finalize()
+        pyg_sar.comm.finalize()
 
 
 # The table ###################################################################

@@ -34,7 +34,7 @@ from torch import Tensor
 
 from pyg_sar.kernels import ops
 from pyg_sar.ledger import peak_memory, reset_peak_memory
-from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
+from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 try:
     import torch_sparse
@@ -247,9 +247,9 @@ def measure(args: argparse.Namespace) -> tuple[str, dict[Any, tuple[float, float
             f"{date.today()}, `python benchmarks/kernels.py {command}`, {args.threads} threads, "
             f"{os.cpu_count()} cores, {processor()}, torch {torch.__version__}, torch_sparse "
             f"{'not installed' if torch_sparse is None else torch_sparse.__version__}. Power-law "
-            f"graph (`pyg_sar.tools.synthetic`) of {args.nodes:,} nodes and {args.edges:,} edges, "
-            f"float32. The machine's load at the end was {load}: above {args.threads}, other "
-            "work slowed all ways.",
+            f"graph (`pyg_sar.tools.synthetic_graph`) of {args.nodes:,} nodes and "
+            f"{args.edges:,} edges, float32. The machine's load at the end was {load}: "
+            f"above {args.threads}, other work slowed all ways.",
             "",
             "Sums of gathered rows, `pyg_sar.kernels.ops.gather_sum_`. GB/s: values of "
             "rows that are added "

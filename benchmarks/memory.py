@@ -32,7 +32,7 @@ from torch_geometric.nn import GAT, GraphSAGE
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
+from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 CLASSES, HEADS = 8, 4
 MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
@@ -42,7 +42,7 @@ MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
 POLICIES = {
     "1, prefetch 0": pyg_sar.SARPolicy(prefetch=0),
     "1, prefetch 1": pyg_sar.SARPolicy(prefetch=1),
-    "1, prefetch 1, pushed": pyg_sar.SARPolicy(prefetch=1, push="always"),
+    "1, prefetch 1, pushed": pyg_sar.SARPolicy(prefetch=1),
     "2": pyg_sar.SARPolicy(mode=2),
     "3": pyg_sar.SARPolicy(mode=3),
 }
@@ -161,7 +161,7 @@ def train(root: str, kind: str, policy: pyg_sar.SARPolicy) -> Data:
 
 def give_back() -> None:
     """Memory that this process keeps for use again goes back to the system."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     comm.barrier()
     gc.collect()
     if comm.sharing is not None:
@@ -175,7 +175,7 @@ def measure(
     root: str, tiny: str, kind: str, policies: Sequence[pyg_sar.SARPolicy]
 ) -> list[tuple[int, int, int]]:
     """Bytes at the peak, bytes of the law and remote rows at the peak, by policy."""
-    comm, found = pyg_sar.current(), []
+    comm, found = pyg_sar.comm.current(), []
     for policy in policies:
         train(tiny, kind, policy)
         give_back()
@@ -294,7 +294,7 @@ per head); the gradients of the layer at hand; and the remote rows that the mode
 these are one shard of the largest size, or two with a prefetched one: of sources in the forward
 pass, of targets in the backward pass. Mode 2 keeps the halo's rows of each GAT layer, and holds
 gradients on their way back, mode 3 the halo and every message. Not in the law:
-own rows as neighbours read them in shared memory and what they have not read yet, partial sums that
+own rows as local peers read them in shared memory and what they have not read yet, partial sums that
 are pushed, temporary tensors (of all messages in mode 3), and a few megabytes of libraries that
 don't shrink with the part."""
 
@@ -309,7 +309,7 @@ def document(args: argparse.Namespace, found: Found, load: float) -> str:
         "",
         f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph "
-        f"(`pyg_sar.tools.synthetic`) of {args.nodes:,} nodes, {args.edges:,} edges and "
+        f"(`pyg_sar.tools.synthetic_graph`) of {args.nodes:,} nodes, {args.edges:,} edges and "
         f"{args.features} "
         "features; three layers, SAGE of 256 channels, GAT of 4 heads of 32; workers of one host, "
         f"one thread each. Load at the start and at the end: {load:.1f} and "

@@ -14,7 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, Linear, SAGEConv
 from torch_geometric.transforms import LargestConnectedComponents
 
-from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools import load_graph
 
 MODELS = ("gcn", "sage", "gat")
 

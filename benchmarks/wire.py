@@ -48,7 +48,7 @@ def power_law_graph(nodes: int, edges: int, features: int) -> Data:
 
 def train(root: str, name: str, epochs: int) -> tuple[list[float], float, int, int]:
     """Seconds of each epoch but the first, processor seconds of one, bytes in of one, peak."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     model = pyg_sar.distribute(MODELS[name](data.x.size(1)))

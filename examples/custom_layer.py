@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import pyg_sar
-from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools import load_graph
 
 FEATURES, EDGE_FEATURES, CLASSES, WORKERS = 16, 3, 5, 2
 

@@ -64,7 +64,7 @@ def train(root: str) -> float:
     data = pyg_sar.load_partition(root)  # a HeteroData with this worker's rows
     authors = pyg_sar.nn.NodeEmbedding(data["author"].num_nodes, 16, n_id=data["author"].n_id)
     model = Model(authors)
-    pyg_sar.initialize(model, data.x_dict, data.edge_index_dict)  # the lazy (-1, -1)
+    pyg_sar.nn.initialize(model, data.x_dict, data.edge_index_dict)  # the lazy (-1, -1)
     model = pyg_sar.distribute(model)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     paper = data["paper"]
@@ -75,7 +75,7 @@ def train(root: str) -> float:
         loss = pyg_sar.mean(F.cross_entropy(out[mask], paper.y[mask], reduction="none"))
         loss.backward()
         optimizer.step()
-        if epoch % 10 == 0 and pyg_sar.current().rank == 0:
+        if epoch % 10 == 0 and pyg_sar.comm.current().rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
     return pyg_sar.accuracy(out, paper.y, ~paper.train_mask)
 

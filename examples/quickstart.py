@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch_geometric.nn import GATConv
 
 import pyg_sar
-from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools import load_graph
 
 
 class GAT(torch.nn.Module):
@@ -41,7 +41,7 @@ def train(parts: str) -> float:
         loss = pyg_sar.mean(values)  # loss = values.mean()
         loss.backward()
         optimizer.step()
-        if epoch % 10 == 0 and pyg_sar.current().rank == 0:
+        if epoch % 10 == 0 and pyg_sar.comm.current().rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
     model.eval()
     with torch.no_grad():

@@ -21,9 +21,13 @@ from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.moments import OVER_ROWS
-from pyg_sar.reduction.owned_rows import owned_parameters, shared_parameters
-from pyg_sar.reduction.parameter_hooks import refuse_wrapped
-from pyg_sar.reduction.replicas import attribute_rows, first_difference
+from pyg_sar.reduction.parameters import (
+    attribute_rows,
+    first_difference,
+    owned_parameters,
+    refuse_wrapped,
+    shared_parameters,
+)
 
 
 @cache
@@ -68,7 +72,7 @@ def distribute(
         policy: How its layers run.
         layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
         sum_gradients: Sum parameter gradients over the workers inside ``backward()``. If not,
-            call :func:`pyg_sar.sum_gradients` yourself.
+            call :func:`pyg_sar.reduction.sum_gradients` yourself.
         replicated: Names of submodules whose inputs are the same on all workers: what comes after
             a readout, such as ``['head']``. Their rows are graphs, each of which every worker
             has, so their norms and aggregations stay as they are.
@@ -135,7 +139,7 @@ def _check(
         if is_lazy(parameter):
             raise ValueError(
                 f"Parameter '{name}' is not initialized at rank {comm.rank}: call "
-                "pyg_sar.initialize(model, data.x, data.edge_index) with the model's arguments "
+                "pyg_sar.nn.initialize(model, data.x, data.edge_index) with the model's arguments "
                 "before distribute(), or give its layer's in_channels instead of -1"
             )
     if comm.world_size == 1:

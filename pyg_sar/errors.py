@@ -54,8 +54,24 @@ class PartitionError(PygSarError, ValueError):
     """A partition folder is damaged, incomplete, of another version or of another world size."""
 
 
+class CheckpointError(PygSarError, ValueError):
+    """A checkpoint cannot be written, read, or used with this model or these workers."""
+
+
+class DivergedError(PygSarError):
+    """The loss is no longer a finite number."""
+
+
+class ReportError(PygSarError, ValueError):
+    """A report cannot be written to this folder."""
+
+
 class DistributedIndexError(PygSarError):
     """An operation on a distributed index has no distributed meaning here."""
+
+
+class OneShotWarning(UserWarning):
+    """A layer fetches its whole halo at once because its messages can't be computed in parts."""
 
 
 def _rebuild(kind: type[WorkerError], message: str, rank: int, traceback: str) -> WorkerError:

@@ -45,10 +45,10 @@ class Ledger:
     the process on CPU (``VmHWM``, bytes) and the allocator's peak on CUDA.
 
     Args:
-        comm: The communicator to watch (``pyg_sar.current()``).
+        comm: The communicator to watch (``pyg_sar.comm.current()``).
 
     Attributes:
-        gradient_errors: What :func:`pyg_sar.gradient_error` found while this was open.
+        gradient_errors: What :func:`pyg_sar.train.gradient_error` found while this was open.
     """
 
     def __init__(self, comm: Recorder) -> None:

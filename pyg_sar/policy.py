@@ -45,8 +45,7 @@ class SARPolicy:
         prefetch: Shards fetched ahead by the prefetch thread (modes 1 and 2). 0 fetches each
             shard when it is needed; 1 hides a fetch behind the aggregation of one shard, at the
             cost of a second resident shard. Outgoing gradients then stay in flight behind the
-            next shard where no shard is fetched meanwhile or workers share memory; from 2 on
-            everywhere.
+            next shard where no shard is fetched meanwhile or workers share memory.
         message_budget: Bytes of messages and message inputs materialized at a time. ``None``: a
             quarter of what the worker's own rows of the layer take, so that it shrinks with the
             partition, but at least 1 MiB and at most 8 MiB.
@@ -66,13 +65,11 @@ class SARPolicy:
             in the backward pass what is known of a target goes there, and in mode 1 few source rows
             or none are fetched again. Where all workers read each other's memory, rows are pulled
             in the forward pass; the backward pass of sums and of additive attention is the sources'
-            workers', which read what is known of their peers' targets. ``'always'`` takes covers
-            there, too: that saves hardly
-            any time and takes memory. ``'off'`` pulls all rows and returns their gradients. Must be
-            the same on all workers.
+            workers', which read what is known of their peers' targets. ``'off'`` pulls all rows and
+            returns their gradients. Must be the same on all workers.
         wire: How halo rows and their gradients travel in :meth:`propagate`, in all modes:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
-            differ from those of one process (:func:`pyg_sar.gradient_error` says by how much):
+            differ from those of one process (:func:`pyg_sar.train.gradient_error` measures it):
             ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
             its own). Integers, truth values and 16-bit floats always travel as they are, as does
             what a model reads outside :meth:`propagate`. What is rounded doesn't depend on where
@@ -94,11 +91,11 @@ class SARPolicy:
     """
 
     mode: int = 1
-    prefetch: int = 1
+    prefetch: Literal[0, 1] = 1
     message_budget: int | None = None
     strategy: Literal["auto", "chunked"] = "auto"
     kernels: Literal["auto", "off"] = "auto"
-    push: Literal["auto", "always", "off"] = "auto"
+    push: Literal["auto", "off"] = "auto"
     wire: Literal["exact", "bfloat16", "float16"] = "exact"
     transform_first: bool = True
     measure_every: int | None = None
@@ -106,14 +103,14 @@ class SARPolicy:
     def __post_init__(self) -> None:
         if self.mode not in (1, 2, 3):
             raise ValueError(f"Expected 'mode' to be 1, 2 or 3 (got {self.mode!r})")
-        if not isinstance(self.prefetch, int) or self.prefetch < 0:
-            raise ValueError(f"Expected 'prefetch' to be an integer >= 0 (got {self.prefetch!r})")
+        if self.prefetch not in (0, 1):
+            raise ValueError(f"Expected 'prefetch' to be 0 or 1 (got {self.prefetch!r})")
         if self.strategy not in ("auto", "chunked"):
             raise ValueError(
                 f"Expected 'strategy' to be 'auto' or 'chunked' (got {self.strategy!r})"
             )
-        if self.push not in ("auto", "always", "off"):
-            raise ValueError(f"Expected 'push' to be 'auto', 'always' or 'off' (got {self.push!r})")
+        if self.push not in ("auto", "off"):
+            raise ValueError(f"Expected 'push' to be 'auto' or 'off' (got {self.push!r})")
         if self.kernels not in ("auto", "off"):
             raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
         if self.wire not in WIRES:

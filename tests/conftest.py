@@ -60,7 +60,7 @@ LONGEST = (
     "test_owner_gradients",
     "test_checkpoint",
 )
-START_FROM_NOTHING = {"test_comm", "test_failures", "test_init", "test_launch", "test_neighbours"}
+START_FROM_NOTHING = {"test_comm", "test_failures", "test_init", "test_launch", "test_local_peers"}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)

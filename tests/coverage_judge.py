@@ -235,11 +235,11 @@ def _judge(name: str, case: Case, data: Data, root: Path, precise: bool) -> Outc
     layers = {key: one.layer for key, one in low.items()}
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", pyg_sar.OneShotWarning)
+            warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
             workers = pyg_sar.launch(
                 run_case, WORLD, root, case, plain, layers, backend="threads", timeout=60.0
             )
-    except pyg_sar.WorkerError as failure:
+    except pyg_sar.errors.WorkerError as failure:
         return _failed(name, case, failure)
     outcome = Outcome(name, EXACT)
     if case.refused or expected is None:
@@ -255,11 +255,11 @@ def _judge(name: str, case: Case, data: Data, root: Path, precise: bool) -> Outc
     return outcome
 
 
-def _failed(name: str, case: Case, failure: pyg_sar.WorkerError) -> Outcome:
+def _failed(name: str, case: Case, failure: pyg_sar.errors.WorkerError) -> Outcome:
     cause = failure.__cause__
     text = f"{type(cause).__name__}: {cause}"
     outcome = Outcome(name, REFUSED, case.why or text.splitlines()[0])
-    named = isinstance(cause, ValueError | TypeError | pyg_sar.DistributedIndexError)
+    named = isinstance(cause, ValueError | TypeError | pyg_sar.errors.DistributedIndexError)
     if not case.refused:
         outcome.problems.append(text)
     elif not named or not re.search(case.refused, str(cause)):

@@ -102,7 +102,7 @@ def one_pass(
 ) -> Pass:
     """Runs forward and backward once, from zeroed gradients."""
     module.zero_grad()
-    whole = not isinstance(data.edge_index, pyg_sar.DistEdgeIndex)
+    whole = not isinstance(data.edge_index, pyg_sar.space.DistEdgeIndex)
     n_id = torch.arange(data.num_nodes) if whole else data.n_id
     given = leaves(case, data, dtype, n_id, draw)
     e_id = torch.arange(data.num_edges) if whole else data.e_id
@@ -217,7 +217,7 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
 
 def counted_pass(case: Case, module: torch.nn.Module, data: Data) -> pyg_sar.Ledger:
     """What a pass costs once everything that is kept has been made."""
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         one_pass(case, module, data, pyg_sar.mean)
     return ledger
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import copy
 import math
+import os
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,21 +26,22 @@ import pyg_sar
 from pyg_sar import SARPolicy
 
 TOLERANCE = 1e-10
+SWITCH = "PYG_SAR_SHARED_MEMORY"
 CHANNELS, OUT, EDGE_DIM, CLASSES = 6, 5, 4, 3
 
 BUDGET = 600  # bytes: a handful of messages per tile
 ALL_POLICIES = (
     SARPolicy(mode=1, prefetch=1),
-    SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, push="always"),
-    SARPolicy(mode=1, prefetch=2, message_budget=1, transform_first=False),
+    SARPolicy(mode=1, prefetch=0, message_budget=BUDGET),
+    SARPolicy(mode=1, prefetch=1, message_budget=1, transform_first=False),
     SARPolicy(mode=2, prefetch=0),
-    SARPolicy(mode=2, prefetch=2, message_budget=BUDGET, push="always"),
+    SARPolicy(mode=2, prefetch=1, message_budget=BUDGET),
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=0, message_budget=BUDGET, strategy="chunked"),
     SARPolicy(mode=2, prefetch=1, strategy="chunked", transform_first=False),
 )
 MODES = (
-    SARPolicy(mode=1, prefetch=0, push="always"),
+    SARPolicy(mode=1, prefetch=0),
     SARPolicy(mode=2, prefetch=1, message_budget=BUDGET, transform_first=False),
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=1, message_budget=BUDGET, strategy="chunked"),
@@ -318,10 +321,25 @@ class Sweep:
         self.expected.append(single_process(job.layer, data, job.edge, job.constants))
 
     def check(
-        self, backend: str = "threads", tolerance: float = TOLERANCE, timeout: float = 120.0
+        self,
+        backend: str = "threads",
+        tolerance: float = TOLERANCE,
+        timeout: float = 120.0,
+        network: bool | None = None,
     ) -> None:
-        """Runs all jobs in one launch and compares them."""
-        workers = pyg_sar.launch(run_jobs, self.world, self.jobs, backend=backend, timeout=timeout)
+        """Runs all jobs in one launch and compares them.
+
+        Args:
+            backend: Of :func:`pyg_sar.launch`.
+            tolerance: Relative to the largest number.
+            timeout: Seconds.
+            network: Workers read nothing in each other's memory, so that covers say what travels.
+                ``None``: where there is an odd number of them, as PYG_SAR_SHARED_MEMORY is not set.
+        """
+        odd = self.world % 2 == 1 and SWITCH not in os.environ
+        with apart() if network or (network is None and odd) else nullcontext():
+            given = run_jobs, self.world, self.jobs
+            workers = pyg_sar.launch(*given, backend=backend, timeout=timeout)
         for k, (job, expected, title) in enumerate(
             zip(self.jobs, self.expected, self.titles, strict=True)
         ):
@@ -329,6 +347,19 @@ class Sweep:
                 results = [worker[k][step] for worker in workers]
                 where = f"{title}, {self.world} workers, {policy}"
                 assert_small(errors(results, expected), tolerance, where)
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Workers that are started meanwhile read nothing in each other's memory."""
+    before = os.environ.get(SWITCH)
+    os.environ[SWITCH] = "0"
+    try:
+        yield
+    finally:
+        del os.environ[SWITCH]
+        if before is not None:
+            os.environ[SWITCH] = before
 
 
 def threads(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:

@@ -82,7 +82,7 @@ def test_layers_on_adjacencies(name: str, layout: str, tmp_path: Path):
 def test_an_adjacency_comes_back(layout: str, tmp_path: Path):
     data = sparse_graph(layout)
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    merged = pyg_sar.merge_partitions(tmp_path / "parts")
+    merged = pyg_sar.partition.merge_partitions(tmp_path / "parts")
     assert "edge_index" not in merged and type(merged.adj_t) is type(data.adj_t)
     assert torch.equal(merged.adj_t.to_dense(), data.adj_t.to_dense())
     assert error(merged.x, data.x) <= TOLERANCE

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch_geometric.nn import attention as plain
 
 import pyg_sar
-from pyg_sar.engine import ring
+from pyg_sar.engine.kernels import dense as engine
 
 CHANNELS, NODES = 6, 37
 WORLDS = (1, 2, 3, 5)
@@ -32,8 +32,8 @@ def double() -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def small_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
     """Several tiles each way also on small graphs."""
-    monkeypatch.setattr(ring, "QUERIES", 5)
-    monkeypatch.setattr(ring, "KEYS", 3)
+    monkeypatch.setattr(engine, "QUERIES", 5)
+    monkeypatch.setattr(engine, "KEYS", 3)
 
 
 def draw(*shape: int, seed: int = 0) -> Tensor:
@@ -79,9 +79,11 @@ def test_streamed_attention(world: int, prefetch: int):
         (expected * weights).sum().backward()
 
         def worker(batch: Tensor = batch) -> Any:
-            ids = (part == pyg_sar.current().rank).nonzero().view(-1).flip(0)  # in any order
+            ids = (part == pyg_sar.comm.current().rank).nonzero().view(-1).flip(0)  # in any order
             mine = [t[ids].requires_grad_() for t in tensors]
-            out = ring.global_attention(*mine, pyg_sar.dist_batch(batch[ids]), prefetch=prefetch)
+            out = engine.global_attention(
+                *mine, pyg_sar.space.dist_batch(batch[ids]), prefetch=prefetch
+            )
             (out * weights[ids]).sum().backward()
             return [ids, out.detach(), *(t.grad for t in mine)]
 
@@ -99,8 +101,10 @@ def test_scores_far_apart():
     batch = torch.zeros(12, dtype=torch.long)
 
     def worker() -> Tensor:
-        mine = slice(0, 4) if pyg_sar.current().rank == 0 else slice(4, 12)
-        return ring.global_attention(q[mine], k[mine], v[mine], pyg_sar.dist_batch(batch[mine]))
+        mine = slice(0, 4) if pyg_sar.comm.current().rank == 0 else slice(4, 12)
+        return engine.global_attention(
+            q[mine], k[mine], v[mine], pyg_sar.space.dist_batch(batch[mine])
+        )
 
     assert error(torch.cat(threads(worker, 2)), dense(q, k, v, batch)) <= TOLERANCE
 
@@ -110,9 +114,9 @@ def test_memory_and_traffic():
     rows, heads, width, world = 20, 2, 4, 4
 
     def worker(prefetch: int) -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         q, k, v = (draw(rows, heads, width, seed=s).requires_grad_() for s in range(3))
-        batch = pyg_sar.dist_batch(torch.zeros(rows, dtype=torch.long))
+        batch = pyg_sar.space.dist_batch(torch.zeros(rows, dtype=torch.long))
         saved: list[int] = []
         with (
             pyg_sar.Ledger(comm) as ledger,
@@ -120,7 +124,7 @@ def test_memory_and_traffic():
                 lambda t: saved.append(t.numel()) or t, lambda t: t
             ),
         ):
-            out = ring.global_attention(q, k, v, batch, prefetch=prefetch, layer="attn")
+            out = engine.global_attention(q, k, v, batch, prefetch=prefetch, layer="attn")
             out.sum().backward()
         found = [
             ledger.received_bytes(layer="attn", kind=kind)
@@ -148,12 +152,12 @@ def test_dropout_is_right_in_distribution_and_remade(world: int):
     unit, gradient = torch.eye(NODES).unsqueeze(1), draw(NODES, 1, NODES, seed=5)
 
     def worker(seed: int) -> Any:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         ids = (part == rank).nonzero().view(-1)
         v, query = unit[ids].requires_grad_(), q[ids].requires_grad_()
         torch.manual_seed(seed)
-        args = (query, k[ids], v, pyg_sar.dist_batch(batch[ids]))
-        out = ring.global_attention(*args, dropout=p)
+        args = (query, k[ids], v, pyg_sar.space.dist_batch(batch[ids]))
+        out = engine.global_attention(*args, dropout=p)
         (out * gradient[ids]).sum().backward()
         return ids, out.detach().squeeze(1), v.grad.squeeze(1), query.grad
 
@@ -184,8 +188,10 @@ def test_low_precision(dtype: torch.dtype):
     theirs = dense(*full, batch)
 
     def worker() -> Tensor:
-        mine = slice(0, 10) if pyg_sar.current().rank == 0 else slice(10, NODES)
-        return ring.global_attention(*(t[mine] for t in full), pyg_sar.dist_batch(batch[mine]))
+        mine = slice(0, 10) if pyg_sar.comm.current().rank == 0 else slice(10, NODES)
+        return engine.global_attention(
+            *(t[mine] for t in full), pyg_sar.space.dist_batch(batch[mine])
+        )
 
     ours = torch.cat(threads(worker, 2))
     assert ours.dtype == dtype
@@ -193,11 +199,11 @@ def test_low_precision(dtype: torch.dtype):
 
 
 def test_wrong_shapes_are_errors():
-    batch = pyg_sar.dist_batch(torch.zeros(4, dtype=torch.long))
+    batch = pyg_sar.space.dist_batch(torch.zeros(4, dtype=torch.long))
     with pytest.raises(ValueError, match=r"\[num_local, heads, d\].*rank 0"):
-        ring.global_attention(draw(4, 2, 3), draw(5, 2, 3), draw(5, 2, 3), batch)
+        engine.global_attention(draw(4, 2, 3), draw(5, 2, 3), draw(5, 2, 3), batch)
     with pytest.raises(ValueError, match="'dropout'=1.5"):
-        ring.global_attention(*[draw(4, 2, 3)] * 3, batch, dropout=1.5)
+        engine.global_attention(*[draw(4, 2, 3)] * 3, batch, dropout=1.5)
 
 
 # Modules #####################################################################
@@ -344,14 +350,14 @@ def test_sequences_per_node_are_exact_and_attention_among_nodes_is_refused():
 
     def worker() -> Any:
         ours = pyg_sar.distribute(copy.deepcopy(model))
-        mine = x[part == pyg_sar.current().rank]
+        mine = x[part == pyg_sar.comm.current().rank]
         out = ours(mine).detach()
         for training in (True, False):  # torch has a path of its own for evaluation.
             ours.train(training)
             with torch.no_grad():
                 for call in (lambda t: ours.attn(t, t, t), ours.block):
                     for shape in (mine.unsqueeze(0), mine):
-                        with pytest.raises(pyg_sar.DistributedIndexError, match="GPSConv"):
+                        with pytest.raises(pyg_sar.errors.DistributedIndexError, match="GPSConv"):
                             call(shape)
         return out
 

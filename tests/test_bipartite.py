@@ -20,7 +20,8 @@ from torch_geometric.nn import (
 from torch_geometric.utils import degree
 
 import pyg_sar
-from pyg_sar import DistributedIndexError, SARPolicy
+from pyg_sar import SARPolicy
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.space.index_space import dist_edge_index
 
@@ -55,7 +56,7 @@ def owners(world: int, kind: str) -> tuple[Tensor, Tensor]:
 
 def my_relation(edges: Tensor, sources: Tensor, targets: Tensor):
     """This worker's edges, and global ids of its source and target nodes and edges."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     rank, world = comm.rank, comm.world_size
 
     def needs(p: int) -> list[Tensor]:
@@ -133,7 +134,7 @@ def run(layer, x, y, edges, mean):
 
 def on_worker(jobs, policies, kind):
     x, y, edges = relation()
-    world = pyg_sar.current().world_size
+    world = pyg_sar.comm.current().world_size
     local, mine, own, _ = my_relation(edges, *owners(world, kind))
     found = {}
     for name, plain in jobs.items():
@@ -148,7 +149,7 @@ def on_worker(jobs, policies, kind):
     return found
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize(
     ("world", "kind"),
     [(1, "mixed"), (2, "apart"), (3, "mixed"), (3, "empty"), (5, "mixed"), (5, "apart")],
@@ -237,7 +238,7 @@ def bytes_of(policy):
     x, y, edges = relation()
     local, mine, own, _ = my_relation(edges, *owners(3, "mixed"))
     layer = pyg_sar.distribute(SAGEConv((WIDE, NARROW), OUT, aggr="max").double(), policy)
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out, *_ = run(layer, x[mine], y[own], local, None)
         pyg_sar.mean(node_losses(out, own)).backward()
     received = ledger.received_bytes(kind="fetch"), ledger.received_bytes(kind="refetch")

@@ -73,7 +73,7 @@ def recorded(comm: Any) -> Iterator[list[str]]:
 
 
 def work(root: Any, model: Model, policy: SARPolicy) -> Any:
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     model = pyg_sar.distribute(copy.deepcopy(model), policy)
     for hook in model._forward_pre_hooks.values():

@@ -21,9 +21,10 @@ from small_graphs import CLASSES, FEATURES, small_graph
 from torch import nn
 
 import pyg_sar
+from pyg_sar.errors import CheckpointError
 from pyg_sar.tools.models import build_model
 from pyg_sar.train.callbacks import CheckpointEvery
-from pyg_sar.train.checkpoint import CheckpointError, load_checkpoint, save_checkpoint
+from pyg_sar.train.checkpoint import load_checkpoint, save_checkpoint
 from pyg_sar.train.config import EpochRecord, TrainConfig
 from pyg_sar.train.trainer import Callback, Trainer, call_model
 
@@ -254,8 +255,8 @@ def attempt(action: Callable[[], Any]) -> str:
 
 def sweep(folder: str) -> dict[str, Any]:
     """Runs on each worker: the uninterrupted curve, the killed run's sequel, and bad files."""
-    here, parts, rank = Path(folder), f"{folder}/parts", pyg_sar.current().rank
-    comm = pyg_sar.current()
+    here, parts, rank = Path(folder), f"{folder}/parts", pyg_sar.comm.current().rank
+    comm = pyg_sar.comm.current()
     whole = parallel_trainer(parts, callbacks=[SaveAt(here / "whole", 3)])
     reference = whole.fit()
     torch.manual_seed(rank + 50)
@@ -309,7 +310,7 @@ def killed_worker(folder: str) -> None:
         trainer = parallel_trainer(f"{folder}/parts", forward=forward, callbacks=[saving])
         try:
             trainer.fit()
-        except pyg_sar.LostWorkerError as error:
+        except pyg_sar.errors.LostWorkerError as error:
             print(f"lost {error.rank}: {error}")
             raise SystemExit(3) from error
 

@@ -14,12 +14,13 @@ import torch
 
 import pyg_sar
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.tools import cli, demo
+from pyg_sar.tools import cli
+from pyg_sar.tools import run as demo
 from pyg_sar.tools.models import MODELS, build_model
 from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.train.callbacks import read_metrics
 from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig
-from pyg_sar.train.report import read_metrics
 
 GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"
 SMALL = ["--hidden", "4", "--heads", "2", "--eval-every", "2"]
@@ -60,7 +61,7 @@ def test_partition_prints_statistics(tmp_path, capsys):
     for word in ("edge cut", "replication factor", "training nodes", "halo rows", out):
         assert word in captured.out
     assert "writing part 3 of 3" in captured.err
-    metadata = pyg_sar.merge_partitions(out)
+    metadata = pyg_sar.partition.merge_partitions(out)
     assert metadata.num_nodes == 200
     again = ["partition", GRAPH, "--parts", "2", "--out", out]
     assert "exists" in usage_error(capsys, *again, "--quiet")
@@ -164,7 +165,7 @@ def test_auto_resume_goes_on_where_there_is_a_checkpoint(parts, tmp_path):
 
 
 def test_features_labels_and_weights_of_other_graphs(tmp_path):
-    data = pyg_sar.merge_partitions(write(tmp_path / "a", lambda data: None))
+    data = pyg_sar.partition.merge_partitions(write(tmp_path / "a", lambda data: None))
     dense = train_worker(config_of(str(tmp_path / "a"), model=ModelConfig(name="gcn")))
 
     def weigh(data):
@@ -299,9 +300,11 @@ def test_demo_fails_where_losses_or_bytes_differ(capsys):
     assert "NOT the same" in lines[-1]
     config = demo.DemoConfig(epochs=1)
     law = demo._law([10], config)[0]
-    run = demo.Run(losses=[1.0], base_memory=1, peak_memory=2, traffic=law, sent=sum(law.values()))
+    run = demo.DemoRun(
+        losses=[1.0], base_memory=1, peak_memory=2, traffic=law, sent=sum(law.values())
+    )
     assert demo._show_bytes([run], [10], config, lines.append)
-    less = demo.Run(
+    less = demo.DemoRun(
         losses=[1.0],
         base_memory=1,
         peak_memory=2,

@@ -133,7 +133,7 @@ class Nonlinear(MessagePassing):
 class Watch:
     """Message hooks that watch the storages of a message's inputs and outputs."""
 
-    def __init__(self, layer: MessagePassing, comm: pyg_sar.Communicator) -> None:
+    def __init__(self, layer: MessagePassing, comm: pyg_sar.comm.Communicator) -> None:
         self.refs: list[StorageWeakRef] = []
         self.comm = comm
         self.calls = self.most_alive = self.most_rows = 0
@@ -180,7 +180,7 @@ LIFETIME_LAYERS: dict[str, Callable[[], MessagePassing]] = {
 
 def lifetimes(root: Path, layer: MessagePassing, policy: SARPolicy) -> dict[str, Any]:
     """Runs one pass and tells what was alive when."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
     analysis = Watch(layer, comm)
@@ -240,7 +240,7 @@ def test_rule_2_holds_when_the_backward_pass_never_comes(root: Path):
     def worker(policy: SARPolicy) -> int:
         data = pyg_sar.load_partition(root)
         layer = pyg_sar.distribute(Nonlinear().double(), policy)
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             out = layer(data.x.clone().requires_grad_(), data.edge_index)
             del out
             return ledger.resident_rows()
@@ -328,7 +328,7 @@ def test_rule_3_foreign_parameters_are_noticed(graph: Data, root: Path):
     """What autograd can't be told of is not lost: the layer falls back to one shot, and says so."""
     sweep = Sweep(WORLD)
     sweep.add("borrowed", Job(Borrowing().double(), root, policies=MODES[:1]), graph)
-    with pytest.warns(pyg_sar.OneShotWarning, match="neither a parameter of the layer"):
+    with pytest.warns(pyg_sar.errors.OneShotWarning, match="neither a parameter of the layer"):
         sweep.check()
 
 
@@ -458,7 +458,7 @@ def test_rule_3_grad_scaler(mode: int, graph: Data, root: Path):
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
         values = losses(mine, data)
-        if pyg_sar.current().rank == 1:
+        if pyg_sar.comm.current().rank == 1:
             values = values * torch.tensor(float("inf"))
         scaler.scale(pyg_sar.mean(values)).backward()
         scaler.step(optimizer)
@@ -654,7 +654,7 @@ def test_without_gradients_and_then_training(
     model = make_net()
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode)).eval()
         with off(), pyg_sar.Ledger(comm) as ledger:
@@ -832,7 +832,7 @@ def test_rule_6_targets_without_edges_are_zero(aggr: str, sign: int, graph: Data
 # Rule 7: the same collectives in the same order ##############################
 
 
-def recorded(comm: pyg_sar.Communicator) -> list[Any]:
+def recorded(comm: pyg_sar.comm.Communicator) -> list[Any]:
     """All that is asked of a communicator from now on; of exchanges to and from whom."""
     calls: list[Any] = []
     exchange, exchange_all = comm.exchange, comm.exchange_all
@@ -909,7 +909,7 @@ def test_rule_7_same_collectives_everywhere(case: int, mode: int, partitions: Pa
     model = make_net()
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         mine = pyg_sar.load_partition(root)
         net = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
         calls = recorded(comm)
@@ -943,7 +943,7 @@ def test_rule_7_parameters_without_a_gradient(root: Path):
     model = Choosy().double()
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         net = pyg_sar.distribute(copy.deepcopy(model))
         calls = recorded(comm)
@@ -969,7 +969,7 @@ def test_rule_7_parameters_without_a_gradient_accumulate(root: Path):
         net = pyg_sar.distribute(copy.deepcopy(model))
         found = []
         for user in users:
-            out = net(data.x, data.edge_index, pyg_sar.current().rank == user)
+            out = net(data.x, data.edge_index, pyg_sar.comm.current().rank == user)
             pyg_sar.mean(node_losses(out, data.n_id)).backward()
             grad = net.here.weight.grad
             found.append(None if grad is None else grad.clone())
@@ -988,7 +988,7 @@ def test_rule_7_an_unused_parameter_costs_no_exchange(root: Path):
     """Gradients go in one message per dtype, however many parameters there are."""
 
     def worker() -> list[Any]:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         net = pyg_sar.distribute(make_net())
         loss = loss_on(net, data)
@@ -1027,7 +1027,7 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(when: s
     ended: list[tuple[int, str]] = []
 
     def worker() -> None:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         data = pyg_sar.load_partition(root)
         inner = Fails(when).double()
         net = pyg_sar.distribute(torch.nn.ModuleDict({"first": inner}), REMADE)
@@ -1042,7 +1042,7 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(when: s
             ended.append((rank, type(problem).__name__))
             raise
 
-    with pytest.raises(pyg_sar.WorkerError) as caught:
+    with pytest.raises(pyg_sar.errors.WorkerError) as caught:
         threads(worker, WORLD)
     assert sorted(rank for rank, _ in ended) == [0, 1, 2], ended
     assert "TimeoutError" not in str(ended)
@@ -1055,10 +1055,10 @@ def test_rule_8_an_error_in_the_analysis(root: Path):
     def worker() -> None:
         data = pyg_sar.load_partition(root)
         layer: Any = pyg_sar.distribute(Fails("analysis").double())
-        layer.armed[0] = pyg_sar.current().rank == 2
+        layer.armed[0] = pyg_sar.comm.current().rank == 2
         layer(data.x, data.edge_index)
 
-    with pytest.raises(pyg_sar.WorkerError, match="a cause of its own") as caught:
+    with pytest.raises(pyg_sar.errors.WorkerError, match="a cause of its own") as caught:
         threads(worker, WORLD)
     assert caught.value.rank == 2
 
@@ -1080,7 +1080,7 @@ def test_attributes_may_differ_between_workers(later: bool, graph: Data, root: P
     def worker() -> Any:
         data = pyg_sar.load_partition(root)
         layer: Any = copy.deepcopy(plain)
-        first = pyg_sar.current().rank == 0
+        first = pyg_sar.comm.current().rank == 0
         layer.verbose = first and not later
         layer = pyg_sar.distribute(layer)
         layer(data.x, data.edge_index)
@@ -1107,10 +1107,12 @@ def test_rule_8_wrong_shapes_are_named(root: Path):
         layer(data.x, data.edge_index, data.edge_attr[1:])
 
     with pytest.raises(
-        pyg_sar.WorkerError, match=r"ValueError: Expected 'x' to hold the \d+ nodes"
+        pyg_sar.errors.WorkerError, match=r"ValueError: Expected 'x' to hold the \d+ nodes"
     ):
         threads(nodes, WORLD)
-    with pytest.raises(pyg_sar.WorkerError, match=r"ValueError: .*edge-level tensor of \d+ rows"):
+    with pytest.raises(
+        pyg_sar.errors.WorkerError, match=r"ValueError: .*edge-level tensor of \d+ rows"
+    ):
         threads(edges, WORLD)
 
 
@@ -1130,7 +1132,7 @@ def test_rule_8_a_message_that_changes_is_noticed(root: Path):
         layer.shift = 0.25
         out.sum().backward()
 
-    with pytest.raises(pyg_sar.WorkerError, match="came out differently"):
+    with pytest.raises(pyg_sar.errors.WorkerError, match="came out differently"):
         threads(worker, WORLD)
 
 

@@ -44,7 +44,7 @@ from pyg_sar import SARPolicy
 
 WORLD = 3
 REMADE = SARPolicy(mode=1, prefetch=0, message_budget=BUDGET)
-AHEAD = SARPolicy(mode=1, prefetch=2, message_budget=BUDGET)
+AHEAD = SARPolicy(mode=1, prefetch=1, message_budget=BUDGET)
 KEPT = SARPolicy(mode=2, prefetch=1, message_budget=BUDGET)
 
 
@@ -114,7 +114,7 @@ RANDOM: dict[str, Callable[[], MessagePassing]] = {
 
 def global_loss(layer: torch.nn.Module, data: Data, x: Tensor, seed: int) -> Tensor:
     """The loss with the dropout masks of a seed, other masks on each worker."""
-    torch.manual_seed(seed + pyg_sar.current().rank)
+    torch.manual_seed(seed + pyg_sar.comm.current().rank)
     return pyg_sar.mean(node_losses(layer(x, data.edge_index), data.n_id))
 
 
@@ -122,7 +122,7 @@ def random_pass(layer: torch.nn.Module, data: Data, policy: SARPolicy, seed: int
     """Outputs, gradients and the random state before and after the backward pass."""
     set_policy(layer, policy)
     layer.zero_grad()
-    torch.manual_seed(seed + pyg_sar.current().rank)
+    torch.manual_seed(seed + pyg_sar.comm.current().rank)
     x = data.x.clone().requires_grad_()
     out = layer(x, data.edge_index)
     after_forward = torch.get_rng_state()
@@ -140,7 +140,7 @@ def slope_error(layer: torch.nn.Module, data: Data, policy: SARPolicy) -> float:
     """The directional derivative against a central difference, relative."""
     set_policy(layer, policy)
     layer.zero_grad()
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     x = data.x.clone().requires_grad_()
     global_loss(layer, data, x, 7).backward()
     alike = torch.Generator().manual_seed(0)
@@ -409,7 +409,7 @@ class Counts(MessagePassing):
         return self.lin(x_j).tanh()
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 def test_rule_4_state_of_a_message_is_updated_once(root: Path):
     """Neither the analysis nor tiles nor the second computation count."""
 
@@ -432,7 +432,7 @@ def test_rule_4_state_that_depends_on_the_edges_is_refused(root: Path):
         data = pyg_sar.load_partition(root)
         for policy in ALL_POLICIES:
             layer = pyg_sar.distribute(Counts(False).double(), policy)
-            with pytest.raises(pyg_sar.DistributedIndexError, match="its message changes '"):
+            with pytest.raises(pyg_sar.errors.DistributedIndexError, match="its message changes '"):
                 layer(data.x, data.edge_index)
             assert int(layer.seen) == layer.number == 0
 
@@ -443,7 +443,7 @@ def edge_norm(norm: torch.nn.Module) -> Callable[[], MessagePassing]:
     return lambda: gnn.EdgeConv(Sequential(Linear(2 * CHANNELS, 8), norm, ReLU(), Linear(8, OUT)))
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize("world", [1, 2, 3])
 def test_rule_4_batch_norm_inside_a_message(world: int, graph: Data, partitions: Partitions):
     """Its batch is all edges of all workers: exact, or refused; never a tile's or a hang."""
@@ -453,9 +453,9 @@ def test_rule_4_batch_norm_inside_a_message(world: int, graph: Data, partitions:
     expected = single_process(layer, graph)
     try:
         workers = pyg_sar.launch(run_jobs, world, [job], backend="threads", timeout=20.0)
-    except pyg_sar.WorkerError as refusal:
+    except pyg_sar.errors.WorkerError as refusal:
         origin = refusal.__cause__
-        assert isinstance(origin, pyg_sar.DistributedIndexError | ValueError), origin
+        assert isinstance(origin, pyg_sar.errors.DistributedIndexError | ValueError), origin
         assert "BatchNorm1d" in str(origin) or "statistics" in str(origin)
         return
     for step, policy in enumerate(job.policies):
@@ -497,7 +497,7 @@ def test_a_message_that_mixes_edges_is_refused(how: str, mode: int, root: Path):
         layer = pyg_sar.distribute(Mixes(how), SARPolicy(mode=mode))
         layer(data.x, data.edge_index)
 
-    with pytest.raises(pyg_sar.WorkerError, match="DistributedIndexError"):
+    with pytest.raises(pyg_sar.errors.WorkerError, match="DistributedIndexError"):
         threads(worker, WORLD)
 
 

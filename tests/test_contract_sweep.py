@@ -137,7 +137,7 @@ def same(title: str, found: dict[str, Any], expected: dict[str, Any], factor: fl
         assert error(found[name], other, scale) <= TOLERANCE, (title, name)
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize("name", LAYERS)
 def test_uses(name: str, graph: Data, root: Path):
     case = LAYERS[name]

@@ -383,7 +383,7 @@ HOOKS: dict[str, tuple[str, Any]] = {
 }
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 @pytest.mark.parametrize("name", HOOKS)
 def test_hooks_of_pyg(name: str, graph: Data, root: Path):
     """Message passing hooks see and change what they do in PyG."""

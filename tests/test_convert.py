@@ -226,7 +226,7 @@ def test_subclass_on_distributed_edges(graph: Data, root: Path):
     sweep.check()
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 def test_flow_from_target_to_source(graph: Data, root: Path):
     """Aggregation at the sources: partial results go to their owners. Exact, or refused."""
     plain = PlainLayer("sum", "target_to_source").double()
@@ -235,8 +235,8 @@ def test_flow_from_target_to_source(graph: Data, root: Path):
         sweep = Sweep(WORLD)
         sweep.add("flow", job, graph)
         sweep.check()
-    except pyg_sar.WorkerError as refusal:
-        assert isinstance(refusal.__cause__, pyg_sar.DistributedIndexError)
+    except pyg_sar.errors.WorkerError as refusal:
+        assert isinstance(refusal.__cause__, pyg_sar.errors.DistributedIndexError)
 
 
 # Calling it again, policies ##################################################
@@ -275,7 +275,7 @@ def test_layer_policies_take_effect(root: Path):
     """Counted: the layer in mode 3 holds its halo, the others a shard."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(
             Net().double(), SARPolicy(prefetch=0), layer_policies={"first": SARPolicy(mode=3)}
@@ -341,7 +341,7 @@ def test_unlike_models_are_refused():
     """Another width or another layer on one worker: every worker says so, none waits."""
 
     def worker(how: str) -> str:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         width = 5 if rank == 1 and how == "width" else 4
         layers = [gnn.GCNConv(3, width)]
         if rank == 1 and how == "layer":
@@ -383,7 +383,7 @@ def test_sparse_gradients_are_refused(root: Path):
 
 def test_rank_0s_parameters_and_buffers_everywhere():
     def worker() -> dict[str, Tensor]:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         model = Net()
         with torch.no_grad():
             for parameter in model.parameters():
@@ -413,7 +413,7 @@ def test_special_values_of_rank_0_are_copied():
         special = torch.tensor([[float("inf"), float("nan")], [-0.0, 1e-45]])
         other = torch.full((2, 2), float("nan"))
         with torch.no_grad():
-            model.weight.copy_(special if pyg_sar.current().rank == 0 else other)
+            model.weight.copy_(special if pyg_sar.comm.current().rank == 0 else other)
         return pyg_sar.distribute(model).weight.detach()
 
     for weight in threads(worker, WORLD):
@@ -428,7 +428,7 @@ def test_sum_gradients_by_hand(graph: Data, root: Path):
         data = pyg_sar.load_partition(root)
         mine = pyg_sar.distribute(copy.deepcopy(model), sum_gradients=False)
         local = one_pass(mine, data, data.n_id, pyg_sar.mean)
-        pyg_sar.sum_gradients(mine)
+        pyg_sar.reduction.sum_gradients(mine)
         total = {n: None if p.grad is None else p.grad for n, p in mine.named_parameters()}
         return local.parameter_grads, total
 
@@ -447,7 +447,7 @@ def test_sum_gradients_twice_is_refused(root: Path):
         model = pyg_sar.distribute(Net().double())
         pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
         with pytest.raises(ValueError, match=r"sum_gradients=False"):
-            pyg_sar.sum_gradients(model)
+            pyg_sar.reduction.sum_gradients(model)
 
     threads(worker, WORLD)
 
@@ -456,7 +456,7 @@ def test_sum_gradients_alone_changes_nothing(graph: Data):
     model = pyg_sar.distribute(Net().double(), sum_gradients=False)
     model(graph.x, graph.edge_index).sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
-    pyg_sar.sum_gradients(model)
+    pyg_sar.reduction.sum_gradients(model)
     assert all(torch.equal(p.grad, b) for p, b in zip(model.parameters(), before, strict=True))
 
 
@@ -567,7 +567,7 @@ def test_override_survives(change: str, graph: Data, root: Path):
     policy = SARPolicy(mode=1, prefetch=0)
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         mine = CHANGES[change](pyg_sar.distribute(copy.deepcopy(layer), policy))
         pyg_sar.distribute(mine, policy)
@@ -581,7 +581,7 @@ def test_override_survives(change: str, graph: Data, root: Path):
     assert error(assemble(threads(worker, WORLD), 40), expected) <= TOLERANCE
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 def test_an_explained_layer_is_exact(graph: Data, root: Path):
     """An edge mask, as explainers set it: each edge's message is scaled."""
     layer = gnn.SAGEConv(CHANNELS, OUT).double()
@@ -596,7 +596,7 @@ def test_an_explained_layer_is_exact(graph: Data, root: Path):
 
     def worker() -> Any:
         data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copies[pyg_sar.current().rank])
+        mine = pyg_sar.distribute(copies[pyg_sar.comm.current().rank])
         return data.n_id, explained(mine, data.edge_weight)(data.x, data.edge_index).detach()
 
     expected = explained(copy.deepcopy(layer), graph.edge_weight)(graph.x, graph.edge_index)

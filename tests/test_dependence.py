@@ -157,7 +157,7 @@ ESCAPES: dict[str, Fn] = {
 
 def counts(root: Path, layer: MessagePassing, policy: SARPolicy) -> dict[str, Any]:
     """Two passes, counted; messages are counted by a hook."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
     calls = [0]
@@ -224,7 +224,9 @@ def test_values_that_escape_are_refused(name: str, root: Path):
         data = pyg_sar.load_partition(root)
         for mode in (1, 2, 3):
             layer = pyg_sar.distribute(Formula(ESCAPES[name]).double(), SARPolicy(mode=mode))
-            with pytest.raises(pyg_sar.DistributedIndexError, match="hands values of its edges"):
+            with pytest.raises(
+                pyg_sar.errors.DistributedIndexError, match="hands values of its edges"
+            ):
                 layer(data.x, data.edge_index, data.edge_weight, data.edge_attr)
 
     threads(worker, WORLD)
@@ -240,7 +242,7 @@ def test_learned_weights_are_case_2(graph: Data, root: Path):
     """The same sum is case 1 with constant weights and case 2 with weights that need a gradient."""
 
     def worker(learned: bool) -> dict[str, Any]:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT).double())
         x = data.x.clone().requires_grad_()
@@ -272,7 +274,7 @@ def test_first_layer_needs_nothing_in_backward(name: str, mode: int, root: Path)
     layer = FIRST[name]().double()
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=mode))
         with pyg_sar.Ledger(comm) as ledger:
@@ -292,7 +294,7 @@ def test_parameters_of_the_message_need_values_of_raw_features(mode: int, graph:
     """No gradient goes to raw features, but a learned map of them needs them again."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         layer = Formula(VALUES["learned map"]).double()
         mine = pyg_sar.distribute(layer, SARPolicy(mode=mode))
@@ -329,7 +331,7 @@ def test_analysis_follows_what_changes(graph: Data, root: Path):
     """Training or evaluation, frozen parameters, learned weights: each has its own answer."""
 
     def worker() -> list[int]:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         layer = pyg_sar.distribute(Formula(VALUES["learned scale"]).double())
         refetched = []

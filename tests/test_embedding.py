@@ -25,7 +25,7 @@ from torch import Tensor
 from torch_geometric.nn import LINKX, GATConv, LightGCN, RGCNConv
 
 import pyg_sar
-from pyg_sar import CheckpointError
+from pyg_sar.errors import CheckpointError
 from pyg_sar.nn import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
 
 NODES = 40
@@ -162,7 +162,7 @@ def save(root: Path, path: Path, state: dict[str, Tensor], ids: bool, best: bool
         optimizer.zero_grad()
         pyg_sar.mean(node_losses(run("GAT", model, data), data.n_id)).backward()
         optimizer.step()
-    pyg_sar.save_checkpoint(path, model, optimizer, tensors=extra)
+    pyg_sar.train.save_checkpoint(path, model, optimizer, tensors=extra)
     moments = optimizer.state[model.embedding.weight]["exp_avg"].clone()
     return data.n_id, model.embedding.weight.detach().clone(), moments
 
@@ -176,7 +176,7 @@ def restore(root: Path, path: Path, ids: bool, weights: str = "last") -> Any:
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     before = model.embedding.weight.detach().clone()
     try:
-        pyg_sar.load_checkpoint(path, model, optimizer, weights=weights, restore_rng=False)
+        pyg_sar.train.load_checkpoint(path, model, optimizer, weights=weights, restore_rng=False)
     except CheckpointError as problem:
         assert torch.equal(before, model.embedding.weight)
         return str(problem)
@@ -213,7 +213,7 @@ def test_a_checkpoint_fits_one_process(tmp_path):
     data, (plain, _, state) = make_graph(NODES), whole("GAT")
     pyg_sar.write_partitions(data, 3, tmp_path / "p", "random")
     saved = threads(save, 3, tmp_path / "p", tmp_path / "c.ckpt", state, True, False)
-    threads(lambda: pyg_sar.load_checkpoint(tmp_path / "c.ckpt", plain), 1)
+    threads(lambda: pyg_sar.train.load_checkpoint(tmp_path / "c.ckpt", plain), 1)
     assert torch.equal(plain.embedding.weight, assemble(((w[0], w[1]) for w in saved), NODES))
 
 
@@ -261,7 +261,7 @@ def wrong(root: Path) -> list[str]:
     ):
         try:
             case()
-        except (ValueError, pyg_sar.DistributedIndexError) as problem:
+        except (ValueError, pyg_sar.errors.DistributedIndexError) as problem:
             found.append(str(problem))
     return found
 
@@ -281,7 +281,7 @@ def clipped(root: Path, state: dict[str, Tensor]) -> Any:
     data = pyg_sar.load_partition(root)
     model, _ = local("GAT", data, state)
     pyg_sar.mean(node_losses(run("GAT", model, data), data.n_id)).backward()
-    norm = pyg_sar.reduction.owned_rows.clip_grad_norm(model, 0.01, pyg_sar.current())
+    norm = pyg_sar.reduction.parameters.clip_grad_norm(model, 0.01, pyg_sar.comm.current())
     return norm, data.n_id, model.embedding.weight.grad, model.conv.bias.grad
 
 
@@ -308,7 +308,7 @@ def test_gradients_summed_by_hand_leave_rows_alone(tmp_path):
         pyg_sar.distribute(model, sum_gradients=False)
         model.load_state_dict({k: v[part.n_id] if k == name else v for k, v in state.items()})
         pyg_sar.mean(node_losses(model(part.edge_index), part.n_id)).backward()
-        pyg_sar.sum_gradients(model)
+        pyg_sar.reduction.sum_gradients(model)
         return part.n_id, model.embedding.weight.grad, model.conv.bias.grad
 
     node_losses(plain(data.edge_index), torch.arange(NODES)).mean().backward()

@@ -493,7 +493,7 @@ def in_unknown_order(root: Any) -> None:
 
 def test_order_dependent_aggregation_of_permuted_edges(partitions: Partitions):
     root = partitions(ordered_graph(), 3, "random")
-    with pytest.raises(pyg_sar.WorkerError, match="LSTMAggregation depends on the order"):
+    with pytest.raises(pyg_sar.errors.WorkerError, match="LSTMAggregation depends on the order"):
         threads(in_unknown_order, 3, root)
 
 
@@ -513,7 +513,9 @@ def call(layer: torch.nn.Module, root: Any) -> None:
 
 
 def test_aggregation_over_all_targets_together_is_refused(graph: Data, partitions: Partitions):
-    with pytest.raises(pyg_sar.WorkerError, match="EquilibriumAggregation minimises one energy"):
+    with pytest.raises(
+        pyg_sar.errors.WorkerError, match="EquilibriumAggregation minimises one energy"
+    ):
         threads(call, 3, Energy().double(), partitions(graph, 3, "random"))
 
 
@@ -581,7 +583,7 @@ def count_reversed(root: Any) -> tuple[dict[str, int], int]:
     layer = pyg_sar.distribute(layer, SARPolicy(push="off"))
     x = data.x.requires_grad_()
     layer(x, data.edge_index, data.edge_weight).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index, data.edge_weight).sum().backward()
     return {kind: ledger.sent_bytes(kind=kind) for kind in KINDS}, x.element_size() * OUT
 

@@ -21,7 +21,7 @@ from pyg_sar.kernels import ops
 
 SWITCHES = (
     SARPolicy(),
-    SARPolicy(mode=2, prefetch=2),
+    SARPolicy(mode=2, prefetch=1),
     SARPolicy(prefetch=0, message_budget=1),
     SARPolicy(kernels="off"),
 )
@@ -260,9 +260,9 @@ def test_nan_in_a_readout_as_in_one_process():
     (right * torch.tensor([1.0, 2.0])).sum().backward()
 
     def worker() -> None:
-        rows = slice(pyg_sar.current().rank, None, 2)
+        rows = slice(pyg_sar.comm.current().rank, None, 2)
         mine = x[rows].clone().requires_grad_()
-        out = pyg_sar.nn.global_max_pool(mine, pyg_sar.dist_batch(batch[rows]))
+        out = pyg_sar.nn.global_max_pool(mine, pyg_sar.space.dist_batch(batch[rows]))
         (out * torch.tensor([1.0, 2.0])).sum().div(2).backward()  # of two copies
         assert same(out.detach(), right.detach())
         assert mine.grad is not None and whole.grad is not None

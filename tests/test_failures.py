@@ -20,14 +20,12 @@ import torch.distributed as dist
 
 import pyg_sar
 import pyg_sar.comm.watch as watch_module
-from pyg_sar.comm.backends import TransportError
-from pyg_sar.comm.beacon import ask
-from pyg_sar.comm.failure import is_consequence
-from pyg_sar.comm.group import current
+from pyg_sar.comm.backends import TransportError, WorkerInfo
+from pyg_sar.comm.group import claim_rank, current, wait_for_workers
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch
-from pyg_sar.comm.posts import Posts, to_text
-from pyg_sar.comm.rendezvous import Place, call_the_roll, claim_rank, is_dead, this_process
+from pyg_sar.comm.messages import Posts, is_consequence, to_text
+from pyg_sar.comm.processes import ask, is_dead, this_process
 from pyg_sar.comm.watch import StoreWatch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, MismatchError, WorkerError
 
@@ -344,7 +342,7 @@ def test_environment_set_by_hand(light, tmp_path):
     told = read_told(tmp_path, "reduce_loop")
     assert told.codes == [-9, 1, 1]
     assert all(told[r].startswith("LostWorkerError: Rank 0 was lost") for r in (1, 2)), told
-    assert all("pyg_sar.load_checkpoint" in told[r] for r in (1, 2))
+    assert all("pyg_sar.train.load_checkpoint" in told[r] for r in (1, 2))
 
     told = read_told(tmp_path, "exchange_loop")
     assert told.codes == [1, -9, 1]
@@ -493,8 +491,8 @@ def test_thread_that_leaves_early():
 HERE = this_process()
 
 
-def place_of(rank: int, world: int = 2, agent_store: bool = True) -> Place:
-    return Place(
+def place_of(rank: int, world: int = 2, agent_store: bool = True) -> WorkerInfo:
+    return WorkerInfo(
         rank=rank,
         world_size=world,
         local_rank=None,
@@ -506,16 +504,16 @@ def place_of(rank: int, world: int = 2, agent_store: bool = True) -> Place:
 def test_roll_call():
     store = dist.HashStore()
     with pytest.raises(CommTimeoutError, match=r"Rank 0 waited 0.05 s for rank\(s\) \[1, 2\] of 3"):
-        call_the_roll(store, place_of(0, 3), "gloo", 0.05)
+        wait_for_workers(store, place_of(0, 3), "gloo", 0.05)
     claim_rank(store, 0)
     with pytest.raises(ValueError, match="RANK=0 is taken by another process"):
         claim_rank(store, 0)
 
     store = dist.HashStore()
     with pytest.raises(CommTimeoutError):
-        call_the_roll(store, place_of(0), "gloo", 0.05)
+        wait_for_workers(store, place_of(0), "gloo", 0.05)
     with pytest.raises(ValueError, match="backend: rank 1 wants 'nccl', rank 0 'gloo'"):
-        call_the_roll(store, place_of(1), "nccl", 5)
+        wait_for_workers(store, place_of(1), "nccl", 5)
 
 
 def test_which_process_is_dead():
@@ -616,13 +614,13 @@ def test_a_wait_in_vain_is_told_once_both_are_seen_to_be_in_it(quick):
     store.set("waits/0", "")
     with posts.waiting([("receive", 0, "mean")]), theirs.waiting([("receive", 1, "fetch")]):
         store.set("waits/0", to_text(theirs.state("exchange [fetch]")))
-        beat(store, 1, turn=theirs.turn)
+        beat(store, 1, wait=theirs.wait_number)
         seen = Seen(store, PENDING, posts=posts)
         with pytest.raises(queue.Empty):
             seen.errors.get(timeout=0.1)
         error = None
         for number in range(2, 10**4):
-            beat(store, number, turn=theirs.turn)
+            beat(store, number, wait=theirs.wait_number)
             with contextlib.suppress(queue.Empty):
                 error = seen.errors.get(timeout=0.02)
                 break
@@ -636,8 +634,8 @@ def test_a_wait_in_vain_is_told_once_both_are_seen_to_be_in_it(quick):
 
 BEACON = """
 import json, sys, time
-from pyg_sar.comm.beacon import Beacon
-beacon = Beacon(["127.0.0.1"])
+from pyg_sar.comm.processes import StatusServer
+beacon = StatusServer(["127.0.0.1"])
 print(json.dumps(beacon.where), flush=True)
 sys.stdin.read()
 """
@@ -658,7 +656,7 @@ def test_a_beacon_answers_for_a_worker_that_cannot(light, quick):
         assert ask([[*where[0][:2], "another word"]]) is None
 
         store = dist.HashStore()
-        store.set("beacon/0", json.dumps(where))
+        store.set("status/0", json.dumps(where))
         beat(store, 1)
         seen = Seen(store, PENDING)
         with pytest.raises(queue.Empty):  # Its heart doesn't beat, but it runs.

@@ -17,11 +17,11 @@ from small_graphs import CLASSES, FEATURES, small_graph
 
 import pyg_sar
 import pyg_sar.files as files
-import pyg_sar.train.report as report
+import pyg_sar.train.callbacks as report
+from pyg_sar.errors import CheckpointError, ReportError
 from pyg_sar.tools.models import build_model
-from pyg_sar.train.checkpoint import CheckpointError
+from pyg_sar.train.callbacks import Report, read_metrics
 from pyg_sar.train.config import TrainConfig
-from pyg_sar.train.report import Report, ReportError, read_metrics
 from pyg_sar.train.trainer import Callback, Trainer
 
 
@@ -45,7 +45,7 @@ def umask() -> Iterator[int]:
 def test_one_rule_of_access(umask: int, tmp_path: Path):
     """Parts and checkpoints were their owner's alone, the metadata beside them everyone's."""
     pyg_sar.write_partitions(small_graph(), 2, tmp_path / "parts", "random")
-    pyg_sar.save_checkpoint(tmp_path / "run.ckpt", torch.nn.Linear(2, 2))
+    pyg_sar.train.save_checkpoint(tmp_path / "run.ckpt", torch.nn.Linear(2, 2))
     make_trainer(Report(tmp_path / "report")).fit()
     found = {p.name: stat.S_IMODE(p.stat().st_mode) for p in tmp_path.rglob("*")}
     assert len(found) == 3 + 3 + 4
@@ -60,12 +60,12 @@ def test_many_writers_of_one_checkpoint(tmp_path: Path):
 
     def save(model: torch.nn.Linear) -> None:
         for _ in range(15):
-            pyg_sar.save_checkpoint(path, model)
+            pyg_sar.train.save_checkpoint(path, model)
 
     with ThreadPoolExecutor(len(models)) as pool:
         list(pool.map(save, models))
     read = torch.nn.Linear(64, 64)
-    pyg_sar.load_checkpoint(path, read)
+    pyg_sar.train.load_checkpoint(path, read)
     assert any(torch.equal(read.weight, model.weight) for model in models)
     assert [p.name for p in tmp_path.iterdir()] == ["run.ckpt"]
 
@@ -98,7 +98,7 @@ def test_a_failed_write_names_the_path_and_leaves_what_was_there(
 ):
     root, path, model = tmp_path / "parts", tmp_path / "run.ckpt", torch.nn.Linear(2, 2)
     pyg_sar.write_partitions(small_graph(), 2, root, "random")
-    pyg_sar.save_checkpoint(path, model)
+    pyg_sar.train.save_checkpoint(path, model)
     before = content(tmp_path)
     place, function, fail, text = FAILURES[name]
     monkeypatch.setattr(place, function, fail)
@@ -108,7 +108,7 @@ def test_a_failed_write_names_the_path_and_leaves_what_was_there(
     with pytest.raises(OSError, match=f"{text}.*new'$"):
         pyg_sar.write_partitions(small_graph(), 3, tmp_path / "new", "random")
     with pytest.raises(CheckpointError, match=f"Cannot write the checkpoint '{path}': .*{text}"):
-        pyg_sar.save_checkpoint(path, model)
+        pyg_sar.train.save_checkpoint(path, model)
     assert content(tmp_path) == before
     assert sorted(p.name for p in tmp_path.iterdir()) == ["parts", "run.ckpt"]
 

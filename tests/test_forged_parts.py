@@ -27,7 +27,7 @@ from torch_geometric.data.data import BaseData
 
 import pyg_sar
 import pyg_sar.partition.storage as storage
-from pyg_sar import PartitionError
+from pyg_sar.errors import PartitionError
 from pyg_sar.partition.storage import (
     METADATA,
     merge_partitions,

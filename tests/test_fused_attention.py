@@ -30,7 +30,7 @@ from pyg_sar.kernels.ops import why_missing
 Make = Callable[[], torch.nn.Module]
 POLICIES = (
     SARPolicy(mode=1, prefetch=0),
-    SARPolicy(mode=1, prefetch=2),
+    SARPolicy(mode=1, prefetch=1),
     SARPolicy(mode=2, prefetch=1),
     SARPolicy(mode=1, prefetch=1, kernels="off"),
 )
@@ -147,7 +147,7 @@ TYPED = {"hgt": ("edge_type",), "rgat": ("edge_type",)}
 
 def fused_passes(layer: torch.nn.Module, data: object) -> int:
     """How often the kernels' way was taken in a forward pass."""
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(data.x, data.edge_index)
     return ledger.events("fused attention")
 
@@ -170,11 +170,11 @@ def _fused_counts(root: object) -> list[int]:
     for name, (make, edge) in LAYERS.items():
         layer = pyg_sar.distribute(make().double())
         arguments = {key: data[key] for key in (*edge, *TYPED.get(name.split(",")[0], ()))}
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(data.x, data.edge_index, **arguments)
         counts.append((name, ledger.events("fused attention")))
         set_policy(layer, SARPolicy(kernels="off"))
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(data.x, data.edge_index, **arguments)
         assert ledger.events("fused attention") == 0
     return counts
@@ -317,7 +317,7 @@ def _traffic(root: object, make: Make) -> dict[str, int]:
     layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0, push="off"))
     assert fused_passes(layer, data) == 1
     layer(data.x, data.edge_index).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(data.x.requires_grad_(), data.edge_index).sum().backward()
     plan = data.edge_index.plan
     kinds = ("fetch", "refetch", "gradient")
@@ -430,7 +430,7 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
 def _half(layer: torch.nn.Module, root: object) -> tuple[int, Tensor]:
     data = pyg_sar.load_partition(root)
     model = pyg_sar.distribute(copy.deepcopy(layer))
-    with torch.no_grad(), pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with torch.no_grad(), pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out = model(data.x, data.edge_index, edge_type=data.edge_type)
     whole = out.new_empty(out.shape)
     whole[data.n_id] = out

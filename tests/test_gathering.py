@@ -13,7 +13,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 import pyg_sar
-from pyg_sar.reduction import gathering
+from pyg_sar.reduction import metrics as gathering
 
 NODES = 40
 DTYPES = (
@@ -49,7 +49,7 @@ def test_rows_come_to_their_places(backend: str, tmp_path: Path, monkeypatch: py
 
 
 def look(root: Path) -> None:
-    comm, data = pyg_sar.current(), pyg_sar.load_partition(root)
+    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
     for dst, dtype in enumerate(DTYPES):
         dst %= comm.world_size
         for shape in ((), (3,), (2, 1), (0,)):
@@ -76,7 +76,7 @@ def test_nothing_but_rows_and_ids_is_sent(tmp_path: Path):
     pyg_sar.write_partitions(make_graph(NODES), 2, tmp_path / "parts", "contiguous")
 
     def worker() -> int:
-        comm, data = pyg_sar.current(), pyg_sar.load_partition(tmp_path / "parts")
+        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(tmp_path / "parts")
         before = pyg_sar.gather_nodes(data.x[:, :0], data)
         assert before is None or before.shape == (NODES, 0)
         with pyg_sar.Ledger(comm) as ledger:
@@ -128,7 +128,7 @@ def test_mistakes_are_one_error_on_every_worker(tmp_path: Path):
     pyg_sar.write_partitions(make_graph(NODES), 2, tmp_path / "parts", "contiguous")
 
     def worker() -> list[str]:
-        comm, data = pyg_sar.current(), pyg_sar.load_partition(tmp_path / "parts")
+        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(tmp_path / "parts")
         said = []
         for case, message in WRONG.values():
             with pytest.raises(ValueError, match=message) as caught:

@@ -36,7 +36,7 @@ class Net(torch.nn.Module):
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
         for conv in self.convs:
             x = conv(x, edge_index).tanh()
-        return x if self.only not in (None, pyg_sar.current().rank) else self.head(x)
+        return x if self.only not in (None, pyg_sar.comm.current().rank) else self.head(x)
 
 
 @pytest.fixture(scope="module")
@@ -287,13 +287,17 @@ def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
         node = weight.view_as(weight).grad_fn.next_functions[0][0]
         for register in (node.register_hook, node.register_prehook):
             handle = register(lambda *_: None)
-            with pytest.raises(pyg_sar.PygSarError, match=r"'head.weight' has a hook on its Acc"):
+            with pytest.raises(
+                pyg_sar.errors.PygSarError, match=r"'head.weight' has a hook on its Acc"
+            ):
                 loss().backward()
             handle.remove()
         early = loss()
         given = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
         functional_call(model, given, (data.x, data.edge_index))
-        with pytest.raises(pyg_sar.PygSarError, match=r"was called with others .*before that"):
+        with pytest.raises(
+            pyg_sar.errors.PygSarError, match=r"was called with others .*before that"
+        ):
             early.backward()
         computed = {name: 2 * p for name, p in model.named_parameters()}
         with pytest.raises(ValueError, match=r"'convs.0.lin_l.weight' is computed from other tens"):
@@ -304,7 +308,8 @@ def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
         return torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
 
     with pytest.raises(
-        pyg_sar.WorkerError, match=r"no gradient of 'head.weight' at rank [02], .*Use backward"
+        pyg_sar.errors.WorkerError,
+        match=r"no gradient of 'head.weight' at rank [02], .*Use backward",
     ):
         threads(worker, WORLD)
 

@@ -19,7 +19,7 @@ from torch import Tensor
 import pyg_sar
 from pyg_sar.nn import NORMS
 from pyg_sar.reduction.moments import moments, reduces_over_rows
-from pyg_sar.reduction.replicas import LIMBS
+from pyg_sar.reduction.parameters import LIMBS
 
 CHANNELS, NODES, TYPES = 5, 31, 4
 WORLDS = [1, 2, 3, 5]
@@ -145,7 +145,7 @@ def run(case: Case, norm: torch.nn.Module, ids: Tensor) -> list[Step]:
 
 def run_cases(sweep: list[Case], owner: Tensor) -> list[list[Step]]:
     """A worker's part: every case."""
-    ids = (owner == pyg_sar.current().rank).nonzero().view(-1)
+    ids = (owner == pyg_sar.comm.current().rank).nonzero().view(-1)
     return [run(case, pyg_sar.distribute(copy.deepcopy(case.norm)), ids) for case in sweep]
 
 
@@ -194,7 +194,7 @@ def test_moments_of_any_split(owner: list[int], graph: list[int], shift: float):
     (mean * of_mean[:4] + variance * of_variance[:4]).sum().backward()
 
     def worker() -> Any:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         mine = torch.tensor(owner) == rank
         rows = x.detach()[mine].requires_grad_()
         found = moments(rows, batch[mine], 4)
@@ -225,7 +225,7 @@ def test_more_graphs_than_everyone_could_send_to_everyone():
     expected.backward(cotangents)
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         mine = torch.arange(400) % 3 == comm.rank
         rows = values[mine].requires_grad_()
         with pyg_sar.Ledger(comm) as ledger:
@@ -253,7 +253,7 @@ def test_features_without_a_gradient():
         return {n: p.grad for n, p in norm.named_parameters() if p.grad is not None}
 
     def worker() -> list[tuple[dict[str, Tensor], int]]:
-        comm, found = pyg_sar.current(), []
+        comm, found = pyg_sar.comm.current(), []
         part = [slice(0, 20), slice(20, 20)][comm.rank]
         for name in names:
             with pyg_sar.Ledger(comm) as ledger:
@@ -289,7 +289,7 @@ def test_equal_features(name: str, graphs: bool):
     expected = one(copy.deepcopy(norm), slice(None))
 
     def worker() -> Any:
-        part = [slice(0, 3), slice(3, 5)][pyg_sar.current().rank]
+        part = [slice(0, 3), slice(3, 5)][pyg_sar.comm.current().rank]
         return one(pyg_sar.distribute(copy.deepcopy(norm)), part)
 
     workers = threads(worker, 2)
@@ -331,7 +331,7 @@ def test_low_precision(parameters: torch.dtype, autocast: bool, dtype: torch.dty
             found.append((name, norm, groups, exact, theirs))
 
     def worker() -> list[Tensor]:
-        mine = slice(0, 45) if pyg_sar.current().rank == 0 else slice(45, 60)
+        mine = slice(0, 45) if pyg_sar.comm.current().rank == 0 else slice(45, 60)
         outs = []
         for _, norm, groups, *_ in found:
             model = pyg_sar.distribute(copy.deepcopy(norm))
@@ -373,7 +373,7 @@ def test_large_mean_small_deviation(name: str, graphs: bool):
     theirs = one(copy.deepcopy(norm), x, whole)
 
     def worker() -> Any:
-        part = [slice(0, 70), slice(70, 200)][pyg_sar.current().rank]
+        part = [slice(0, 70), slice(70, 200)][pyg_sar.comm.current().rank]
         return one(pyg_sar.distribute(copy.deepcopy(norm)), x, part)
 
     workers = threads(worker, 2)
@@ -437,7 +437,7 @@ def test_torch_instance_norm(layout: str, running: bool, world: int):
     expected = steps(copy.deepcopy(norm), slice(0, 9))
 
     def worker() -> list[Any]:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         model = pyg_sar.distribute(copy.deepcopy(norm))
         return steps(model, slice(bounds[rank], bounds[rank + 1]))
 
@@ -461,7 +461,7 @@ def test_instance_norm_of_nodes_by_rows(sizes: tuple[int, ...]):
     (expected * weight).sum().backward()
 
     def worker() -> Any:
-        rank, model = pyg_sar.current().rank, pyg_sar.distribute(copy.deepcopy(norm))
+        rank, model = pyg_sar.comm.current().rank, pyg_sar.distribute(copy.deepcopy(norm))
         rows = x.detach().split(sizes)[rank].clone().requires_grad_()
         out = model(rows)
         (out * weight.split(sizes)[rank]).sum().backward()
@@ -498,7 +498,7 @@ def test_instance_norm_told_not_to_use_what_it_tracked():
 
     def worker() -> Any:
         model = pyg_sar.distribute(copy.deepcopy(norm))
-        return model(x[[slice(0, 3), slice(3, 9)][pyg_sar.current().rank]]), model.running_var
+        return model(x[[slice(0, 3), slice(3, 9)][pyg_sar.comm.current().rank]]), model.running_var
 
     workers = threads(worker, 2)
     assert error(torch.cat([w[0] for w in workers]), out) <= TOLERANCE
@@ -546,7 +546,7 @@ def test_one_collective_each_way_of_o_of_f_numbers(name: str, forward: int, back
     """However many nodes; a batch adds one collective, and numbers per graph."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         norm = pyg_sar.distribute(make_norm(name))
         rows = 40 + 100 * comm.rank
         x = torch.randn(rows, CHANNELS, dtype=torch.float64, requires_grad=True)
@@ -591,9 +591,9 @@ def refused(norm: Callable[[], torch.nn.Module], call: Callable[..., Any], text:
 
     def worker() -> None:
         model = pyg_sar.distribute(norm().double())
-        call(model, pyg_sar.current().rank)
+        call(model, pyg_sar.comm.current().rank)
 
-    with pytest.raises(pyg_sar.WorkerError) as caught:
+    with pytest.raises(pyg_sar.errors.WorkerError) as caught:
         threads(worker, 2)
     assert isinstance(caught.value.__cause__, ValueError)
     assert text in str(caught.value.__cause__), caught.value.__cause__

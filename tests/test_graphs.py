@@ -17,8 +17,8 @@ import torch
 from torch_geometric.data import Data
 from torch_geometric.utils import contains_self_loops, degree, is_undirected
 
+from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 from pyg_sar.tools.graphs import GraphOptions, load_graph, parse_source
-from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
 
 
 def equal(a: Data, b: Data) -> bool:

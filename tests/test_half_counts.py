@@ -83,9 +83,9 @@ def test_nodes_of_half_precision(dtype: torch.dtype):
     nodes = 35_000
 
     def worker() -> Any:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         x = torch.full((nodes, 1), 1.0 + 2 * rank, dtype=dtype)
-        batch = pyg_sar.dist_batch(torch.zeros(nodes, dtype=torch.long))
+        batch = pyg_sar.space.dist_batch(torch.zeros(nodes, dtype=torch.long))
         mean = pyg_sar.distribute(gnn.MeanAggregation())
         several = pyg_sar.distribute(gnn.MultiAggregation(["mean", "std"]))
         found = [

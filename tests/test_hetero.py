@@ -45,7 +45,7 @@ from torch_geometric.nn import (
 import pyg_sar
 
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:There exist node types", "ignore::pyg_sar.OneShotWarning"
+    "ignore:There exist node types", "ignore::pyg_sar.errors.OneShotWarning"
 )
 OUT = 4
 Run = Callable[[torch.nn.Module, HeteroData, dict[str, Tensor]], dict[str, Tensor | None]]
@@ -342,7 +342,7 @@ def refused(root: Any) -> list[str]:
         model = pyg_sar.distribute(conv(size, 4, TYPES).double())
         try:
             model(x, data.edge_index, data.edge_type)
-        except (ValueError, pyg_sar.DistributedIndexError) as problem:
+        except (ValueError, pyg_sar.errors.DistributedIndexError) as problem:
             found.append(str(problem))
     return found
 
@@ -359,7 +359,7 @@ def bucketings(root: Any) -> list[int]:
     data = pyg_sar.load_partition(root)
     model = pyg_sar.distribute(RGCNConv(CHANNELS, 4, 40).double())
     found = []
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(3):
             model(data.x, data.edge_index, data.edge_type).sum().backward()
             found.append(ledger.events("bucketing"))
@@ -421,7 +421,7 @@ def transformer_worker(layer: Any, root: Any) -> Any:
     data = pyg_sar.load_partition(root)
     policy = pyg_sar.SARPolicy(mode=1, prefetch=0, push="off")
     layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(2):
             layer(data.x_dict, data.edge_index_dict)
     halo = [data[key].edge_index.plan.halo_counts for key in data.edge_types]
@@ -462,7 +462,7 @@ def misuse(root: Any) -> list[str]:
     ):
         try:
             case()
-        except pyg_sar.DistributedIndexError as problem:
+        except pyg_sar.errors.DistributedIndexError as problem:
             found.append(str(problem))
     return found
 
@@ -496,12 +496,12 @@ def lazy_worker(root: Any, models: Any) -> Any:
     data = pyg_sar.load_partition(root)
     ids = {name: data[name].n_id for name in data.node_types}
     found, problem = {}, ""
-    for name, model in models[pyg_sar.current().rank].items():
+    for name, model in models[pyg_sar.comm.current().rank].items():
         try:
             pyg_sar.distribute(model)
         except ValueError as error:
             problem = str(error)
-        pyg_sar.initialize(model, data.x_dict, data.edge_index_dict)
+        pyg_sar.nn.initialize(model, data.x_dict, data.edge_index_dict)
         model = pyg_sar.distribute(model)
         found[name] = model.state_dict(), model.training, model(data.x_dict, data.edge_index_dict)
     return ids, found, problem
@@ -523,5 +523,5 @@ def test_lazy_parameters_are_initialised_from_the_partition(tmp_path):
             got = assemble(shards, data[kind].num_nodes)
             assert error(got, whole) <= 1e-10, (name, kind)
     for _, found, problem in workers:
-        assert "pyg_sar.initialize" in problem
+        assert "pyg_sar.nn.initialize" in problem
         assert all(training for _, training, _ in found.values())

@@ -109,7 +109,7 @@ def part_of(root):
         store = data[edge_type]
         gathered = data[edge_type[0]].x[store.edge_index[0]]
         edges[edge_type] = store.e_id, gathered, plain(store.edge_index)[1], store.edge_attr
-        assert isinstance(store.edge_index, pyg_sar.DistEdgeIndex)
+        assert isinstance(store.edge_index, pyg_sar.space.DistEdgeIndex)
         assert store.edge_index.num_targets == data[edge_type[2]].num_nodes
         assert store.edge_index.bipartite == (edge_type[0] != edge_type[2])
     return rows, edges
@@ -269,5 +269,5 @@ def test_real_graphs(name, tmp_path, shared_data):
 def test_the_training_command_says_what_it_takes(tmp_path):
     write_partitions(make_hetero(), 1, tmp_path / "parts")
     config = RunConfig(parts=str(tmp_path / "parts"), model=ModelConfig(name="gcn"))
-    with pytest.raises(pyg_sar.WorkerError, match=r"UsageError.*heterogeneous graph"):
+    with pytest.raises(pyg_sar.errors.WorkerError, match=r"UsageError.*heterogeneous graph"):
         threads(train_worker, 1, config)

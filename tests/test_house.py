@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import re
 import subprocess
 import sys
@@ -18,7 +19,7 @@ PACKAGE = REPOSITORY / "pyg_sar"
 # Each wing (a folder of the package, or a module at its top) imports only wings before it.
 WINGS = (
     *("errors", "files", "policy", "ledger", "kernels", "functional", "comm", "exchange", "space"),
-    *("reduction", "partition", "message", "engine", "nn", "lazy", "convert", "train", "tools"),
+    *("reduction", "partition", "message", "engine", "nn", "convert", "train", "tools"),
     *("pyg_sar", "__main__"),
 )
 
@@ -323,6 +324,37 @@ def test_importing_the_package_has_no_side_effect():
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["changed:", "imported:"]
+
+
+# Public names #################################################################
+
+TOP = {
+    *("DistMessagePassing", "Ledger", "SARPolicy", "Trainer", "accuracy", "distribute"),
+    *("gather_nodes", "init", "launch", "load_partition", "mean", "verify", "write_partitions"),
+}
+
+
+def test_the_names_at_the_top():
+    import pyg_sar
+
+    assert set(pyg_sar.__all__) == TOP and len(pyg_sar.__all__) == len(TOP)
+    modules = {name.split(".")[0] for name in MODULES}
+    public = {name for name in vars(pyg_sar) if not name.startswith("_")}
+    assert public - modules == TOP and {"errors", "functional"} <= public
+    for name in TOP:
+        assert callable(getattr(pyg_sar, name)), name
+
+
+def test_errors_are_at_one_place():
+    """Exceptions that a user may catch by name are in ``errors``."""
+    import pyg_sar
+
+    for name in ("comm", "nn", "partition", "reduction", "space", "tools", "train"):
+        module = importlib.import_module(f"pyg_sar.{name}")
+        for public in module.__all__:
+            value = getattr(module, public)
+            assert not (isinstance(value, type) and issubclass(value, Exception)), public
+    assert issubclass(pyg_sar.errors.CheckpointError, pyg_sar.errors.PygSarError)
 
 
 # Commands #####################################################################

@@ -24,7 +24,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
 import pyg_sar
-from pyg_sar import DistEdgeIndex, DistIndex, DistributedIndexError
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.space import DistEdgeIndex, DistIndex
 
 WORLD = 3
 NODES = 40
@@ -639,12 +640,12 @@ def test_it_refuses_other_shapes():
     from pyg_sar.exchange.halo import HaloPlan
     from pyg_sar.space.index_space import dist_edge_index
 
-    plan = HaloPlan(pyg_sar.current(), 4, [0], torch.empty(0, dtype=torch.long), [0])
+    plan = HaloPlan(pyg_sar.comm.current(), 4, [0], torch.empty(0, dtype=torch.long), [0])
     for shape in ((3, 2), (2,), (2, 3, 1)):
         with pytest.raises(ValueError, match=r"Expected 'edge_index' of shape \[2, num_edges\]"):
             dist_edge_index(torch.zeros(shape, dtype=torch.long), plan)
     for counts in ([0, 0], []):
         with pytest.raises(ValueError, match="one per worker"):
-            HaloPlan(pyg_sar.current(), 4, counts, torch.empty(0, dtype=torch.long), [0])
+            HaloPlan(pyg_sar.comm.current(), 4, counts, torch.empty(0, dtype=torch.long), [0])
     with pytest.raises(ValueError, match="sum to"):
-        HaloPlan(pyg_sar.current(), 4, [0], torch.zeros(2, dtype=torch.long), [0])
+        HaloPlan(pyg_sar.comm.current(), 4, [0], torch.zeros(2, dtype=torch.long), [0])

@@ -7,13 +7,20 @@ import socket
 import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 import torch
 
-from pyg_sar.comm import backends, rendezvous
-from pyg_sar.comm.group import Communicator, LocalCommunicator, current, finalize, init
-from pyg_sar.comm.posts import Posts
-from pyg_sar.comm.rendezvous import read_environment
+from pyg_sar.comm import backends, processes
+from pyg_sar.comm.group import (
+    Communicator,
+    LocalCommunicator,
+    current,
+    finalize,
+    init,
+    read_environment,
+)
+from pyg_sar.comm.messages import Posts
 from pyg_sar.errors import CommTimeoutError
 from pyg_sar.ledger import Ledger
 
@@ -37,15 +44,15 @@ def test_the_interface_to_the_first_worker(monkeypatch):
         "lo": [SimpleNamespace(address="127.0.0.1")],
         "eth7": [SimpleNamespace(address="fe80::1"), SimpleNamespace(address="10.1.2.3")],
     }
-    assert rendezvous.interface_to("127.0.0.1") is None
-    monkeypatch.setattr(rendezvous.psutil, "net_if_addrs", lambda: addresses)
+    assert processes.interface_to("127.0.0.1") is None
+    monkeypatch.setattr(psutil, "net_if_addrs", lambda: addresses)
     with monkeypatch.context() as patch:
-        patch.setattr(rendezvous.socket, "socket", Probe)
-        assert rendezvous.interface_to("10.1.2.9") == "eth7"
+        patch.setattr(processes.socket, "socket", Probe)
+        assert processes.interface_to("10.1.2.9") == "eth7"
         assert asked == ["10.1.2.9"]
         addresses["eth7"].clear()
-        assert rendezvous.interface_to("10.1.2.9") is None
-    assert rendezvous.interface_to("no such host.invalid") is None
+        assert processes.interface_to("10.1.2.9") is None
+    assert processes.interface_to("no such host.invalid") is None
 
 
 def test_gloo_is_told_the_interface_while_it_connects(monkeypatch):

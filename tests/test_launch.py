@@ -250,7 +250,7 @@ def test_threads_compute_one_at_a_time():
 
 
 def test_a_thread_that_keeps_its_turn_loses_it(monkeypatch):
-    monkeypatch.setattr("pyg_sar.comm.turns.PATIENCE", 0.05)
+    monkeypatch.setattr("pyg_sar.comm.issuer.PATIENCE", 0.05)
     first, second = threading.Event(), threading.Event()
 
     def work() -> None:

@@ -17,8 +17,9 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv
 
 import pyg_sar
-from pyg_sar import DistEdgeIndex, PartitionError
+from pyg_sar.errors import PartitionError
 from pyg_sar.partition.storage import METADATA, part_file, read_part
+from pyg_sar.space import DistEdgeIndex
 from pyg_sar.space.index_space import plain
 
 WORLD = 3
@@ -77,7 +78,7 @@ def test_edges_are_those_of_the_graph(graph: Data, root: Path):
     """Targets are own rows; sources own rows or halo rows, whose global ids the part knows."""
 
     def worker() -> None:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         assert isinstance(data.edge_index, DistEdgeIndex)
         source, target = plain(data.edge_index)
@@ -97,7 +98,7 @@ def test_loading_needs_no_other_part(root: Path, graph: Data):
     """A worker's own file is enough: the others may lie on other hosts."""
 
     def worker() -> int:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         mine = root.parent / f"host{comm.rank}"
         mine.mkdir()
         for name in (METADATA, part_file(comm.rank, WORLD)):
@@ -213,7 +214,7 @@ def same_error(root: Path | Callable[[int], Path], world: int = WORLD) -> str:
     """Every worker must raise the same PartitionError; none waits, and all can go on."""
 
     def worker() -> str:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         place = root(comm.rank) if callable(root) else root
         with pytest.raises(PartitionError) as caught:
             pyg_sar.load_partition(place)

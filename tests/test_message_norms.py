@@ -37,7 +37,7 @@ from torch_geometric.utils import softmax
 import pyg_sar
 from pyg_sar import SARPolicy
 
-pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 
 
 class EdgeMLP(MessagePassing):
@@ -173,7 +173,7 @@ def test_statistics_inside_a_message_travel_and_rows_of_edges_do_not(
         model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3))
         x = data.x.requires_grad_()
         model(x, data.edge_index, data.edge_attr).sum().backward()
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             model(x, data.edge_index, data.edge_attr).sum().backward()
         sent = ledger.sent_bytes
         return sent(kind="statistics", phase="forward"), sent(kind="statistics", phase="backward")
@@ -226,7 +226,7 @@ def test_one_shot_warns_and_says_why(graph: Data, partitions: Partitions):
     def worker() -> None:
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(EdgeMLP(gnn.GraphNorm(8)).double())
-        with pytest.warns(pyg_sar.OneShotWarning, match=r"over all edges \(DistGraphNorm\)"):
+        with pytest.warns(pyg_sar.errors.OneShotWarning, match=r"over all edges \(DistGraphNorm\)"):
             model(data.x, data.edge_index, data.edge_attr)
 
     threads(worker, 1)

@@ -20,7 +20,7 @@ import pyg_sar
 
 def piece(values: Tensor, sizes: list[int]) -> Tensor:
     """This worker's rows."""
-    return values.split(sizes)[pyg_sar.current().rank]
+    return values.split(sizes)[pyg_sar.comm.current().rank]
 
 
 @given(
@@ -64,7 +64,7 @@ def test_mean_dtypes(dtype: torch.dtype):
     sizes = [257, 0, 515]
 
     def worker() -> Any:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         mine = torch.full((sizes[rank],), [1.0, 0.0, 3.0][rank], dtype=dtype).requires_grad_()
         found = pyg_sar.mean(mine)
         found.backward()
@@ -108,7 +108,7 @@ def test_mean_without_gradient():
 
 def test_infinite_values_reach_everyone():
     def worker() -> list[float]:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         values = [torch.tensor([math.inf if rank else 1.0]), torch.tensor([math.nan] * rank)]
         return [float(pyg_sar.mean(v)) for v in values]
 
@@ -239,7 +239,7 @@ def local_means(h: Tensor, y: Tensor, weight: Tensor) -> dict[str, Any]:
 
 def rightly_scaled(h: Tensor, y: Tensor, weight: Tensor) -> list[Any]:
     """Losses that are right, or that may be for all that can be known."""
-    total = pyg_sar.current().all_reduce(torch.tensor([len(y)])).item()
+    total = pyg_sar.comm.current().all_reduce(torch.tensor([len(y)])).item()
     values = F.cross_entropy(h, y, reduction="none")
     return [
         lambda: pyg_sar.mean(values) + pyg_sar.mean(h.mean(1)),

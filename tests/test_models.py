@@ -33,7 +33,7 @@ import pyg_sar
 from pyg_sar.nn import registry
 
 # EdgeCNN with norms has one in its message.
-pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.OneShotWarning")
+pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
 
 NODES, HIDDEN = 30, 4
 WORLDS = (1, 2, 3)
@@ -518,7 +518,7 @@ def test_methods_and_functions_that_see_this_workers_nodes(tmp_path: Any):
             try:
                 function(data)
                 silent.append(name)
-            except (pyg_sar.DistributedIndexError, ImportError):
+            except (pyg_sar.errors.DistributedIndexError, ImportError):
                 pass
         return silent
 
@@ -567,7 +567,7 @@ def test_infomax_refuses_functions_of_its_own_rows(name: str, role: str, tmp_pat
         data = pyg_sar.load_partition(tmp_path / "parts")
         model = gnn.DeepGraphInfomax(HIDDEN, gnn.GCNConv(CHANNELS, HIDDEN), **functions).double()
         model = pyg_sar.distribute(model)
-        with pytest.raises(pyg_sar.DistributedIndexError):
+        with pytest.raises(pyg_sar.errors.DistributedIndexError):
             model(data.x, data.edge_index)
 
     threads(worker, 2)
@@ -579,7 +579,7 @@ def test_shuffle_is_a_permutation_of_all_nodes(world: int):
     x, part = torch.arange(2.0 * NODES).view(NODES, 2), parts(world)
 
     def worker(seed: int) -> Any:
-        ids = (part == pyg_sar.current().rank).nonzero().view(-1)
+        ids = (part == pyg_sar.comm.current().rank).nonzero().view(-1)
         mine = x[ids].requires_grad_()
         torch.manual_seed(seed)
         out = pyg_sar.nn.shuffle_nodes(mine)

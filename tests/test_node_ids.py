@@ -118,7 +118,7 @@ def look(root: Path) -> dict[str, Any]:
         "edge_index_2",
     ):
         edges = data[name]
-        assert isinstance(edges, pyg_sar.DistEdgeIndex)
+        assert isinstance(edges, pyg_sar.space.DistEdgeIndex)
         source, target = edges
         assert edges.plan is not data.edge_index.plan and type(target) is Tensor
         ids = torch.stack([data.n_id.double()[source].long(), data.n_id[target]])

@@ -81,7 +81,7 @@ def test_equal_to_one_process(name: str, world: int):
     expected = steps(copy.deepcopy(norm), inputs)
 
     def worker() -> Any:
-        mine = split(world)[pyg_sar.current().rank]
+        mine = split(world)[pyg_sar.comm.current().rank]
         model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
         return steps(model, [value[mine] for value in inputs])
 
@@ -112,7 +112,7 @@ def test_any_split(sizes: list[int], scale: float, shift: float):
 
     def worker() -> Tensor:
         model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
-        return model(x.split(sizes)[pyg_sar.current().rank]).detach()
+        return model(x.split(sizes)[pyg_sar.comm.current().rank]).detach()
 
     found = torch.cat(threads(worker, len(sizes)))
     assert torch.allclose(found, expected, rtol=1e-8, atol=1e-8)
@@ -141,7 +141,7 @@ def test_large_mean_small_deviation(world: int, dtype: torch.dtype):
     theirs = run(BatchNorm1d(CHANNELS).to(dtype), x, gradient)
 
     def worker() -> Any:
-        mine = split(world, 400)[pyg_sar.current().rank]
+        mine = split(world, 400)[pyg_sar.comm.current().rank]
         model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS).to(dtype)))
         return run(model, x[mine], gradient[mine])
 
@@ -162,7 +162,7 @@ def test_low_precision(parameters: torch.dtype):
     exact = copy.deepcopy(norm).double()(inputs[1].double())
 
     def worker() -> Any:
-        mine = split(3, 60)[pyg_sar.current().rank]
+        mine = split(3, 60)[pyg_sar.comm.current().rank]
         model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
         return model(inputs[1][mine]).detach()
 
@@ -175,9 +175,9 @@ def test_counts_are_exact():
     """Bessel's correction by the number of all rows, with workers of one row and of none."""
 
     def worker() -> Tensor:
-        rows = [1, 0, 1][pyg_sar.current().rank]
+        rows = [1, 0, 1][pyg_sar.comm.current().rank]
         model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)))
-        model(torch.full((rows, CHANNELS), float(pyg_sar.current().rank)))
+        model(torch.full((rows, CHANNELS), float(pyg_sar.comm.current().rank)))
         return model[0].running_var
 
     for variance in threads(worker, 3):
@@ -190,7 +190,7 @@ def test_too_few_rows(world: int):
     """One row on all workers together: an error on every worker, as torch's."""
 
     def worker() -> None:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)))
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             model(torch.zeros(int(rank == world - 1), CHANNELS))
@@ -213,7 +213,7 @@ def test_allow_single_element(world: int, rows: int):
     expected = plain(x) if rows else x
 
     def worker() -> Any:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
         mine = x[rank : rank + 1] if world > 1 else x
         return model(mine).detach(), model[0].module.running_mean
@@ -232,14 +232,14 @@ def test_inputs_of_three_axes(world: int):
     expected = copy.deepcopy(norm)(x).detach()
 
     def worker() -> Tensor:
-        mine = slice(0, 3) if pyg_sar.current().rank == 0 else slice(3, 9)
+        mine = slice(0, 3) if pyg_sar.comm.current().rank == 0 else slice(3, 9)
         mine = mine if world == 2 else slice(0, 9)
         model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
         return model(x[mine]).detach()
 
     try:
         found = threads(worker, world)
-    except pyg_sar.WorkerError as refusal:
+    except pyg_sar.errors.WorkerError as refusal:
         assert isinstance(refusal.__cause__, ValueError) and world > 1, refusal
         return
     assert error(torch.cat(found), expected) <= TOLERANCE
@@ -255,7 +255,7 @@ def test_wrong_shapes_are_torchs_errors():
 
 def test_evaluation_sends_nothing():
     def worker() -> int:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS))).eval()
         with pyg_sar.Ledger(comm) as ledger:
             model(torch.zeros(comm.rank, CHANNELS))
@@ -268,7 +268,7 @@ def test_training_costs_o_of_f():
     """Statistics travel, not rows: ``1 + 2F`` numbers forward, ``2F`` backward."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS).double()))
         with pyg_sar.Ledger(comm) as ledger:
             out = model(torch.randn(50 + comm.rank, CHANNELS, dtype=torch.float64))
@@ -335,7 +335,7 @@ def test_norms_per_node_are_as_they_were(norm: torch.nn.Module):
     expected = norm(x, x) if both else norm(x)
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         mine = x[:3] if comm.rank == 0 else x[3:]
         model = pyg_sar.distribute(copy.deepcopy(norm))
         with pyg_sar.Ledger(comm) as ledger:

@@ -118,7 +118,7 @@ def test_attention_takes_the_kernels_way(name, training, passes):
     model = pyg_sar.distribute(MAKERS[name]().double()).train(training)
     x, edge_index = graph()
     model(x, edge_index)  # finds out
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         model(x, edge_index)
     assert ledger.events("fused attention") == passes
 
@@ -127,7 +127,7 @@ def test_attention_takes_the_kernels_way(name, training, passes):
 def test_layers_share_one_structure_which_goes_with_the_edges():
     model = pyg_sar.distribute(GraphSAGE(WIDTH, 8, 3).double())
     x, edge_index = graph()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         run(model, x, edge_index)
         run(model, x, edge_index)
     assert ledger.events("bucketing") == 1
@@ -183,7 +183,7 @@ def test_few_edges_are_not_worth_it(monkeypatch):
     plain = SAGEConv(WIDTH, 5).double()
     model = pyg_sar.distribute(copy.deepcopy(plain))
     monkeypatch.setattr("pyg_sar.nn.one_process.FEWEST_EDGES", edge_index.size(1) + 1)
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         assert torch.equal(model(x, edge_index), plain(x, edge_index))
     assert ledger.events("bucketing") == 0
 
@@ -192,7 +192,7 @@ def test_few_edges_are_not_worth_it(monkeypatch):
 def test_switched_off_nothing_is_bucketed():
     model = pyg_sar.distribute(SAGEConv(WIDTH, 5).double(), SARPolicy(kernels="off"))
     x, edge_index = graph()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         model(x, edge_index)
     assert ledger.events("bucketing") == 0
 

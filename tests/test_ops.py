@@ -484,7 +484,7 @@ FUSED: dict[str, Any] = {
 }
 SWITCHES = (
     SARPolicy(),
-    SARPolicy(mode=2, prefetch=2),
+    SARPolicy(mode=2, prefetch=1),
     SARPolicy(prefetch=0, message_budget=1),
     SARPolicy(kernels="off"),
 )

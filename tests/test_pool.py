@@ -154,12 +154,12 @@ def test_readouts_are_exact(world: int):
             if comm is not None:
                 net = pyg_sar.distribute(net)
                 ids, mean = owners(world)[comm.rank], pyg_sar.mean
-                batch = pyg_sar.dist_batch(batch[ids]) if several else None
+                batch = pyg_sar.space.dist_batch(batch[ids]) if several else None
             found.append((*one_pass(net, features()[ids], batch, ids, mean), ids))
         return found
 
     expected = run(None)
-    workers = threads(lambda: run(pyg_sar.current()), world)
+    workers = threads(lambda: run(pyg_sar.comm.current()), world)
     for k, (case, want) in enumerate(zip(cases, expected, strict=True)):
         ids = torch.cat([w[k][5] for w in workers])
         for place in (1, 2):
@@ -195,13 +195,13 @@ def test_functions(world: int):
         return out.detach(), value.grad
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         ids, found = owners(world)[comm.rank], []
         mine = batch[ids]
         for theirs, ours in pools().values():
             for use, args in (
-                (theirs, (pyg_sar.dist_batch(mine),)),
-                (ours, (pyg_sar.dist_batch(mine),)),
+                (theirs, (pyg_sar.space.dist_batch(mine),)),
+                (ours, (pyg_sar.space.dist_batch(mine),)),
                 (ours, (mine,)),
                 (ours, (mine, GRAPHS + 2)),
                 (ours, (None,)),
@@ -247,8 +247,8 @@ def test_code_with_a_batch_vector(world: int):
         ]
 
     def worker() -> Any:
-        ids = owners(world)[pyg_sar.current().rank]
-        mine = pyg_sar.dist_batch(batch[ids])
+        ids = owners(world)[pyg_sar.comm.current().rank]
+        mine = pyg_sar.space.dist_batch(batch[ids])
         return [*use(x[ids], copy.deepcopy(mine).clone()), ids]
 
     expected, workers = use(x, batch), threads(worker, world)
@@ -278,8 +278,8 @@ REFUSED_CODE: dict[str, Callable[[Tensor, Tensor], Any]] = {
 @pytest.mark.parametrize("name", REFUSED_CODE)
 def test_local_numbers_are_refused(name: str):
     def worker() -> None:
-        x, batch = draw(4, CHANNELS), pyg_sar.dist_batch(torch.tensor([0, 0, 1, 1]))
-        with pytest.raises(pyg_sar.DistributedIndexError, match="distributed batch vector"):
+        x, batch = draw(4, CHANNELS), pyg_sar.space.dist_batch(torch.tensor([0, 0, 1, 1]))
+        with pytest.raises(pyg_sar.errors.DistributedIndexError, match="distributed batch vector"):
             REFUSED_CODE[name](x, batch)
 
     threads(worker, 2)
@@ -287,16 +287,16 @@ def test_local_numbers_are_refused(name: str):
 
 def test_wrong_batches_are_errors_on_every_worker():
     def worker() -> None:
-        rank = pyg_sar.current().rank
+        rank = pyg_sar.comm.current().rank
         with pytest.raises(ValueError, match="num_graphs"):
-            pyg_sar.dist_batch(torch.tensor([0]), num_graphs=rank + 1)
+            pyg_sar.space.dist_batch(torch.tensor([0]), num_graphs=rank + 1)
         with pytest.raises(ValueError, match="graph ids from 0 to 1"):
-            pyg_sar.dist_batch(torch.tensor([0, rank + 1]), num_graphs=2)
+            pyg_sar.space.dist_batch(torch.tensor([0, rank + 1]), num_graphs=2)
         with pytest.raises(ValueError, match="-1 to 0"):
-            pyg_sar.dist_batch(torch.tensor([-rank]))
+            pyg_sar.space.dist_batch(torch.tensor([-rank]))
         with pytest.raises(TypeError, match="int64"):
-            pyg_sar.dist_batch(torch.zeros(3))
-        batch = pyg_sar.dist_batch(torch.tensor([0, 1, 2]))
+            pyg_sar.space.dist_batch(torch.zeros(3))
+        batch = pyg_sar.space.dist_batch(torch.tensor([0, 1, 2]))
         with pytest.raises(ValueError, match="3 graphs"):
             gnn.global_add_pool(draw(3, 2), batch, 2)
         with pytest.raises(ValueError, match="each of the 1"):
@@ -310,7 +310,9 @@ def test_readouts_refuse_ordinary_indices():
 
     def worker() -> None:
         model = pyg_sar.distribute(Sequential(aggr.SumAggregation()))
-        with pytest.raises(pyg_sar.DistributedIndexError, match=r"ordinary 'index' at rank \d"):
+        with pytest.raises(
+            pyg_sar.errors.DistributedIndexError, match=r"ordinary 'index' at rank \d"
+        ):
             model[0](draw(3, 2), torch.tensor([0, 1, 1]))
         with pytest.raises(ValueError, match="'ptr'"):
             model[0](draw(3, 2), ptr=torch.tensor([0, 3]))
@@ -424,8 +426,8 @@ def test_one_row_per_graph_travels():
     """The sum of 4 columns over 5 graphs and back: nothing per node."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
-        batch = pyg_sar.dist_batch(torch.arange(50) % GRAPHS)
+        comm = pyg_sar.comm.current()
+        batch = pyg_sar.space.dist_batch(torch.arange(50) % GRAPHS)
         x = draw(50, CHANNELS).requires_grad_()
         with pyg_sar.Ledger(comm) as ledger:
             out = gnn.global_add_pool(x, batch)
@@ -441,10 +443,10 @@ def test_a_loss_of_graphs_that_is_counted_by_every_worker_warns():
 
     def each_node(rows: Tensor) -> Tensor:
         """No loss of graphs: every node has its own share of what comes back."""
-        return (rows * probe(torch.arange(50) + 50 * pyg_sar.current().rank, rows)).sum()
+        return (rows * probe(torch.arange(50) + 50 * pyg_sar.comm.current().rank, rows)).sum()
 
     def worker(pool: Any, loss: Any) -> None:
-        batch = pyg_sar.dist_batch(torch.arange(50) % GRAPHS)
+        batch = pyg_sar.space.dist_batch(torch.arange(50) % GRAPHS)
         out = pool(draw(50, CHANNELS).requires_grad_(), batch)
         loss(out[batch] if loss is each_node else out.square().mean(-1)).backward()
 

@@ -9,7 +9,7 @@ import torch
 
 from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
-from pyg_sar.comm.posts import (
+from pyg_sar.comm.messages import (
     MEET,
     READ,
     RECEIVE,
@@ -104,7 +104,11 @@ def test_collectives_and_shared_memory():
 def test_a_state_travels():
     state = waits(*swap(1, "a"), before=swap(2, "b"))
     found = from_text(to_text(state))
-    assert (found.turn, found.doing, tuple(found.waits)) == (state.turn, state.doing, state.waits)
+    assert (found.wait_number, found.doing, tuple(found.waits)) == (
+        state.wait_number,
+        state.doing,
+        state.waits,
+    )
     assert found.posted == state.posted
     assert 0 <= mark_of("a") < 1 << 30 and mark_of("a") != mark_of("b")
 

@@ -30,7 +30,7 @@ from pyg_sar.kernels import ops
 
 SWITCHES = (
     SARPolicy(),
-    SARPolicy(mode=2, prefetch=2),
+    SARPolicy(mode=2, prefetch=1),
     SARPolicy(prefetch=0, message_budget=1),
     SARPolicy(kernels="off"),
 )

@@ -11,23 +11,24 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import CHANNELS, OUT, Job, Partitions, Sweep, make_graph, threads
+from oracle import CHANNELS, OUT, Job, Partitions, Sweep, apart, make_graph, threads
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.engine.pushed import _BoundaryStream
-from pyg_sar.exchange.cover import minimum_cover
+from pyg_sar.engine.cuts import split_edges
+from pyg_sar.exchange.cover import SUMS, minimum_cover
+from pyg_sar.exchange.halo_rows import HaloSource
 from pyg_sar.kernels import ops
 
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
 
 POLICIES = (
-    SARPolicy(mode=1, prefetch=0, push="always"),
-    SARPolicy(mode=1, prefetch=2, push="always"),
-    SARPolicy(mode=2, prefetch=1, push="always"),
+    SARPolicy(mode=1, prefetch=0),
+    SARPolicy(mode=1, prefetch=1),
+    SARPolicy(mode=2, prefetch=1),
     SARPolicy(mode=1, prefetch=1, push="off"),
 )
 WEIGHT = ("edge_weight",)
@@ -92,7 +93,7 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
     for name, (make, edge, constants) in LAYERS.items():
         root = partitions(data, world, "random" if world != 3 else torch.arange(60) % 2 * 2)
         sweep.add(name, Job(make().double(), root, edge, POLICIES, constants), data)
-    sweep.check()
+    sweep.check(network=True)
 
 
 # Rows ########################################################################
@@ -103,7 +104,7 @@ def _rows(root: Path, policy: SARPolicy) -> dict[str, int]:
     layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
     x = data.x.requires_grad_()
     layer(x, data.edge_index).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index).sum().backward()
     size = OUT * 8  # narrower than CHANNELS: rows are mapped first
     kinds = ("fetch", "refetch", "gradient")
@@ -120,16 +121,17 @@ def _bound(data: Data, assignment: Tensor, world: int) -> int:
     return total
 
 
-def test_as_many_rows_as_the_matching_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
     data, world = stars(), 3
     assignment = torch.randint(world, (60,), generator=torch.Generator().manual_seed(1))
     pyg_sar.write_partitions(data, world, tmp_path / "parts", assignment)
     bound = _bound(data, assignment, world)
 
-    def rows(push: Literal["auto", "always", "off"]) -> list[dict[str, int]]:
+    def rows(push: Literal["auto", "off"]) -> list[dict[str, int]]:
         return threads(_rows, world, tmp_path / "parts", SARPolicy(prefetch=0, push=push))
 
-    pushed, pulled = rows("always"), rows("off")
+    with apart():
+        pushed, pulled = rows("auto"), rows("off")
     for kind in ("fetch", "gradient"):
         assert sum(found[kind] for found in pushed) == bound
         assert sum(found[kind] for found in pulled) > bound * 1.2
@@ -141,9 +143,6 @@ def test_as_many_rows_as_the_matching_says(tmp_path: Path, monkeypatch: pytest.M
     for rank, way in enumerate(found):
         targets = data.edge_index[1, (owner_j == rank) & (owner_i != rank)]
         assert way["gradient"] == targets.unique().numel() > 0 == way["refetch"]
-    # By a cover where rows travel.
-    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
-    assert rows("auto") == pushed
 
 
 def _found(root: Path, partly: bool) -> tuple[int, int]:
@@ -151,9 +150,9 @@ def _found(root: Path, partly: bool) -> tuple[int, int]:
     data = pyg_sar.load_partition(root)
     some = torch.arange(0, data.num_edges, 2 if partly else 1)
     edge_index = data.edge_index[:, some] if partly else data.edge_index
-    policy = SARPolicy(push="always")
+    policy = SARPolicy()
     layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(data.x, edge_index)
         attention = gnn.GATConv(CHANNELS, OUT).double()
         pyg_sar.distribute(attention, policy)(data.x, edge_index)
@@ -166,6 +165,7 @@ def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr("pyg_sar.exchange.cover.COSTS", ())
     pyg_sar.write_partitions(data, 3, roots[1], "random")
     monkeypatch.undo()
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
     stored, bare = (threads(_found, 3, root, False) for root in roots)
     assert [made for made, _ in stored] == [0, 0, 0]
     assert [made for made, _ in bare] == [3, 3, 3]  # sums; attention forward, and backward
@@ -175,28 +175,29 @@ def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
-    """The most rows of messages alive at a time, those of the largest unit, and all of B."""
+    """The most pulled rows packed at a time, those of the largest unit, and all."""
     data = pyg_sar.load_partition(root)
     policy = SARPolicy(prefetch=prefetch)
     layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
-    alive, most, pack = [0], [0], _BoundaryStream._pack
+    alive, most, pack = [0], [0], HaloSource._pack
 
     def watched(self: Any, peer: int, dtype: torch.dtype) -> Tensor:
         out = pack(self, peer, dtype)
-        if self.plan.rank == pyg_sar.current().rank:
+        if self.plan.rank == pyg_sar.comm.current().rank:
             alive[0] += out.size(0)
             most[0] = max(most[0], alive[0])
             weakref.finalize(out, lambda rows: alive.__setitem__(0, alive[0] - rows), out.size(0))
         return out
 
     layer(data.x, data.edge_index)
-    plan = data.edge_index.remember_together(("boundary", False), lambda: ())[1].plan
-    _BoundaryStream._pack = watched
+    split = split_edges(data.edge_index, SUMS, SUMS)
+    assert split is not None
+    HaloSource._pack = watched
     try:
         layer(data.x, data.edge_index)
     finally:
-        _BoundaryStream._pack = pack
-    sent = [sum(plan.send_counts[p] for p in unit.peers) for unit in plan.units()]
+        HaloSource._pack = pack
+    sent = split.plan.send_counts
     return most[0], max(sent), sum(sent)
 
 
@@ -212,15 +213,16 @@ def test_messages_are_made_when_it_is_their_turn(
 
 def _structures(root: Path) -> int:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy(push="always"))
+    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy())
     layer(data.x, data.edge_index).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(3):
             layer(data.x, data.edge_index).sum().backward()
     return ledger.received_bytes(kind="plan")
 
 
-def test_the_plan_is_made_once(tmp_path: Path) -> None:
+def test_the_plan_is_made_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
     for numbers in threads(_structures, 3, tmp_path / "parts"):
         assert numbers == 0
@@ -240,6 +242,6 @@ def test_rows_by_the_thousand(tmp_path: Path) -> None:
     )
     root, sweep = Partitions(tmp_path)(data, 2, "random"), Sweep(2)
     for layer in (gnn.SAGEConv(32, 8), gnn.GCNConv(32, 8), gnn.GATConv(32, 8, heads=2)):
-        policies = SARPolicy(push="always"), SARPolicy()
-        sweep.add(type(layer).__name__, Job(layer.double(), root, (), policies), data)
-    sweep.check()
+        sweep.add(type(layer).__name__, Job(layer.double(), root, (), (SARPolicy(),)), data)
+    sweep.check(network=True)
+    sweep.check(network=False)

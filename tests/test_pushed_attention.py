@@ -32,19 +32,26 @@ from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.engine.pushed_attention import row_bytes
-from pyg_sar.engine.pushed_edges import pushed_edges
+from pyg_sar.engine.cuts import split_edges
+from pyg_sar.engine.kernels.attention import row_bytes
 from pyg_sar.exchange.cover import minimum_cover, nearest_costs
 from pyg_sar.kernels.attention_terms import Attention, AttentionState
 from pyg_sar.ledger import HALO_KINDS
 
 Make = Callable[[], torch.nn.Module]
+
+
+@pytest.fixture(autouse=True)
+def apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Workers read nothing in each other's memory: by itself a policy pushes then."""
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
+
+
 POLICIES = (
-    SARPolicy(mode=1, prefetch=0, push="always"),
-    SARPolicy(mode=1, prefetch=1, push="always"),
-    SARPolicy(mode=1, prefetch=2, push="always"),
-    SARPolicy(mode=2, prefetch=0, push="always"),
-    SARPolicy(mode=2, prefetch=2, push="always"),
+    SARPolicy(mode=1, prefetch=0),
+    SARPolicy(mode=1, prefetch=1),
+    SARPolicy(mode=2, prefetch=0),
+    SARPolicy(mode=2, prefetch=1),
 )
 HEADS = 2
 DROPPING = ("gat", "gatv2", "transformer")
@@ -130,9 +137,9 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
 
 def _two_types(root: Path, layer: torch.nn.Module) -> tuple[Any, ...]:
     data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(push="always"))
+    layer = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy())
     x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out = layer((x["a"], x["b"]), data["a", "to", "b"].edge_index)
         loss = (out * probe(data["b"].n_id, out)).sum(-1)
         pyg_sar.mean(loss).backward()
@@ -169,7 +176,7 @@ def test_workers_without_kernels_push_alike(
     """One worker has none; what it sends and expects is the same."""
     missing = {0: "not built here"}
     monkeypatch.setattr(
-        "pyg_sar.kernels.ops.why_missing", lambda: missing.get(pyg_sar.current().rank)
+        "pyg_sar.kernels.ops.why_missing", lambda: missing.get(pyg_sar.comm.current().rank)
     )
     data, sweep = stars(), Sweep(3)
     root = Partitions(tmp_path)(data, 3)
@@ -270,7 +277,7 @@ def _masks(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
         layer = pyg_sar.distribute(LAYERS[name]().double(), policy)
         layer.dropout = 0.5
         x = data.x.clone().requires_grad_()
-        torch.manual_seed(pyg_sar.current().rank + 3)  # workers' random states may differ
+        torch.manual_seed(pyg_sar.comm.current().rank + 3)  # workers' random states may differ
         out = layer(x, data.edge_index)
         pyg_sar.mean(out.square().sum(-1)).backward()
         gradients = [p.grad for p in layer.parameters() if p.grad is not None]
@@ -297,7 +304,7 @@ def _traffic(root: Path, make: Make, policy: SARPolicy, edge: tuple[str, ...]) -
     layer = pyg_sar.distribute(make().double(), policy)
     x, kwargs = data.x.requires_grad_(), {name: data[name] for name in edge}
     layer(x, data.edge_index, **kwargs).sum().backward()
-    with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(x, data.edge_index, **kwargs).square().sum().backward()
     assert ledger.received_bytes(kind="plan") == 0  # made once
     found = {
@@ -315,12 +322,12 @@ def _total(rows: list[dict[Any, int]], key: Any) -> int:
     return sum(row[key] for row in rows)
 
 
-def test_who_pushes(tmp_path: Path) -> None:
+def test_who_pushes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = stars()
     data.edge_attr = torch.randn(data.num_edges, EDGE_DIM, dtype=torch.float64)
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
     root = tmp_path / "parts"
-    auto, state = SARPolicy(push="always"), ("forward", "state")
+    auto, state = SARPolicy(), ("forward", "state")
     for make in (plain_gat, LAYERS["gatv2"], LAYERS["transformer"], LAYERS["agnn"]):
         pushed = threads(_traffic, 3, root, make, auto, ())
         pulled = threads(_traffic, 3, root, make, SARPolicy(push="off"), ())
@@ -328,15 +335,16 @@ def test_who_pushes(tmp_path: Path) -> None:
         assert _total(pushed, "all") < 0.95 * _total(pulled, "all")
         assert _total(pushed, "left") == 0
     for policy in (
-        SARPolicy(),  # these workers read each other's memory
         SARPolicy(push="off"),
-        SARPolicy(push="always", kernels="off"),
-        SARPolicy(push="always", wire="bfloat16"),
+        SARPolicy(kernels="off"),
+        SARPolicy(wire="bfloat16"),
     ):
         assert _total(threads(_traffic, 3, root, plain_gat, policy, ()), state) == 0
     edges = ("edge_attr",)
     with_edges = threads(_traffic, 3, root, lambda: plain_gat(edge_dim=EDGE_DIM), auto, edges)
     assert _total(with_edges, state) == 0
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "auto")
+    assert _total(threads(_traffic, 3, root, plain_gat, auto, ()), state) == 0
 
 
 @pytest.mark.parametrize("pairs, saves", [(39, False), (20, True)])
@@ -346,9 +354,7 @@ def test_a_cover_that_saves_little_is_not_taken(pairs: int, saves: bool, tmp_pat
     source, target = torch.arange(pairs + 4), torch.arange(pairs + 4).clamp(max=pairs) + 50
     data.edge_index = torch.stack([source, target])
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", torch.arange(100) // 50)
-    found = threads(
-        _traffic, 2, tmp_path / "parts", LAYERS["gatv2"], SARPolicy(mode=2, push="always"), ()
-    )
+    found = threads(_traffic, 2, tmp_path / "parts", LAYERS["gatv2"], SARPolicy(mode=2), ())
     assert (_total(found, ("forward", "state")) > 0) == saves
     rows = pairs if saves else pairs + 4
     assert _total(found, ("forward", "fetch")) == rows * HEADS * OUT * 8
@@ -380,7 +386,7 @@ def _law(
 ) -> tuple[dict[Any, int], dict[Any, int], list[tuple[int, int]]]:
     """What the ledger says, what the law says, and rows of the two plans of each pass."""
     make = plain_gat if kind == "gat" else LAYERS[kind]
-    found = _traffic(root, make, SARPolicy(mode=mode, prefetch=0, push="always"), ())
+    found = _traffic(root, make, SARPolicy(mode=mode, prefetch=0), ())
     terms = _terms(kind)
     data = pyg_sar.load_partition(root)
     there, back = _costs(kind, mode)
@@ -388,7 +394,7 @@ def _law(
     for costs in (there, back):
         by_source = kind == "gat" and mode == 1 and costs is back
         costs = nearest_costs(*costs)
-        edges = pushed_edges(data.edge_index, costs, costs, by_source=by_source)
+        edges = split_edges(data.edge_index, costs, costs, by_source=by_source)
         assert edges is not None
         ways.append(edges)
     (pulled, _, served, slots), (again, returned, asked, known) = (
@@ -476,7 +482,7 @@ def test_near_costs_have_good_covers() -> None:
 def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(LAYERS["gatv2"]().double(), SARPolicy(mode=mode, push="always"))
+    layer = pyg_sar.distribute(LAYERS["gatv2"]().double(), SARPolicy(mode=mode))
     with torch.inference_mode():
         before = layer(data.x, data.edge_index).clone()
     x = data.x.requires_grad_()
@@ -521,7 +527,7 @@ def _half(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
 
 def test_half_precision_loses_no_more_than_pulling(tmp_path: Path) -> None:
     pyg_sar.write_partitions(stars(), 3, tmp_path / "parts", "random")
-    pushed = SARPolicy(push="always")
+    pushed = SARPolicy()
     policies = (pushed, SARPolicy(push="off"), pushed)
     workers = threads(_half, 3, tmp_path / "parts", policies)
     for k in range(2):

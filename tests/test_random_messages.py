@@ -94,7 +94,7 @@ def worker(root: Path, jobs: Sequence[Job]) -> tuple[list[list[Found | str]], Te
             layer = pyg_sar.distribute(build(program), policy)
             try:
                 mine.append(passes(layer, data, data.n_id, pyg_sar.mean))
-            except (pyg_sar.DistributedIndexError, ValueError) as error:
+            except (pyg_sar.errors.DistributedIndexError, ValueError) as error:
                 mine.append(f"{type(error).__name__}: {error}")
         results.append(mine)
     return results, data.n_id, data.e_id
@@ -148,7 +148,7 @@ def judge(
     """What is wrong; and for each job and policy why it was refused, or an empty string."""
     pyg_sar.write_partitions(data, world, folder / "parts", part)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pyg_sar.OneShotWarning)
+        warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
         workers = pyg_sar.launch(
             worker, world, folder / "parts", jobs, backend="threads", timeout=60.0
         )

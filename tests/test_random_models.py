@@ -107,7 +107,7 @@ def difference(
     root = folder / "parts"
     pyg_sar.write_partitions(graph, world, root, part, overwrite=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", pyg_sar.OneShotWarning)
+        warnings.simplefilter("ignore", pyg_sar.errors.OneShotWarning)
         workers = pyg_sar.launch(
             worker, world, root, case, plain, policy, backend="threads", timeout=30.0
         )

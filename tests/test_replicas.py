@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GAT, GATConv
 
 import pyg_sar
-from pyg_sar.reduction.replicas import LIMBS, differ, in_space, marks, reconcile
+from pyg_sar.reduction.parameters import LIMBS, differ, in_space, marks, reconcile
 from pyg_sar.train.checkpoint import save_checkpoint
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.trainer import Trainer
@@ -41,7 +41,7 @@ class Net(torch.nn.Module):
         self.norm = torch.nn.BatchNorm1d(8)
         self.last = torch.nn.Linear(8, OUT)
         self.act, self.widths, self.options = act, (8, [OUT, None]), {"on": True}
-        self.rank = pyg_sar.current().rank  # May differ, and so may this:
+        self.rank = pyg_sar.comm.current().rank  # May differ, and so may this:
         self._log = f"worker{self.rank}.log"
 
     def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
@@ -85,7 +85,7 @@ def test_attributes_of_modules():
     """Numbers, strings, functions and their containers are compared; private names are not."""
 
     def worker() -> Any:
-        other = pyg_sar.current().rank == 2
+        other = pyg_sar.comm.current().rank == 2
         return [refusal(lambda how=how: pyg_sar.distribute(built(how, other))) for how in BUILT]
 
     for found in threads(worker, WORLD):
@@ -97,7 +97,7 @@ def step(model: Any, data: Any, optimizer: Any, by_hand: bool = False) -> None:
     optimizer.zero_grad()
     pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
     if by_hand:
-        pyg_sar.sum_gradients(model)
+        pyg_sar.reduction.sum_gradients(model)
     optimizer.step()
 
 
@@ -106,7 +106,7 @@ def test_parameters_that_part(dtype: torch.dtype, root: Path):
     """Another learning rate, or weights, on one worker: noticed by the next backward pass."""
 
     def worker() -> Any:
-        comm, data = pyg_sar.current(), pyg_sar.load_partition(root)
+        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
         data.x = data.x.to(dtype)
         rank, messages = comm.rank, []
         for sums in (True, False):
@@ -155,7 +155,7 @@ def test_settings_of_a_trainer(root: Path):
         data = pyg_sar.load_partition(root)
         data.x = data.x.float()
         data.val_mask, data.y = data.train_mask, data.y.clamp(max=OUT - 1)
-        other = pyg_sar.current().rank == 1
+        other = pyg_sar.comm.current().rank == 1
         found = []
         for changes in ({"lr": 0.02}, {"epochs": 9}, {"clip_norm": 1.0}, {"eval_every": 2}):
             config = TrainConfig(**{"epochs": 2, **(changes if other else {})})
@@ -183,7 +183,7 @@ def test_checksums_and_roundings():
     """A changed bit anywhere is seen, in every dtype; roundings are taken away, not refused."""
 
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         seen = []
         for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16):
             for place in (None, 0, 4095):

@@ -13,10 +13,11 @@ import torch
 from small_graphs import CLASSES, FEATURES, small_graph
 
 import pyg_sar
+from pyg_sar.errors import DivergedError, ReportError
 from pyg_sar.tools.models import build_model
+from pyg_sar.train.callbacks import Report, draw_report, read_metrics
 from pyg_sar.train.config import EpochRecord, TrainConfig
-from pyg_sar.train.report import Report, ReportError, draw_report, read_metrics
-from pyg_sar.train.trainer import Callback, DivergedError, Trainer
+from pyg_sar.train.trainer import Callback, Trainer
 
 CONFIG = TrainConfig(epochs=4, eval_every=2, clip_norm=1.0)
 KEYS = {"epoch", "loss", "lr", "grad_norm", "seconds"}
@@ -124,7 +125,7 @@ def test_an_empty_report_is_drawn_all_the_same(tmp_path):
 def train_with_report(folder: str) -> dict[str, Any]:
     """On each worker (a thread): two reports of the same training with another ledger beside."""
     data = pyg_sar.load_partition(f"{folder}/parts")
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES))
     trainer = Trainer(model, data, CONFIG, comm=comm, callbacks=[Report(f"{folder}/report")])
     halo = []

@@ -176,7 +176,7 @@ def work(root: Any, policy: SARPolicy) -> list[Any]:
     torch.set_default_dtype(torch.float64)
     try:
         data = pyg_sar.load_partition(root)
-        data.batch = pyg_sar.dist_batch(data.batch)
+        data.batch = pyg_sar.space.dist_batch(data.batch)
         models = [(case, pyg_sar.distribute(case.model, policy)) for case in cases()]
         return [data.n_id, [one_step(case, m, data, pyg_sar.mean) for case, m in models]]
     finally:

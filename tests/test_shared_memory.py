@@ -26,15 +26,14 @@ from oracle import (
 )
 from torch_geometric import nn as gnn
 
-import pyg_sar.comm.neighbours as neighbours
-import pyg_sar.comm.rendezvous as rendezvous
+import pyg_sar.comm.processes as processes
+import pyg_sar.comm.sharing as neighbours
 from pyg_sar import Ledger, SARPolicy, distribute, load_partition
 from pyg_sar.comm.group import Communicator, current, finalize, init
 from pyg_sar.comm.launch import launch
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.halo_rows import HaloSink, HaloSource, published_rows
 from pyg_sar.exchange.rows import Use, add_distinct_rows, add_rows
-from pyg_sar.exchange.shared_rows import shared_rows
-from pyg_sar.exchange.streams import GradientReturn, ShardStream
 
 SWITCH = "PYG_SAR_SHARED_MEMORY"
 SHARED = "shared memory"
@@ -43,7 +42,7 @@ LABEL = ("conv", "forward", "fetch")
 POLICIES = (
     SARPolicy(mode=1, prefetch=0),
     SARPolicy(mode=1, prefetch=1, message_budget=600),
-    SARPolicy(mode=1, prefetch=2),
+    SARPolicy(mode=1, prefetch=1),
     SARPolicy(mode=2, prefetch=1),
     SARPolicy(mode=3),
     SARPolicy(mode=1, prefetch=1, strategy="chunked"),
@@ -94,7 +93,7 @@ def join(switch: str, hosts: tuple[int, ...] | None = None) -> Communicator:
     finalize()
     os.environ[SWITCH] = switch
     if hosts is not None:
-        rendezvous._host = lambda: f"host {hosts[rank]}"  # type: ignore[assignment]
+        processes._host = lambda: f"host {hosts[rank]}"  # type: ignore[assignment]
     return init(timeout=60)
 
 
@@ -124,7 +123,7 @@ def in_three_ways(jobs: list[Job]) -> list[Any]:
 def test_processes_on_one_host_on_two_and_apart(partitions):
     """One host, two hosts of three and two workers, and the network alone: the same numbers."""
     # Chosen here: by itself ('auto') what is pushed depends on the hosts.
-    policies = tuple(replace(p, push=push) for p in POLICIES for push in ("off", "always"))
+    policies = tuple(replace(p, push="off") for p in POLICIES)
     sweep = make_sweep(WORLD, partitions, ("sage", "gat"), policies=policies)
     workers = launch(in_three_ways, WORLD, sweep.jobs, timeout=120)
     same = [[q for q in range(WORLD) if HOSTS[q] == HOSTS[p] and q != p] for p in range(WORLD)]
@@ -167,8 +166,8 @@ def ring_plan(comm: Communicator, rows: int) -> HaloPlan:
 
 
 @pytest.mark.parametrize("switch", ["0", "1"])
-@pytest.mark.parametrize("prefetch", [0, 1, 2])
-def test_a_stream_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch):
+@pytest.mark.parametrize("prefetch", [0, 1])
+def test_a_source_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch):
     """The same rows; one buffer more than there are units fetched ahead, unless a unit is larger.
 
     Without reuse a buffer for each of the four units, whose rows stay as they were handed out.
@@ -187,14 +186,16 @@ def test_a_stream_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch)
         for use in (Use.KEEPS, Use.PASSES):
             starts, copies, kept = set(), [], []
             with Ledger(comm) as ledger:
-                stream = ShardStream(plan, [own, own.double()], LABEL, prefetch, use=use)
-                for unit, fetched in stream:
-                    rows = fetched.tensors
+                source = HaloSource(plan, [own, own.double()], LABEL, prefetch, use=use)
+                for unit in range(plan.world_size):
+                    rows = source.open(unit).tensors
                     copies += [part.clone() for part in rows]
                     if unit > 0 and use is Use.KEEPS:
                         kept.append(rows)  # No storage is freed and made again at its place.
                     starts |= {rows[0].data_ptr()} if unit > 0 else set()
-                    del rows, fetched
+                    del rows
+                    source.close(unit)
+                source.finish()
             found.append(copies)
             counts.append((len(starts), ledger.peak_resident_rows()))
             assert all(map(torch.equal, (t for rows in kept for t in rows), copies[2:]))
@@ -207,7 +208,7 @@ def test_a_stream_reuses_its_buffers_where_it_may(prefetch, switch, monkeypatch)
         assert few <= 4 and resident <= 5 * (1 + prefetch)
 
 
-@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("prefetch", [0, 1])
 @pytest.mark.parametrize("world", [2, 4])
 def test_rows_are_read_where_they_are(world, prefetch):
     """By who finds them by an index: no buffer is made, and what is counted is the same."""
@@ -221,10 +222,11 @@ def test_rows_are_read_where_they_are(world, prefetch):
         for use in (Use.PASSES, Use.IN_PLACE):
             borrowed, found = [], []
             with Ledger(comm) as ledger:
-                stream = ShardStream(plan, tensors, LABEL, prefetch, use=use)
-                for unit, rows in stream:
+                source = HaloSource(plan, tensors, LABEL, prefetch, use=use)
+                for unit in range(plan.world_size):
+                    rows = source.open(unit)
                     found += [part.clone() for part in rows.alone().tensors]
-                    published = shared_rows(plan, comm.sharing).count
+                    published = published_rows(plan, comm.sharing).count
                     in_place = unit > 0 and use is Use.IN_PLACE
                     assert (rows.index is not None) == in_place
                     if in_place:
@@ -234,8 +236,11 @@ def test_rows_are_read_where_they_are(world, prefetch):
                         assert torch.equal(rows.places(some), rows.index)
                         assert ledger.resident_rows() == rows.index.numel()
                     del rows
+                    source.close(unit)
+                source.finish()
+                source._spare = []
                 assert ledger.resident_rows() == 0
-            largest = max(unit.num_rows for unit in plan.units()[1:])
+            largest = max(plan.halo_counts)
             assert use is Use.PASSES or ledger.peak_resident_rows() == largest
             ways = ledger.received_bytes(kind="fetch"), ledger.sent_bytes(kind="fetch")
             counted.append((found, *ways))
@@ -248,7 +253,7 @@ def test_rows_are_read_where_they_are(world, prefetch):
 
 @pytest.mark.parametrize("piece", [neighbours.PIECE, 40])
 def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
-    """One page per dtype and stream, with just the rows that anybody needs, and one per loan.
+    """One buffer per dtype and stream, with just the rows that anybody needs, and one per send.
 
     Also where these are read in pieces of two rows or three.
     """
@@ -258,7 +263,7 @@ def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
         comm = current()
         assert comm.sharing is not None
         plan = ring_plan(comm, 40)
-        near = comm.sharing.neighbours
+        near = comm.sharing.local_peers
         sizes: list[int] = []
         take = near.take
 
@@ -269,25 +274,28 @@ def test_rows_are_published_once_for_all_neighbours(piece, monkeypatch):
         near.take = taking  # type: ignore[method-assign]
         own = torch.arange(40.0).view(40, 1) + 100 * comm.rank
         tensors = [own.expand(40, 3), own.double().view(40, 1, 1).expand(40, 2, 2), own[:, 0]]
-        for unit, fetched in ShardStream(plan, tensors, LABEL, 1):
-            rows = fetched.tensors
-            (owner,) = plan.units()[unit].owners
+        source = HaloSource(plan, tensors, LABEL, 1)
+        for unit in range(plan.world_size):
+            rows = source.open(unit).tensors
+            owner = plan.peers(unit)[0]
             count = plan.halo_counts[owner] or 40
             there = torch.arange(40.0) if owner == comm.rank else torch.arange(count).flip(0) * 2.0
             for k, part in enumerate(rows):
                 expected = (there + 100 * owner).to(part.dtype)
                 for column in part.reshape(count, -1).unbind(1):
                     assert torch.equal(column, expected), (k, owner)
-            del part, rows, fetched
+            del part, rows
+            source.close(unit)
+        source.finish()
         published, sizes[:] = sizes[:], []
         totals = [torch.zeros(40, 3), torch.zeros(40, 2, dtype=torch.float64)]
-        back = GradientReturn(plan, totals, "conv", 1)
-        for unit in range(len(plan.units())):
-            for part in back.start(unit):
+        back = HaloSink(plan, totals, LABEL)
+        for unit in range(plan.world_size):
+            for part in back.open(unit):
                 part += 1.0
-            back.send(unit)
-        back.drain()
-        shared = shared_rows(plan, comm.sharing)
+            back.close(unit)
+        back.finish()
+        shared = published_rows(plan, comm.sharing)
         return shared.count, shared.rows, published, sizes, plan.halo_counts, totals
 
     world = 4
@@ -310,8 +318,11 @@ def test_most_rows_are_published_as_they_are():
         counts = [0 if q == comm.rank else number for q in range(2)]
         plan = HaloPlan(comm, 5, counts, torch.tensor([4, 2, 0, 1])[:number], counts)
         own = torch.arange(5.0).view(5, 1) + 10 * comm.rank
-        fetched = [rows.tensors[0].clone() for _, rows in ShardStream(plan, [own], LABEL, 0)][1]
-        shared = shared_rows(plan, comm.sharing)
+        source = HaloSource(plan, [own], LABEL, 0)
+        source.open(0)
+        fetched = source.open(1).tensors[0].clone()
+        source.finish()
+        shared = published_rows(plan, comm.sharing)
         return None if shared.rows is None else shared.rows.tolist(), shared.count, fetched
 
     for number, expected in ((4, (None, 5)), (2, ([2, 4], 2))):
@@ -331,47 +342,49 @@ def test_gradients_stay_in_flight(switch, monkeypatch):
     are all that the policy affords.
     """
     monkeypatch.setenv(SWITCH, switch)
-    monkeypatch.setattr("pyg_sar.comm.turns.PATIENCE", 0.05)  # Waiting for an event keeps the turn.
+    monkeypatch.setattr(
+        "pyg_sar.comm.issuer.PATIENCE", 0.05
+    )  # Waiting for an event keeps the turn.
     gone_on = threading.Event()
 
-    def work(prefetch: int, refetches: bool) -> Any:
+    def work(in_flight: bool) -> Any:
         comm = current()
         plan = ring_plan(comm, 10)
         total = torch.zeros(10, 2)
-        back = GradientReturn(plan, [total], "conv", prefetch, refetches)
-        for unit in range(1, len(plan.units())):
+        back = HaloSink(plan, [total], LABEL, in_flight)
+        for unit in range(1, plan.world_size):
             if comm.rank > 0 and unit == 1:
                 assert gone_on.wait(60)
-            back.start(unit)[0].fill_(comm.rank + 1.0)
-            back.send(unit)
+            back.open(unit)[0].fill_(comm.rank + 1.0)
+            back.close(unit)
             if comm.rank == 0:
                 gone_on.set()
-        back.drain()
+        back.finish()
         return total[:, 0].tolist()
 
-    for prefetch, refetches in ((2, True), (2, False), (1, False), (1, True)):
-        if (prefetch, refetches, switch) != (1, True, "0"):
+    for in_flight in (True, False):
+        if in_flight or switch == "1":
             gone_on.clear()
-            found = threads(work, 3, prefetch, refetches)
+            found = threads(work, 3, in_flight)
             # Worker p needs 2 rows of p + 1 and 3 of p + 2.
             for rank, total in enumerate(found):
                 before, behind = (rank - 1) % 3 + 1.0, (rank + 1) % 3 + 1.0
                 both = before + behind
                 assert total == [both, 0, both, 0, behind, 0, 0, 0, 0, 0]
 
-    def drains(prefetch: int, refetches: bool) -> bool:
+    def leaves(in_flight: bool | None) -> bool:
         plan = ring_plan(current(), 10)
-        back = GradientReturn(plan, [torch.zeros(10, 2)], "conv", prefetch, refetches)
+        back = HaloSink(plan, [torch.zeros(10, 2)], LABEL, in_flight)
         left = []
-        for unit in range(1, len(plan.units())):
-            back.start(unit)
-            back.send(unit)
+        for unit in range(1, plan.world_size):
+            back.open(unit)
+            back.close(unit)
             left.append(back._pending is not None)
-        back.drain()
+        back.finish()
         return any(left)
 
-    assert threads(drains, 3, 0, False) == [False] * 3
-    assert threads(drains, 3, 1, True) == [switch == "1"] * 3
+    assert threads(leaves, 3, None) == [False] * 3
+    assert threads(leaves, 3, False) == [switch == "1"] * 3
 
 
 # What comes back #############################################################
@@ -397,13 +410,13 @@ def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions, mon
     data = make_graph(41, 220)
     root, layer = partitions(data, 3, "random"), LAYERS["sage"]().double()
     started: dict[int, list[int]] = {}
-    start = GradientReturn.start
+    start = HaloSink.open
 
-    def starting(self: GradientReturn, unit: int) -> list[torch.Tensor]:
+    def starting(self: HaloSink, unit: int) -> list[torch.Tensor]:
         started.setdefault(current().rank, []).append(unit)
         return start(self, unit)
 
-    monkeypatch.setattr(GradientReturn, "start", starting)
+    monkeypatch.setattr(HaloSink, "open", starting)
 
     def work(prefetch: int) -> torch.Tensor:
         mine = load_partition(root)
@@ -413,7 +426,7 @@ def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions, mon
         return x.grad
 
     gradients = []
-    for prefetch, order in ((0, [1, 0, 2]), (1, [1, 2, 0]), (2, [1, 2, 0])):
+    for prefetch, order in ((0, [1, 0, 2]), (1, [1, 2, 0])):
         started.clear()
         gradients.append(threads(work, 3, prefetch))
         assert list(started.values()) == [order] * 3

@@ -15,12 +15,21 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv
 
 import pyg_sar
+from pyg_sar.errors import DivergedError
 from pyg_sar.tools.models import MODELS, NORMS, build_model
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
-from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
-from pyg_sar.train.schedule import Constant, Cosine, Plateau, Step, Warmup
-from pyg_sar.train.splits import split_nodes
-from pyg_sar.train.trainer import Callback, DivergedError, Trainer, seed_worker
+from pyg_sar.train.config import (
+    Constant,
+    Cosine,
+    EpochRecord,
+    Plateau,
+    Step,
+    TrainConfig,
+    TrainResult,
+    Warmup,
+    split_nodes,
+)
+from pyg_sar.train.trainer import Callback, Trainer, seed_worker
 
 DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
 
@@ -390,14 +399,14 @@ def train_cases(parts: str) -> dict[str, Any]:
     data = pyg_sar.load_partition(parts)
     results = {f"{case[0]} {case[1]}": train_case(data, *case) for case in CASES}
     data.x = data.x.clone()
-    if pyg_sar.current().rank == 0:
+    if pyg_sar.comm.current().rank == 0:
         data.x[0] = math.nan
     try:
         train_case(data, "sage", "none", {})
         diverged = ""
     except DivergedError as error:
         diverged = str(error)
-    if pyg_sar.current().rank == 1:
+    if pyg_sar.comm.current().rank == 1:
         data.train_mask = data.train_mask.long()
     try:
         train_case(data, "sage", "none", {})

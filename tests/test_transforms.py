@@ -22,7 +22,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import BaseTransform
 
 import pyg_sar
-from pyg_sar import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.partition.part_data import RIGHT
 
 NODES, WORLD = 40, 3

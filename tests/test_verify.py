@@ -76,7 +76,7 @@ def test_numbers_of_workers(workers: int, graph: Data):
 
 def test_edge_attributes_by_name_or_by_call(graph: Data):
     model = gnn.GAT(CHANNELS, 8, 2, OUT, edge_dim=EDGE_DIM)
-    names = pyg_sar.call_with(["x", "edge_index", "edge_attr"])
+    names = pyg_sar.tools.call_with(["x", "edge_index", "edge_attr"])
     report = pyg_sar.verify(model, graph, call=names)
     assert report.ok and "data.edge_attr" in report.gradient_errors
     assert pyg_sar.verify(

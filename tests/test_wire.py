@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, OUT, Partitions, assemble, make_graph, node_losses, threads
+from oracle import CHANNELS, OUT, Partitions, apart, assemble, make_graph, node_losses, threads
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -101,15 +101,15 @@ LAYERS: dict[str, tuple[Any, int]] = {
 POLICIES = {
     "mode 1": {"mode": 1, "push": "off"},
     "no prefetch": {"mode": 1, "prefetch": 0, "push": "off"},
-    "mode 2": {"mode": 2, "prefetch": 2, "push": "off"},
+    "mode 2": {"mode": 2, "prefetch": 1, "push": "off"},
     "mode 3": {"mode": 3},
-    "pushed": {"mode": 1, "push": "always"},
+    "pushed": {"mode": 1},
     "chunked": {"mode": 1, "strategy": "chunked", "message_budget": 10**7},
 }
 
 
 def bytes_and_results(root: Path, layers: Any, wires: Any, policies: Any) -> Any:
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     found = {}
     for name, layer in layers.items():
@@ -137,7 +137,8 @@ def workers(root: Path) -> Any:
     for name, (make, _) in LAYERS.items():
         torch.manual_seed(1)
         layers[name] = make()
-    return threads(bytes_and_results, WORLD, root, layers, ("exact", *NARROW), POLICIES)
+    with apart():
+        return threads(bytes_and_results, WORLD, root, layers, ("exact", *NARROW), POLICIES)
 
 
 @pytest.mark.parametrize("way", POLICIES)
@@ -311,7 +312,7 @@ def gradients_with(model: Any, data: Data, wire: str) -> dict[str, Tensor | None
 @pytest.mark.parametrize("wire", ["exact", *NARROW])
 def test_gradient_error(wire: str, root: Path):
     def worker() -> Any:
-        comm = pyg_sar.current()
+        comm = pyg_sar.comm.current()
         data = pyg_sar.load_partition(root)
         torch.manual_seed(5)
         model = pyg_sar.distribute(Net(), SARPolicy(wire=wire))
@@ -327,7 +328,7 @@ def test_gradient_error(wire: str, root: Path):
             pyg_sar.mean(node_losses(out, data.n_id)).backward()
 
         with pyg_sar.Ledger(comm) as ledger:
-            errors = pyg_sar.gradient_error(model, closure)
+            errors = pyg_sar.train.gradient_error(model, closure)
         assert ledger.gradient_errors == [errors]
         assert ledger.summary()["gradient_errors"] == [errors]
         assert all(torch.equal(v, before[k]) for k, v in model.state_dict().items())
@@ -352,14 +353,14 @@ def test_gradient_error(wire: str, root: Path):
 
 
 def test_it_is_measured_every_few_epochs(root: Path):
-    config = pyg_sar.TrainConfig(epochs=5, lr=0.01)
+    config = pyg_sar.train.TrainConfig(epochs=5, lr=0.01)
     plain_model = gnn.GraphSAGE(CHANNELS, 8, 2, 3)
 
     def worker(every: int | None) -> Any:
         data = pyg_sar.load_partition(root)
         policy = SARPolicy(wire="bfloat16", measure_every=every)
         model = pyg_sar.distribute(copy.deepcopy(plain_model), policy)
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             result = pyg_sar.Trainer(model, data, config).fit()
         return len(ledger.gradient_errors), result.losses
 

@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from pyg_sar.comm.posts import MEET, RECEIVE, SEND, Posts, name_of
-from pyg_sar.comm.rendezvous import Place, interface_to
-from pyg_sar.comm.turns import Free, Turns
+from pyg_sar.comm.issuer import ComputeLock, NoLock
+from pyg_sar.comm.messages import MEET, RECEIVE, SEND, Posts, name_of
+from pyg_sar.comm.processes import interface_to
 from pyg_sar.errors import PygSarError
 
-Parcel = tuple[int, Tensor]
+PeerTensor = tuple[int, Tensor]
 """(peer, contiguous tensor)"""
 
 TAGS = 1 << 30
@@ -42,6 +42,25 @@ SMALL_SUM = 1 << 14  # Bytes up to which all send all to all, in one step.
 OPS = ("sum", "max", "min")
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class WorkerInfo:
+    """A worker's rank, and those of its host.
+
+    Args:
+        rank: Its rank.
+        world_size: Number of workers.
+        local_rank: Its number on its host (``None``: not said).
+        local_world_size: Number of workers on its host.
+        agent_store: Whether the store lives outside the workers (with torchrun, or ``launch``).
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int | None
+    local_world_size: int
+    agent_store: bool
 
 
 class TransportError(PygSarError):
@@ -57,14 +76,16 @@ class Transport(ABC):
         self.rank = rank
         self.world_size = world_size
         self.device = device
-        self.turns: Turns | Free = Free()
+        self.compute_lock: ComputeLock | NoLock = NoLock()
         self.posts = Posts()
 
     # ``where`` names the operation; it is the same on all ranks that take part.
 
     @abstractmethod
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
-        """Sends and receives all parcels at once; returns when all have arrived."""
+    def exchange(
+        self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], where: str = ""
+    ) -> None:
+        """Sends and receives all tensors at once; returns when all have arrived."""
 
     @abstractmethod
     def all_reduce(self, tensor: Tensor, op: str, where: str = "") -> None:
@@ -118,7 +139,7 @@ def reduced(tensors: Sequence[Tensor], op: str) -> Tensor:
 class Setting:
     """What a transport is opened with."""
 
-    place: Place
+    info: WorkerInfo
     store: dist.Store | None
     timeout: float
     device: torch.device
@@ -158,7 +179,7 @@ class GroupTransport(Transport):
             raise unavailable(cls.name, f"a PyTorch built with {cls.name}")
 
     @classmethod
-    def choose_device(cls, place: Place) -> torch.device:
+    def choose_device(cls, info: WorkerInfo) -> torch.device:
         """Returns the device of a worker."""
         return torch.device("cpu")
 
@@ -169,8 +190,8 @@ class GroupTransport(Transport):
         return {
             "backend": self.name,
             "store": setting.store,
-            "rank": setting.place.rank,
-            "world_size": setting.place.world_size,
+            "rank": setting.info.rank,
+            "world_size": setting.info.world_size,
         }
 
     def home(self) -> torch.device:
@@ -187,7 +208,9 @@ class GroupTransport(Transport):
             return tensor
         return torch.empty_like(tensor, device=self.home())
 
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
+    def exchange(
+        self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], where: str = ""
+    ) -> None:
         outgoing = [(peer, to_bytes(self.stage(tensor))) for peer, tensor in sends]
         landing = [(self.buffer(tensor), tensor) for _, tensor in recvs]
         incoming = [
@@ -203,7 +226,7 @@ class GroupTransport(Transport):
                 target.copy_(buffer)
 
     def transfer(
-        self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tags: Sequence[int]
+        self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], tags: Sequence[int]
     ) -> None:
         """Posts all (``tags``: first of what is received), then waits for all."""
         posts = zip(tags, [*recvs, *sends], strict=True)
@@ -328,10 +351,10 @@ class NcclTransport(GroupTransport):
             raise unavailable(cls.name, "a PyTorch built with NCCL, and CUDA devices")
 
     @classmethod
-    def choose_device(cls, place: Place) -> torch.device:
-        number = place.local_rank
+    def choose_device(cls, info: WorkerInfo) -> torch.device:
+        number = info.local_rank
         if number is None:
-            if place.local_world_size > 1 and torch.cuda.device_count() > 1:
+            if info.local_world_size > 1 and torch.cuda.device_count() > 1:
                 raise ValueError(
                     "LOCAL_RANK is not set, so backend 'nccl' can't choose a GPU. Start the "
                     "workers with torchrun, or pass device= to init()"
@@ -352,7 +375,7 @@ class NcclTransport(GroupTransport):
         return self.device
 
     def transfer(
-        self, sends: Sequence[Parcel], recvs: Sequence[Parcel], tags: Sequence[int]
+        self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], tags: Sequence[int]
     ) -> None:
         posts = [dist.P2POp(dist.irecv, tensor, peer, self.group) for peer, tensor in recvs]
         posts += [dist.P2POp(dist.isend, tensor, peer, self.group) for peer, tensor in sends]

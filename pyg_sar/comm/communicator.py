@@ -11,28 +11,27 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.backends import OPS, Parcel, Transport, TransportError
-from pyg_sar.comm.device_order import Lane
-from pyg_sar.comm.failure import Watch, is_consequence
-from pyg_sar.comm.issuer import Issuer, Work
-from pyg_sar.comm.neighbours import Neighbours
-from pyg_sar.comm.payload import (
+from pyg_sar.comm.backends import OPS, PeerTensor, Transport, TransportError
+from pyg_sar.comm.issuer import Issuer, StreamOrder, Work
+from pyg_sar.comm.messages import (
     BARRIER,
     BROADCAST,
     GATHER,
     OBJECT,
     SUM,
     Outgoing,
+    Watch,
     count,
     count_all,
     decode,
     encode,
+    is_consequence,
     num_bytes,
     pack,
     spoken,
 )
-from pyg_sar.comm.sharing import Sharing
-from pyg_sar.comm.signals import TerminationNotice
+from pyg_sar.comm.processes import TerminationNotice
+from pyg_sar.comm.sharing import LocalPeers, Sharing
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label
 
@@ -102,8 +101,8 @@ class Communicator(ABC):
         Both sides know the sizes: an empty tensor isn't sent, and must not be expected.
 
         Args:
-            send: What rank ``dst`` gets; a function is called on the issuing thread, when it's
-                this transfer's turn. Must not change before the transfer ended.
+            send: What rank ``dst`` gets; a function is called on the issuing thread, when the
+                transfer starts. Must not change before the transfer ended.
             dst: Rank to send to.
             recv: Where to put what comes from rank ``src``: contiguous, of its very size and dtype.
             src: Rank to receive from.
@@ -116,7 +115,7 @@ class Communicator(ABC):
             ValueError: ``recv`` isn't contiguous, or a rank isn't another one of the group.
         """
         sends: list[tuple[int, Outgoing]] = []
-        recvs: list[Parcel] = []
+        recvs: list[PeerTensor] = []
         if send is not None:
             self._check_peer("dst", dst)
             sends.append((dst, send))
@@ -162,7 +161,7 @@ class Communicator(ABC):
     def _post(
         self,
         sends: Sequence[tuple[int, Outgoing]],
-        recvs: Sequence[Parcel],
+        recvs: Sequence[PeerTensor],
         label: Label,
         doing: str,
     ) -> Work:
@@ -264,7 +263,7 @@ class LocalCommunicator(Communicator):
     def _post(
         self,
         sends: Sequence[tuple[int, Outgoing]],
-        recvs: Sequence[Parcel],
+        recvs: Sequence[PeerTensor],
         label: Label,
         doing: str,
     ) -> Work:
@@ -288,7 +287,7 @@ class GroupCommunicator(Communicator):
         transport: What carries the tensors.
         watch: What finds out who failed.
         timeout: Seconds that an operation may take.
-        neighbours: Workers whose memory this one reads.
+        local_peers: Workers whose memory this one reads.
     """
 
     def __init__(
@@ -296,28 +295,28 @@ class GroupCommunicator(Communicator):
         transport: Transport,
         watch: Watch,
         timeout: float,
-        neighbours: Neighbours | None = None,
+        local_peers: LocalPeers | None = None,
     ) -> None:
         super().__init__(transport.rank, transport.world_size, transport.device, timeout)
         self.backend = transport.name
         self._transport = transport
         self._watch = watch
-        self._lane = Lane()
+        self._stream_order = StreamOrder()
         name = f"pyg_sar issuer {self.rank}"
-        self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.turns)
-        self._neighbours = neighbours
-        if neighbours is not None:
-            neighbours.posts = transport.posts
-            self.sharing = Sharing(neighbours, self.rank, self._submit, self.ledgers)
+        self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.compute_lock)
+        self._local_peers = local_peers
+        if local_peers is not None:
+            local_peers.posts = transport.posts
+            self.sharing = Sharing(local_peers, self.rank, self._submit, self.ledgers)
         watch.start(self._issuer.fail, self._issuer.progress, transport.posts)
         self._notice = TerminationNotice(self._explain_termination)
         self._notice.install()
 
     def _submit(self, task: Callable[[], None], label: Label, doing: str) -> Work:
-        mark = self._lane.mark()
+        mark = self._stream_order.mark()
 
         def run() -> None:
-            with self._lane.after(mark):
+            with self._stream_order.after(mark):
                 task()
 
         return self._issuer.submit(run, f"{doing} [{spoken(label)}]")
@@ -325,12 +324,12 @@ class GroupCommunicator(Communicator):
     def _post(
         self,
         sends: Sequence[tuple[int, Outgoing]],
-        recvs: Sequence[Parcel],
+        recvs: Sequence[PeerTensor],
         label: Label,
         doing: str,
     ) -> Work:
         ledgers = list(self.ledgers)
-        everything = self._neighbours is not None and self._neighbours.carries_all
+        everything = self._local_peers is not None and self._local_peers.carries_all
         shared = self.sharing if everything else None
 
         def task() -> None:
@@ -341,7 +340,7 @@ class GroupCommunicator(Communicator):
                 shared.exchange(self._transport, full, wanted, ledgers, label)
                 return
             self._transport.exchange(full, wanted, spoken(label))
-            out, back = ({q: num_bytes(t) for q, t in parcels} for parcels in (full, wanted))
+            out, back = ({q: num_bytes(t) for q, t in tensors} for tensors in (full, wanted))
             count(ledgers, label, out, back, self.backend)
 
         return self._submit(task, label, doing)
@@ -398,8 +397,8 @@ class GroupCommunicator(Communicator):
     # Failure -----------------------------------------------------------------
 
     def _abort(self) -> None:
-        if self._neighbours is not None:
-            self._neighbours.abort()
+        if self._local_peers is not None:
+            self._local_peers.abort()
         self._transport.abort()
 
     def _diagnose(self, error: BaseException, doing: str) -> BaseException:
@@ -429,8 +428,8 @@ class GroupCommunicator(Communicator):
         self._issuer.close()
         self._watch.close()
         self._notice.remove()
-        if self._neighbours is not None:
-            self._neighbours.close()
+        if self._local_peers is not None:
+            self._local_peers.close()
         # What is under way in a broken backend may never end: leave it to the process's end.
         if self._issuer.broken is None:
             self._transport.close()

@@ -1,38 +1,34 @@
-"""Which communicator is current: ``init``, ``current``, ``finalize``."""
+"""How a process becomes a worker: the environment, the store, the rendezvous, and ``init``."""
 
 from __future__ import annotations
 
+import json
 import math
 import os
+import socket
 import threading
+import time
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting
+from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting, WorkerInfo
 from pyg_sar.comm.communicator import (
     Communicator,
     GroupCommunicator,
     LocalCommunicator,
 )
-from pyg_sar.comm.failure import NoWatch, is_consequence
 from pyg_sar.comm.issuer import Work
-from pyg_sar.comm.meeting import meet_neighbours, read_switch
-from pyg_sar.comm.payload import COLLECTIVE, Outgoing
-from pyg_sar.comm.rendezvous import (
-    Place,
-    addresses_from,
-    call_the_roll,
-    claim_rank,
-    connect,
-    default_backend,
-    read_environment,
-    reconnect,
-)
+from pyg_sar.comm.meeting import meet_local_peers, read_switch
+from pyg_sar.comm.messages import COLLECTIVE, NoWatch, Outgoing, is_consequence
+from pyg_sar.comm.processes import addresses_from, is_loopback, this_process
 from pyg_sar.comm.watch import ASK, StoreWatch
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label
 
 __all__ = [
@@ -47,6 +43,224 @@ __all__ = [
     "finalize",
     "init",
 ]
+
+# Who the workers are ##########################################################
+
+REMEDY = (
+    "Start the workers with torchrun or pyg_sar.launch(), or set RANK, WORLD_SIZE, MASTER_ADDR "
+    "and MASTER_PORT for each"
+)
+
+
+def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
+    """Reads torchrun's variables. Returns ``None`` where there are none: a single process.
+
+    Raises:
+        ValueError: When they are incomplete or make no sense; names the variable.
+    """
+    env = os.environ if env is None else env
+    if not env.get("RANK") and not env.get("WORLD_SIZE"):
+        return None
+    world = _read_int(env, "WORLD_SIZE", 1, None)
+    rank = _read_int(env, "RANK", 0, world)
+    if world > 1:
+        if not env.get("MASTER_ADDR"):
+            raise ValueError(f"MASTER_ADDR is not set, but WORLD_SIZE={world}. {REMEDY}")
+        _read_int(env, "MASTER_PORT", 1, 1 << 16)
+    local_world = world
+    if env.get("LOCAL_WORLD_SIZE"):
+        local_world = _read_int(env, "LOCAL_WORLD_SIZE", 1, world + 1)
+    local_rank = None
+    if env.get("LOCAL_RANK"):
+        local_rank = _read_int(env, "LOCAL_RANK", 0, local_world)
+    return WorkerInfo(
+        rank=rank,
+        world_size=world,
+        local_rank=local_rank,
+        local_world_size=local_world,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+    )
+
+
+def _read_int(env: Mapping[str, str], name: str, low: int, high: int | None) -> int:
+    text = env.get(name)
+    if not text:
+        raise ValueError(f"{name} is not set. {REMEDY}")
+    try:
+        value = int(text)
+    except ValueError:
+        raise ValueError(f"{name}={text!r} is not a whole number. {REMEDY}") from None
+    if value < low or (high is not None and value >= high):
+        span = f"at least {low}" if high is None else f"between {low} and {high - 1}"
+        raise ValueError(f"{name}={value} must be {span}. {REMEDY}")
+    return value
+
+
+def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore:
+    """Hosts a store for workers, in which whoever reaches its port may write.
+
+    Args:
+        address: What the workers call this host. Where that is the loopback (``127.0.0.1``,
+            ``localhost``), no other host reaches the store; else it listens on all interfaces.
+        port: Its port; 0 takes a free one.
+        timeout: Seconds that an answer may take.
+
+    Raises:
+        OSError: The address is unknown.
+        DistError: The port is taken.
+    """
+    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+    listener = None
+    if is_loopback(str(where[0])):
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listener.bind(where)
+            listener.listen(socket.SOMAXCONN)
+        except OSError:  # Maybe by a store of this very process, which is shared then.
+            listener.close()
+            listener = None
+    store = dist.TCPStore(
+        address,
+        port if listener is None else listener.getsockname()[1],
+        is_master=True,
+        timeout=timedelta(seconds=timeout),
+        wait_for_workers=False,
+        multi_tenant=True,
+        master_listen_fd=None if listener is None else listener.fileno(),
+    )
+    if listener is not None:
+        listener.detach()  # The store closes it.
+    return store
+
+
+def connect(info: WorkerInfo, timeout: float) -> dist.Store:
+    """Connects to the workers' store; rank 0 hosts it where no launcher does.
+
+    Raises:
+        CommTimeoutError: When it isn't reached within ``timeout`` seconds.
+        ValueError: When its address makes no sense, or its port is taken.
+    """
+    if info.rank != 0 or info.agent_store:
+        return reconnect(info, timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    try:
+        return _of_this_attempt(host_store(address, port, timeout))
+    except OSError as error:
+        raise ValueError(f"MASTER_ADDR={address!r} can't be resolved: {error}") from error
+    except dist.DistError as error:
+        if "EADDRINUSE" not in str(error):
+            raise _unreached(info, timeout, error) from error
+        raise ValueError(
+            f"MASTER_PORT: {address}:{port} is taken by another program; choose another port"
+        ) from error
+
+
+def reconnect(info: WorkerInfo, timeout: float) -> dist.Store:
+    """Returns a connection to the workers' store, by which no other one is kept waiting.
+
+    Raises:
+        CommTimeoutError: When it isn't reached within ``timeout`` seconds.
+    """
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    limit = timedelta(seconds=timeout)
+    try:
+        store = dist.TCPStore(address, port, is_master=False, timeout=limit)
+    except dist.DistError as error:
+        raise _unreached(info, timeout, error) from error
+    return _of_this_attempt(store)
+
+
+def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTimeoutError:
+    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    who = "the launcher" if info.agent_store else "rank 0"
+    return CommTimeoutError(
+        f"Rank {info.rank} did not reach the store of the {info.world_size} workers, which "
+        f"{who} hosts at {address}:{port}, within {timeout:g} s ({_first_line(error)}). Is "
+        f"every worker started, with the same MASTER_ADDR and MASTER_PORT, and reachable?"
+    )
+
+
+def _of_this_attempt(store: dist.Store) -> dist.Store:
+    """torchrun starts all workers anew after a failure, with the same store."""
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0][:300]
+
+
+def claim_rank(store: dist.Store, rank: int) -> None:
+    """Raises ``ValueError`` on a rank that two processes claim."""
+    if store.add(f"claim/{rank}", 1) > 1:
+        raise ValueError(f"RANK={rank} is taken by another process; every worker needs its own")
+
+
+def wait_for_workers(
+    store: dist.Store,
+    info: WorkerInfo,
+    backend: str,
+    timeout: float,
+    meanwhile: Callable[[Mapping[int, Mapping[str, Any]]], None] = lambda known: None,
+) -> list[dict[str, Any]]:
+    """Waits until every rank came and wants the same.
+
+    Args:
+        store: The workers' store, in which this rank is claimed.
+        info: This worker.
+        backend: What it wants.
+        timeout: Seconds to wait for the others.
+        meanwhile: Called time and again with what is known of those who came, by rank.
+
+    Returns:
+        What each rank is (:func:`this_process`), in rank order.
+
+    Raises:
+        CommTimeoutError: When ranks are missing after ``timeout`` seconds; names them.
+        ValueError: On different backends.
+    """
+    rank, world = info.rank, info.world_size
+    mine = {**this_process(), "backend": backend, "world_size": world}
+    store.set(f"who/{rank}", json.dumps(mine))
+    known: dict[int, dict[str, Any]] = {}
+    end, step = time.monotonic() + timeout, 0
+    while True:
+        missing = [other for other in range(world) if other not in known]
+        # One at a time as a rule; now and then all, lest one that is late hides the others.
+        for other in missing if step % 20 == 0 else missing[:1]:
+            if store.check([f"who/{other}"]):
+                known[other] = json.loads(store.get(f"who/{other}"))
+        meanwhile(known)
+        if len(known) == world:
+            break
+        if time.monotonic() > end:
+            missing = [other for other in missing if other not in known]
+            raise CommTimeoutError(
+                f"Rank {rank} waited {timeout:g} s for rank(s) {missing} of {world} to start"
+            )
+        if missing[0] not in known:
+            time.sleep(0.01)
+        step += 1
+    everyone = [known[other] for other in range(world)]
+    for other, who in enumerate(everyone):
+        if who["backend"] != backend:
+            raise ValueError(
+                f"backend: rank {rank} wants {backend!r}, rank {other} {who['backend']!r}; "
+                f"pass the same backend= to init() on every rank"
+            )
+    return everyone
+
+
+# Devices #####################################################################
+
+
+def default_backend(info: WorkerInfo) -> str:
+    """Returns ``'nccl'`` where every worker of this host has a GPU of its own, else ``'gloo'``."""
+    enough = torch.cuda.is_available() and torch.cuda.device_count() >= info.local_world_size
+    return "nccl" if enough and dist.is_nccl_available() else "gloo"
+
+
+# The current communicator #####################################################
 
 
 class Scope:
@@ -109,7 +323,7 @@ def init(
         if scope.comm.world_size > 1 and backend not in (None, scope.comm.backend):
             raise ValueError(
                 f"backend={backend!r}, but this process already uses {scope.comm.backend!r}; "
-                f"call pyg_sar.finalize() first"
+                f"call pyg_sar.comm.finalize() first"
             )
         return scope.comm
     scope.generation += 1
@@ -133,9 +347,11 @@ def _open(
     if backend is not None:
         TRANSPORTS[backend].check()
     if backend is not None and not TRANSPORTS[backend].uses_store:
-        place = Place(rank=0, world_size=1, local_rank=None, local_world_size=1, agent_store=True)
-        device = device or TRANSPORTS[backend].choose_device(place)
-        setting = Setting(place=place, store=None, timeout=timeout, device=device)
+        info = WorkerInfo(
+            rank=0, world_size=1, local_rank=None, local_world_size=1, agent_store=True
+        )
+        device = device or TRANSPORTS[backend].choose_device(info)
+        setting = Setting(info=info, store=None, timeout=timeout, device=device)
         return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
     found = read_environment()
     switch = read_switch()
@@ -155,7 +371,7 @@ def _open(
         raise watch.diagnose(error, "the start") from error
     watch.begin()
     setting = Setting(
-        place=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
+        info=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
     )
     try:
         return _join(store, kind, setting, switch, watch)
@@ -179,14 +395,14 @@ def _join(
     watch: StoreWatch,
 ) -> Communicator:
     """Meets the others. Ends with the error of one that fails meanwhile."""
-    place, timeout = setting.place, setting.timeout
-    everyone = call_the_roll(store, place, kind.name, timeout, watch.meet)
+    info, timeout = setting.info, setting.timeout
+    everyone = wait_for_workers(store, info, kind.name, timeout, watch.meet)
     if len({who["host"] for who in everyone}) > 1:
-        watch.light(addresses_from(os.environ["MASTER_ADDR"]))
+        watch.serve_status(addresses_from(os.environ["MASTER_ADDR"]))
     if setting.device.type != "cpu":
         switch = "0"  # Rows on a GPU are not for processes to read.
-    meeting = dist.PrefixStore("neighbours", store)
-    neighbours = meet_neighbours(meeting, place, everyone, switch, timeout, watch.check)
+    meeting = dist.PrefixStore("local peers", store)
+    local_peers = meet_local_peers(meeting, info, everyone, switch, timeout, watch.check)
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)  # Of this thread, too.
     made: Future[GroupTransport] = Future()
@@ -201,7 +417,7 @@ def _join(
     threading.Thread(target=make, name="pyg_sar start", daemon=True).start()
     while not wait([made], 0.1).done:
         watch.check()
-    return GroupCommunicator(made.result(), watch, timeout, neighbours)
+    return GroupCommunicator(made.result(), watch, timeout, local_peers)
 
 
 def finalize() -> None:

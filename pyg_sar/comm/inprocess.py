@@ -1,6 +1,6 @@
 """Workers as threads of one process: for notebooks, debugging and fast tests.
 
-They compute one at a time (see [Note: Taking turns]). All threads share one default random
+They compute one at a time (see [Note: One at a time]). All threads share one default random
 generator: seed what must be reproducible from generators of its own.
 """
 
@@ -16,35 +16,33 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.backends import Parcel, Transport, TransportError, reduced
-from pyg_sar.comm.failure import (
-    GetProgress,
-    OnFailure,
-    Watch,
-    failed,
-    is_consequence,
-    lost,
-    to_error,
-)
-from pyg_sar.comm.neighbours import Letter, Neighbours, Page, Subject
-from pyg_sar.comm.posts import (
+from pyg_sar.comm.backends import PeerTensor, Transport, TransportError, reduced
+from pyg_sar.comm.issuer import ComputeLock
+from pyg_sar.comm.messages import (
     MEET,
     PATIENCE,
     READ,
     RECEIVE,
     SEND,
     WROTE,
+    GetProgress,
+    OnFailure,
     Posts,
+    Watch,
     explain,
+    failed,
     in_vain,
+    is_consequence,
+    lost,
     name_of,
+    to_error,
     unlike,
 )
-from pyg_sar.comm.turns import Turns
+from pyg_sar.comm.sharing import Buffer, LocalPeers, Message, Subject
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 T = TypeVar("T")
-Parcels = tuple[Tensor, threading.Event, str]
+Delivery = tuple[Tensor, threading.Event, str]
 """What lies in a mailbox: the sender's tensor, the event that says it was read, and its name."""
 
 
@@ -59,17 +57,17 @@ class Hub:
     def __init__(self, world_size: int, timeout: float) -> None:
         self.world_size = world_size
         self.timeout = timeout
-        self.boxes: dict[tuple[int, int], queue.SimpleQueue[Parcels]] = {
+        self.boxes: dict[tuple[int, int], queue.SimpleQueue[Delivery]] = {
             (src, dst): queue.SimpleQueue()
             for src in range(world_size)
             for dst in range(world_size)
         }
-        self.letters: dict[tuple[int, int, Subject], queue.SimpleQueue[tuple[Tensor, str]]] = {
+        self.messages: dict[tuple[int, int, Subject], queue.SimpleQueue[tuple[Tensor, str]]] = {
             (*pair, subject): queue.SimpleQueue() for pair in self.boxes for subject in Subject
         }
         self.slots: list[tuple[Tensor, str] | None] = [None] * world_size
         self.posts = [Posts() for _ in range(world_size)]
-        self.turns = Turns()
+        self.compute_lock = ComputeLock()
         self.changed = threading.Condition()
         self.arrived = self.meetings = 0
         self.left: set[int] = set()
@@ -92,7 +90,7 @@ class Hub:
     def meet(self) -> None:
         """Waits until all threads came here."""
         end = time.monotonic() + self.timeout
-        with self.turns.passed(), self.changed:
+        with self.compute_lock.released(), self.changed:
             meeting = self.meetings
             self.arrived += 1
             if self.arrived == self.world_size:
@@ -106,7 +104,7 @@ class Hub:
     def take(self, box: queue.SimpleQueue[T], peer: int, end: float | None = None) -> T:
         """Waits for what ``peer`` puts into a box."""
         end = time.monotonic() + self.timeout if end is None else end
-        with self.turns.passed():
+        with self.compute_lock.released():
             while True:
                 try:
                     return box.get(timeout=0.05)
@@ -126,7 +124,7 @@ class Hub:
         self._compare()
 
     def _compare(self) -> None:
-        """Raises when threads wait in vain: :func:`pyg_sar.comm.posts.in_vain`."""
+        """Raises when threads wait in vain: :func:`pyg_sar.comm.messages.in_vain`."""
         if not any(posts.for_long(PATIENCE) for posts in self.posts):
             return
         doing = {rank: say().doing for rank, (_, say) in list(self.listeners.items())}
@@ -161,10 +159,12 @@ class ThreadTransport(Transport):
     def __init__(self, hub: Hub, rank: int, device: torch.device) -> None:
         super().__init__(rank, hub.world_size, device)
         self.hub = hub
-        self.turns = hub.turns
+        self.compute_lock = hub.compute_lock
         self.posts = hub.posts[rank]
 
-    def exchange(self, sends: Sequence[Parcel], recvs: Sequence[Parcel], where: str = "") -> None:
+    def exchange(
+        self, sends: Sequence[PeerTensor], recvs: Sequence[PeerTensor], where: str = ""
+    ) -> None:
         end = time.monotonic() + self.hub.timeout
         read = []
         ways = (RECEIVE, recvs), (SEND, sends)
@@ -176,7 +176,7 @@ class ThreadTransport(Transport):
                 read.append((peer, event))
             for (peer, target), post in zip(recvs, posts, strict=False):
                 self._receive(peer, target, end, post.name)
-            with self.turns.passed():
+            with self.compute_lock.released():
                 for peer, event in read:
                     while not event.wait(0.05):
                         self.hub.check(end, f"rank {peer} to receive", [peer])
@@ -220,14 +220,14 @@ class ThreadTransport(Transport):
         tensor.copy_(value)
 
 
-class ThreadPage(Page):
+class ThreadBuffer(Buffer):
     """Memory that other threads will read: it is used once."""
 
     def __init__(self, data: Tensor) -> None:
         self.data = data
 
 
-class ThreadLetter(Letter):
+class ThreadMessage(Message):
     """Memory of another thread."""
 
     def __init__(self, data: Tensor) -> None:
@@ -237,7 +237,7 @@ class ThreadLetter(Letter):
         del self.data
 
 
-class ThreadNeighbours(Neighbours):
+class ThreadPeers(LocalPeers):
     """Threads read each other's memory as processes of one host do."""
 
     name = "shared memory"
@@ -247,22 +247,24 @@ class ThreadNeighbours(Neighbours):
         self.hub, self.rank, self.posts = hub, rank, hub.posts[rank]
         self.ranks = frozenset(range(hub.world_size)) - {rank}
 
-    def take(self, size: int) -> ThreadPage:
-        return ThreadPage(torch.empty(size, dtype=torch.uint8))
+    def take(self, size: int) -> ThreadBuffer:
+        return ThreadBuffer(torch.empty(size, dtype=torch.uint8))
 
     def send_parts(
-        self, page: Page, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
+        self, buffer: Buffer, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
     ) -> None:
         for peer, start, size, name in parts:
             self.posts.note(f"{WROTE} {subject:d}", peer, name)
-            self.hub.letters[self.rank, peer, subject].put((page.data[start : start + size], name))
+            self.hub.messages[self.rank, peer, subject].put(
+                (buffer.data[start : start + size], name)
+            )
 
-    def receive(self, src: int, subject: Subject, name: str) -> ThreadLetter:
+    def receive(self, src: int, subject: Subject, name: str) -> ThreadMessage:
         with self.posts.waiting([(f"{READ} {subject:d}", src, name)]):
-            data, sent = self.hub.take(self.hub.letters[src, self.rank, subject], src)
+            data, sent = self.hub.take(self.hub.messages[src, self.rank, subject], src)
         if sent != name:
             raise unlike(self.rank, src, name, sent)
-        return ThreadLetter(data)
+        return ThreadMessage(data)
 
 
 class HubWatch(Watch):

@@ -6,20 +6,130 @@ of a communicator (halo rows, gradient sums, collectives) therefore goes through
 first-out queue that one thread empties: the order on the wire is the order of the calls, and the
 order of the calls is the program's, the same on every rank. A task packs, posts and waits; only
 then does the next one start. The caller goes on meanwhile, which is what prefetching is.
+
+[Note: One at a time]
+Workers as threads gain little by computing at once: the interpreter runs one of them at a time.
+They lose by it: PyTorch's Python layer (dispatch modes, tensor subclasses, lazily written code) and
+PyTorch Geometric's generated modules are not made for several threads at the same instant, and a
+debugger's prompt is of no use while others print into it. A thread therefore computes while it
+holds a lock, and releases it wherever it waits for another worker. A thread that keeps the lock for
+long without waiting there (in a debugger, or for something that another worker must do first) loses
+it: nothing can hang that would not hang without the lock.
 """
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
 
-from pyg_sar.comm.turns import Free, Turns
 from pyg_sar.errors import CommTimeoutError, PygSarError
+
+# Threads that compute one at a time ###########################################
+
+PATIENCE = 2.0  # Seconds that a thread may keep the lock while others want it.
+
+
+class ComputeLock:
+    """The lock under which the threads of a group compute. See [Note: One at a time]."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._holder: int | None = None
+        self._number = 0
+        self._member = threading.local()
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Holds the lock in the block, except where it is :meth:`released`."""
+        self._acquire()
+        self._member.inside = True
+        try:
+            yield
+        finally:
+            self._member.inside = False
+            self._release()
+
+    @contextlib.contextmanager
+    def released(self) -> Iterator[None]:
+        """Lets others compute during the block, in which this thread waits for one of them."""
+        inside = getattr(self._member, "inside", False)
+        if inside:
+            self._release()
+        try:
+            yield
+        finally:
+            if inside:
+                self._acquire()
+
+    def _acquire(self) -> None:
+        with self._changed:
+            while self._holder is not None:
+                seen = self._number
+                self._changed.wait(PATIENCE)
+                if self._number == seen:
+                    break  # Free, or kept for too long.
+            self._holder = threading.get_ident()
+            self._number += 1
+
+    def _release(self) -> None:
+        with self._changed:
+            if self._holder == threading.get_ident():
+                self._holder = None
+                self._changed.notify()
+
+
+class NoLock:
+    """No lock: threads compute whenever they can."""
+
+    def held(self) -> contextlib.AbstractContextManager[None]:
+        """Does nothing."""
+        return contextlib.nullcontext()
+
+    released = held
+
+
+# Work on a GPU ################################################################
+
+
+class StreamOrder:
+    """Orders the issuer's work on a GPU after what the caller has queued there.
+
+    The caller marks its stream; the issuer then works on a stream of its own, after the mark, and
+    empties it before it goes on: an ended transfer is one whose data is there. Does nothing
+    where CUDA isn't in use.
+    """
+
+    def __init__(self) -> None:
+        self._streams: dict[torch.device, torch.cuda.Stream] = {}
+
+    def mark(self) -> torch.cuda.Event | None:
+        """Marks how far the caller's stream has to be."""
+        if not torch.cuda.is_initialized():
+            return None
+        return torch.cuda.current_stream().record_event()
+
+    @contextlib.contextmanager
+    def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
+        """Runs a block after the mark."""
+        if mark is None:
+            yield
+            return
+        if mark.device not in self._streams:
+            self._streams[mark.device] = torch.cuda.Stream(mark.device)
+        stream = self._streams[mark.device]
+        stream.wait_event(mark)
+        with torch.cuda.stream(stream):
+            yield
+        stream.synchronize()
+
+
+# The issuer ###################################################################
 
 Task = Callable[[], None]
 
@@ -32,7 +142,7 @@ class Progress(NamedTuple):
 
     started: int
     """Operations begun since the communicator exists. About the same on all ranks: those that need
-    nothing of a neighbour's memory skip what the others read there."""
+    nothing of a local peer's memory skip what the others read there."""
     ended: int
     """Operations that ended well."""
     pending: int
@@ -100,7 +210,7 @@ class Work:
             seen = now
 
     def _await(self, issuer: Issuer, seconds: float) -> bool:
-        with issuer.turns.passed():
+        with issuer.compute_lock.released():
             return self._ended.wait(seconds)
 
     def _end(self, error: BaseException | None = None) -> None:
@@ -118,7 +228,7 @@ class Issuer:
         timeout: Seconds that one task may take.
         diagnose: Turns an error of a task and what it was doing into the error to raise.
         abort: Makes a task that is under way end, if it can.
-        turns: Of threads that compute one at a time.
+        compute_lock: Of threads that compute one at a time.
     """
 
     def __init__(
@@ -127,10 +237,10 @@ class Issuer:
         timeout: float,
         diagnose: Callable[[BaseException, str], BaseException],
         abort: Callable[[], None],
-        turns: Turns | Free,
+        compute_lock: ComputeLock | NoLock,
     ) -> None:
         self.timeout = timeout
-        self.turns = turns
+        self.compute_lock = compute_lock
         self.broken: BaseException | None = None
         self._diagnose = diagnose
         self._abort = abort
@@ -191,7 +301,7 @@ class Issuer:
         # the process: have it back before a waiter learns of the error, and ends the program.
         self._abort()
         if threading.current_thread() is not self._thread:
-            with self.turns.passed():
+            with self.compute_lock.released():
                 self._idle.wait(SETTLE)
         with self._lock:
             for work in self._open.values():
@@ -211,12 +321,12 @@ class Issuer:
             self._closed = True
             self._queue.put(None)
         if self.broken is None and threading.current_thread() is not self._thread:
-            with self.turns.passed():
+            with self.compute_lock.released():
                 self._thread.join(self.timeout + GRACE)
 
     def _loop(self) -> None:
         while (entry := self._queue.get()) is not None:
-            with self.turns.taken():
+            with self.compute_lock.held():
                 work, handed = entry[0], [entry[1]]
                 del entry
                 if self.broken is None:

@@ -29,16 +29,15 @@ import cloudpickle
 import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
-from pyg_sar.comm.failure import LAUNCHER, RESUME, failed, is_consequence
-from pyg_sar.comm.group import adopt, check_init, current, finalize, init
-from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadNeighbours, ThreadTransport
+from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init
+from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
-from pyg_sar.comm.rendezvous import host_store
+from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
 from pyg_sar.errors import LostWorkerError, WorkerError
 
 T = TypeVar("T")
 
-POLL = 0.25  # Seconds between two looks at the workers' processes.
+POLL = 0.25  # Seconds between two checks of the workers' processes.
 CASCADE = 5.0  # Seconds to wait for the cause when the first error names another rank.
 SETTLE = 0.3  # Seconds to wait for a killed worker behind an error that names nobody.
 GOODBYE = 60.0  # Seconds a worker may take to end once it has delivered its result.
@@ -56,7 +55,7 @@ def launch(
 ) -> list[T]:
     """Runs ``fn(*args)`` on workers of this machine, and returns their results in rank order.
 
-    In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.current()`` is its
+    In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.comm.current()`` is its
     communicator. Functions and arguments may come from a notebook or a script's ``__main__``,
     closures and lambdas included.
 
@@ -348,15 +347,15 @@ def _run_threads(fn: Callable[..., T], num: int, args: tuple[Any, ...], timeout:
     """Runs the workers as threads of this process."""
     hub = Hub(num, timeout)
     near = num > 1 and read_switch() != "0"
-    neighbours = [ThreadNeighbours(hub, rank) if near else None for rank in range(num)]
+    local_peers = [ThreadPeers(hub, rank) if near else None for rank in range(num)]
     results: list[Any] = [None] * num
     failures: list[tuple[bool, WorkerError, BaseException]] = []
 
     def run(rank: int) -> None:
         transport = ThreadTransport(hub, rank, torch.device("cpu"))
-        comm = GroupCommunicator(transport, HubWatch(hub, rank), timeout, neighbours[rank])
+        comm = GroupCommunicator(transport, HubWatch(hub, rank), timeout, local_peers[rank])
         adopt(comm)
-        with hub.turns.taken():
+        with hub.compute_lock.held():
             try:
                 results[rank] = fn(*args)
             except BaseException as error:  # SystemExit included: the caller must learn of it.

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyg_sar.comm.rendezvous import Place
-from pyg_sar.comm.same_host import Link, SharedMemory
-from pyg_sar.comm.segments import Segment, shares_memory
+from pyg_sar.comm.backends import WorkerInfo
+from pyg_sar.comm.shared_memory import Link, Segment, SharedMemory, shares_memory
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 VARIABLE = "PYG_SAR_SHARED_MEMORY"
@@ -52,12 +51,12 @@ def read_switch(env: Mapping[str, str] | None = None) -> str:
 
 
 class _Meeting:
-    """One worker's part in finding its neighbours.
+    """One worker's part in finding its local peers.
 
     Args:
         store: The workers' store.
-        place: This worker.
-        everyone: What each rank is, from the roll call.
+        info: This worker.
+        everyone: What each rank is, from the rendezvous.
         switch: As :func:`read_switch`.
         timeout: Seconds to wait for the others.
         check: Raises once another worker has failed.
@@ -66,14 +65,14 @@ class _Meeting:
     def __init__(
         self,
         store: dist.Store,
-        place: Place,
+        info: WorkerInfo,
         everyone: Sequence[Mapping[str, Any]],
         switch: str,
         timeout: float,
         check: Callable[[], None],
     ) -> None:
         self.check = check
-        self.store, self.rank, self.world = store, place.rank, place.world_size
+        self.store, self.rank, self.world = store, info.rank, info.world_size
         self.everyone, self.switch, self.timeout = everyone, switch, timeout
         self.trouble = ""
         self.links: dict[int, tuple[socket.socket, ...]] = {}
@@ -120,7 +119,7 @@ class _Meeting:
         for peer in list(self.links):
             if self.rank not in agreed[peer]:
                 self._lose(peer, "it could not read this worker's memory")
-        self._judge(agreed)
+        self._check_agreement(agreed)
         return {peer: _link(peer, *both) for peer, both in self.links.items()}
 
     def _hopeful(self) -> bool:
@@ -206,10 +205,10 @@ class _Meeting:
         for line in lines:
             line.close()
 
-    # The verdict -------------------------------------------------------------
+    # The result --------------------------------------------------------------
 
-    def _judge(self, agreed: Sequence[Sequence[int]]) -> None:
-        """Tells of workers of one host that don't share memory; the same verdict on every rank."""
+    def _check_agreement(self, agreed: Sequence[Sequence[int]]) -> None:
+        """Tells of workers of one host that don't share memory; the same result on every rank."""
         pairs = [(a, b) for b in range(self.world) for a in range(b)]
         same = [p for p in pairs if self.everyone[p[0]]["host"] == self.everyone[p[1]]["host"]]
         failed = [(a, b) for a, b in same if b not in agreed[a] or a not in agreed[b]]
@@ -239,9 +238,9 @@ class _Meeting:
         self.links = {}
 
 
-def meet_neighbours(
+def meet_local_peers(
     store: dist.Store,
-    place: Place,
+    info: WorkerInfo,
     everyone: Sequence[Mapping[str, Any]],
     switch: str,
     timeout: float,
@@ -251,14 +250,14 @@ def meet_neighbours(
 
     Args:
         store: The workers' store, with no keys of others.
-        place: This worker.
-        everyone: What each rank is, from the roll call.
+        info: This worker.
+        everyone: What each rank is, from the rendezvous.
         switch: As :func:`read_switch`.
         timeout: Seconds to wait for the others, and that a later wait may take.
         check: Called while it waits; raises once another worker has failed.
 
     Returns:
-        The neighbours; ``None`` where there are none, on all ranks if every host is another.
+        The local peers; ``None`` where there are none, on all ranks if every host is another.
 
     Raises:
         CommTimeoutError: Workers that said nothing.
@@ -266,13 +265,13 @@ def meet_neighbours(
     """
     if len({who["host"] for who in everyone}) == len(everyone):
         return None
-    meeting = _Meeting(store, place, everyone, switch, timeout, check)
+    meeting = _Meeting(store, info, everyone, switch, timeout, check)
     try:
         links = meeting.hold()
     except BaseException:
         meeting.close()
         raise
-    return SharedMemory(place.rank, links, timeout) if links else None
+    return SharedMemory(info.rank, links, timeout) if links else None
 
 
 # Sockets #####################################################################
@@ -344,7 +343,7 @@ def _network() -> str:
         return ""
 
 
-def _link(peer: int, letters: socket.socket, releases: socket.socket) -> Link:
-    letters.setblocking(False)
+def _link(peer: int, messages: socket.socket, releases: socket.socket) -> Link:
+    messages.setblocking(False)
     releases.setblocking(False)
-    return Link(peer, letters, releases, set(), {}, [])
+    return Link(peer, messages, releases, set(), {}, [])

@@ -1,39 +1,154 @@
-"""Operations between workers that read each other's memory: publish, read in place, lend, take in.
+"""Operations between workers that read each other's memory: publish, read in place, send, receive.
 
-[Note: publication] Where rows of one node tensor are wanted by several neighbours, the owner
-publishes them once, and each neighbour reads the rows that it needs from there, in place or by a
+[Note: publication] Where rows of one node tensor are wanted by several local peers, the owner
+publishes them once, and each local peer reads the rows that it needs from there, in place or by a
 copy of these: nothing is packed per reader, nothing goes through a socket. Gradients go back the
-other way round: a reader computes them in memory that it lends, and the owner adds them up from
+other way round: a reader computes them in memory that it shares, and the owner adds them up from
 there.
+
+[Note: messages] A writer fills a piece of its own shared memory and sends its readers messages that
+say where; each reader uses it in place and releases it, and after the last release the writer fills
+it anew. Messages of one subject from one worker to another arrive in the order in which they were
+sent, which is the order in which the reader's program expects them. Between subjects it isn't: a
+publication is written before, and may be read after, gradients that the same worker sends. Writing
+never waits for a reader, so that whatever order workers do this in, nobody waits for a cycle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from enum import IntEnum
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.backends import Parcel, Transport, to_bytes
+from pyg_sar.comm.backends import PeerTensor, Transport, to_bytes
 from pyg_sar.comm.issuer import Work
-from pyg_sar.comm.neighbours import Letter, Neighbours, Page, Subject, as_rows, pieces_of
-from pyg_sar.comm.payload import count, num_bytes, spoken
-from pyg_sar.comm.posts import name_of
+from pyg_sar.comm.messages import Posts, count, name_of, num_bytes, spoken
 from pyg_sar.ledger import Label
+
+# The interface ################################################################
+
+PIECE = 1 << 20  # bytes
+
+
+class Subject(IntEnum):
+    """What a message is about."""
+
+    EXCHANGE = 0
+    PUBLICATION = 1
+    ROWS = 2
+
+
+class Message(ABC):
+    """Bytes in a local peer's memory."""
+
+    data: Tensor
+    """``uint8``, read only."""
+
+    def pause(self) -> None:
+        """What was read so far need not be resident here any more; all may be read again."""
+
+    @abstractmethod
+    def release(self) -> None:
+        """Lets the writer have them back. What is a view of them must not be read afterwards."""
+
+
+class Buffer(ABC):
+    """Memory of this worker that local peers will read."""
+
+    data: Tensor
+    """``uint8``."""
+
+
+class LocalPeers(ABC):
+    """What passes messages. See [Note: messages].
+
+    Attributes:
+        ranks: The local peers.
+        carries_all: Whether plain exchanges with local peers should go this way too.
+        name: What ledgers call it.
+        posts: Where messages are noted: with the backend's messages.
+    """
+
+    ranks: frozenset[int]
+    carries_all: bool
+    name: str
+    posts: Posts
+
+    @abstractmethod
+    def take(self, size: int) -> Any:
+        """A buffer of ``size`` bytes to write."""
+
+    def send(self, buffer: Any, subject: Subject, readers: Sequence[int], name: str) -> None:
+        """Tells each reader of the buffer, which is theirs from now on. No reader: frees it."""
+        size = buffer.data.numel()
+        self.send_parts(buffer, subject, [(reader, 0, size, name) for reader in readers])
+
+    @abstractmethod
+    def send_parts(
+        self, buffer: Any, subject: Subject, parts: Sequence[tuple[int, int, int, str]]
+    ) -> None:
+        """As :meth:`send`: ``(reader, first byte, bytes, name)``; some readers may have none."""
+
+    @abstractmethod
+    def receive(self, src: int, subject: Subject, name: str) -> Message:
+        """Waits for the next message from ``src`` about ``subject``.
+
+        Raises:
+            TransportError: The local peer is gone, or :meth:`abort` was called.
+            TimeoutError: It did not come in time.
+            MismatchError: It has another name (:func:`pyg_sar.comm.messages.name_of`).
+        """
+
+    def trim(self) -> None:
+        """Gives memory that nobody holds back to the system."""
+
+    def abort(self) -> None:
+        """Ends every wait, from another thread."""
+
+    def close(self) -> None:
+        """Frees everything."""
+
+
+def pieces_of(rows: Tensor) -> Iterator[slice]:
+    """Some rows at a time, of about a mebibyte: what is read of a local peer between two pauses."""
+    count = max(PIECE // max(rows[:1].numel() * rows.element_size(), 1), 1)
+    for start in range(0, rows.size(0), count):
+        yield slice(start, start + count)
+
+
+def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, rank: int) -> Tensor:
+    """Bytes as ``[rows, width]``.
+
+    Raises:
+        ValueError: When there are more or less of them.
+    """
+    size = rows * width * dtype.itemsize
+    if data.numel() != size:
+        raise ValueError(
+            f"rank {rank} expects {size} bytes (shape ({rows}, {width}), {dtype}) from rank {src}, "
+            f"which sends {data.numel()}"
+        )
+    return data.view(dtype).view(rows, width)
+
+
+# The operations ###############################################################
 
 Submit = Callable[[Callable[[], None], Label, str], Work]
 
 
-class Loan:
-    """Memory for rows that a neighbour will read: fill :attr:`rows`, then :meth:`Sharing.give`."""
+class SendBuffer:
+    """Memory for rows that a local peer will read: fill :attr:`rows`, then :meth:`Sharing.send`."""
 
-    def __init__(self, page: Page, rows: Tensor) -> None:
-        self.page, self.rows = page, rows
+    def __init__(self, memory: Buffer, rows: Tensor) -> None:
+        self.memory, self.rows = memory, rows
 
 
 class Incoming:
-    """Rows in a neighbour's memory that are on their way.
+    """Rows in a local peer's memory that are on their way.
 
     Attributes:
         work: To wait for before :attr:`rows` is read.
@@ -44,7 +159,7 @@ class Incoming:
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows
-        self.letter: Letter | None = None
+        self.message: Message | None = None
         self._held: tuple[list[Any], str, int] = [], "", 0
 
     def hold(self, ledgers: Sequence[Any], layer: str, count: int) -> None:
@@ -54,16 +169,16 @@ class Incoming:
             ledger.hold(layer, count)
 
     def pause(self) -> None:
-        """Gives up what was read so far of the memory, as :meth:`Letter.pause`."""
-        if self.letter is not None:
-            self.letter.pause()
+        """Gives up what was read so far of the memory, as :meth:`Message.pause`."""
+        if self.message is not None:
+            self.message.pause()
 
     def release(self) -> None:
-        """Gives the memory back to the neighbour."""
+        """Gives the memory back to the local peer."""
         self.rows = self.rows.new_empty(0)
-        if self.letter is not None:
-            self.letter.release()
-        self.letter = None
+        if self.message is not None:
+            self.message.release()
+        self.message = None
         ledgers, layer, count = self._held
         for ledger in ledgers:
             ledger.hold(layer, -count)
@@ -71,22 +186,22 @@ class Incoming:
 
 
 class Sharing:
-    """What a worker does with its neighbours' memory, in the order of its communicator's issuer.
+    """What a worker does with its local peers' memory, in the order of its communicator's issuer.
 
     All workers call these in the same order. Rows of no bytes are neither sent nor expected.
 
     Args:
-        neighbours: What passes the letters.
+        local_peers: What passes the messages.
         rank: This worker.
         submit: Queues a task of the communicator.
         ledgers: The communicator's ledgers.
     """
 
     def __init__(
-        self, neighbours: Neighbours, rank: int, submit: Submit, ledgers: list[Any]
+        self, local_peers: LocalPeers, rank: int, submit: Submit, ledgers: list[Any]
     ) -> None:
-        self.neighbours, self.rank = neighbours, rank
-        self.ranks = neighbours.ranks
+        self.local_peers, self.rank = local_peers, rank
+        self.ranks = local_peers.ranks
         self._submit, self._ledgers = submit, ledgers
 
     def publish(
@@ -97,7 +212,7 @@ class Sharing:
         readers: Mapping[int, int],
         label: Label,
     ) -> Work:
-        """Lets neighbours read a copy of rows.
+        """Lets local peers read a copy of rows.
 
         Args:
             fill: Writes the rows into a tensor; called on the issuing thread.
@@ -116,10 +231,10 @@ class Sharing:
         ledgers, name = list(self._ledgers), name_of(spoken(label), dtype, shape)
 
         def task() -> None:
-            page = self.neighbours.take(shape[0] * row)
-            fill(page.data.view(dtype).view(shape))
-            self.neighbours.send(page, Subject.PUBLICATION, list(wanted), name)
-            count(ledgers, label, wanted, {}, self.neighbours.name)
+            buffer = self.local_peers.take(shape[0] * row)
+            fill(buffer.data.view(dtype).view(shape))
+            self.local_peers.send(buffer, Subject.PUBLICATION, list(wanted), name)
+            count(ledgers, label, wanted, {}, self.local_peers.name)
 
         return self._submit(task, label, f"publication for ranks {', '.join(map(str, wanted))}")
 
@@ -147,17 +262,17 @@ class Sharing:
         name = name_of(spoken(label), dtype, shape)
 
         def task() -> None:
-            letter = self.neighbours.receive(src, Subject.PUBLICATION, name)
-            whole = as_rows(letter.data, *shape, dtype, src, self.rank)
+            message = self.local_peers.receive(src, Subject.PUBLICATION, name)
+            whole = as_rows(message.data, *shape, dtype, src, self.rank)
             for piece in pieces_of(out):
                 use(whole, piece)
-                letter.pause()
-            letter.release()
-            count(ledgers, label, {}, {src: num_bytes(out)}, self.neighbours.name)
+                message.pause()
+            message.release()
+            count(ledgers, label, {}, {src: num_bytes(out)}, self.local_peers.name)
 
         return self._submit(task, label, f"reading rows of rank {src}")
 
-    def borrow(
+    def read_in_place(
         self, src: int, shape: tuple[int, int], rows: int, dtype: torch.dtype, label: Label
     ) -> Incoming:
         """Reads what ``src`` published where it lies.
@@ -172,21 +287,21 @@ class Sharing:
         size = rows * shape[1] * dtype.itemsize
         return self._await(src, shape, dtype, size, Subject.PUBLICATION, label)
 
-    def lend(self, shape: tuple[int, int], dtype: torch.dtype) -> Loan:
-        """Uninitialized memory for rows that a neighbour will read."""
-        page = self.neighbours.take(shape[0] * shape[1] * dtype.itemsize)
-        return Loan(page, page.data.view(dtype).view(shape))
+    def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> SendBuffer:
+        """Uninitialized memory for rows that a local peer will read."""
+        buffer = self.local_peers.take(shape[0] * shape[1] * dtype.itemsize)
+        return SendBuffer(buffer, buffer.data.view(dtype).view(shape))
 
-    def give(self, loan: Loan, parts: Mapping[int, int], label: Label) -> Work:
-        """Lets each neighbour read its part of a loan, which must not be touched any more.
+    def send(self, buffer: SendBuffer, parts: Mapping[int, int], label: Label) -> Work:
+        """Lets each local peer read its part of a buffer, which must not be touched any more.
 
         Args:
-            loan: The loan.
+            buffer: The buffer.
             parts: How many of its rows are for each worker, in their order; those of workers that
-                are no neighbours are left out.
+                are no local peers are left out.
             label: Whom the ledgers charge.
         """
-        width, dtype, page = loan.rows.size(1), loan.rows.dtype, loan.page
+        width, dtype, memory = buffer.rows.size(1), buffer.rows.dtype, buffer.memory
         row, where = width * dtype.itemsize, spoken(label)
         pieces, first = [], 0
         for peer, number in parts.items():
@@ -195,21 +310,21 @@ class Sharing:
                 pieces.append((peer, first * row, number * row, name))
             first += number
         sizes = {peer: size for peer, _, size, _ in pieces}
-        loan.rows = loan.rows.new_empty(0)
+        buffer.rows = buffer.rows.new_empty(0)
         ledgers = list(self._ledgers)
 
         def task() -> None:
-            self.neighbours.send_parts(page, Subject.LOAN, pieces)
-            count(ledgers, label, sizes, {}, self.neighbours.name)
+            self.local_peers.send_parts(memory, Subject.ROWS, pieces)
+            count(ledgers, label, sizes, {}, self.local_peers.name)
 
         return self._submit(task, label, f"rows for ranks {', '.join(map(str, sizes))}")
 
-    def expect(
+    def receive(
         self, src: int, shape: tuple[int, int], dtype: torch.dtype, label: Label
     ) -> Incoming:
-        """Expects a loan from ``src``."""
+        """Expects the rows that ``src`` sends by :meth:`send`."""
         size = shape[0] * shape[1] * dtype.itemsize
-        return self._await(src, shape, dtype, size, Subject.LOAN, label)
+        return self._await(src, shape, dtype, size, Subject.ROWS, label)
 
     def _await(
         self,
@@ -229,45 +344,45 @@ class Sharing:
         ledgers, name = list(self._ledgers), name_of(spoken(label), dtype, shape)
 
         def task() -> None:
-            found.letter = self.neighbours.receive(src, subject, name)
-            found.rows = as_rows(found.letter.data, *shape, dtype, src, self.rank)
-            count(ledgers, label, {}, {src: size}, self.neighbours.name)
+            found.message = self.local_peers.receive(src, subject, name)
+            found.rows = as_rows(found.message.data, *shape, dtype, src, self.rank)
+            count(ledgers, label, {}, {src: size}, self.local_peers.name)
 
         found.work = self._submit(task, label, f"rows of rank {src}")
         return found
 
     def trim(self) -> None:
-        """Gives memory that no neighbour reads back to the system; it is kept for use again."""
-        self.neighbours.trim()
+        """Gives memory that no local peer reads back to the system; it is kept for use again."""
+        self.local_peers.trim()
 
     # Plain exchanges ---------------------------------------------------------
 
     def exchange(
         self,
         transport: Transport,
-        sends: Sequence[Parcel],
-        recvs: Sequence[Parcel],
+        sends: Sequence[PeerTensor],
+        recvs: Sequence[PeerTensor],
         ledgers: Sequence[Any],
         label: Label,
     ) -> None:
-        """Exchanges parcels, through shared memory with neighbours, else by ``transport``."""
-        near = [[p for p in parcels if p[0] in self.ranks] for parcels in (sends, recvs)]
-        far = [[p for p in parcels if p[0] not in self.ranks] for parcels in (sends, recvs)]
+        """Exchanges tensors, through shared memory with local peers, else by ``transport``."""
+        near = [[p for p in tensors if p[0] in self.ranks] for tensors in (sends, recvs)]
+        far = [[p for p in tensors if p[0] not in self.ranks] for tensors in (sends, recvs)]
         where = spoken(label)
         for peer, tensor in near[0]:
-            page = self.neighbours.take(num_bytes(tensor))
-            page.data.copy_(to_bytes(tensor))
+            buffer = self.local_peers.take(num_bytes(tensor))
+            buffer.data.copy_(to_bytes(tensor))
             name = name_of(where, tensor.dtype, tensor.shape)
-            self.neighbours.send(page, Subject.PARCEL, [peer], name)
+            self.local_peers.send(buffer, Subject.EXCHANGE, [peer], name)
         if any(far):
             transport.exchange(far[0], far[1], where)
         for peer, target in near[1]:
             name = name_of(where, target.dtype, target.shape)
-            letter = self.neighbours.receive(peer, Subject.PARCEL, name)
+            message = self.local_peers.receive(peer, Subject.EXCHANGE, name)
             whole = to_bytes(target)
             shape = whole.numel(), 1
-            whole.copy_(as_rows(letter.data, *shape, torch.uint8, peer, self.rank).view(-1))
-            letter.release()
-        for parcels, name in ((near, self.neighbours.name), (far, transport.name)):
-            out, back = ({peer: num_bytes(tensor) for peer, tensor in way} for way in parcels)
+            whole.copy_(as_rows(message.data, *shape, torch.uint8, peer, self.rank).view(-1))
+            message.release()
+        for tensors, name in ((near, self.local_peers.name), (far, transport.name)):
+            out, back = ({peer: num_bytes(tensor) for peer, tensor in way} for way in tensors)
             count(ledgers, label, out, back, name)

@@ -1,8 +1,8 @@
 """Who failed: heartbeats and a failure record in the workers' store.
 
 [Note: Naming the lost worker]
-When a worker is killed, the transfers with it fail at its neighbours; these end, and then their
-neighbours' transfers fail too. Which rank a failed transfer names is therefore chance. The first
+When a worker is killed, the transfers with it fail at its peers; these end, and then their
+peers' transfers fail too. Which rank a failed transfer names is therefore chance. The first
 worker to notice finds out who is really gone (a process of this host that no longer exists, a
 heartbeat that stopped) and writes that into the store's ``failure`` record, where the first
 writer wins; all others read it there. A worker that fails by its own error writes that. The
@@ -12,12 +12,12 @@ their acknowledgements, for a few seconds at most.
 A waiter is also woken when no transfer fails but none can succeed either: its peer's process is
 gone and the operation under way has made no progress since; or all it waits for are workers that
 wait themselves, in other operations. For that a worker whose wait takes long writes into the store
-what it has posted and waits for, once per wait; see [Note: waiting in vain] in posts.
+what it has posted and waits for, once per wait; see [Note: waiting in vain] in messages.
 
 [Note: silence] Heartbeats stop where a worker was stopped, and also where it computes in code that
-keeps Python's lock: that is no reason to give it up. Who is silent is looked at from outside: in
-``/proc`` on this host, by its beacon elsewhere. What runs is waited for, as long as the operation's
-timeout says.
+keeps Python's lock: that is no reason to give it up. A silent worker is examined from outside: in
+``/proc`` on this host, by its status server elsewhere. A process that runs is waited for, as long
+as the timeout of the operation allows.
 
 [Note: the start] The watch begins before the workers have met. Until then nobody may end: a dead
 process is a lost worker at once. Whoever comes later than the store is kept waits for its host.
@@ -35,29 +35,34 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyg_sar.comm.beacon import RUNS, STOPPED, Beacon, ask
-from pyg_sar.comm.failure import (
+from pyg_sar.comm.backends import WorkerInfo
+from pyg_sar.comm.issuer import Progress
+from pyg_sar.comm.messages import (
     LAUNCHER,
     GetProgress,
     OnFailure,
+    Posts,
+    State,
     Watch,
+    explain,
     failed,
+    from_text,
+    in_vain,
     is_consequence,
     lost,
     to_error,
+    to_text,
     unmatched,
 )
-from pyg_sar.comm.issuer import Progress
-from pyg_sar.comm.posts import Posts, State, explain, from_text, in_vain, to_text
-from pyg_sar.comm.rendezvous import Place, is_dead, is_stopped
+from pyg_sar.comm.processes import RUNS, STOPPED, StatusServer, ask, is_dead, is_stopped
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 BEAT = 0.5  # Seconds between two heartbeats.
 STUCK = 3.0  # Seconds without progress after which to ask whether it can still come.
 STUCK_DEAD = 8.0  # The same, where a process ended without finalize().
 QUIET = 5.0  # Seconds without heartbeat that explain a failed transfer.
-SILENT = 20.0  # Seconds without heartbeat after which to look whether a peer runs.
-UNKNOWN = 60.0  # Seconds without heartbeat after which it is lost where nobody can look.
+SILENT = 20.0  # Seconds without heartbeat after which to check that a peer runs.
+UNKNOWN = 60.0  # Seconds without heartbeat after which it is lost where nobody can check.
 INQUIRY = 8.0  # Seconds to find out why a transfer failed.
 LINGER = 5.0  # Seconds to keep the store for those who still have to read it.
 LATE = 15.0  # The same, where a worker was lost before all have met.
@@ -73,17 +78,17 @@ class StoreWatch(Watch):
 
     Args:
         store: A connection to the store, for the watch alone.
-        place: Place of this worker.
-        everyone: What each rank is, from the roll call; by :meth:`meet` where that is to come.
+        info: This worker.
+        everyone: What each rank is, from the rendezvous; by :meth:`meet` where that is to come.
     """
 
     def __init__(
-        self, store: dist.Store, place: Place, everyone: Sequence[Mapping[str, Any]] = ()
+        self, store: dist.Store, info: WorkerInfo, everyone: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        self.rank, self.world_size = place.rank, place.world_size
-        self.others = [rank for rank in range(place.world_size) if rank != place.rank]
+        self.rank, self.world_size = info.rank, info.world_size
+        self.others = [rank for rank in range(info.world_size) if rank != info.rank]
         self.everyone: Mapping[int, Mapping[str, Any]] = dict(enumerate(everyone))
-        self.host = None if place.agent_store else 0
+        self.host = None if info.agent_store else 0
         self._store = store
         self._store_error: BaseException | None = None
         self._lock = threading.RLock()
@@ -101,7 +106,7 @@ class StoreWatch(Watch):
         self._published = -1
         self._states: dict[int, State] = {}
         self._suspected: dict[int, tuple[int, int]] = {}
-        self._beacon: Beacon | None = None
+        self._status_server: StatusServer | None = None
         # Not a daemon: ended inside the store's C++ by the interpreter's shutdown, it would abort
         # the process. It ends with the main thread instead.
         self._thread = threading.Thread(target=self._loop, name="pyg_sar watch", daemon=False)
@@ -125,12 +130,12 @@ class StoreWatch(Watch):
         if self._told is not None:
             raise self._told
 
-    def light(self, addresses: Sequence[str]) -> None:
-        """Has a beacon answer for this worker. See [Note: silence]."""
+    def serve_status(self, addresses: Sequence[str]) -> None:
+        """Has a process answer for this worker. See [Note: silence]."""
         with contextlib.suppress(OSError):  # Without one, silence is all there is to see.
-            self._beacon = Beacon(addresses)
-            text = json.dumps(self._beacon.where)
-            self._ask(lambda: self._store.set(f"beacon/{self.rank}", text))
+            self._status_server = StatusServer(addresses)
+            text = json.dumps(self._status_server.where)
+            self._ask(lambda: self._store.set(f"status/{self.rank}", text))
 
     def start(
         self, on_failure: OnFailure, progress: GetProgress, posts: Posts | None = None
@@ -147,7 +152,7 @@ class StoreWatch(Watch):
     def _loop(self) -> None:
         main = threading.main_thread()
         while main.is_alive():
-            record = self._look()
+            record = self._poll()
             if record is None and (suspect := self._stalled()) is not None:
                 record = self._publish(suspect)
             if record is not None:
@@ -178,22 +183,22 @@ class StoreWatch(Watch):
     def _beat(self, left: bool = False) -> None:
         progress = self._progress()
         self._count += 1
-        turn = self._tell_waits(progress.doing, left)
-        note = {"beat": self._count, "left": left, "turn": turn, **progress._asdict()}
+        wait_number = self._tell_waits(progress.doing, left)
+        note = {"beat": self._count, "left": left, "wait": wait_number, **progress._asdict()}
         self._ask(lambda: self._store.set(f"beat/{self.rank}", json.dumps(note)))
 
     def _tell_waits(self, doing: str, left: bool) -> int | None:
-        """Writes what this worker waits for, once it does so for long; returns the wait's turn."""
+        """Writes what this worker waits for, once it waits long; returns the wait's number."""
         if not left and not self._posts.for_long(STUCK):
             return None
         state = self._posts.state(doing)
-        if state.turn != self._published:
+        if state.wait_number != self._published:
             self._ask(lambda: self._store.set(f"waits/{self.rank}", to_text(state)))
-            self._published = state.turn
-        return state.turn
+            self._published = state.wait_number
+        return state.wait_number
 
-    def _look(self) -> dict[str, Any] | None:
-        """Beats, and looks at everything once; returns the failure record, if any."""
+    def _poll(self) -> dict[str, Any] | None:
+        """Beats, and reads everything once; returns the failure record, if any."""
         with self._lock:
             now = time.monotonic()
             self._beat()
@@ -282,7 +287,7 @@ class StoreWatch(Watch):
     def _is_stopped(self, rank: int) -> bool | None:
         """Whether a silent worker was stopped; ``None``: can't tell. See [Note: silence]."""
         known = is_stopped(self.everyone[rank])
-        key = f"beacon/{rank}"
+        key = f"status/{rank}"
         if known is not None or not self._ask(lambda: self._store.check([key])):
             return known
         answer = ask(json.loads(self._ask(lambda: self._store.get(key)) or "[]"))
@@ -296,7 +301,7 @@ class StoreWatch(Watch):
             states = {self.rank: self._posts.state(doing), **self._read_waits()}
             ended = {rank for rank in states if self._left(rank)}
             found = in_vain(states, ended)
-            seen = {r: (states[r].turn, self._beats[r][0]) for r in found if r != self.rank}
+            seen = {r: (states[r].wait_number, self._beats[r][0]) for r in found if r != self.rank}
             before = self._suspected
             same = before.keys() == seen.keys()
             if not same or any(seen[r][0] != before[r][0] for r in seen):
@@ -321,13 +326,13 @@ class StoreWatch(Watch):
         """What the others that wait for long, or have left, wrote of it."""
         found = {}
         for rank, note in list(self._notes.items()):
-            turn, known = note.get("turn"), self._states.get(rank)
-            if turn is None:
+            wait_number, known = note.get("wait"), self._states.get(rank)
+            if wait_number is None:
                 continue
-            if known is None or known.turn != turn:
+            if known is None or known.wait_number != wait_number:
                 text = self._ask(partial(self._store.get, f"waits/{rank}"))
                 known = None if text is None else from_text(text.decode())
-            if known is not None and known.turn == turn:
+            if known is not None and known.wait_number == wait_number:
                 found[rank] = self._states[rank] = known
         return found
 
@@ -371,7 +376,7 @@ class StoreWatch(Watch):
         begin = time.monotonic()
         record: dict[str, Any] | None = None
         while True:
-            record = self._look()
+            record = self._poll()
             if record is None and (suspect := self._suspect(doing)) is not None:
                 record = self._publish(suspect)
             waited = time.monotonic() - begin
@@ -410,7 +415,7 @@ class StoreWatch(Watch):
     def cause(self) -> PygSarError | None:
         end = time.monotonic() + 1.0
         while True:
-            record = self._look() or self._suspect(self._progress().doing)
+            record = self._poll() or self._suspect(self._progress().doing)
             if record is not None:
                 return to_error(self._publish(record), self.rank)
             if time.monotonic() > end:
@@ -428,8 +433,8 @@ class StoreWatch(Watch):
         if threading.current_thread() is not self._thread:
             self._thread.join(LINGER)
         self._beat(left=True)  # The last beat: no other may follow it.
-        if self._beacon is not None:
-            self._beacon.close()
+        if self._status_server is not None:
+            self._status_server.close()
         if self._record is None and self.host == self.rank:
             self._linger(self._has_left)
 

@@ -1,7 +1,19 @@
-"""The edges between workers, split by covers: those of pulled rows, and those of pushed targets."""
+"""The edges between workers, split by a cover: rows of some sources come, of some targets go.
+
+For *pulled* edges the target's worker p fetches source rows from their owner q, as always. For
+*pushed* ones q goes through the edges over its own rows on p's behalf: for each target of these (a
+*slot*), p sends what is read of it, and gets back a partial state, or a gradient. A minimum vertex
+cover says which edges are which (:mod:`pyg_sar.exchange.cover`): one row per covering node is the
+least that this way of splitting can do.
+
+[Note: two plans] Slots travel like source rows of a second halo plan: at q they are the halo rows
+of owner p. Either plan is gone through by itself, so what is added to states and gradients comes in
+the same order however far ahead is fetched.
+"""
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -12,14 +24,16 @@ from torch import Tensor
 from pyg_sar.exchange.cover import ALL_PUSHED, Costs, pulled_rows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.ledger import Label
-from pyg_sar.space.index_space import DistEdgeIndex
-from pyg_sar.space.shard import narrowed
+from pyg_sar.space.index_space import DistEdgeIndex, version_of
+from pyg_sar.space.shard import EdgeRun, narrowed
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Communicator
 
 _PLAN: Label = ("", "", "plan")
+_AGREEMENT: Label = ("", "", "agreement")
 _WORTH = 0.95  # of what pulling alone costs: a cover that saves less is not worth the work
+_WEIGHTS = 8  # that are remembered
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +59,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """What one peer wants of this worker.
+    """A peer's wish: rows to pull, and edges to go through on its behalf.
 
     Attributes:
         rows: Own rows that it pulls.
@@ -69,6 +83,7 @@ class Cuts:
         numbered: Whether the edges' numbers are wanted.
 
     Attributes:
+        pulled: Which halo rows are pulled, ``[H]``; ``None``: none.
         mine: How this worker covers the edges from each owner.
         requests: What each peer wants.
         rows: Rows that worker p pulls from q, ``[W, W]``.
@@ -78,7 +93,10 @@ class Cuts:
 
     def __init__(self, edge_index: DistEdgeIndex, costs: Costs, numbered: bool) -> None:
         halo = edge_index.plan
-        self.costs, self.mine = costs, _covered(edge_index, costs, numbered)
+        self.costs = costs
+        self.pulled = None if costs == ALL_PUSHED else _pulled(edge_index, costs)
+        owners = range(halo.world_size)
+        self.mine = [_cut(edge_index, owner, self.pulled, numbered) for owner in owners]
         sizes = [[c.rows.numel(), c.slots.numel(), c.source[1].numel()] for c in self.mine]
         table = torch.tensor(sizes, device=edge_index.device)
         pulls = torch.tensor(halo.halo_counts, device=edge_index.device).view(-1, 1)
@@ -91,7 +109,7 @@ class Cuts:
 
     @property
     def is_worth_it(self) -> bool:
-        """Whether it saves enough; the same on all workers."""
+        """True where it saves enough; the same on all workers."""
         pull, push = self.costs
         cost = pull * int(self.rows.sum()) + push * int(self.slots.sum())
         return cost <= _WORTH * pull * self.num_halo
@@ -119,16 +137,8 @@ class Cuts:
         return found
 
 
-def _covered(edge_index: DistEdgeIndex, costs: Costs, numbered: bool) -> list[Cut]:
-    """Covers the edges from each owner."""
-    pulled = None if costs == ALL_PUSHED else _pulled(edge_index, costs)
-    return [
-        _cut(edge_index, owner, pulled, numbered) for owner in range(edge_index.plan.world_size)
-    ]
-
-
 def _pulled(edge_index: DistEdgeIndex, costs: Costs) -> Tensor:
-    """Which halo rows are pulled, ``[H]``."""
+    """The halo rows that a cover pulls, ``[H]``, bool."""
     halo, (source, target) = edge_index.plan, edge_index.ends()
     remote = source >= halo.num_local
     found = None if halo.covers is None else halo.covers.find(costs, int(remote.sum()))
@@ -162,7 +172,138 @@ def _cut(edge_index: DistEdgeIndex, owner: int, pulled: Tensor | None, numbered:
 
 
 def rows_travel(comm: Communicator) -> bool:
-    """Whether rows of any worker go over a network. All workers call this together."""
+    """True where rows of any worker go over a network. All workers call this together."""
     near = 1 if comm.sharing is None else 1 + len(comm.sharing.ranks)
     far = torch.tensor(int(near < comm.world_size), device=comm.device)
     return bool(comm.all_reduce(far, "max", label=_PLAN))
+
+
+# Both kinds of edges for the kernels ##########################################
+
+
+class SplitEdges:
+    """The edges between workers, pulled and pushed. Made by all workers together.
+
+    Args:
+        edge_index: Distributed edges.
+        cuts: How they are covered; emptied.
+        numbered: Whether the edges' numbers will be asked for.
+        by_source: Whether the edges will be asked for by source alone.
+
+    Attributes:
+        plan: The halo plan of pulled rows.
+        slots: The halo plan of slots: its own rows are the targets.
+        pulls: Whether any worker pulls rows.
+        pulled: The pulled edges of each unit from 1 on.
+        pushed: The edges of each unit from 1 on that this worker goes through for its peer.
+    """
+
+    def __init__(
+        self, edge_index: DistEdgeIndex, cuts: Cuts, numbered: bool, by_source: bool
+    ) -> None:
+        halo = self._halo = edge_index.plan
+        wanted = torch.cat([request.rows for request in cuts.requests])
+        self.plan = _plan(halo.comm, halo.num_local, cuts.rows, wanted)
+        own = torch.cat([cut.slots for cut in cuts.mine])
+        self.slots = _plan(halo.comm, edge_index.num_targets, cuts.slots.T, own)
+        self.pulls = int(cuts.rows.sum()) > 0
+        self._pulled = cuts.pulled if numbered else None
+        owners = [owner for owner, _ in halo.rounds()]
+        self.pulled = []
+        for unit, owner in enumerate(owners, start=1):
+            cut = cuts.mine[owner]
+            ends = torch.searchsorted(cut.rows, cut.source[0]), cut.target[0]
+            sizes = cut.rows.numel(), edge_index.num_targets
+            self.pulled.append(EdgeRun(unit, *ends, cut.pulled, *sizes, by_source=by_source))
+        requests = dict(enumerate(cuts.requests))
+        cuts.mine.clear()  # For the sake of memory: the runs are all that is kept.
+        cuts.requests.clear()
+        self.pushed = []
+        for unit, peer in enumerate(owners, start=1):
+            asked = requests.pop(peer)
+            ends, columns = (asked.source, asked.place), asked.columns
+            del asked
+            sizes = halo.num_local, self.slots.halo_counts[peer]
+            self.pushed.append(EdgeRun(unit, *ends, columns, *sizes, by_source=by_source))
+            del ends, columns
+        self._weights: OrderedDict[tuple[int, int], tuple[Tensor, list[Tensor]]] = OrderedDict()
+
+    def pushed_weights(self, edge_index: DistEdgeIndex, weight: Tensor) -> list[Tensor]:
+        """Constant weights of the pushed edges, by unit from 1 on, in the order of their run.
+
+        All workers call this together. Weights are sent to the owners of the sources once, and
+        again where they were written into.
+
+        Args:
+            edge_index: The edges into this worker's targets.
+            weight: Of these, ``[E]`` or ``[E, 1]``.
+        """
+        key = id(weight), version_of(weight)
+        known = torch.tensor(int(key in self._weights), device=weight.device)
+        if not int(self._halo.comm.all_reduce(known, "min", label=_AGREEMENT)):
+            sent = self._send_weights(edge_index, weight.detach().reshape(-1))
+            self._weights[key] = weight, sent  # keeps it, and so its id
+            while len(self._weights) > _WEIGHTS:
+                self._weights.popitem(last=False)
+        return self._weights[key][1]
+
+    def _send_weights(self, edge_index: DistEdgeIndex, weight: Tensor) -> list[Tensor]:
+        halo, source = self._halo, edge_index.ends()[0]
+        found: list[Tensor] = [weight] * (halo.world_size - 1)
+        for unit, (owner, peer) in enumerate(halo.rounds(), start=1):
+            rows, first = halo.halo_slice(owner), halo.num_local
+            columns = ((source >= first + rows.start) & (source < first + rows.stop)).nonzero()
+            columns = columns.view(-1)
+            if self._pulled is not None:
+                columns = columns[~self._pulled[source[columns] - first]]
+            run = self.pushed[halo.world_size - unit - 1]  # the run of that peer
+            arriving = weight.new_empty(run.columns.numel())
+            halo.comm.exchange(weight[columns], owner, arriving, peer, label=_PLAN).wait()
+            # They come in the order of the peer's list.
+            part = torch.empty_like(arriving)
+            part[run.columns.argsort()] = arriving
+            found[halo.world_size - unit - 1] = part
+        return found
+
+
+def _plan(comm: Communicator, num_local: int, rows: Tensor, send: Tensor) -> HaloPlan:
+    """A halo plan of the rows that p needs of q, ``[W, W]``."""
+    needs, sends = rows[comm.rank].tolist(), rows[:, comm.rank].tolist()
+    return HaloPlan(comm, num_local, needs, send, sends)
+
+
+def split_edges(
+    edge_index: DistEdgeIndex,
+    costs: Costs,
+    near: Costs | None,
+    *,
+    numbered: bool = False,
+    by_source: bool = False,
+) -> SplitEdges | None:
+    """The edges between workers by a cover, or ``None`` where it saves too little.
+
+    All workers call this together; it is made once per structure and arguments, and kept with it.
+
+    Args:
+        edge_index: Distributed edges.
+        costs: Of a pulled and of a pushed row.
+        near: The same where all workers read each other's memory; ``None``: nothing is pushed then.
+        numbered: Whether the edges' numbers will be asked for.
+        by_source: Whether the edges will be asked for by source alone.
+    """
+    if edge_index.plan.world_size == 1:
+        return None
+
+    def make() -> tuple[SplitEdges | None]:
+        chosen = costs if costs == near or rows_travel(edge_index.plan.comm) else near
+        if chosen is None:
+            return (None,)
+        with torch.inference_mode(False):
+            cuts = Cuts(edge_index, chosen, numbered)
+            if not cuts.is_worth_it:
+                return (None,)
+            return (SplitEdges(edge_index, cuts, numbered, by_source),)
+
+    key = "split", costs, near, numbered, by_source
+    found: SplitEdges | None = edge_index.remember_together(key, make)[0]
+    return found

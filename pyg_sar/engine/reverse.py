@@ -15,8 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.rows import flat_rows, post_all
+from pyg_sar.exchange.rows import flat_rows
 from pyg_sar.ledger import Label
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.timetable import Timetable
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.wire import Wire
 
@@ -18,40 +17,43 @@ if TYPE_CHECKING:
     from pyg_sar.comm.group import Communicator
 
 
-@dataclass(frozen=True, slots=True)
-class Unit:
-    """Pairs of workers whose halo rows travel together, as one worker sees them.
+class CallContext:
+    """The layer that runs now, for plain gathers by the distributed index.
 
     Attributes:
-        owners: Workers that rows come from, ascending. Their rows lie in this order.
-        counts: Rows of each.
-        peers: Workers that rows go to, ascending.
+        layer: Whom the ledger charges.
+        wire: How rows that it gathers plainly travel.
+        gathered: Halo gathers of its present call, each tensor once.
     """
 
-    owners: tuple[int, ...]
-    counts: tuple[int, ...]
-    peers: tuple[int, ...]
-
-    @property
-    def num_rows(self) -> int:
-        """Rows that come."""
-        return sum(self.counts)
-
-
-class _Call:
-    """What a layer that runs now makes of a plan; shared with the plan's widened ones."""
-
     def __init__(self) -> None:
-        self.scope = ""
+        self.layer = ""
         self.wire = Wire()
         self.gathered: dict[Any, Any] = {}
 
 
+class Agreed:
+    """What all workers have made together with a plan.
+
+    Attributes:
+        tokens: How many things that edges remember (``distributed_index.py``).
+        published: Which rows workers of one host read in place (``halo_rows.py``).
+    """
+
+    def __init__(self) -> None:
+        self.tokens = 0
+        self.published: Any = None
+
+
+@dataclass(frozen=True, eq=False, repr=False)
 class HaloPlan:
     r"""A worker's place in the distributed node numbering, and its exchange with the peers.
 
     A worker numbers its own nodes :math:`0 \ldots n_p - 1` and the :math:`H_p` remote nodes that
     its edges need (its *halo*) :math:`n_p \ldots n_p + H_p - 1`, grouped by owner.
+
+    Rows travel unit by unit. Unit 0 is the worker itself; in unit u worker p receives rows from
+    p + u and sends rows to p - u, so that every worker has one peer each way in each unit.
 
     Args:
         comm: The communicator of the workers.
@@ -60,24 +62,40 @@ class HaloPlan:
         send_index: Own row numbers that peers need, grouped by peer, in the order of that peer's
             halo numbering. Shape ``[sum(send_counts)]``, int32 or int64.
         send_counts: Rows that each peer needs from here, ``world_size`` numbers.
-        timetable: When each pair of workers exchanges rows, the same on all workers. ``None``:
-            one owner at a time, in the order of :meth:`rounds`.
+        n_id: Global ids of the own nodes, where they are known.
+        covers: Of the edges that the partition came with.
+        open_ended: More own rows may follow the last that a relation has.
+        context: The layer that runs now; shared by plans that are made of each other.
+
+    Attributes:
+        halo_offsets: First halo row of each owner, and at last :math:`H_p`.
+        agreed: What all workers have made together with it.
 
     Raises:
         ValueError: When the counts don't fit the communicator or each other.
     """
 
-    def __init__(
-        self,
-        comm: Communicator,
-        num_local: int,
-        halo_counts: Sequence[int],
-        send_index: Tensor,
-        send_counts: Sequence[int],
-        timetable: Timetable | None = None,
-    ) -> None:
+    comm: Communicator
+    num_local: int
+    halo_counts: Sequence[int]
+    send_index: Tensor
+    send_counts: Sequence[int]
+    n_id: Tensor | None = None
+    covers: StoredCovers | None = None
+    open_ended: bool = False
+    context: CallContext = field(default_factory=CallContext)
+    agreed: Agreed = field(default_factory=Agreed, init=False)
+    rank: int = field(init=False)
+    world_size: int = field(init=False)
+    halo_offsets: list[int] = field(init=False)
+    num_halo: int = field(init=False)
+    _sends: list[Tensor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        comm = self.comm
         world = comm.world_size
-        for name, counts in (("halo_counts", halo_counts), ("send_counts", send_counts)):
+        for name in ("halo_counts", "send_counts"):
+            counts = [int(n) for n in getattr(self, name)]
             if len(counts) != world:
                 raise ValueError(
                     f"Expected {world} numbers in '{name}', one per worker (got {len(counts)}); "
@@ -85,59 +103,23 @@ class HaloPlan:
                 )
             if counts[comm.rank] != 0:
                 raise ValueError(f"'{name}' of rank {comm.rank} counts its own rows as remote")
-        if int(sum(send_counts)) != send_index.numel():
+            object.__setattr__(self, name, counts)
+        if sum(self.send_counts) != self.send_index.numel():
             raise ValueError(
-                f"'send_counts' sum to {sum(send_counts)}, but 'send_index' holds "
-                f"{send_index.numel()} rows"
+                f"'send_counts' sum to {sum(self.send_counts)}, but 'send_index' holds "
+                f"{self.send_index.numel()} rows"
             )
-        self.comm = comm
-        self.num_local = int(num_local)
-        self.halo_counts = [int(n) for n in halo_counts]
-        self.halo_offsets = [0, *accumulate(self.halo_counts)]
-        self.num_halo = self.halo_offsets[-1]
-        self.n_id: Tensor | None = None  # global ids of the own nodes, where they are known
-        self._call = _Call()
-        self.tokens = 0  # things made together by all workers, see distributed_index.py
-        self.shared: Any = None  # what neighbours read in place, see shared_rows.py
-        self.open_ended = False  # more own rows may follow the last that a relation has
-        self.covers: StoredCovers | None = None  # of the edges that the partition came with
-        self.send_counts = [int(n) for n in send_counts]
-        self.timetable = timetable
-        self._sends = list(send_index.split(self.send_counts))
-        self._units: list[Unit] = []
-
-    @property
-    def scope(self) -> str:
-        """The layer that runs now: whom the ledger charges for plain gathers."""
-        return self._call.scope
-
-    @scope.setter
-    def scope(self, layer: str) -> None:
-        self._call.scope = layer
-
-    @property
-    def wire(self) -> Wire:
-        """How rows that this layer gathers plainly travel."""
-        return self._call.wire
-
-    @wire.setter
-    def wire(self, wire: Wire) -> None:
-        self._call.wire = wire
-
-    @property
-    def gathered(self) -> dict[Any, Any]:
-        """Halo gathers of that layer's present call."""
-        return self._call.gathered
-
-    @property
-    def rank(self) -> int:
-        """This worker."""
-        return self.comm.rank
-
-    @property
-    def world_size(self) -> int:
-        """The number of workers."""
-        return self.comm.world_size
+        offsets = [0, *accumulate(self.halo_counts)]
+        found = {
+            "num_local": int(self.num_local),
+            "rank": comm.rank,
+            "world_size": world,
+            "halo_offsets": offsets,
+            "num_halo": offsets[-1],
+            "_sends": list(self.send_index.split(list(self.send_counts))),
+        }
+        for name, value in found.items():
+            object.__setattr__(self, name, value)
 
     @property
     def num_ids(self) -> int:
@@ -152,70 +134,36 @@ class HaloPlan:
         """The halo rows of ``owner``, counted from the first halo row."""
         return slice(self.halo_offsets[owner], self.halo_offsets[owner + 1])
 
+    def peers(self, unit: int) -> tuple[int, int]:
+        """The worker that rows of a unit come from, and the one that they go to."""
+        world = self.world_size
+        return (self.rank + unit) % world, (self.rank - unit) % world
+
+    def num_rows(self, unit: int) -> int:
+        """Rows of a unit."""
+        return self.halo_counts[self.peers(unit)[0]] if unit else self.num_local
+
     def rounds(self) -> list[tuple[int, int]]:
-        r"""The exchange schedule: ``(source, destination)`` peers of rounds 1 to W-1.
-
-        In round r worker p receives rows from p + r and sends rows to p - r, so that every
-        worker has one peer each way in each round.
-        """
-        p, world = self.rank, self.world_size
-        return [((p + r) % world, (p - r) % world) for r in range(1, world)]
-
-    def units(self) -> list[Unit]:
-        """The worker itself as unit 0, then what is exchanged, unit by unit.
-
-        All workers have the same number of units, and walk them in the same order; a worker
-        has no part in some of them.
-        """
-        if not self._units:
-            number, come, go = self._unit_table()
-            self._units = [Unit((self.rank,), (self.num_local,), ())]
-            for unit in range(1, number + 1):
-                owners = [q for q, n in enumerate(self.halo_counts) if n and come[q] == unit]
-                peers = [q for q, n in enumerate(self.send_counts) if n and go[q] == unit]
-                counts = tuple(self.halo_counts[q] for q in owners)
-                self._units.append(Unit(tuple(owners), counts, tuple(peers)))
-        return self._units
-
-    def _unit_table(self) -> tuple[int, list[int], list[int]]:
-        """How many units there are, and in which rows come from and go to each worker."""
-        p, world = self.rank, self.world_size
-        if self.timetable is not None:
-            units = self.timetable.units
-            return self.timetable.num_units, units[p].tolist(), units[:, p].tolist()
-        peers = range(world)
-        return world - 1, [(q - p) % world for q in peers], [(p - q) % world for q in peers]
-
-    def places(self) -> tuple[list[int], list[int]]:
-        """Per owner: its unit, and its first row's place among the unit's rows."""
-        units, places = [0] * self.world_size, [0] * self.world_size
-        for number, unit in enumerate(self.units()):
-            for owner, start in zip(unit.owners, accumulate(unit.counts, initial=0), strict=False):
-                units[owner], places[owner] = number, start
-        return units, places
-
-    def _like(self, num_local: int, send: Tensor) -> HaloPlan:
-        plan = HaloPlan(
-            self.comm, num_local, self.halo_counts, send, self.send_counts, self.timetable
-        )
-        plan.covers = self.covers
-        return plan
+        """:meth:`peers` of units 1 to W - 1."""
+        return [self.peers(unit) for unit in range(1, self.world_size)]
 
     def to(self, device: torch.device) -> HaloPlan:
         """The same plan with its indices on ``device``."""
-        send = torch.cat(self._sends) if self._sends else torch.empty(0, dtype=torch.long)
-        if send.device == device:
+        if self.send_index.device == device:
             return self
-        plan = self._like(self.num_local, send.to(device))
-        plan.open_ended = self.open_ended
-        plan.n_id = None if self.n_id is None else self.n_id.to(device)
-        return plan
+        n_id = None if self.n_id is None else self.n_id.to(device)
+        return self._with(self.num_local, self.send_index.to(device), n_id, self.open_ended)
 
     def widened(self, num_local: int) -> HaloPlan:
         """The same exchange among more own rows, the new ones behind those known so far."""
-        plan = self._like(num_local, torch.cat(self._sends))
-        plan._call = self._call  # Other workers' plans may not need to be widened.
-        return plan
+        return self._with(num_local, self.send_index, None, False)
+
+    def _with(
+        self, num_local: int, send: Tensor, n_id: Tensor | None, open_ended: bool
+    ) -> HaloPlan:
+        # One context: other workers' plans may not need to be widened.
+        rest = n_id, self.covers, open_ended, self.context
+        return HaloPlan(self.comm, num_local, self.halo_counts, send, self.send_counts, *rest)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HaloPlan:
         return self  # Immutable, and bound to a communicator that can't be copied.

@@ -1,24 +1,34 @@
-"""How rows travel: side by side in one buffer; and the whole halo at once, differentiable."""
+"""Rows of node tensors: side by side in one buffer, from a source, into a sink.
+
+[Note: sources and sinks] A :class:`RowSource` hands out rows of node tensors unit by unit, wherever
+they come from: own memory, another worker's, a file. A :class:`RowSink` is its adjoint: it takes
+rows that were computed for a unit to where they are added up. Both are opened and closed once per
+unit, in the order of the units, by all workers alike.
+
+[Note: lifetimes] Opened rows belong to the consumer until it closes the unit. It must drop them
+(``del rows``) before it opens another one, or two units are resident where the policy promises one.
+The ledger follows the storage, not a counter that the code would have to keep right.
+"""
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.kernels.ops import gather_sum_
 from pyg_sar.ledger import Label
 
 if TYPE_CHECKING:
-    from pyg_sar.comm.group import Communicator, Work
+    from pyg_sar.comm.group import Communicator
 
 
 def flat_rows(x: Tensor) -> Tensor:
@@ -75,21 +85,21 @@ def tracked_buffer(
 
 
 class Use(Enum):
-    """What a consumer of streamed rows does with them."""
+    """How a consumer uses opened rows."""
 
-    KEEPS = "they are its own"
-    PASSES = "it has done with them when it asks for the next unit"
+    KEEPS = "it keeps them after it has closed the unit"
+    PASSES = "it has done with them when it closes the unit"
     IN_PLACE = "the same, and it finds them by an index"
 
 
 @dataclass(frozen=True, slots=True)
 class UnitRows:
-    """A unit's rows of some source tensors.
+    """A unit's rows of some node tensors.
 
     Attributes:
-        tensors: One for each source tensor.
+        tensors: One for each node tensor.
         index: Where in these the unit's rows lie, ``[num_rows]``; ``None``: in order, and nothing
-            else. Rows that a neighbour published are read where they are.
+            else. Rows that a worker of the same host published are read where they are.
     """
 
     tensors: list[Tensor]
@@ -106,62 +116,158 @@ class UnitRows:
         return rows if self.index is None else self.index.index_select(0, rows).to(rows.dtype)
 
 
+class RowSource(ABC):
+    """Rows of node tensors, unit by unit. See [Note: sources and sinks]."""
+
+    @abstractmethod
+    def open(self, unit: int) -> UnitRows:
+        """The unit's rows, waited for; those of unit 0 are the worker's own."""
+
+    def close(self, unit: int) -> None:
+        """Takes the unit's rows back."""
+
+    def finish(self) -> None:
+        """Ends the pass, after the last unit."""
+
+
+class RowSink(ABC):
+    """Takes rows that were computed for units to their owners. See [Note: sources and sinks]."""
+
+    @abstractmethod
+    def open(self, unit: int) -> list[Tensor]:
+        """Zeroed rows to add to, of each tensor; of unit 0, what own rows are added up in."""
+
+    @abstractmethod
+    def close(self, unit: int) -> None:
+        """Sends the unit's rows."""
+
+    def finish(self) -> None:
+        """Waits until all that came has been added up."""
+
+
+class Merge(Protocol):
+    """Adds rows that came for some of a worker's own rows to these."""
+
+    def __call__(self, index: Tensor, rows: Sequence[Tensor]) -> None:
+        """``index [K]``: the own rows, int64; ``rows``: of each tensor, ``[K, *]``."""
+
+
+class Exchange(Protocol):
+    """Units of rows, and the sources and sinks by which they come and go."""
+
+    @property
+    def num_units(self) -> int:
+        """Units, that of own rows included; the same on all workers."""
+
+    def source(
+        self,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire,
+        use: Use,
+        scale: Tensor | None = None,
+    ) -> RowSource:
+        """Rows of ``tensors [num_local, *]``, detached, where given times ``scale [num_local]``.
+
+        Args:
+            tensors: Of this worker's nodes.
+            label: Whom the ledger charges.
+            prefetch: Units fetched ahead, 0 or 1.
+            wire: How rows travel.
+            use: How they will be used.
+            scale: A number for each row.
+        """
+
+    def sink(
+        self,
+        totals: Sequence[Tensor],
+        label: Label,
+        in_flight: bool | None,
+        wire: Wire,
+        merge: Merge | None = None,
+    ) -> RowSink:
+        """Takes rows to their owners.
+
+        Args:
+            totals: What own rows are added up in, ``[num_local, *]``.
+            label: Whom the ledger charges.
+            in_flight: Whether a unit's rows may travel over a network while the next one is worked
+                on; ``None``: not even between workers of one host.
+            wire: How rows travel.
+            merge: Takes in what comes; ``None``: adds it to ``totals``.
+        """
+
+
 class RowLayout:
     """How the rows of several node tensors travel together: side by side, one message per dtype.
 
     Args:
         tensors: Node tensors, all of shape ``[num_local, *]``.
-        wire: How they travel.
+
+    Attributes:
+        groups: By dtype, ``(tensor's number, first column, last column)``.
+        widths: Columns of each message, with its dtype.
     """
 
-    def __init__(self, tensors: Sequence[Tensor], wire: Wire | None = None) -> None:
-        self.wire = wire or Wire()
-        self.shapes = [tuple(t.shape[1:]) for t in tensors]
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self.shapes = [t.shape[1:] for t in tensors]
         self.groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
         for k, tensor in enumerate(tensors):
             group = self.groups.setdefault(tensor.dtype, [])
             start = group[-1][2] if group else 0
-            group.append((k, start, start + int(np.prod(self.shapes[k]))))
-
-    def widths(self) -> list[tuple[torch.dtype, int]]:
-        """Values per row of each message."""
-        return [(dtype, group[-1][2]) for dtype, group in self.groups.items()]
+            group.append((k, start, start + self.shapes[k].numel()))
+        self.widths = [(dtype, group[-1][2]) for dtype, group in self.groups.items()]
 
     def row_bytes(self) -> int:
         """Bytes per row of all messages together."""
-        return sum(w * torch.empty((), dtype=d).element_size() for d, w in self.widths())
+        return sum(width * dtype.itemsize for dtype, width in self.widths)
 
-    def pack(self, tensors: Sequence[Tensor], rows: Tensor, dtype: torch.dtype) -> Tensor:
-        """The rows' values of ``dtype`` side by side, ``[num_rows, width]``."""
+    def write(
+        self,
+        out: Tensor,
+        tensors: Sequence[Tensor],
+        dtype: torch.dtype,
+        rows: Tensor | None,
+        scale: Tensor | None = None,
+    ) -> None:
+        """Writes rows of the tensors of a dtype side by side.
+
+        Args:
+            out: ``[num_rows, width]``.
+            tensors: The node tensors.
+            dtype: Of this message.
+            rows: Which rows; ``None``: the first ones.
+            scale: Multiplies rows, ``[num_local]``.
+        """
+        with torch.no_grad():
+            for k, start, stop in self.groups[dtype]:
+                flat, columns = flat_rows(tensors[k]), out[:, start:stop]
+                if rows is not None:
+                    torch.index_select(flat, 0, rows, out=columns)
+                elif scale is None:
+                    columns.copy_(flat[: out.size(0)])
+                else:
+                    torch.mul(flat[: out.size(0)], scale[: out.size(0)].unsqueeze(1), out=columns)
+                    continue
+                if scale is not None:
+                    columns *= scale[rows].unsqueeze(1)
+
+    def pack(
+        self,
+        tensors: Sequence[Tensor],
+        rows: Tensor,
+        dtype: torch.dtype,
+        scale: Tensor | None = None,
+    ) -> Tensor:
+        """Rows of the tensors of a dtype side by side, ``[num_rows, width]``."""
         group = self.groups[dtype]
-        if len(group) == 1:
-            return flat_rows(tensors[group[0][0]].index_select(0, rows))
-        out = tensors[group[0][0]].new_empty(rows.numel(), group[-1][2])
-        for k, start, stop in group:
-            torch.index_select(flat_rows(tensors[k]), 0, rows, out=out[:, start:stop])
-        return out
-
-    def packer(
-        self, tensors: Sequence[Tensor], rows: Tensor, dtype: torch.dtype
-    ) -> Callable[[], Tensor] | None:
-        """Packs when the issuing thread gets there; ``None`` where there are no rows."""
-        if rows.numel() == 0:
-            return None
-
-        def pack() -> Tensor:
+        if len(group) == 1 and scale is None:
             with torch.no_grad():
-                return self.wire.encode(self.pack(tensors, rows, dtype))
-
-        return pack
-
-    def encoded(self, rows: Tensor) -> Callable[[], Tensor]:
-        """Rounds rows that are packed already when the issuing thread gets there."""
-        return lambda: self.wire.encode(rows)
-
-    def land(self, buffers: Sequence[Tensor]) -> None:
-        """Puts what arrived in its place."""
-        for buffer in buffers:
-            self.wire.land(buffer)
+                return flat_rows(tensors[group[0][0]].index_select(0, rows))
+        out = tensors[group[0][0]].new_empty(rows.numel(), group[-1][2])
+        self.write(out, tensors, dtype, rows, scale)
+        return out
 
     def unpack(self, buffers: Sequence[Tensor]) -> list[Tensor]:
         """Views of the messages as rows of the node tensors, in their order."""
@@ -172,160 +278,3 @@ class RowLayout:
                 rows = buffer[:, start:stop]
                 out[k] = rows.unflatten(1, shape) if shape else rows[:, 0]
         return out
-
-
-# The whole halo at once ######################################################
-
-
-def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
-    """Own rows followed by the halo's: ``[num_local, *]`` to ``[num_ids, *]``."""
-    x = x.detach()
-    flat = flat_rows(x)
-    out = tracked_buffer(
-        plan.comm, label[0], plan.num_halo, (plan.num_ids, flat.size(1)), x.dtype, x.device
-    )
-    out[: plan.num_local] = flat
-    halo = out[plan.num_local :]
-
-    def packer(rows: Tensor) -> Callable[[], Tensor]:
-        return lambda: wire.encode(flat.index_select(0, rows))
-
-    sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
-    landing = wire.landing(halo)
-    receives = [landing[plan.halo_slice(q)] for q in range(plan.world_size)]
-    post_all(plan, sends, receives, label).wait()
-    wire.land(halo)
-    return out.view(plan.num_ids, *x.shape[1:])
-
-
-def _return_halo(
-    ext: Tensor,
-    plan: HaloPlan,
-    label: Label,
-    reduce: Callable[[Tensor, Tensor, Tensor], None],
-    wire: Wire,
-) -> Tensor:
-    """Halo rows go to their owners, which ``reduce(out, rows, values)`` them into their own."""
-    flat = flat_rows(ext.detach())
-    out = flat[: plan.num_local].clone()
-    halo = flat[plan.num_local :]
-    sends = [wire.encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
-    rows = [flat.new_empty(count, flat.size(1)) for count in plan.send_counts]
-    post_all(plan, sends, [wire.landing(part) for part in rows], label).wait()
-    for q, part in enumerate(rows):
-        wire.land(part)
-        if part.numel():
-            reduce(out, plan.send_rows(q), part)
-    return out.view(plan.num_local, *ext.shape[1:])
-
-
-def post_pairs(
-    plan: HaloPlan,
-    sends: Sequence[tuple[int, Tensor | Callable[[], Tensor] | None]],
-    receives: Sequence[tuple[int, Tensor]],
-    label: Label,
-) -> list[Work]:
-    """Exchanges with some peers at once, ``(peer, rows)`` each; nothing where there are none."""
-    if not sends and not receives:
-        return []
-    if len(sends) <= 1 and len(receives) <= 1:
-        (dst, rows), (src, buffer) = (*sends, (-1, None))[0], (*receives, (-1, None))[0]
-        return [plan.comm.exchange(rows, dst, buffer, src, label=label)]
-    going: list[Any] = [None] * plan.world_size
-    coming: list[Any] = [None] * plan.world_size
-    for peer, rows in sends:
-        going[peer] = rows
-    for peer, buffer in receives:
-        coming[peer] = buffer
-    return [plan.comm.exchange_all(going, coming, label=label)]
-
-
-def post_all(
-    plan: HaloPlan,
-    sends: Sequence[Tensor | Callable[[], Tensor] | None],
-    receives: Sequence[Tensor],
-    label: Label,
-) -> Work:
-    """Exchanges with all peers at once; the worker's own entries are left out."""
-    own = plan.rank
-    return plan.comm.exchange_all(
-        [None if q == own else send for q, send in enumerate(sends)],
-        [None if q == own else receive for q, receive in enumerate(receives)],
-        label=label,
-    )
-
-
-class _HaloGather(torch.autograd.Function):
-    """``[num_local, *]`` to ``[num_ids, *]``. Its adjoint is :class:`_HaloReduce`.
-
-    Each calls the other in its backward pass, so that both can be differentiated any number of
-    times.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
-        ctx.given = plan, (label[0], "backward", "gradient"), wire
-        return _fetch_halo(x, plan, label, wire)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.given[0].comm.returning()
-        return _HaloReduce.apply(grad, *ctx.given), None, None, None
-
-
-class _HaloReduce(torch.autograd.Function):
-    """``[num_ids, *]`` to ``[num_local, *]`` by sums. Its adjoint is :class:`_HaloGather`."""
-
-    @staticmethod
-    def forward(ctx: Any, ext: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
-        ctx.given = plan, (label[0], "backward", "fetch"), wire
-        return _return_halo(ext.contiguous(), plan, label, add_rows, wire)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        return _HaloGather.apply(grad, *ctx.given), None, None, None
-
-
-def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = None) -> Tensor:
-    """Own rows followed by all halo rows, differentiable any number of times.
-
-    Args:
-        x: Node tensor ``[num_local, *]``.
-        plan: The halo plan.
-        layer: Whom the ledger charges.
-        wire: How rows travel; exactly by default.
-
-    Returns:
-        ``[num_ids, *]``.
-    """
-    for ledger in plan.comm.ledgers:
-        ledger.count("halo_gather")
-    return _HaloGather.apply(x, plan, (layer, "forward", "fetch"), wire or Wire())
-
-
-def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
-    """Adds (or takes the maximum, minimum of) halo rows to their owners' rows.
-
-    Adjoint of :func:`halo_gather`. Differentiable for ``'sum'`` only, any number of times.
-
-    Args:
-        ext: ``[num_ids, *]``.
-        plan: The halo plan.
-        reduce: ``'sum'``, ``'amax'`` or ``'amin'``.
-        layer: Whom the ledger charges.
-
-    Returns:
-        ``[num_local, *]``.
-    """
-    for ledger in plan.comm.ledgers:
-        ledger.count("halo_reduce")
-    label = (layer, "forward", "reduce")
-    if reduce == "sum":
-        return _HaloReduce.apply(ext, plan, label, Wire())
-    if reduce not in ("amax", "amin"):
-        raise ValueError(f"Expected 'reduce' to be 'sum', 'amax' or 'amin' (got {reduce!r})")
-
-    def merge(out: Tensor, rows: Tensor, values: Tensor) -> None:
-        out.scatter_reduce_(0, rows.view(-1, 1).expand_as(values), values, reduce=reduce)
-
-    return _return_halo(ext.contiguous(), plan, label, merge, Wire())

@@ -268,7 +268,7 @@ def extremum_(
         n_{t_k} = \#\{e: \mathrm{rows}_{s(e)} = b_{t_k}\}
 
     column by column, or the minimum. NaN wins over all numbers, and is counted as 0. There is no
-    implementation in PyTorch: see :class:`pyg_sar.engine.reduce.ExtremumReducer`.
+    implementation in PyTorch: see :class:`pyg_sar.engine.kernels.sums.Extremum`.
 
     Args:
         best: The extrema so far, ``[N, F]``, float32 or float64; infinite at first.

@@ -7,8 +7,8 @@ in-edges of a target, and a map of each target's results:
     \\mathrm{AGG}(\\{m_e\\}) = \\mathrm{finish}\\left(\\bigoplus_1 \\mathrm{map}_1(m_e),
     \\bigoplus_2 \\mathrm{map}_2(m_e), \\ldots \\right)
 
-The reductions run tile by tile (:mod:`pyg_sar.engine.reduce`); ``finish`` runs once, on one row per
-target, recorded by autograd like any other code of the layer.
+The reductions run tile by tile (:mod:`pyg_sar.engine.reducers`); ``finish`` runs once, on one row
+per target, recorded by autograd like any other code of the layer.
 
 [Note: own aggregations] PyG's aggregations are known. Of any other, what a target gets must not
 depend on the messages to other targets, of which a worker has some only, nor on how many targets
@@ -52,7 +52,7 @@ class Group:
 
     Attributes:
         premap: The map, or ``None`` for the messages themselves.
-        kinds: The reductions (:func:`pyg_sar.engine.softmax_reduce.make_reducer`).
+        kinds: The reductions (:func:`pyg_sar.engine.reducers.make_reducer`).
         normalises: The map takes a softmax over each target's in-edges, in whose weights it is
             linear.
     """

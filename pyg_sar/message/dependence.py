@@ -185,13 +185,13 @@ def _storage(tensor: Tensor) -> int:
     return int(tensor.untyped_storage()._cdata)
 
 
-def sample(edge_index: DistEdgeIndex) -> Tile:
-    """Returns a few of the worker's edges, if it has any; sources are taken from its own rows.
+def sample(edge_index: DistEdgeIndex, most: int = _SAMPLE_EDGES) -> Tile:
+    """Returns at most so many of the worker's edges; sources are taken from its own rows.
 
     Without own rows (of the sources' type) the analysis has one that stands in for them.
     """
     nodes = edge_index.plan.num_local
-    count = min(_SAMPLE_EDGES, edge_index.size(1))
+    count = min(most, edge_index.size(1))
     source, target = (row[:count] for row in edge_index.ends())
     order = target.argsort(stable=True)
     targets, index = torch.unique_consecutive(target[order], return_inverse=True)

@@ -1,8 +1,8 @@
 """Layers, norms and readouts that run on a distributed graph."""
 
-from pyg_sar.engine.ring import global_attention
-from pyg_sar.engine.strategy import OneShotWarning
+from pyg_sar.engine.kernels.dense import global_attention
 from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
+from pyg_sar.nn.lazy import initialize
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import (
     NORMS,
@@ -20,12 +20,10 @@ from pyg_sar.nn.norm import (
     DistSyncBatchNorm,
 )
 from pyg_sar.nn.pool import DistReadout, global_add_pool, global_max_pool, global_mean_pool
-from pyg_sar.space.graph_index import DistBatch, dist_batch
 from pyg_sar.space.node_rows import shuffle_nodes
 
 __all__ = [
     "NORMS",
-    "DistBatch",
     "DistBatchNorm",
     "DistBatchNorm1d",
     "DistDiffGroupNorm",
@@ -41,13 +39,12 @@ __all__ = [
     "DistReadout",
     "DistSyncBatchNorm",
     "NodeEmbedding",
-    "OneShotWarning",
-    "dist_batch",
     "gather_embedding",
     "global_add_pool",
     "global_attention",
     "global_max_pool",
     "global_mean_pool",
+    "initialize",
     "own_rows",
     "scatter_embedding",
     "shuffle_nodes",

@@ -1,8 +1,8 @@
 r"""Attention among all nodes of a graph that workers share, and torch's attention in sequences.
 
 Softmax attention (``GPSConv``, ``QFormer``, ``SetTransformerAggregation``) streams keys and values
-from worker to worker (:mod:`pyg_sar.engine.ring`). Attention that is linear in its kernel needs,
-per graph and head, one matrix that is a sum over nodes (Katharopoulos et al., 2020):
+from worker to worker (:mod:`pyg_sar.engine.kernels.dense`). Attention that is linear in its kernel
+needs, per graph and head, one matrix that is a sum over nodes (Katharopoulos et al., 2020):
 
 .. math::
     o_i = \frac{q_i^\top \sum_j k_j v_j^\top}{q_i^\top \sum_j k_j}
@@ -37,7 +37,7 @@ from torch_geometric.nn.models.sgformer import SGModule
 
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import current
-from pyg_sar.engine.ring import global_attention
+from pyg_sar.engine.kernels.dense import global_attention
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch
 

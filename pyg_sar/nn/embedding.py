@@ -12,7 +12,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import PygSarError
-from pyg_sar.reduction.owned_rows import gather_to_first, ids_of, in_global_order, owned_parameters
+from pyg_sar.reduction.parameters import gather_to_first, ids_of, in_global_order, owned_parameters
 
 _DRAWN = 2**20  # numbers that are drawn at a time
 
@@ -23,7 +23,7 @@ class NodeEmbedding(torch.nn.Embedding):
 
     Each worker owns its rows: :func:`~pyg_sar.distribute` neither copies nor compares them, and
     their gradients, which are complete on their worker, are not summed. An optimizer holds its
-    state of these rows only. :func:`~pyg_sar.save_checkpoint` writes all workers' rows.
+    state of these rows only. :func:`~pyg_sar.train.save_checkpoint` writes all workers' rows.
 
     .. code-block:: python
 

@@ -41,7 +41,7 @@ from torch_geometric.nn import (
 )
 from torch_geometric.utils import scatter
 
-from pyg_sar.engine.relational_attention import RelationalTerms
+from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import takes
 from pyg_sar.message.program import DeferredEdge

@@ -9,22 +9,23 @@ from functools import partial
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, RGCNConv
 
-from pyg_sar.engine.aggregate import SequentialAggregation
-from pyg_sar.engine.autograd_gap import aggregate
-from pyg_sar.engine.fused_attention import attend
-from pyg_sar.engine.relational_attention import attention_run
-from pyg_sar.engine.reverse import reversed_edges
-from pyg_sar.engine.strategy import (
+from pyg_sar.engine.choose import (
+    Choice,
     Chooser,
-    Verdict,
+    aggregation_kernel,
+    attention_kernel,
     decomposition_of,
     most_edges,
     needs_sorted_edges,
     title_of,
 )
+from pyg_sar.engine.kernels.sums import Sums
+from pyg_sar.engine.reverse import reversed_edges
+from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import warn_if_missing
@@ -45,7 +46,6 @@ from pyg_sar.nn.propagation import (
     message_with_sizes,
     message_without_edges,
     methods_of,
-    rounds_of,
     sorted_edges,
     travelling,
 )
@@ -135,14 +135,14 @@ class DistMessagePassing(MessagePassing):
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = self._reversed(edge_index, size, kwargs)
         size = known_size(edge_index, size, self)
-        with charged([] if edge_index.plan.scope else [edge_index], self.ledger_name):
+        with charged([] if edge_index.plan.context.layer else [edge_index], self.ledger_name):
             strategy, reason = self._strategy()
-            verdict = Chooser(self, edge_index, kwargs).verdict(strategy, reason)
-            if verdict.needs is None:
+            choice = Chooser(self, edge_index, kwargs).choice(strategy, reason)
+            if choice.needs is None:
                 must_be_fused(self)
-                with self._whole_scope(edge_index, verdict):
-                    return self._propagate_whole(edge_index, size, kwargs, verdict)
-            return self._propagate_parts(edge_index, size, kwargs, verdict)
+                with self._whole_scope(edge_index, choice):
+                    return self._propagate_whole(edge_index, size, kwargs, choice)
+            return self._propagate_parts(edge_index, size, kwargs, choice)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         """Updates edge features; see :meth:`torch_geometric.nn.MessagePassing.edge_updater`.
@@ -228,24 +228,24 @@ class DistMessagePassing(MessagePassing):
         return edges.edge_index, edges.carried(kwargs, names, layer)
 
     @contextmanager
-    def _whole_scope(self, edge_index: DistEdgeIndex, verdict: Verdict) -> Iterator[None]:
+    def _whole_scope(self, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[None]:
         lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
         with ExitStack() as stack:
-            if verdict.sizes:
-                stack.enter_context(message_with_sizes(self, verdict.sizes))
-            if lonely and verdict.out_rows:
-                stack.enter_context(message_without_edges(self, verdict.out_rows))
+            if choice.sizes:
+                stack.enter_context(message_with_sizes(self, choice.sizes))
+            if lonely and choice.out_rows:
+                stack.enter_context(message_without_edges(self, choice.out_rows))
             yield
 
     def _propagate_whole(
-        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: Verdict
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice
     ) -> Any:
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
                 kwargs[name] = value.compute_now()
         plan, columns, padded = edge_index.plan, None, 0
-        levels = {} if verdict.rows is None else verdict.rows.edges
+        levels = {} if choice.rows is None else choice.rows.edges
         if edge_index.dist_row == self._source_row():
             padded = most_edges(self, edge_index, True)
             found = sorted_edges(edge_index) if needs_sorted_edges(self) else None
@@ -265,29 +265,29 @@ class DistMessagePassing(MessagePassing):
             return super().propagate(edge_index, size=size, **kwargs)
 
     def _propagate_parts(
-        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], verdict: Verdict
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor:
         for hook in self._propagate_forward_pre_hooks.values():
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        complete = verdict.strategy == "chunked"
+        complete = choice.strategy == "chunked"
         reductions = decomposition_of(self, complete)
         program = TileProgram(
             self,
             edge_index,
             kwargs,
-            verdict.edge_level,
+            choice.edge_level,
             reductions.groups,
             complete,
             most_edges(self, edge_index, complete),
-            verdict.sizes,
+            choice.sizes,
         )
         self._check_edges(program, edge_index)
-        out = self._attended(edge_index, kwargs, verdict)
+        out = self._attended(edge_index, kwargs, choice)
         if out is None:
-            out = self._aggregated(program, edge_index, verdict, reductions)
-        for name in verdict.sets:
+            out = self._aggregated(program, edge_index, choice, reductions)
+        for name in choice.sets:
             self.__dict__[name] = tile_value(name)
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
@@ -297,10 +297,10 @@ class DistMessagePassing(MessagePassing):
         return out
 
     def _attended(
-        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], verdict: Verdict
+        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor | None:
         """Returns softmax attention by kernel; ``None`` where the kernels don't know the layer."""
-        if self.policy.kernels == "off" or verdict.strategy != "sequential":
+        if self.policy.kernels == "off" or choice.strategy != "sequential":
             return None
         attention = attention_of(self, edge_index, kwargs)
         if attention is None:
@@ -308,39 +308,35 @@ class DistMessagePassing(MessagePassing):
         if edge_index.plan.rank == 0:
             warn_if_missing()
         title = f"{title_of(self)} at rank {edge_index.plan.rank}"
-        given = (edge_index, verdict.max_edges, self.policy, self.ledger_name, title)
-        return as_aggregated(self, attend(attention_run(attention, *given)))
+        kernel, tensors = attention_kernel(
+            attention, edge_index, self.policy, self.ledger_name, title
+        )
+        record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
+        return as_aggregated(self, run(kernel, tensors, record)[0])
 
     def _aggregated(
         self,
         program: TileProgram,
         edge_index: DistEdgeIndex,
-        verdict: Verdict,
+        choice: Choice,
         reductions: Decomposition,
     ) -> Tensor:
         """Returns the messages aggregated shard by shard, tile by tile."""
-        needs = verdict.needs
-        if needs is None:
-            raise RuntimeError("Expected a verdict for running in parts")
-        run = SequentialAggregation(
-            program,
-            rounds_of(edge_index, verdict),
-            reductions,
-            needs,
-            self.policy,
-            self.ledger_name,
-            verdict.out_rows,
-        )
-        if run.fused is None:
+        given = program, edge_index, choice, reductions, self.policy, self.ledger_name
+        kernel, tensors = aggregation_kernel(*given)
+        if not isinstance(kernel, Sums):
             must_be_fused(self)
+        record = torch.is_grad_enabled() and kernel.needs_gradient
         try:
-            out = aggregate(run)
+            results = run(kernel, tensors, record)
         except NeedsAllEdges as error:
             raise DistributedIndexError(
                 f"{title_of(self)} at rank {edge_index.plan.rank}: {error}, which it did not do "
                 "when it was analysed. Set `layer.policy = pyg_sar.SARPolicy(mode=3)`"
             ) from error
-        return out
+        axis = self.node_dim
+        results = [out.movedim(0, axis) if axis % out.dim() else out for out in results]
+        return reductions.finish(results, kernel.schedule.in_degree, axis)
 
     def _check_edges(self, program: TileProgram, edge_index: DistEdgeIndex) -> None:
         for number in program.numbers("edge"):

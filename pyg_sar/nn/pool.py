@@ -108,7 +108,7 @@ class DistReadout(Aggregation):
     """Makes an aggregation reduce over the nodes of all workers. See [Note: readouts].
 
     Called as in PyG, with ``index`` being ``data.batch`` of :func:`pyg_sar.load_partition` (or
-    made by :func:`pyg_sar.dist_batch`), or without one for a single graph.
+    made by :func:`pyg_sar.space.dist_batch`), or without one for a single graph.
 
     Raises:
         DistributedIndexError: On several workers, when ``index`` is an ordinary tensor: whether it
@@ -142,8 +142,8 @@ class DistReadout(Aggregation):
         elif not isinstance(index, DistBatch):
             raise DistributedIndexError(
                 f"{name} got an ordinary 'index' at rank {rank}. Pass data.batch of "
-                "pyg_sar.load_partition() or pyg_sar.dist_batch(batch) to reduce over the nodes "
-                "of all workers; reduce edges at this worker's own nodes by "
+                "pyg_sar.load_partition() or pyg_sar.space.dist_batch(batch) to reduce over the "
+                "nodes of all workers; reduce edges at this worker's own nodes by "
                 "torch_geometric.utils.scatter()"
             )
         size = index.num_graphs if dim_size is None else dim_size

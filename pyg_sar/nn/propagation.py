@@ -4,24 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.engine.chunk import Chunks, by_target
-from pyg_sar.engine.pushed import cheaper_rounds
-from pyg_sar.engine.rounds import ChunkRounds, Rounds, ShardRounds
-from pyg_sar.engine.strategy import Verdict, title_of
+from pyg_sar.engine.choose import title_of
+from pyg_sar.engine.chunks import by_target
 from pyg_sar.errors import PygSarError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
-from pyg_sar.space.shard import shards_of
 
 
 def kind_of_argument(value: Any) -> Any:
@@ -34,25 +30,26 @@ def kind_of_argument(value: Any) -> Any:
 @contextmanager
 def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
     """Ledgers charge the layer for what these edges gather meanwhile, each tensor once."""
-    outer = [(edge_index.plan, edge_index.plan.scope) for edge_index in edges]
-    for plan, _ in outer:
-        plan.scope = layer
+    outer = [(edge_index.plan.context, edge_index.plan.context.layer) for edge_index in edges]
+    for context, _ in outer:
+        context.layer = layer
     try:
         yield
     finally:
-        for plan, scope in reversed(outer):
-            plan.scope = scope
-            plan.gathered.clear()
+        for context, before in reversed(outer):
+            context.layer = before
+            context.gathered.clear()
 
 
 @contextmanager
 def travelling(plan: HaloPlan, wire: str) -> Iterator[None]:
     """Rows that are gathered plainly meanwhile travel so (:class:`pyg_sar.exchange.wire.Wire`)."""
-    outer, plan.wire = plan.wire, Wire(wire)
+    context = plan.context
+    outer, context.wire = context.wire, Wire(wire)
     try:
         yield
     finally:
-        plan.wire = outer
+        context.wire = outer
 
 
 def methods_of(layer: MessagePassing) -> tuple[str, ...]:
@@ -212,15 +209,6 @@ def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[No
         fresh = isinstance(value, Tensor) and value is not before.get(name)
         if fresh and value.dim() and value.size(0) == columns.numel():
             layer.__dict__[name] = value.index_select(0, columns.argsort())
-
-
-def rounds_of(edge_index: DistEdgeIndex, verdict: Verdict) -> Rounds:
-    """Returns the way through the edges, kept with them."""
-    most = verdict.max_edges
-    if verdict.strategy == "sequential":
-        return ShardRounds(shards_of(edge_index), most, partial(cheaper_rounds, edge_index))
-    key = ("chunks", most)
-    return ChunkRounds(edge_index.remember_together(key, lambda: Chunks(edge_index, most)))
 
 
 @contextmanager

@@ -13,7 +13,6 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import Communicator, Label, current
-from pyg_sar.comm.timetable import Timetable
 from pyg_sar.errors import PartitionError
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.halo import HaloPlan
@@ -49,9 +48,10 @@ def load_partition(
 
     The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
     ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
-    ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
-    together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
-    relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    ``batch`` (graph ids) becomes a :class:`~pyg_sar.space.DistBatch`, into which all workers
+    scatter together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node
+    type and relation, also for those of which this worker holds nothing. Only this worker's file is
+    read.
     Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
     (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
     their entries stood in the whole list (see :func:`~pyg_sar.partition.storage.write_partitions`).
@@ -127,12 +127,6 @@ def _covers(tensors: dict[str, Tensor]) -> StoredCovers | None:
     return StoredCovers(tensors["covers"], costs, int(tensors["cover_edges"]))
 
 
-def _timetable(tensors: dict[str, Tensor]) -> Timetable | None:
-    if "pair_rows" not in tensors:
-        return None
-    return Timetable(tensors["pair_rows"], tensors["pair_units"])
-
-
 def _digest(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> bytes:
     """Tells this partition, and its timetables, from others."""
     found = hashlib.sha256("".join(part.sha256 for part in metadata.parts).encode())
@@ -203,12 +197,12 @@ def _as_data(
     tensors: dict[str, Tensor],
     device: torch.device,
 ) -> Data:
-    plan = _plan(comm, tensors["n_id"].numel(), tensors, device)
+    n_id = tensors["n_id"].to(device)
+    plan = _plan(comm, n_id.numel(), tensors, device, n_id)
     data: Data = PartData(**part_attributes(metadata, tensors))
     data = data.to(device)
-    data.n_id = tensors["n_id"].to(device)
-    data.e_id = tensors["e_id"].to(device)
-    data.num_nodes, plan.n_id = plan.num_local, data.n_id
+    data.n_id, data.e_id = n_id, tensors["e_id"].to(device)
+    data.num_nodes = plan.num_local
     edge_index = dist_edge_index(tensors["edge_index"].to(device), plan)
     data.edge_index = edge_index.ordered(data.e_id)
     _put_lists(comm, data, metadata.lists, tensors, data.n_id, None)
@@ -221,18 +215,21 @@ def _as_data(
 
 
 def _plan(
-    comm: Communicator, num_local: int, tensors: dict[str, Tensor], device: torch.device
+    comm: Communicator,
+    num_local: int,
+    tensors: dict[str, Tensor],
+    device: torch.device,
+    n_id: Tensor | None = None,
 ) -> HaloPlan:
-    plan = HaloPlan(
+    return HaloPlan(
         comm,
         num_local,
         tensors["halo_counts"].tolist(),
         tensors["send_index"].to(device),
         tensors["send_counts"].tolist(),
-        _timetable(tensors),
+        n_id,
+        _covers(tensors),
     )
-    plan.covers = _covers(tensors)
-    return plan
 
 
 def _as_hetero_data(
@@ -295,8 +292,8 @@ def _put_lists(
         rows = list_tensors(tensors, k)
         place = rows["place"].to(device)
         if info.kind == "links":
-            plan = _plan(comm, n_id.numel(), rows, device)
-            plan.n_id = n_id if targets is None else None
+            known = n_id if targets is None else None
+            plan = _plan(comm, n_id.numel(), rows, device, known)
             edges = dist_edge_index(rows["edge_index"].to(device), plan, targets=targets)
             value: Any = edges.ordered(place)
         else:

@@ -28,19 +28,26 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pyg_sar.comm.collectives import begun_within_another, warn_of_local_mean
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.comm.loss_check import begun_within_another, warn_of_local_mean
-from pyg_sar.comm.payload import num_bytes
+from pyg_sar.comm.messages import num_bytes
 from pyg_sar.errors import PygSarError, refuse_second_derivative
-from pyg_sar.reduction.owned_rows import owned_parameters, shared_names, shared_parameters
-from pyg_sar.reduction.parameter_hooks import (
+from pyg_sar.reduction.parameters import (
+    LIMBS,
     call_after,
+    check_replicas,
     defer_hooks,
+    differ,
     hooked,
+    in_space,
+    marks,
+    owned_parameters,
+    reconcile,
     refuse_node_hooks,
     refuse_wrapped,
+    shared_names,
+    shared_parameters,
 )
-from pyg_sar.reduction.replicas import LIMBS, check_replicas, differ, in_space, marks, reconcile
 
 _LABEL = ("", "backward", "gradient sum")
 BUCKET = 1 << 20  # bytes: of smaller models all gradients are summed at the end

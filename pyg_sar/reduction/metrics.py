@@ -1,4 +1,4 @@
-"""Losses and metrics over the nodes of all workers."""
+"""Losses and metrics over the nodes of all workers, and all their rows in the graph's order."""
 
 from __future__ import annotations
 
@@ -6,8 +6,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.data import HeteroData
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.exchange.rows import flat_rows
+from pyg_sar.ledger import Label
 from pyg_sar.reduction.gradients import unsummed_parameter
 
 
@@ -114,3 +117,159 @@ def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:
     current().all_reduce(counts, label=("", "", "accuracy"))
     correct, total = counts.tolist()
     return correct / total if total else float("nan")
+
+
+# Rows of all nodes ############################################################
+
+_LABEL: Label = ("", "", "gather nodes")
+_BUFFER = 2**24  # bytes on their way at a time
+
+
+@torch.no_grad()
+def gather_nodes(
+    values: Tensor, data: Any, dst: int = 0, node_type: str | None = None
+) -> Tensor | None:
+    r"""The rows of all workers' nodes in the order of the whole graph, on rank ``dst``.
+
+    For what needs all nodes in one place: scikit-learn, torchmetrics, OGB's evaluators, a file of
+    embeddings. Every worker has to call it. Without gradients, and to the bit in every dtype. Rank
+    ``dst`` holds the result and 16 MiB of rows on their way, the others nothing more.
+
+    .. code-block:: python
+
+        scores = pyg_sar.gather_nodes(out, data)
+        if scores is not None:  # rank 0
+            roc_auc_score(y_of_all, scores.numpy())
+
+    Args:
+        values: A row per node of this worker, ``[num_local, *]``.
+        data: What :func:`pyg_sar.load_partition` gave, or the store of a node type: its ``n_id``
+            says whose rows these are. Or these places themselves, int64 ``[num_local]``, for rows
+            of something else: ``data.test_idx_place``, ``data.edge_label_index_place``,
+            ``data.e_id``.
+        dst: The rank that gets them.
+        node_type: Of a ``HeteroData``: the nodes' type.
+
+    Returns:
+        ``[num_nodes, *]`` on rank ``dst``, of the dtype and on the device of ``values``; ``None``
+        on the others.
+
+    Raises:
+        ValueError: On every worker alike, naming the rank, when rows and nodes differ in number,
+            when the workers' dtypes, shapes or ``dst`` differ, or when the places of all workers
+            are not 0, 1, ..., each once.
+    """
+    comm = current()
+    problem, places = "", torch.empty(0, dtype=torch.long)
+    try:
+        places = _places(data, node_type)
+        _check(values, places, dst, comm)
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    counts = _agree(values, dst, problem, comm)
+    plain = values.as_subclass(Tensor).detach().resolve_conj().resolve_neg().contiguous()
+    ids = _gather_ids(places.to(plain.device), counts, dst, comm)
+    wrong = ids is not None and not torch.equal(
+        torch.cat(ids).sort().values, torch.arange(sum(counts), device=plain.device)
+    )
+    flag = torch.tensor([int(wrong)], device=comm.device)
+    if int(comm.all_reduce(flag, "max", label=_LABEL)):
+        raise ValueError(
+            f"The ids of all workers' rows are not 0 to {sum(counts) - 1}, each once: pass the "
+            "'data' that pyg_sar.load_partition gave these workers, or the places of all rows"
+        )
+    return _gather_rows(plain, ids, counts, dst, comm)
+
+
+def _places(data: Any, node_type: str | None) -> Tensor:
+    if isinstance(data, HeteroData) and node_type not in data.node_types:
+        raise ValueError(
+            f"Expected 'node_type' to be one of {data.node_types} for a HeteroData (got "
+            f"{node_type!r})"
+        )
+    if isinstance(data, HeteroData):
+        data = data[node_type]
+    if isinstance(data, Tensor):
+        found: Any = data
+    else:
+        found = data.get("n_id") if hasattr(data, "get") else None
+    if not isinstance(found, Tensor) or found.dtype != torch.long or found.dim() != 1:
+        raise ValueError(
+            "Expected 'data' to hold the global ids 'n_id', as pyg_sar.load_partition gives it, or "
+            f"to be an int64 vector of places (got {type(data).__name__})"
+        )
+    return found
+
+
+def _check(values: Any, places: Tensor, dst: Any, comm: Communicator) -> None:
+    if not isinstance(values, Tensor) or values.layout != torch.strided or values.is_quantized:
+        raise TypeError(f"Expected 'values' to be a dense tensor (got {type(values).__name__})")
+    if isinstance(dst, bool) or not isinstance(dst, int) or not 0 <= dst < comm.world_size:
+        raise ValueError(f"Expected 'dst' to be in 0 .. {comm.world_size - 1} (got {dst!r})")
+    if values.dim() == 0 or values.size(0) != places.numel():
+        raise ValueError(
+            f"Expected 'values' to have one row per node, {places.numel()} rows (got shape "
+            f"{list(values.shape)})"
+        )
+
+
+def _agree(values: Tensor, dst: int, problem: str, comm: Communicator) -> list[int]:
+    """The rows of each worker; raises on all of them alike."""
+    mine = (
+        [problem] if problem else ["", len(values), str(values.dtype), list(values.shape[1:]), dst]
+    )
+    everyone = comm.all_gather_object(mine, label=_LABEL)
+    for rank, facts in enumerate(everyone):
+        if facts[0]:
+            raise ValueError(f"rank {rank}: {facts[0]}")
+    first = everyone[0][2:]
+    for rank, facts in enumerate(everyone):
+        for name, one, other in zip(("dtype", "row shape", "dst"), first, facts[2:], strict=True):
+            if one != other:
+                raise ValueError(
+                    f"Expected 'values' and 'dst' to be alike on all workers (got {name} {one} at "
+                    f"rank 0 and {other} at rank {rank})"
+                )
+    return [facts[1] for facts in everyone]
+
+
+def _gather_ids(
+    places: Tensor, counts: list[int], dst: int, comm: Communicator
+) -> list[Tensor] | None:
+    """The places of each worker's rows on rank ``dst``."""
+    if comm.rank != dst:
+        comm.exchange(places if places.numel() else None, dst, None, dst, label=_LABEL).wait()
+        return None
+    found = []
+    for rank, count in enumerate(counts):
+        if rank == dst:
+            found.append(places)
+            continue
+        buffer = places.new_empty(count)
+        comm.exchange(None, rank, buffer if count else None, rank, label=_LABEL).wait()
+        found.append(buffer)
+    return found
+
+
+def _gather_rows(
+    values: Tensor, ids: list[Tensor] | None, counts: list[int], dst: int, comm: Communicator
+) -> Tensor | None:
+    """Rows travel as bytes, some at a time."""
+    shape = (sum(counts), *values.shape[1:])
+    if 0 in shape:
+        return values.new_empty(shape) if ids is not None else None
+    rows = flat_rows(values).view(torch.uint8)
+    step = max(_BUFFER // rows.size(1), 1)
+    if ids is None:
+        for part in rows.split(step) if len(rows) else ():
+            comm.exchange(part, dst, None, dst, label=_LABEL).wait()
+        return None
+    out = rows.new_empty(shape[0], rows.size(1))
+    out[ids[dst]] = rows
+    buffer = rows.new_empty(min(step, max(counts)), rows.size(1))
+    for rank, places in enumerate(ids):
+        for some in places.split(step) if rank != dst and len(places) else ():
+            part = buffer[: some.numel()]
+            comm.exchange(None, rank, part, rank, label=_LABEL).wait()
+            out[some] = part
+    return out.view(values.dtype).view(shape)

@@ -193,9 +193,9 @@ class InSpace(Tensor):
         plan, device = self.plan, self.device
         label = ("", "", "agreement")
         only = next(iter(made)) if len(made) == 1 else 0
-        said = torch.tensor([only, plan.tokens], device=device)
+        said = torch.tensor([only, plan.agreed.tokens], device=device)
         plan.comm.all_reduce(said, "max", label=label)
-        proposed, plan.tokens = (int(n) for n in said)
+        proposed, plan.agreed.tokens = (int(n) for n in said)
         proposed = proposed or max(made, default=0)
         said = torch.tensor([int(proposed not in made), proposed, -proposed], device=device)
         plan.comm.all_reduce(said, "max", label=label)
@@ -207,8 +207,8 @@ class InSpace(Tensor):
         if not self.by_content or self.plan.world_size == 1:
             return self.remember(key, lambda: value)
         made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
-        self.plan.tokens += 1
-        made[self.plan.tokens] = value
+        self.plan.agreed.tokens += 1
+        made[self.plan.agreed.tokens] = value
         while len(made) > _MEMORY * 4:
             made.popitem(last=False)
         return value

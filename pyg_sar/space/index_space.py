@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.exchange.rows import halo_gather, halo_reduce
+from pyg_sar.exchange.gather import halo_gather, halo_reduce
 from pyg_sar.space.distributed_index import (
     METADATA,
     RESHAPE,
@@ -329,13 +329,14 @@ def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
     index = widened_row(index, x.size(dim)) if x.dim() else index
     plan = index.plan
     require_rows(x, dim, plan, "Reading")
-    key = (id(x), dim, version_of(x), torch.is_grad_enabled(), plan.wire.name)
-    if key not in plan.gathered:
+    context = plan.context
+    key = (id(x), dim, version_of(x), torch.is_grad_enabled(), context.wire.name)
+    if key not in context.gathered:
         moved = x.movedim(dim, 0).contiguous() if dim else x
-        plan.gathered[key] = (x, halo_gather(moved, plan, plan.scope, plan.wire))
-    ext = plan.gathered[key][1]
-    if not plan.scope:
-        plan.gathered.clear()
+        context.gathered[key] = (x, halo_gather(moved, plan, context.layer, context.wire))
+    ext = context.gathered[key][1]
+    if not context.layer:
+        context.gathered.clear()
     out = ext.index_select(0, index.flat)
     return out.movedim(0, dim) if dim else out
 
@@ -368,7 +369,7 @@ def _scatter(
     shape = (plan.num_ids, *out0.shape[1:])
     if reduce == "sum":
         ext = values0.new_zeros(shape).scatter_add(0, rows, values0)
-        result = out0 + halo_reduce(ext, plan, "sum", plan.scope)
+        result = out0 + halo_reduce(ext, plan, "sum", plan.context.layer)
     else:
         if values.requires_grad:
             raise DistributedIndexError(
@@ -377,7 +378,7 @@ def _scatter(
             )
         worst = float("-inf") if reduce == "amax" else float("inf")
         ext = values0.new_full(shape, worst).scatter_reduce(0, rows, values0, reduce=reduce)
-        merged = halo_reduce(ext, plan, reduce, plan.scope)
+        merged = halo_reduce(ext, plan, reduce, plan.context.layer)
         result = torch.where(merged == worst, out0, merged)
     return result.movedim(0, dim)
 

@@ -20,7 +20,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.timetable import make_timetable
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.space.distributed_index import (
@@ -178,14 +177,7 @@ def _joint_plan(parts: Sequence[ShiftedEdges]) -> HaloPlan:
     ]
     nodes = max(part.shift + part.plan.num_local for part in parts)
     sent = [rows.numel() for rows in sends]
-    tables = [part.plan.timetable for part in parts]
-    timetable = None
-    if all(table is not None for table in tables):
-        rows = sum(table.rows.long() for table in tables if table is not None)
-        timetable = make_timetable(torch.as_tensor(rows), matchings=False)
-    plan = HaloPlan(comm, nodes, counts, torch.cat(sends), sent, timetable)
-    plan.open_ended = True
-    return plan
+    return HaloPlan(comm, nodes, counts, torch.cat(sends), sent, open_ended=True)
 
 
 def widened(edge_index: DistEdgeIndex, sources: int, targets: int) -> DistEdgeIndex:

@@ -18,8 +18,8 @@ from torch import Tensor
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.exchange.gather import halo_gather
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.rows import halo_gather
 from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.space.distributed_index import METADATA, builtin, name_of
 from pyg_sar.space.graph_index import one_graph

@@ -1,10 +1,11 @@
-"""Edges bucketed by the unit that their source comes in, sorted by target: once per structure."""
+"""Blocks of edges: bucketed by the unit that their source comes in, sorted by target, kept."""
 
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -76,6 +77,33 @@ class Segments:
     edges: Tensor | None
 
 
+class Block(Protocol):
+    """Edges whose rows come, or go, together: a shard, a chunk, or edges between two workers."""
+
+    @property
+    def unit(self) -> int:
+        """The unit of the exchange that serves it."""
+
+    @property
+    def segments(self) -> Segments:
+        """The edges by target: each reads a row of the unit, and adds to a target."""
+
+    @property
+    def columns(self) -> Tensor | slice:
+        """Each edge's column of ``edge_index``, in the order of :attr:`segments`."""
+
+    def transposed(self, numbered: bool = False) -> Segments:
+        """The edges by source: each reads a target, and adds to a row of the unit.
+
+        Args:
+            numbered: Whether ``edges`` is needed, the places in :attr:`segments`; else it may be
+                ``None``.
+        """
+
+    def tiles(self, max_edges: int) -> Iterator[Tile]:
+        """Runs of at most ``max_edges`` edges, whose messages are materialized together."""
+
+
 def _grouped(source: Tensor, offsets: Tensor, edges: Tensor | None = None) -> Segments:
     """Segments without empty ones, of the edges from ``offsets[0]`` to ``offsets[-1]``.
 
@@ -108,9 +136,10 @@ def segments_of(source: Tensor, target: Tensor, num_rows: int, num_targets: int)
 
 
 class EdgeRun:
-    """Edges for the kernels, by target and by source: one of both, and the other on first use.
+    """A block of edges for the kernels, by target and by source: the other one on first use.
 
     Args:
+        unit: The unit of the exchange that serves it.
         source: The row that each edge reads, ``[E]``, below ``num_rows``.
         target: The row that it adds to, ``[E]``, below ``num_targets``.
         numbers: The number of each edge in a worker's list of edges, if they will be asked for.
@@ -121,6 +150,7 @@ class EdgeRun:
 
     def __init__(
         self,
+        unit: int,
         source: Tensor,
         target: Tensor,
         numbers: Tensor | None,
@@ -128,7 +158,7 @@ class EdgeRun:
         num_targets: int,
         by_source: bool = False,
     ) -> None:
-        self._by_source, self._size = by_source, (num_rows, num_targets)
+        self.unit, self._by_source, self._size = unit, by_source, (num_rows, num_targets)
         if by_source:
             source, target, self._size = target, source, (num_targets, num_rows)
         found = segments_of(source, target, *self._size)
@@ -139,8 +169,8 @@ class EdgeRun:
         self._other: Segments | None = None
 
     @property
-    def numbers(self) -> Tensor:
-        """The number of each edge, in the order of the run."""
+    def columns(self) -> Tensor:
+        """The number of each edge in the list of edges of its target's worker."""
         if self._numbers is None:
             raise RuntimeError("The edges' numbers were not kept")
         return self._numbers
@@ -157,6 +187,10 @@ class EdgeRun:
             numbered: Whether ``edges`` is needed, the places in the run; else it may be ``None``.
         """
         return self._sorted(by_source=True, numbered=numbered)
+
+    def tiles(self, max_edges: int) -> Iterator[Tile]:
+        """No message is materialized of these edges."""
+        raise NotImplementedError("Edges that a cover has split are for kernels")
 
     def _sorted(self, by_source: bool, numbered: bool) -> Segments:
         if by_source == self._by_source:
@@ -189,11 +223,59 @@ def empty_tile(device: torch.device) -> Tile:
     return Tile(0, slice(0, 0), nothing, nothing, nothing, nothing)
 
 
+class Shard:
+    """One shard of a :class:`Shards`: a block.
+
+    Args:
+        shards: All of them.
+        unit: The unit that its sources come in.
+    """
+
+    def __init__(self, shards: Shards, unit: int) -> None:
+        self._shards, self.unit = shards, unit
+        self.edges = shards.edges(unit)
+        self.segments = shards.segments[unit]
+        self._transposed: Segments | None = None
+
+    @property
+    def columns(self) -> Tensor | slice:
+        """Column in ``edge_index`` of each of the shard's edges, in shard order."""
+        return self._shards.columns(self.edges)
+
+    def transposed(self, numbered: bool = False) -> Segments:
+        """The shard by source: rows of the unit's buffer add up local ids. Made on first use."""
+        found = self._transposed
+        if found is None or (numbered and found.edges is None):
+            given, shards = self.segments, self._shards
+            sizes = shards.plan.num_rows(self.unit), shards.num_targets
+            ends = given.source, given.offsets, given.targets
+            found = _grouped(*transpose(*ends, *sizes, numbered=numbered))
+            self._transposed = found
+        return found
+
+    def tiles(self, max_edges: int) -> Iterator[Tile]:
+        """Runs of at most ``max_edges`` edges."""
+        for start in range(self.edges.start, self.edges.stop, max(max_edges, 1)):
+            yield self.tile(slice(start, min(start + max_edges, self.edges.stop)))
+
+    def tile(self, edges: slice) -> Tile:
+        """The index tensors of a run of edges (64-bit, made for its turn)."""
+        shard, begin = self.segments, self.edges.start
+        start, stop = edges.start - begin, edges.stop - begin
+        first, last = _holding(shard.offsets, start, stop)
+        counts = shard.offsets[first : last + 1].clamp(start, stop).diff()
+        place = torch.arange(last - first, device=counts.device)
+        targets = place + first if shard.targets is None else shard.targets[first:last]
+        index = place.repeat_interleave(counts)
+        source = shard.source[start:stop].long()
+        return Tile(self.unit, edges, targets, index, source, lambda: self._shards.columns(edges))
+
+
 class Shards:
     r"""The edges of one worker as shards.
 
-    Shard 0 holds those from its own nodes, shard u those from the owners of unit u
-    (:meth:`HaloPlan.units`).
+    Shard 0 holds those from its own nodes, shard u those from the owner of unit u
+    (:class:`~pyg_sar.exchange.halo.HaloPlan`).
 
     Within a shard edges are sorted by target, so that tiles of it touch few targets.
 
@@ -202,6 +284,8 @@ class Shards:
 
     Attributes:
         in_degree: Edges into each target node, ``[num_targets]``.
+        segments: Each shard by target: local ids add up rows of the unit's buffer.
+        blocks: The shards.
     """
 
     def __init__(self, edge_index: DistEdgeIndex) -> None:
@@ -223,24 +307,23 @@ class Shards:
             rows = rows[order]
         del order
         rows, starts = rows.to(index), starts.to(index)
-        count = self.num_targets
+        count, units = self.num_targets, range(plan.world_size)
         self._offsets: list[int] = starts[:: max(count, 1)].tolist() if count else [0, 0]
-        self._offsets += [self._offsets[-1]] * (len(plan.units()) + 1 - len(self._offsets))
-        self._segments = [
-            _grouped(rows[self.edges(u)], starts[u * count : (u + 1) * count + 1])
-            for u in range(len(plan.units()))
+        self._offsets += [self._offsets[-1]] * (len(units) + 1 - len(self._offsets))
+        self.segments = [
+            _grouped(rows[self.edges(u)], starts[u * count : (u + 1) * count + 1]) for u in units
         ]
-        self._transposed: dict[int, Segments] = {}
+        self.blocks = [Shard(self, unit) for unit in units]
 
     def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each edge's row in its unit's buffer; edges by unit, target and row; each one's start."""
         source, target = self._ends
-        units = self.plan.units()
+        world = self.plan.world_size
         rows, unit = self._place(source)
-        order = sort_edges(rows, max(u.num_rows for u in units))[0]
-        keys = self.num_targets * len(units)
+        order = sort_edges(rows, max(self.plan.num_rows(u) for u in range(world)))[0]
+        keys = self.num_targets * world
         # By target, and a target's edges by row: rows that are near are read one after another.
-        if len(units) == 1:
+        if world == 1:
             return rows, *sort_edges(target, keys, order)
         key = (unit.long() if keys >= 2**31 else unit).mul_(self.num_targets).add_(target)
         del unit
@@ -254,71 +337,22 @@ class Shards:
         ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
         owner = torch.bucketize(source.contiguous(), ends[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank
-        units, places = (torch.tensor(t, device=source.device) for t in plan.places())
-        moves = ends[:-1] - places
+        moves = ends[:-1].clone()
         moves[plan.rank] = 0
         rows = narrowed(source, plan.num_ids) - narrowed(moves, plan.num_ids)[owner]
-        return rows, units.int()[owner]
+        return rows, (owner - plan.rank) % plan.world_size
 
     def edges(self, unit: int) -> slice:
         """The shard's edges in shard order."""
         return slice(self._offsets[unit], self._offsets[unit + 1])
 
-    def tiles(self, unit: int, max_edges: int) -> list[slice]:
-        """Cuts a shard into runs of at most ``max_edges`` edges."""
-        shard = self.edges(unit)
-        return [
-            slice(start, min(start + max_edges, shard.stop))
-            for start in range(shard.start, shard.stop, max(max_edges, 1))
-        ]
-
-    def _columns_of(self, edges: slice) -> Tensor | slice:
+    def columns(self, edges: slice) -> Tensor | slice:
+        """Column in ``edge_index`` of each of a run of edges in shard order."""
         if self._in_order:
             return edges
         if self._columns is None:
             self._columns = self._sort()[1]
         return self._columns[edges].long()
-
-    def columns(self, unit: int) -> Tensor | slice:
-        """Column in ``edge_index`` of each of the shard's edges, in shard order."""
-        return self._columns_of(self.edges(unit))
-
-    def tile(self, unit: int, edges: slice) -> Tile:
-        """The index tensors of a run of edges (64-bit, made for its turn)."""
-        shard, begin = self._segments[unit], self._offsets[unit]
-        start, stop = edges.start - begin, edges.stop - begin
-        first, last = _holding(shard.offsets, start, stop)
-        counts = shard.offsets[first : last + 1].clamp(start, stop).diff()
-        place = torch.arange(last - first, device=counts.device)
-        targets = place + first if shard.targets is None else shard.targets[first:last]
-        index = place.repeat_interleave(counts)
-        source = shard.source[start:stop].long()
-        return Tile(unit, edges, targets, index, source, lambda: self._columns_of(edges))
-
-    def segments(self, unit: int) -> Segments:
-        """The shard by target: local ids add up rows of the unit's buffer."""
-        return self._segments[unit]
-
-    def transposed(self, unit: int, numbered: bool = False) -> Segments:
-        """The shard by source: rows of the unit's buffer add up local ids. Made on first use.
-
-        Args:
-            unit: The shard.
-            numbered: Whether ``edges`` is needed, for edge-level data; else it may be ``None``.
-        """
-        found = self._transposed.get(unit)
-        if found is None or (numbered and found.edges is None):
-            shard, rows = self._segments[unit], self.plan.units()[unit].num_rows
-            source, offsets, edges = transpose(
-                shard.source,
-                shard.offsets,
-                shard.targets,
-                rows,
-                self.num_targets,
-                numbered=numbered,
-            )
-            found = self._transposed[unit] = _grouped(source, offsets, edges)
-        return found
 
 
 def shards_of(edge_index: DistEdgeIndex) -> Shards:

@@ -20,14 +20,11 @@ from pyg_sar.errors import PartitionError, PygSarError, WorkerError
 from pyg_sar.partition.partitioners import METHODS
 from pyg_sar.partition.storage import read_metadata, write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
-from pyg_sar.tools import demo
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.model_source import imported_model
-from pyg_sar.tools.models import MODELS, NORMS
-from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
+from pyg_sar.tools.models import MODELS, NORMS, imported_model
+from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
 from pyg_sar.tools.verify import call_with, verify
-from pyg_sar.train.config import OPTIMIZERS, Scores, TrainConfig, TrainResult
-from pyg_sar.train.schedule import SCHEDULES
+from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -266,8 +263,8 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    return demo.run(
-        demo.DemoConfig(
+    return run_demo(
+        DemoConfig(
             nodes=arguments.nodes,
             workers=arguments.workers,
             epochs=arguments.epochs,
@@ -349,7 +346,7 @@ def _add_train(commands: Any) -> None:
     group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
-    group("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
+    group("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
     group("--wire", choices=WIRES, default="exact", help="how halo rows travel")
     group("--measure-every", type=int, metavar="N", help="epochs: report what a narrow wire costs")
 
@@ -417,7 +414,7 @@ def _add_verify(commands: Any) -> None:
     add("--max-nodes", type=int, default=2000, metavar="N", help="look at a sample of N nodes")
     add("--method", choices=METHODS, default="random", help="who gets which node")
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
-    add("--prefetch", type=int, default=1, metavar="N", help="shards fetched ahead")
+    add("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
     add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
     add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")
     add("--seed", type=int, default=0, help="of the sample and the parameters")
@@ -430,11 +427,11 @@ def _add_demo(commands: Any) -> None:
     add = _command(
         commands, "demo", _demo, "compare 4 workers with one plain process, no download", ""
     ).add_argument
-    default = demo.DemoConfig()
+    default = DemoConfig()
     add("--nodes", type=int, default=default.nodes, metavar="N", help="of the synthetic graph")
     add("--workers", type=int, default=default.workers, metavar="N", help="and parts")
     add("--epochs", type=int, default=default.epochs, metavar="N", help="to train")
     add("--mode", type=int, choices=(1, 2, 3), default=default.mode, help="of the layers")
-    add("--prefetch", type=int, default=default.prefetch, metavar="N", help="shards ahead")
+    add("--prefetch", type=int, default=default.prefetch, choices=(0, 1), help="shards ahead")
     add("--seed", type=int, default=default.seed, help="of graph, partition and parameters")
     add("--out", default=default.out, metavar="DIR", help="for the partition and the picture")

@@ -1,20 +1,341 @@
-"""Compares what workers computed with one process, tensor by tensor, and finds the first place.
+"""Compares a model on workers with the same model in one process, tensor by tensor.
+
+What passes between the modules is recorded in one process and on each worker, compared, and
+reported as an object and as a table, which name the first place that differs.
 
 The error of a tensor is ``max |a - b| / max |b|``; that of a parameter's gradient is relative to
 the largest gradient of the model, since one that is 0 by construction is rounding noise.
+
+[Note: levels] A tensor of a whole graph has a row per node, a row per edge, or neither. What one
+process holds tells which; a worker then holds its own rows of the former two, and all of the last.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch_geometric.nn import MessagePassing
 
-from pyg_sar.tools.recording import Key, Rows
-from pyg_sar.tools.verify_report import LayerReport, VerifyReport
+# The report ###################################################################
+
+
+@dataclass
+class LayerReport:
+    """How one message passing layer ran.
+
+    Attributes:
+        name: Its name in ``model.named_modules()``.
+        kind: Its class.
+        strategy: ``'sequential'``, ``'chunked'``, ``'one_shot'``, or several of these.
+        case: 2 where the backward pass fetches source rows again, 1 where not, 0 for one shot.
+        received_bytes: Halo rows received by all workers, forward and backward.
+        resident_rows: The most remote rows that a worker held at once for it.
+        halo_rows: All remote rows that this worker's edges need.
+        output_error: The largest relative error of its outputs.
+        gradient_error: The largest error of its parameters' gradients, relative to the largest
+            gradient of the model.
+        transforms_first: It maps source rows before it sums them (docs/transform_first.md).
+    """
+
+    name: str
+    kind: str
+    strategy: str
+    case: int
+    received_bytes: int
+    resident_rows: int
+    halo_rows: int
+    output_error: float = 0.0
+    gradient_error: float = 0.0
+    transforms_first: bool = False
+
+
+@dataclass
+class VerifyReport:
+    """The verdict of :func:`pyg_sar.verify`; ``str(report)`` is a table.
+
+    Attributes:
+        model: The model's class.
+        num_nodes: Nodes that were looked at.
+        of_nodes: Nodes of the graph.
+        num_edges: Edges that were looked at.
+        num_workers: Workers.
+        tolerance: The largest error that counts as equal.
+        layers: One entry per message passing layer.
+        output_error: The largest relative error of the model's outputs.
+        gradient_errors: Errors of gradients, by parameter, and ``data.NAME`` for inputs.
+        buffer_errors: Errors of buffers (running statistics).
+        refused: Modules that can't run distributed, and why. The others were looked at all the
+            same, with results of one process in these modules' places, but not their gradients.
+        failure: Why the workers could not run at all.
+        first_difference: Where numbers first differ.
+        warnings: Layers that fetch their whole halo, and why.
+    """
+
+    model: str
+    num_nodes: int
+    of_nodes: int
+    num_edges: int
+    num_workers: int
+    tolerance: float
+    layers: list[LayerReport] = field(default_factory=list)
+    output_error: float = 0.0
+    gradient_errors: dict[str, float] = field(default_factory=dict)
+    buffer_errors: dict[str, float] = field(default_factory=dict)
+    refused: dict[str, str] = field(default_factory=dict)
+    failure: str = ""
+    first_difference: str = ""
+    warnings: list[str] = field(default_factory=list)
+
+    @property
+    def ok(self) -> bool:
+        """Whether everything runs and is equal."""
+        return not (self.refused or self.failure or self.first_difference)
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.model} on {self.num_nodes:,} of {self.of_nodes:,} nodes, {self.num_edges:,} "
+            f"edges: {self.num_workers} workers against one process, float64"
+        ]
+        if self.layers:
+            lines += _table(self.layers)
+        if not self.failure:
+            lines.append(f"outputs: largest error {self.output_error:.1e}")
+        if self.gradient_errors:
+            lines.append(f"gradients: largest error {max(self.gradient_errors.values()):.1e}")
+        lines += [f"warning: {text}" for text in self.warnings]
+        lines += [f"not supported: {name}: {why}" for name, why in self.refused.items()]
+        if self.failure and self.failure not in self.refused.values():
+            lines.append(f"failed: {self.failure}")
+        if self.first_difference:
+            lines.append(f"DIFFERS: {self.first_difference}")
+        lines.append("ok: the same as one process" if self.ok else "not ok")
+        return "\n".join(lines)
+
+
+_COLUMNS = ("layer", "class", "strategy", "case", "received", "rows held/halo", "output", "grads")
+
+
+def _table(layers: list[LayerReport]) -> list[str]:
+    cells = [list(_COLUMNS)] + [
+        [
+            layer.name or "(model)",
+            layer.kind,
+            layer.strategy + (", transforms first" if layer.transforms_first else ""),
+            str(layer.case or "-"),
+            _bytes(layer.received_bytes),
+            f"{layer.resident_rows}/{layer.halo_rows}",
+            f"{layer.output_error:.0e}",
+            f"{layer.gradient_error:.0e}",
+        ]
+        for layer in layers
+    ]
+    widths = [max(len(row[k]) for row in cells) for k in range(len(_COLUMNS))]
+    padded = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in cells]
+    return ["  ".join(row).rstrip() for row in padded]
+
+
+def _bytes(number: float) -> str:
+    for unit in ("B", "KiB", "MiB"):
+        if number < 1024:
+            return f"{number:.0f} {unit}"
+        number /= 1024
+    return f"{number:.1f} GiB"
+
+
+# Recording ####################################################################
+
+Key = tuple[str, int, str, int]
+"""Module, number of its call, ``'input'`` or ``'output'``, number of the tensor."""
+
+
+def watched(model: nn.Module) -> dict[str, nn.Module]:
+    """The modules that a model calls outside of messages, by name.
+
+    What a message passing layer calls may run edge by edge, several times, or not at all.
+    """
+    inside = tuple(
+        f"{name}." if name else ""
+        for name, module in model.named_modules()
+        if isinstance(module, MessagePassing)
+    )
+    return {
+        name: module
+        for name, module in model.named_modules()
+        if not any(name.startswith(prefix) and name != prefix[:-1] for prefix in inside)
+    }
+
+
+def floats(value: Any) -> list[Tensor]:
+    """The dense floating point tensors in nested lists, tuples and dictionaries, in order."""
+    return [
+        leaf
+        for leaf in tree_leaves(value)
+        if isinstance(leaf, Tensor)
+        and leaf.is_floating_point()
+        and leaf.layout == torch.strided
+        and leaf.dim() > 0
+    ]
+
+
+@dataclass
+class Rows:
+    """Which rows of a whole graph's tensors a process holds.
+
+    Attributes:
+        num_nodes: Nodes of the whole graph.
+        num_edges: Edges of the whole graph.
+        n_id: Global ids of the process's nodes.
+        e_id: Global ids of its edges.
+        lists: By their length, lists of node ids or pairs: the places that the process holds.
+    """
+
+    num_nodes: int
+    num_edges: int
+    n_id: Tensor
+    e_id: Tensor
+    lists: dict[int, Tensor] = field(default_factory=dict)
+
+    def ids(self, whole: Tensor) -> Tensor | None:
+        """Rows of a whole graph's tensor that the process holds (``None``: all)."""
+        if whole.dim() and whole.size(0) == self.num_nodes:
+            return self.n_id
+        if whole.dim() and whole.size(0) == self.num_edges:
+            return self.e_id
+        return self.lists.get(whole.size(0)) if whole.dim() else None
+
+    def mine(self, whole: Any) -> Any:
+        """The process's part of whatever a module returned for the whole graph."""
+
+        def part(leaf: Any) -> Any:
+            ids = self.ids(leaf) if isinstance(leaf, Tensor) else None
+            return leaf if ids is None else leaf[ids]
+
+        return tree_map(part, whole)
+
+
+class Recorder:
+    """Keeps copies of what goes into and comes out of a model's modules, in order.
+
+    Args:
+        model: The model to watch.
+        keep_results: Keep whole results as well, for :class:`StandIn`.
+    """
+
+    def __init__(self, model: nn.Module, keep_results: bool = False) -> None:
+        self.events: dict[Key, Tensor] = {}
+        self.results: dict[str, list[Any]] = {}
+        self.active: list[str] = []
+        self._model, self._keep = model, keep_results
+        self._calls: Counter[str] = Counter()
+
+    @contextmanager
+    def watch(self) -> Iterator[Recorder]:
+        """Records for as long as it is open."""
+        handles = []
+        for name, module in watched(self._model).items():
+            before, after = self._before(name), self._after(name)
+            handles.append(module.register_forward_pre_hook(before, with_kwargs=True))
+            handles.append(module.register_forward_hook(after))
+        try:
+            yield self
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def _before(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, kwargs: Any) -> None:
+            self.active.append(name)
+            self._note(name, "input", (args, kwargs))
+
+        return hook
+
+    def _after(self, name: str) -> Any:
+        def hook(module: nn.Module, args: Any, result: Any) -> None:
+            self._note(name, "output", result)
+            self._calls[name] += 1
+            if self._keep:
+                kept = tree_map(lambda t: t.detach() if isinstance(t, Tensor) else t, result)
+                self.results.setdefault(name, []).append(kept)
+            self.active.pop()
+
+        return hook
+
+    def _note(self, name: str, what: str, value: Any) -> None:
+        for number, tensor in enumerate(floats(value)):
+            self.events[name, self._calls[name], what, number] = tensor.detach().clone()
+
+
+class StandIn(nn.Module):
+    """In place of a module that can't run: gives what it gave in one process.
+
+    Args:
+        results: Its results for the whole graph, one per call.
+        rows: Which rows this process holds.
+    """
+
+    def __init__(self, results: list[Any], rows: Rows) -> None:
+        super().__init__()
+        self.results, self.rows, self.calls = results, rows, 0
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        return self.rows.mine(self.results[(self.calls - 1) % len(self.results)])
+
+
+def put(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Replaces the submodule ``name``."""
+    parent, _, last = name.rpartition(".")
+    owner = model.get_submodule(parent)
+    if isinstance(owner, nn.ModuleList | nn.Sequential):
+        owner[int(last)] = module
+    elif isinstance(owner, nn.ModuleDict):
+        owner[last] = module
+    else:
+        setattr(owner, last, module)
+
+
+def without_dropout(model: nn.Module) -> nn.Module:
+    """Sets the probabilities of dropout that modules hold to 0. Changes ``model``."""
+    for module in model.modules():
+        for name, value in list(vars(module).items()):
+            dropout = "drop" in name or (name == "p" and "Dropout" in type(module).__name__)
+            if dropout and isinstance(value, float):
+                setattr(module, name, 0.0)
+            elif dropout and isinstance(value, list):
+                setattr(module, name, [0.0 if isinstance(v, float) else v for v in value])
+    return model
+
+
+class NoDropout(TorchFunctionMode):
+    """Dropout passes everything: two runs can't draw the same numbers for other rows.
+
+    It is for probabilities that stand in a model's own code; :func:`without_dropout` does the rest,
+    also in the messages that a backward pass computes again, where no such mode holds.
+    """
+
+    NAMES = frozenset(
+        {"dropout", "dropout1d", "dropout2d", "dropout3d", "alpha_dropout", "feature_dropout",
+         "feature_alpha_dropout", "dropout_"}
+    )  # fmt: skip
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        given = dict(kwargs or {})
+        if getattr(func, "__name__", "") in self.NAMES:
+            return args[0] if args else given["input"]
+        return func(*args, **given)
+
+
+# Comparing ####################################################################
 
 
 @dataclass

@@ -3,11 +3,11 @@
 =========================================  =====================================================
 source                                     graph
 =========================================  =====================================================
-``synthetic``                              :class:`~pyg_sar.tools.synthetic.SyntheticGraph`
+``synthetic``                              :class:`~pyg_sar.tools.graph_sources.SyntheticGraph`
 ``cora``, ``photo``, ``wikics``, ...       a dataset of PyG by name; or ``Class/Name``, as in
                                            ``Planetoid/Cora``, or ``Class``
 ``ogbn-arxiv``, ...                        a node dataset of OGB (needs the extra ``ogb``)
-``FILE.npz``                               arrays (:func:`~pyg_sar.tools.graph_files.load_npz`)
+``FILE.npz``                               arrays (:func:`~pyg_sar.tools.graph_sources.load_npz`)
 ``FILE.pt``                                a saved ``Data``
 =========================================  =====================================================
 
@@ -35,8 +35,14 @@ from torch_geometric.transforms import ToUndirected
 from pyg_sar.partition.hetero_partition import count_nodes
 from pyg_sar.partition.hetero_parts import edges_of_relations
 from pyg_sar.partition.parts import check_graph
-from pyg_sar.tools.graph_files import FILE_SUFFIXES, load_npz, load_saved, safe_data_classes
-from pyg_sar.tools.synthetic import SyntheticGraph, synthetic_graph
+from pyg_sar.tools.graph_sources import (
+    FILE_SUFFIXES,
+    SyntheticGraph,
+    load_npz,
+    load_saved,
+    safe_data_classes,
+    synthetic_graph,
+)
 
 DATASETS: dict[str, tuple[str, str | None]] = {
     "actor": ("Actor", None),
@@ -121,7 +127,7 @@ def load_graph(
             PyG dataset with several names, PyG's own ``root`` is taken as well.
         seed: Seed of synthetic graphs, drawn splits and random features.
         **options: More options; fields of :class:`GraphOptions` or, for ``synthetic``, also of
-            :class:`~pyg_sar.tools.synthetic.SyntheticGraph`.
+            :class:`~pyg_sar.tools.graph_sources.SyntheticGraph`.
 
     Returns:
         The graph, on the CPU.

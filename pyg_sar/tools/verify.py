@@ -25,27 +25,28 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import OneShotWarning, WorkerError
 from pyg_sar.ledger import HALO_KINDS, Ledger
-from pyg_sar.nn import OneShotWarning
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.node_ids import NodeIds, said_of
 from pyg_sar.partition.node_lists import PLACE, restricted, without_lists
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
-from pyg_sar.tools.comparison import ModelPass, compare
-from pyg_sar.tools.recording import (
+from pyg_sar.tools.comparison import (
+    LayerReport,
+    ModelPass,
     NoDropout,
     Recorder,
     Rows,
     StandIn,
+    VerifyReport,
+    compare,
     floats,
     put,
     watched,
     without_dropout,
 )
-from pyg_sar.tools.verify_report import LayerReport, VerifyReport
 
 __all__ = ["call_with", "sample_nodes", "verify"]
 
@@ -392,14 +393,14 @@ def _backward(expected: ModelPass, outputs: Sequence[Tensor], rows: Rows) -> Non
 
 def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
     """How a layer ran on this worker."""
-    verdicts = layer.__dict__.get("_verdicts", {}).values()
-    needs = [verdict.needs for verdict in verdicts if verdict.needs is not None]
+    choices = layer.__dict__.get("_choices", {}).values()
+    needs = [choice.needs for choice in choices if choice.needs is not None]
     case = 0 if not needs else 2 if any(need.needs_sources for need in needs) else 1
     label = layer.ledger_name
     return LayerReport(
         name=name,
         kind=type(layer).__name__.removeprefix("Dist"),
-        strategy=", ".join(sorted({verdict.strategy for verdict in verdicts})) or "not called",
+        strategy=", ".join(sorted({choice.strategy for choice in choices})) or "not called",
         case=case,
         received_bytes=sum(ledger.received_bytes(layer=label, kind=kind) for kind in HALO_KINDS),
         resident_rows=ledger.peak_resident_rows(label),

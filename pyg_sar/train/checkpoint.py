@@ -25,21 +25,17 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import CheckpointError
 from pyg_sar.files import replace_file, save_tensors
-from pyg_sar.reduction.replicas import check_replicas
+from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
 
-__all__ = ["Checkpoint", "CheckpointError", "load_checkpoint", "save_checkpoint"]
+__all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
 _FORMAT = "pyg_sar.train.checkpoint"
 _VERSION = 1
 _HEADER = "pyg_sar"
 _LABEL = ("", "", "checkpoint")
-
-
-class CheckpointError(PygSarError, ValueError):
-    """A checkpoint cannot be written, read, or used with this model or these workers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,7 +131,7 @@ def load_checkpoint(
     Nothing is changed on any worker unless the file suits all of them. A model alone can be loaded
     with any number of workers, one process included::
 
-        pyg_sar.load_checkpoint("run.ckpt", model, weights="best")
+        pyg_sar.train.load_checkpoint("run.ckpt", model, weights="best")
 
     Args:
         path: The file; on several hosts each needs it under this name (a shared folder).

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.communicator import Communicator
-from pyg_sar.reduction.owned_rows import gather_to_first, ids_of, in_global_order, owned_parameters
+from pyg_sar.comm.group import Communicator
+from pyg_sar.reduction.parameters import gather_to_first, ids_of, in_global_order, owned_parameters
 
 Tensors = dict[str, Tensor]
 

@@ -31,18 +31,23 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import CheckpointError, DivergedError
 from pyg_sar.reduction.metrics import mean
-from pyg_sar.reduction.owned_rows import clip_grad_norm
-from pyg_sar.reduction.replicas import check_settings
-from pyg_sar.train.checkpoint import Checkpoint, CheckpointError, load_checkpoint, save_checkpoint
-from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
-from pyg_sar.train.splits import SPLITS, node_labels, split_nodes
+from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
+from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from pyg_sar.train.config import (
+    SPLITS,
+    EpochRecord,
+    Scores,
+    TrainConfig,
+    TrainResult,
+    node_labels,
+    split_nodes,
+)
 from pyg_sar.train.wire_error import gradient_error, measure_every
 
 __all__ = [
     "Callback",
-    "DivergedError",
     "EpochRecord",
     "Scores",
     "TrainConfig",
@@ -53,10 +58,6 @@ __all__ = [
 
 #: Settings that a resumed run may change without leaving the loss curve it continues.
 _FREE_ON_RESUME = frozenset({"epochs", "patience", "restore_best"})
-
-
-class DivergedError(PygSarError):
-    """The loss is no longer a finite number."""
 
 
 class Callback:

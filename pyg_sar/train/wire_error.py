@@ -13,7 +13,7 @@ from torch import Tensor
 
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.nn import DistMessagePassing
-from pyg_sar.reduction.owned_rows import owned_parameters
+from pyg_sar.reduction.parameters import owned_parameters
 
 _LABEL: Label = ("", "", "gradient error")
 

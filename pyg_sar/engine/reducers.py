@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from pyg_sar.engine.rounds import Rounds
 from pyg_sar.exchange.rows import flat_rows
 from pyg_sar.kernels.attention_terms import wide_dtype
-from pyg_sar.kernels.ops import edge_dot, extremum_, extremum_backward_, gather_sum_
-from pyg_sar.message.target_index import Reductions, trailing
-from pyg_sar.space.shard import Segments, Tile
+from pyg_sar.message.target_index import Reductions, spread, trailing
+from pyg_sar.space.shard import Tile
 
 
 def present(value: Tensor | None) -> Tensor:
@@ -35,15 +33,6 @@ def segment_sum(tile: Tile, values: Tensor) -> Tensor:
     return out.view(out.size(0), *values.shape[1:]).to(values.dtype)
 
 
-def gather_into(
-    out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None = None
-) -> None:
-    """Adds gathered rows ``[M, *]``, by weight, to their targets in ``out [N, *]``."""
-    flat = out.view(out.size(0), out.shape[1:].numel())  # a view, also of columns of a buffer
-    at = segments.source, segments.offsets, segments.targets
-    gather_sum_(flat, flat_rows(rows), *at, weight, segments.edges)
-
-
 class Reducer(ABC):
     r"""Aggregates messages of tiles into :math:`[n_p, *]`, with the messages' dtype and device.
 
@@ -55,9 +44,9 @@ class Reducer(ABC):
     needs_values = False
     reads_messages = False
 
-    def __init__(self, rounds: Rounds) -> None:
-        self.in_degree = rounds.in_degree
-        self.num_targets = rounds.in_degree.numel()
+    def __init__(self, in_degree: Tensor) -> None:
+        self.in_degree = in_degree
+        self.num_targets = in_degree.numel()
 
     @abstractmethod
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
@@ -94,31 +83,11 @@ class Reducer(ABC):
         return trailing(self.in_degree.clamp(min=1).to(wide_dtype(like.dtype)), like)
 
 
-class RowReducer(Reducer):
-    """A reducer that also takes shards whose messages are source rows: none is materialized."""
-
-    @abstractmethod
-    def merge_rows(self, segments: Segments, rows: Tensor, weight: Tensor | None) -> None:
-        """Adds a shard of source rows ``[*, *]`` to the state.
-
-        Or of their products with ``weight``, a number for each edge in shard order, ``[E]``.
-        """
-
-    @abstractmethod
-    def add_row_gradients(
-        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
-    ) -> None:
-        """Adds the gradients of the rows that :meth:`merge_rows` took to ``total``.
-
-        The rows themselves are only asked for where the reducer ``needs_values``.
-        """
-
-
-class SumReducer(RowReducer):
+class SumReducer(Reducer):
     r""":math:`out_i = \sum_e m_e`; gradient :math:`\partial L/\partial m_e = g_i`."""
 
-    def __init__(self, rounds: Rounds) -> None:
-        super().__init__(rounds)
+    def __init__(self, in_degree: Tensor) -> None:
+        super().__init__(in_degree)
         self._out: Tensor | None = None
         self._gradient: Tensor | None = None
 
@@ -126,11 +95,6 @@ class SumReducer(RowReducer):
         if self._out is None:
             self._out = self._zeros(messages)
         self._out.index_add_(0, tile.targets, segment_sum(tile, messages))
-
-    def merge_rows(self, segments: Segments, rows: Tensor, weight: Tensor | None) -> None:
-        if self._out is None:
-            self._out = self._zeros(rows)
-        gather_into(self._out, rows, segments, weight)
 
     def finish(self) -> Tensor:
         out = present(self._out)
@@ -140,78 +104,23 @@ class SumReducer(RowReducer):
     def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
         self._gradient = gradient
 
-    def _shares(self) -> Tensor:
-        """What each message of a target gets, ``[num_targets, *]``."""
-        return present(self._gradient)
-
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.target_rows)
 
-    def add_row_gradients(
-        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
-    ) -> None:
-        gather_into(total, present(self._gradient), transposed, weight)
-
-    def gradient(self) -> tuple[Tensor, Tensor | None]:
-        """Each message's gradient by target: :math:`g`, and what its rows are multiplied by."""
-        return present(self._gradient), None
-
-    def weight_gradient(self, segments: Segments, rows: Tensor) -> Tensor:
-        """The gradients of the weights that :meth:`merge_rows` took, in shard order, ``[E]``."""
-        gradient = flat_rows(self._shares())
-        at = segments.source, segments.offsets, segments.targets, segments.edges
-        return edge_dot(flat_rows(rows), gradient, *at)
-
 
 class MeanReducer(SumReducer):
-    r""":math:`out_i = \frac{1}{\max(d_i, 1)} \sum_e m_e` with the in-degree :math:`d_i`.
-
-    The gradient's rows are divided where they are read: a divided copy of all of them is made only
-    where numbers for a shard's edges would take more.
-    """
-
-    def __init__(self, rounds: Rounds) -> None:
-        super().__init__(rounds)
-        self._divided: Tensor | None = None
-
-    def gradient(self) -> tuple[Tensor, Tensor | None]:
-        gradient = present(self._gradient)
-        wide = wide_dtype(gradient.dtype)
-        return gradient, self.in_degree.clamp(min=1).to(wide).reciprocal_()
+    r""":math:`out_i = \frac{1}{\max(d_i, 1)} \sum_e m_e` with the in-degree :math:`d_i`."""
 
     def finish(self) -> Tensor:
         out = super().finish()
         return out.div_(self._degrees(out))
 
-    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
-        self._gradient, self._divided = gradient, None
-
-    def _shares(self) -> Tensor:
-        """The gradient over the in-degrees, ``[num_targets, *]``; kept from its first use on."""
-        if self._divided is None:
-            gradient = present(self._gradient)
-            self._divided = (gradient / self._degrees(gradient)).to(gradient.dtype)
-        return self._divided
-
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         found = super().message_gradient(tile, messages, log)
         return found.div_(self._degrees(found).index_select(0, tile.target_rows))
 
-    def add_row_gradients(
-        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
-    ) -> None:
-        gradient = present(self._gradient)
-        if self._divided is not None or transposed.source.numel() > gradient.numel():
-            gather_into(total, self._shares(), transposed, weight)
-            return
-        shares = present(self.gradient()[1]).index_select(0, transposed.source)
-        if weight is not None:
-            edges = transposed.edges
-            shares *= weight if edges is None else weight.index_select(0, edges)
-        gather_into(total, gradient, replace(transposed, edges=None), shares)
 
-
-class ExtremumReducer(RowReducer):
+class ExtremumReducer(Reducer):
     r""":math:`out_i = \max_e m_e` (or minimum), 0 without in-edges.
 
     All :math:`k` messages that reach the extremum, on whichever shard, get :math:`g_i / k`, or
@@ -223,8 +132,8 @@ class ExtremumReducer(RowReducer):
     needs_values = True
     reads_messages = True
 
-    def __init__(self, rounds: Rounds, largest: bool) -> None:
-        super().__init__(rounds)
+    def __init__(self, in_degree: Tensor, largest: bool) -> None:
+        super().__init__(in_degree)
         self._reduce = "amax" if largest else "amin"
         self._worst = float("-inf") if largest else float("inf")
         self._better = torch.maximum if largest else torch.minimum
@@ -232,7 +141,6 @@ class ExtremumReducer(RowReducer):
         self._ties: Tensor | None = None
         self._gradient: Tensor | None = None
         self._missing: Tensor | None = None
-        self._nowhere: Tensor | None = None
 
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._out is None or self._ties is None:
@@ -250,16 +158,6 @@ class ExtremumReducer(RowReducer):
         self._out[tile.targets] = new
         self._ties[tile.targets] = old_ties * (old == new) + ties * (best == new)
 
-    def merge_rows(self, segments: Segments, rows: Tensor, weight: Tensor | None) -> None:
-        if weight is not None:
-            raise RuntimeError("An extremum of weighted rows has no kernel")
-        if self._out is None or self._ties is None:
-            self._out = self._zeros(rows).fill_(self._worst)
-            self._ties = self._zeros(rows)
-        at = segments.source, segments.offsets, segments.targets
-        largest = self._worst < 0
-        extremum_(flat_rows(self._out), flat_rows(self._ties), flat_rows(rows), *at, largest)
-
     def finish(self) -> Tensor:
         out = present(self._out)
         out[self.in_degree == 0] = 0
@@ -272,10 +170,6 @@ class ExtremumReducer(RowReducer):
         self._out, self._ties = state
         winners = self._ties + (self._out == 0)
         self._gradient = (gradient / winners).to(gradient.dtype)  # infinite or NaN for NaN
-        nobody = winners == 0
-        self._nowhere = None
-        if bool(nobody.any()):
-            self._nowhere = gradient.new_zeros(gradient.shape).masked_fill_(nobody, float("nan"))
         self._missing = self._ties.sum(dtype=torch.float64)
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
@@ -283,17 +177,6 @@ class ExtremumReducer(RowReducer):
         reached = present(messages) == present(self._out).index_select(0, rows)
         self._missing = present(self._missing) - reached.sum()
         return present(self._gradient).index_select(0, rows) * reached
-
-    def add_row_gradients(
-        self, transposed: Segments, total: Tensor, rows: Tensor | None, weight: Tensor | None
-    ) -> None:
-        flat = total.view(total.size(0), total.shape[1:].numel())
-        gradient, best = flat_rows(present(self._gradient)), flat_rows(present(self._out))
-        at = transposed.source, transposed.offsets, transposed.targets
-        found = extremum_backward_(flat, flat_rows(present(rows)), gradient, best, *at)
-        self._missing = present(self._missing) - found
-        if self._nowhere is not None:  # The kernel gives a share to those that reach it only.
-            gather_into(total, self._nowhere, transposed)
 
     def finish_backward(self) -> None:
         if float(present(self._missing)) != 0 and bool(present(self._out).isfinite().all()):
@@ -315,8 +198,8 @@ class ProductReducer(Reducer):
     needs_values = True
     reads_messages = True
 
-    def __init__(self, rounds: Rounds) -> None:
-        super().__init__(rounds)
+    def __init__(self, in_degree: Tensor) -> None:
+        super().__init__(in_degree)
         self._product: Tensor | None = None
         self._zeros_seen: Tensor | None = None
         self._gradient: Tensor | None = None
@@ -360,12 +243,12 @@ class VarianceReducer(Reducer):
     :math:`-\frac{2}{d_i} \mu_i g_i` where PyG's ``semi_grad`` takes :math:`E[m^2]` for constant.
 
     Args:
-        rounds: The way through the edges.
+        in_degree: Edges into each target.
         semi_grad: See :class:`torch_geometric.nn.aggr.VarAggregation`.
     """
 
-    def __init__(self, rounds: Rounds, semi_grad: bool) -> None:
-        super().__init__(rounds)
+    def __init__(self, in_degree: Tensor, semi_grad: bool) -> None:
+        super().__init__(in_degree)
         self.needs_values = self.reads_messages = not semi_grad
         self._count: Tensor | None = None
         self._mean: Tensor | None = None
@@ -412,8 +295,8 @@ class VarianceReducer(Reducer):
 class PlaceReducer(Reducer):
     """Puts each target's aggregate, computed from all its in-edges, in its place."""
 
-    def __init__(self, rounds: Rounds) -> None:
-        super().__init__(rounds)
+    def __init__(self, in_degree: Tensor) -> None:
+        super().__init__(in_degree)
         self._out: Tensor | None = None
         self._gradient: Tensor | None = None
 
@@ -430,3 +313,127 @@ class PlaceReducer(Reducer):
 
     def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
         return present(self._gradient).index_select(0, tile.targets)
+
+
+def _gathered(values: Tensor, like: Tensor) -> Tensor:
+    """Adjoint of :func:`spread`: sums of ``values`` in the shape of ``like``."""
+    heads, width = like.size(-1), values.size(-1)
+    if values.dim() == like.dim() > 1 and 1 < heads < width and width % heads == 0:
+        return values.unflatten(-1, (heads, width // heads)).sum(-1)
+    return values.sum_to_size(*trailing(like, values).shape).view_as(like)
+
+
+class SoftmaxReducer(Reducer):
+    r""":math:`out_i = \sum_e p_e v_e` where messages carry weights normalised over their tile.
+
+    State: the maximum :math:`M`, the normaliser :math:`S` and :math:`S \cdot out`, rescaled when
+    the maximum grows. See [Note: softmax over targets].
+
+    Args:
+        in_degree: Edges into each target.
+        mean: Divide by the in-degree.
+    """
+
+    needs_values = True
+
+    def __init__(self, in_degree: Tensor, mean: bool = False) -> None:
+        super().__init__(in_degree)
+        self._mean = mean
+        self._out: Tensor | None = None
+        self._max: Tensor | None = None
+        self._sum: Tensor | None = None
+        self._gradient: Tensor | None = None
+        self._inner: Tensor | None = None
+
+    def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
+        if tile.num_edges == 0:  # Layers return early here, without their softmax.
+            self._out = self._zeros(messages) if self._out is None else self._out
+            return
+        total = present(log.total).detach()
+        maximum = log.maximum if log.maximum is not None else torch.zeros_like(total)
+        if self._out is None:
+            self._out = self._zeros(messages)
+        if self._max is None or self._sum is None:
+            self._max = self._zeros(total).fill_(torch.finfo(total.dtype).min)
+            self._sum = self._zeros(total)
+        old = self._max[tile.targets]
+        new = torch.maximum(old, maximum)
+        keep, weight = (old - new).exp(), (maximum - new).exp() * total
+        part = segment_sum(tile, messages)
+        self._max[tile.targets] = new
+        self._sum[tile.targets] = self._sum[tile.targets] * keep + weight
+        self._out[tile.targets] = (
+            self._out[tile.targets] * spread(keep, part) + part * spread(weight, part)
+        ).to(part.dtype)
+
+    def finish(self) -> Tensor:
+        out = present(self._out)
+        if self._sum is not None:
+            safe = torch.where(self._sum == 0, torch.ones_like(self._sum), self._sum)
+            out = self._out = (out / spread(safe, out)).to(out.dtype)
+        if self._mean:
+            out = (out / self._degrees(out)).to(out.dtype)
+        return out
+
+    def state(self) -> list[Tensor]:
+        if self._max is None or self._sum is None:
+            return []
+        # A copy: what was handed out may be written into (F.relu(out, inplace=True)).
+        return [present(self._out).clone(), self._max, self._sum]
+
+    def start_backward(self, gradient: Tensor, state: list[Tensor]) -> None:
+        if not state:
+            self._gradient = gradient
+            return
+        self._out, self._max, self._sum = state
+        if self._mean:
+            gradient = (gradient / self._degrees(gradient)).to(gradient.dtype)
+        self._gradient = gradient
+        self._inner = _gathered(gradient * self._out, self._sum)
+
+    def _share(self, tile: Tile, log: Reductions) -> Tensor:
+        """``e^{m_t - M} / S`` per target of the tile, as exact as the gradient."""
+        total = present(log.total).detach()
+        total = total.to(torch.promote_types(total.dtype, present(self._gradient).dtype))
+        maximum = log.maximum if log.maximum is not None else torch.zeros_like(total)
+        top, norm = present(self._max)[tile.targets], present(self._sum)[tile.targets]
+        return (maximum - top).exp() / norm
+
+    def message_gradient(self, tile: Tile, messages: Tensor | None, log: Reductions) -> Tensor:
+        gradient = present(self._gradient)[tile.targets]
+        if tile.num_edges == 0:
+            return gradient.index_select(0, tile.index)
+        weight = self._share(tile, log) * present(log.total).detach()
+        scaled = (gradient * spread(weight, gradient)).to(gradient.dtype)
+        return scaled.index_select(0, tile.index)
+
+    def total_gradient(self, tile: Tile, log: Reductions) -> Tensor | None:
+        if tile.num_edges == 0:
+            return None
+        total = present(log.total)
+        inner = present(self._inner)[tile.targets]
+        return (-self._share(tile, log) * inner).to(total.dtype)
+
+
+def make_reducer(kind: str, normalised: bool, in_degree: Tensor) -> Reducer:
+    """The reducer of an aggregation.
+
+    Args:
+        kind: ``'sum'``, ``'mean'``, ``'max'``, ``'min'``, ``'mul'``, ``'var'``, ``'semi_var'``, or
+            ``'place'`` where chunks hold all in-edges.
+        normalised: The message reduces over targets: it holds weights normalised over a tile.
+        in_degree: Edges into each target.
+    """
+    if normalised and kind != "place":
+        return SoftmaxReducer(in_degree, mean=kind == "mean")
+    make: dict[str, Callable[[], Reducer]] = {
+        "place": lambda: PlaceReducer(in_degree),
+        "sum": lambda: SumReducer(in_degree),
+        "mean": lambda: MeanReducer(in_degree),
+        "max": lambda: ExtremumReducer(in_degree, largest=True),
+        "min": lambda: ExtremumReducer(in_degree, largest=False),
+        "mul": lambda: ProductReducer(in_degree),
+        "var": lambda: VarianceReducer(in_degree, semi_grad=False),
+        "semi_var": lambda: VarianceReducer(in_degree, semi_grad=True),
+    }
+    return make[kind]()

@@ -1,22 +1,20 @@
 """Additive attention whose transform depends on the edge's relation, one relation at a time.
 
-The softmax is over all in-edges of a target, of whichever relation, and states merge: so a shard's
-edges are added relation by relation. Of each relation only those rows of a shard are transformed
+The softmax is over all in-edges of a target, of whichever relation, and states merge: so a block's
+edges are added relation by relation. Of each relation only those rows of a unit are transformed
 that its edges read, one relation's at a time; what travels are the untransformed rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_sar.engine.fused_attention import FusedAttention
-from pyg_sar.engine.pushed_attention import edges_to_push
-from pyg_sar.engine.rounds import ShardRounds
+from pyg_sar.engine.kernels.attention import SoftmaxAttention
+from pyg_sar.engine.schedule import by_shards
 from pyg_sar.exchange.rows import UnitRows, Use
 from pyg_sar.kernels.attention_ops import attention_, attention_backward_sources_
 from pyg_sar.kernels.attention_terms import (
@@ -28,7 +26,7 @@ from pyg_sar.kernels.attention_terms import (
 )
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
-from pyg_sar.space.shard import Segments, shards_of
+from pyg_sar.space.shard import Block, Segments, Shards, shards_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,21 +69,24 @@ class RelationalTerms:
 
 @dataclass(frozen=True, slots=True)
 class _Relation:
-    """A relation's edges: their columns of the whole ``edge_index``, and the way through them."""
+    """A relation's edges: their columns of the whole ``edge_index``, and their shards."""
 
     columns: Tensor
-    rounds: ShardRounds
+    shards: Shards
 
 
-class RelationalAttention(FusedAttention):
-    """One call of a layer: see :class:`~pyg_sar.engine.fused_attention.FusedAttention`.
+class RelationalAttention(SoftmaxAttention):
+    """One call of a layer. Made by all workers together.
 
     Args:
         terms: Scores and values; ``x`` of this worker's nodes.
-        relations: The edges.
+        edge_index: The edges.
         policy: Its mode and prefetch depth.
         name: The layer's name, for the ledger.
         title: The layer and the rank, for messages.
+
+    Raises:
+        IndexError: An edge is of no relation.
     """
 
     sources = ("x",)
@@ -94,23 +95,35 @@ class RelationalAttention(FusedAttention):
     def __init__(
         self,
         terms: RelationalTerms,
-        relations: Sequence[_Relation],
+        edge_index: DistEdgeIndex,
         policy: SARPolicy,
         name: str,
         title: str,
     ) -> None:
-        super().__init__(terms, relations[0].rounds, policy, name, title)
-        self._relations = relations
+        kinds, count = terms.edge_type, terms.weight.size(0)
+        if kinds.numel() and not 0 <= int(kinds.min()) <= int(kinds.max()) < count:
+            raise IndexError(
+                f"{title}: expected 'edge_type' in [0, {count}) (got {int(kinds.min())} to "
+                f"{int(kinds.max())})"
+            )
+        self._relations = []
+        for relation in range(count):
+            # Found again in later passes by the mask's content.
+            edges: Any = edge_index[:, kinds == relation]
+            columns = (kinds == relation).nonzero().view(-1)
+            self._relations.append(_Relation(columns, shards_of(edges)))
+        schedule = by_shards(self._relations[0].shards)
+        super().__init__(terms, schedule, policy, name, title)
 
     def start(self, given: Any) -> AttentionState:
         heads = given.query.size(2)
         value = given.x.new_empty(0, heads, given.weight.size(2) // heads)
-        return AttentionState.start(self.rounds.in_degree.numel(), value)
+        return AttentionState.start(self.schedule.in_degree.numel(), value)
 
-    def add(self, state: AttentionState, given: Any, unit: int, rows: UnitRows) -> None:
+    def add(self, state: AttentionState, given: Any, block: Block, rows: UnitRows) -> None:
         (every,) = rows.tensors
         for number, relation in enumerate(self._relations):
-            edges = relation.rounds.segments(unit)
+            edges = relation.shards.blocks[block.unit].segments
             if edges.source.numel() == 0:
                 continue
             used = torch.zeros(every.size(0), dtype=torch.bool, device=every.device)
@@ -118,7 +131,7 @@ class RelationalAttention(FusedAttention):
             place = used.cumsum(0).sub_(1).to(edges.source.dtype)
             source = place.index_select(0, edges.source)
             x = every[used]
-            shard = self._of_relation(given, number, unit, x)
+            shard = self._of_relation(given, number, block.unit, x)
             attention_(state, shard, Segments(source, edges.offsets, edges.targets, edges.edges))
 
     def add_gradients(
@@ -126,22 +139,22 @@ class RelationalAttention(FusedAttention):
         sums: dict[str, Tensor],
         given: Any,
         cotangent: Cotangent,
-        unit: int,
+        block: Block,
         rows: UnitRows,
     ) -> None:
         (every,) = rows.tensors
         for number, relation in enumerate(self._relations):
             numbered = given.edge_attr is not None or given.p > 0
-            edges = relation.rounds.segments(unit, transposed=True, numbered=numbered)
+            edges = relation.shards.blocks[block.unit].transposed(numbered)
             if edges.source.numel() == 0:
                 continue
             x = every if edges.targets is None else every.index_select(0, edges.targets)
-            shard = self._of_relation(given, number, unit, x)
+            shard = self._of_relation(given, number, block.unit, x)
             alone = Segments(edges.source, edges.offsets, None, edges.edges)
             found = self._gradients(sums, shard, number)
             attention_backward_sources_(found, shard, cotangent, alone)
             if found.edge_attr is not None:
-                sums["edge_attr"][self._columns(number, unit)] = found.edge_attr
+                sums["edge_attr"][self._columns(number, block.unit)] = found.edge_attr
             wide = wide_dtype(x.dtype)
             for name, part in (("weight", found.value), ("key_weight", found.key)):
                 if part is None:
@@ -172,7 +185,7 @@ class RelationalAttention(FusedAttention):
 
     def _columns(self, number: int, unit: int) -> Tensor:
         relation = self._relations[number]
-        return relation.columns[relation.rounds.columns(unit)]
+        return relation.columns[relation.shards.blocks[unit].columns]
 
     @staticmethod
     def _gradients(sums: dict[str, Tensor], shard: Attention, number: int) -> AttentionGradients:
@@ -189,43 +202,3 @@ class RelationalAttention(FusedAttention):
         if "edge_weight" in sums:
             found["edge_weight"] = sums["edge_weight"]
         return AttentionGradients(**found)
-
-
-def attention_run(
-    attention: Attention | RelationalTerms,
-    edge_index: DistEdgeIndex,
-    max_edges: int,
-    policy: SARPolicy,
-    name: str,
-    title: str,
-) -> FusedAttention:
-    """A call of a layer, ready to :func:`~pyg_sar.engine.fused_attention.attend`.
-
-    Args:
-        attention: Scores and values.
-        edge_index: The edges.
-        max_edges: Edges per tile.
-        policy: The layer's mode and prefetch depth.
-        name: The layer's name, for the ledger.
-        title: The layer and the rank, for messages.
-
-    Raises:
-        IndexError: An edge is of no relation.
-    """
-    if isinstance(attention, Attention):
-        rounds = ShardRounds(shards_of(edge_index), max_edges)
-        covers = edges_to_push(edge_index, attention, policy, torch.is_grad_enabled())
-        return FusedAttention(attention, rounds, policy, name, title, covers)
-    kinds, count = attention.edge_type, attention.weight.size(0)
-    if kinds.numel() and not 0 <= int(kinds.min()) <= int(kinds.max()) < count:
-        raise IndexError(
-            f"{title}: expected 'edge_type' in [0, {count}) (got {int(kinds.min())} to "
-            f"{int(kinds.max())})"
-        )
-    relations = []
-    for relation in range(count):
-        # Found again in later passes by the mask's content.
-        edges: Any = edge_index[:, kinds == relation]
-        columns = (kinds == relation).nonzero().view(-1)
-        relations.append(_Relation(columns, ShardRounds(shards_of(edges), max_edges)))
-    return RelationalAttention(attention, relations, policy, name, title)

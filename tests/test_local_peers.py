@@ -16,10 +16,9 @@ import torch
 
 import pyg_sar
 import pyg_sar.comm.meeting as meeting
-import pyg_sar.comm.segments as segments
+import pyg_sar.comm.shared_memory as segments
 from pyg_sar.comm.launch import launch
-from pyg_sar.comm.same_host import SharedLetter
-from pyg_sar.comm.segments import GRAIN, Pool, Segment
+from pyg_sar.comm.shared_memory import GRAIN, Pool, Segment, SharedMessage
 from pyg_sar.errors import LostWorkerError, PygSarError
 
 SWITCH = "PYG_SAR_SHARED_MEMORY"
@@ -129,7 +128,7 @@ def test_descriptors_do_not_grow_and_are_closed(light):
                     assert bool((recv == src).all())
             comm.barrier()
             seen.append(open_things())
-        links = list(comm.sharing.neighbours._links.values())
+        links = list(comm.sharing.local_peers._links.values())
         finalize()
         gc.collect()
         during, after = seen, open_things()
@@ -156,7 +155,7 @@ def test_killed_worker_leaves_nothing(light, tmp_path, moment):
 
         import torch
 
-        from pyg_sar.comm import meeting, same_host
+        from pyg_sar.comm import meeting, shared_memory
         from pyg_sar.comm.group import current, finalize, init
 
         comm = current()
@@ -174,9 +173,9 @@ def test_killed_worker_leaves_nothing(light, tmp_path, moment):
         for step in range(10**9):
             if step == 10 and rank == 1:
                 if moment == "writing":
-                    same_host.SharedMemory.send = kill  # type: ignore[method-assign]
+                    shared_memory.SharedMemory.send = kill  # type: ignore[method-assign]
                 elif moment == "reading":
-                    same_host.SharedLetter.release = kill  # type: ignore[method-assign]
+                    shared_memory.SharedMessage.release = kill  # type: ignore[method-assign]
                 else:
                     time.sleep(0.2)  # The others wait.
                     kill()
@@ -277,7 +276,7 @@ def test_a_paused_letter_holds_no_pages_and_can_be_read_on():
     segment = Segment(1, size)
     segment.data.fill_(7)
     link: Any = SimpleNamespace(mapped={1: segments.map_bytes(segment.descriptor, size)})
-    letter = SharedLetter(None, link, 1, 0, size)  # type: ignore[arg-type]
+    letter = SharedMessage(None, link, 1, 0, size)  # type: ignore[arg-type]
     before = resident_shared_bytes()
     assert int(letter.data.sum(dtype=torch.long)) == 7 * size
     assert resident_shared_bytes() >= before + size

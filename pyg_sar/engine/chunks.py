@@ -13,19 +13,29 @@ same, and the gradient is another of those that are right (a subgradient).
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
+from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.rows import RowLayout, UnitRows, add_rows, post_all, tracked_buffer
+from pyg_sar.exchange.rows import (
+    Merge,
+    RowLayout,
+    RowSink,
+    RowSource,
+    UnitRows,
+    Use,
+    add_rows,
+    tracked_buffer,
+)
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label
 from pyg_sar.space.index_space import DistEdgeIndex
-from pyg_sar.space.shard import Tile
+from pyg_sar.space.shard import Segments, Tile
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Work
@@ -37,7 +47,10 @@ _PLAN: Label = ("", "", "plan")
 class Chunk:
     """One chunk: a range of targets, their edges, and where the sources' rows are.
 
+    A block whose messages are one tile.
+
     Attributes:
+        unit: Its number.
         first, stop: The targets' local ids.
         columns: Columns of ``edge_index``, sorted by target, ``[E_c]``.
         index: Position of each edge's target in the range, ``[E_c]``.
@@ -47,6 +60,7 @@ class Chunk:
         sends: Own rows that each worker needs for its chunk of the same number.
     """
 
+    unit: int
     first: int
     stop: int
     columns: Tensor
@@ -60,6 +74,22 @@ class Chunk:
     def num_halo(self) -> int:
         """Remote rows of the chunk."""
         return sum(self.counts)
+
+    def tiles(self, max_edges: int) -> Iterator[Tile]:
+        """The chunk as one tile, if it has targets."""
+        targets = torch.arange(self.first, self.stop, device=self.index.device)
+        edges = slice(0, self.columns.numel())
+        if self.stop > self.first:
+            yield Tile(self.unit, edges, targets, self.index, self.source, self.columns)
+
+    @property
+    def segments(self) -> Segments:
+        """No kernel takes chunks."""
+        raise NotImplementedError("Chunks are for messages")
+
+    def transposed(self, numbered: bool = False) -> Segments:
+        """No kernel takes chunks."""
+        raise NotImplementedError("Chunks are for messages")
 
 
 def by_target(target: Tensor, order: Tensor | None) -> Tensor:
@@ -80,6 +110,10 @@ class Chunks:
     Args:
         edge_index: Distributed edges with local targets.
         max_edges: Edges per chunk, unless a single target has more.
+
+    Attributes:
+        blocks: The chunks.
+        num_units: How many there are.
     """
 
     def __init__(self, edge_index: DistEdgeIndex, max_edges: int) -> None:
@@ -99,12 +133,38 @@ class Chunks:
         parts = [order[ends[a] : ends[b]] for a, b in ranges]
         needs = [torch.unique(source[columns], return_inverse=True) for columns in parts]
         sends = self._agree([ids for ids, _ in needs])
-        self.chunks = [
-            self._chunk(bounds, columns, target, ids, inverse, send)
-            for bounds, columns, (ids, inverse), send in zip(
-                ranges, parts, needs, sends, strict=True
-            )
+        self.blocks = [
+            self._chunk(unit, ranges[unit], parts[unit], target, needs[unit], sends[unit])
+            for unit in range(len(ranges))
         ]
+        self.num_units = len(self.blocks)
+
+    def source(
+        self,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire,
+        use: Use,
+        scale: Tensor | None = None,
+    ) -> ChunkSource:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.source`; ``scale`` is not taken."""
+        if scale is not None:
+            raise NotImplementedError("Chunks send rows as they are")
+        return ChunkSource(self, tensors, label, prefetch, wire)
+
+    def sink(
+        self,
+        totals: Sequence[Tensor],
+        label: Label,
+        in_flight: bool | None,
+        wire: Wire,
+        merge: Merge | None = None,
+    ) -> ChunkSink:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`; ``merge`` is not taken."""
+        if merge is not None:
+            raise NotImplementedError("Chunks add rows up")
+        return ChunkSink(self, totals, label, wire)
 
     @staticmethod
     def _ranges(ends: list[int], max_edges: int) -> list[tuple[int, int]]:
@@ -143,15 +203,16 @@ class Chunks:
 
     def _chunk(
         self,
+        unit: int,
         bounds: tuple[int, int],
         columns: Tensor,
         target: Tensor,
-        ids: Tensor,
-        inverse: Tensor,
+        needs: tuple[Tensor, Tensor],
         sends: list[Tensor],
     ) -> Chunk:
-        first, stop = bounds
+        (first, stop), (ids, inverse) = bounds, needs
         return Chunk(
+            unit=unit,
             first=first,
             stop=stop,
             columns=columns,
@@ -162,117 +223,100 @@ class Chunks:
             sends=sends,
         )
 
-    def tile(self, number: int) -> Tile:
-        """The chunk as one tile."""
-        chunk = self.chunks[number]
-        targets = torch.arange(chunk.first, chunk.stop, device=chunk.index.device)
-        edges = slice(0, chunk.columns.numel())
-        return Tile(number, edges, targets, chunk.index, chunk.source, chunk.columns)
 
-
-class ChunkStream:
-    """Source rows chunk by chunk, fetched ahead.
+class ChunkSource(RowSource):
+    """Source rows chunk by chunk: own rows that it needs, then halo rows.
 
     Args:
         chunks: The chunks.
         tensors: Source tensors ``[num_local, *]``, detached.
         label: Whom the ledger charges.
         prefetch: Chunks fetched ahead.
-        wire: How rows travel; exactly by default.
+        wire: How rows travel.
     """
 
     def __init__(
-        self,
-        chunks: Chunks,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None = None,
+        self, chunks: Chunks, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire
     ) -> None:
         self.chunks, self.tensors, self.label = chunks, list(tensors), label
-        self.prefetch = prefetch
-        self.layout = RowLayout(tensors, wire)
+        self.prefetch, self.wire = prefetch, wire
+        self.layout = RowLayout(tensors)
         self._posted = 0
         self._pending: deque[tuple[list[Tensor], list[Work]]] = deque()
 
-    def __iter__(self) -> Iterator[tuple[int, UnitRows]]:
-        """Yields ``(chunk number, rows)``. Drop the rows before asking for more."""
-        count = len(self.chunks.chunks)
-        for number in range(count):
-            self._post(max(self.prefetch, 1))
-            buffers, works = self._pending.popleft()
-            for work in works:
-                work.wait()
-            self._post(self.prefetch)
-            local = self.chunks.chunks[number].local_rows.numel()
-            self.layout.land([buffer[local:] for buffer in buffers])
-            handed = [UnitRows(self.layout.unpack(buffers))]
-            del buffers, works
-            yield number, handed.pop()
+    def open(self, unit: int) -> UnitRows:
+        """The chunk's rows of each tensor."""
+        self._post(unit)
+        buffers, works = self._pending.popleft()
+        for work in works:
+            work.wait()
+        self._post(unit + self.prefetch)
+        local = self.chunks.blocks[unit].local_rows.numel()
+        for buffer in buffers:
+            self.wire.land(buffer[local:])
+        return UnitRows(self.layout.unpack(buffers))
 
-    def _post(self, ahead: int) -> None:
-        while len(self._pending) < ahead and self._posted < len(self.chunks.chunks):
-            chunk = self.chunks.chunks[self._posted]
+    def _post(self, last: int) -> None:
+        plan = self.chunks.plan
+        while self._posted <= min(last, self.chunks.num_units - 1):
+            chunk = self.chunks.blocks[self._posted]
             self._posted += 1
+            local = chunk.local_rows.numel()
             buffers, works = [], []
-            for k, (dtype, width) in enumerate(self.layout.widths()):
-                local = chunk.local_rows.numel()
-                buffer = tracked_buffer(
-                    self.chunks.plan.comm,
-                    self.label[0],
-                    chunk.num_halo if k == 0 else 0,
-                    (local + chunk.num_halo, width),
-                    dtype,
-                    self.tensors[0].device,
-                )
-                buffer[:local] = self.layout.pack(self.tensors, chunk.local_rows, dtype)
-                receives = list(self.layout.wire.landing(buffer[local:]).split(chunk.counts))
-                sends = [self.layout.packer(self.tensors, rows, dtype) for rows in chunk.sends]
-                works.append(post_all(self.chunks.plan, sends, receives, self.label))
+            for k, (dtype, width) in enumerate(self.layout.widths):
+                counted = chunk.num_halo if k == 0 else 0
+                shape, device = (local + chunk.num_halo, width), self.tensors[0].device
+                buffer = tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device)
+                self.layout.write(buffer[:local], self.tensors, dtype, chunk.local_rows)
+                receives = list(self.wire.landing(buffer[local:]).split(chunk.counts))
+                sends = [self._packer(rows, dtype) for rows in chunk.sends]
+                works.append(post_all(plan, sends, receives, self.label))
                 buffers.append(buffer)
             self._pending.append((buffers, works))
 
+    def _packer(self, rows: Tensor, dtype: torch.dtype) -> Callable[[], Tensor] | None:
+        """Packs when the issuing thread gets there; ``None`` where there are no rows."""
+        if rows.numel() == 0:
+            return None
+        return lambda: self.wire.encode(self.layout.pack(self.tensors, rows, dtype))
 
-class ChunkReturn:
-    """Returns each chunk's gradient rows to their owners; adjoint of :class:`ChunkStream`.
+
+class ChunkSink(RowSink):
+    """Takes each chunk's gradient rows to their owners; adjoint of :class:`ChunkSource`.
 
     Args:
         chunks: The chunks.
         totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        layer: Whom the ledger charges.
-        wire: How rows travel; exactly by default.
+        label: Whom the ledger charges.
+        wire: How rows travel.
     """
 
-    def __init__(
-        self, chunks: Chunks, totals: Sequence[Tensor], layer: str, wire: Wire | None = None
-    ) -> None:
-        chunks.plan.comm.returning()
-        self.chunks, self.totals = chunks, list(totals)
-        self.label: Label = (layer, "backward", "gradient")
-        self.layout = RowLayout(totals, wire)
+    def __init__(self, chunks: Chunks, totals: Sequence[Tensor], label: Label, wire: Wire) -> None:
+        self.chunks, self.totals, self.label, self.wire = chunks, list(totals), label, wire
+        self.layout = RowLayout(totals)
         self._packed: list[Tensor] = []
 
-    def start(self, number: int) -> list[Tensor]:
+    def open(self, unit: int) -> list[Tensor]:
         """Zeroed gradient rows of the chunk's buffer."""
-        chunk = self.chunks.chunks[number]
-        rows = chunk.local_rows.numel() + chunk.num_halo
+        chunk = self.chunks.blocks[unit]
+        rows, device = chunk.local_rows.numel() + chunk.num_halo, self.totals[0].device
         self._packed = [
-            torch.zeros((rows, width), dtype=dtype, device=self.totals[0].device)
-            for dtype, width in self.layout.widths()
+            torch.zeros((rows, width), dtype=dtype, device=device)
+            for dtype, width in self.layout.widths
         ]
         return self.layout.unpack(self._packed)
 
-    def send(self, number: int) -> None:
-        """Sends what was started; call once per chunk, in order."""
-        chunk, plan = self.chunks.chunks[number], self.chunks.plan
+    def close(self, unit: int) -> None:
+        """Sends what was opened, and takes in what comes."""
+        chunk, plan, wire = self.chunks.blocks[unit], self.chunks.plan, self.wire
         local = chunk.local_rows.numel()
         received: list[list[Tensor]] = []
         for packed in self._packed:
             buffers = [packed.new_empty(rows.numel(), packed.size(1)) for rows in chunk.sends]
-            wire = self.layout.wire
             sends = [wire.encode(part) for part in packed[local:].split(chunk.counts)]
             post_all(plan, sends, [wire.landing(part) for part in buffers], self.label).wait()
-            self.layout.land(buffers)
+            for buffer in buffers:
+                wire.land(buffer)
             received.append(buffers)
         own = self.layout.unpack([packed[:local] for packed in self._packed])
         for total, part in zip(self.totals, own, strict=True):
@@ -282,6 +326,3 @@ class ChunkReturn:
             for total, part in zip(self.totals, parts, strict=True):
                 add_rows(total, rows, part)
         self._packed = []
-
-    def drain(self) -> None:
-        """Nothing is left in flight."""

@@ -1,4 +1,4 @@
-"""Which strategy a call of ``propagate`` takes: found once per kind of call, by all workers.
+"""The one place that decides: strategy, kernel and schedule of a call of ``propagate``.
 
 [Note: one decision] Workers that decide differently wait for each other forever. A kind of call is
 what they all see alike (dtypes, row shapes, ``requires_grad``, policy, training); its first
@@ -26,15 +26,36 @@ from torch_geometric.nn.aggr import (
     QuantileAggregation,
 )
 
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.engine.chunks import Chunks
+from pyg_sar.engine.cuts import rows_travel, split_edges
+from pyg_sar.engine.kernels.attention import SoftmaxAttention, covers_of
+from pyg_sar.engine.kernels.message import Messages, changed_message
+from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTerms
+from pyg_sar.engine.kernels.sums import Sums
+from pyg_sar.engine.run import Kernel
+from pyg_sar.engine.schedule import Schedule, by_chunks, by_shards
+from pyg_sar.errors import DistributedIndexError, OneShotWarning
+from pyg_sar.exchange.cover import ALL_PUSHED, SUMS
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.kernels.attention_terms import Attention
+from pyg_sar.kernels.ops import takes, warn_if_missing, why_missing
+from pyg_sar.ledger import Label
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
 from pyg_sar.message.dependence import Dependence, analyse, sample
-from pyg_sar.message.layer_state import pads
-from pyg_sar.message.message_checks import RowAgreement, edge_level_names, maximum, row_levels
+from pyg_sar.message.layer_state import pads, preserved_attributes
+from pyg_sar.message.message_checks import (
+    Products,
+    RowAgreement,
+    edge_level_names,
+    maximum,
+    row_levels,
+)
 from pyg_sar.message.program import DeferredEdge, TileProgram
 from pyg_sar.message.row_wise import RowWise
-from pyg_sar.message.target_index import NeedsAllEdges
+from pyg_sar.message.target_index import NeedsAllEdges, Reductions
+from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
+from pyg_sar.space.shard import shards_of
 
 _ORDERED = (
     GRUAggregation,
@@ -46,11 +67,11 @@ _ORDERED = (
 _UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by value
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
+_FLAGS = (bool, str, type(None))
+_SWITCHES = (*_FLAGS, int, float)
+_PLAN: Label = ("", "", "plan")
+_MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
-
-
-class OneShotWarning(UserWarning):
-    """A layer fetches its whole halo at once because its messages can't be computed in parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +85,7 @@ class RowsFound:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class Choice:
     """How a call of ``propagate`` runs, agreed on by all workers.
 
     Attributes:
@@ -107,19 +128,19 @@ def decomposition_of(layer: Any, complete: bool) -> Decomposition:
     return found
 
 
-class Verdicts(dict[Any, Verdict]):
-    """Verdicts per kind of call. A copy of the layer starts without them, on all workers alike."""
+class Choices(dict[Any, Choice]):
+    """Choices per kind of call. A copy of the layer starts without them, on all workers alike."""
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Verdicts:
-        return Verdicts()
+    def __deepcopy__(self, memo: dict[int, Any]) -> Choices:
+        return Choices()
 
     def __reduce__(self) -> Any:
-        return Verdicts, ()
+        return Choices, ()
 
 
 @dataclass(frozen=True, slots=True)
-class _Look:
-    """What one worker found by looking at a message."""
+class _Analysis:
+    """The findings of one worker about a message."""
 
     severity: int
     reason: str
@@ -150,31 +171,32 @@ class Chooser:
         self.title = title_of(layer)
         self.rows = RowAgreement(layer, edge_index, kwargs, self.title)
 
-    def verdict(self, strategy: str, reason: str) -> Verdict:
-        """The verdict for a call whose layer allows ``strategy`` by its definition.
+    def choice(self, strategy: str, reason: str) -> Choice:
+        """The choice for a call whose layer allows ``strategy`` by its definition.
 
         Raises:
             ValueError: When workers call the layer differently.
             DistributedIndexError: When no strategy is right.
         """
         key = (strategy, reason, self.layer.policy, self._kind_of_call())
-        switches = tuple(_switches(module) for module in self.layer.modules())
-        verdicts: Verdicts = self.layer.__dict__.setdefault("_verdicts", Verdicts())
-        known = verdicts.get((key, switches))
+        choices: Choices = self.layer.__dict__.setdefault("_choices", Choices())
+        kinds = _SWITCHES if len(choices) < _MANY_CHOICES else _FLAGS
+        switches = tuple(_switches(module, kinds) for module in self.layer.modules())
+        known = choices.get((key, switches))
         if known is None:
-            known = verdicts.get(key)
+            known = choices.get(key)
             if known is None or not self._still_holds(known):
                 of_rows = "rows", key[-1], switches  # whatever the policy
-                looked = verdicts.get(of_rows)
+                looked = choices.get(of_rows)
                 everywhere = self._agree_on_call(str(key), looked is not None)
                 rows = looked.rows if looked is not None and everywhere else None
-                known = verdicts[key] = self._decide(strategy, reason, rows)
-                verdicts[of_rows] = known
-            verdicts[key, switches] = known
+                known = choices[key] = self._decide(strategy, reason, rows)
+                choices[of_rows] = known
+            choices[key, switches] = known
         # Of this graph, which may be another one than the last.
         return replace(known, sizes=self.rows.sizes()) if known.sizes else known
 
-    def _still_holds(self, known: Verdict) -> bool:
+    def _still_holds(self, known: Choice) -> bool:
         """Whether the layer, some of whose attributes changed, needs what it needed."""
         if known.rows is not None and known.rows.mine is not None:
             mine = self.rows.look(known.rows.edges, known.rows.nodes, "message")
@@ -187,7 +209,7 @@ class Chooser:
         look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
         return (look.severity, *look.numbers) == known.found
 
-    def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Verdict:
+    def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Choice:
         """The leanest strategy that is right, agreed on by all workers."""
         for module in self.layer.modules():
             if isinstance(module, EquilibriumAggregation):
@@ -209,10 +231,10 @@ class Chooser:
                 agreed = replace(agreed, refused="")
             found = RowsFound(mine, levels, nodes, agreed)
         sizes = self.rows.sizes() if found.agreed.numbers else {}
-        verdict = self._chosen(strategy, reason, found.agreed, sizes)
-        return replace(verdict, sizes=sizes, rows=found)
+        choice = self._chosen(strategy, reason, found.agreed, sizes)
+        return replace(choice, sizes=sizes, rows=found)
 
-    def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Verdict:
+    def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Choice:
         known = () if rows.rows is None else (rows.rows,)
         if rows.refused:  # One worker has all edges, and all nodes: it may read these by any id.
             return replace(self._whole(rows.refused), out_rows=known)
@@ -228,9 +250,9 @@ class Chooser:
         for attempt in ("sequential", "chunked"):
             if attempt == "sequential" and strategy == "chunked":
                 continue
-            verdict, reason, severity = self._attempt(attempt, sizes)
-            if verdict is not None:
-                return verdict
+            choice, reason, severity = self._attempt(attempt, sizes)
+            if choice is not None:
+                return choice
             if severity > 1:
                 break
         return replace(self._whole(reason), out_rows=known)
@@ -238,16 +260,16 @@ class Chooser:
     def check_edge_update(self) -> None:
         """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone."""
         key = ("edge_update", self.layer.policy, self._kind_of_call())
-        verdicts: Verdicts = self.layer.__dict__.setdefault("_verdicts", Verdicts())
-        if key in verdicts:
+        choices: Choices = self.layer.__dict__.setdefault("_choices", Choices())
+        if key in choices:
             return
         self._agree_on_call(str(key))
         method = "edge_update"
         levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
         self.rows.agree(levels, nodes, method)
-        verdicts[key] = Verdict("one_shot")
+        choices[key] = Choice("one_shot")
 
-    def _whole(self, reason: str) -> Verdict:
+    def _whole(self, reason: str) -> Choice:
         if reason != "asked for" and not self.layer.__dict__.get("_warned", False):
             self.layer._warned = True
             warnings.warn(
@@ -256,13 +278,13 @@ class Chooser:
                 OneShotWarning,
                 stacklevel=6,
             )
-        return Verdict("one_shot")
+        return Choice("one_shot")
 
-    def _attempt(self, strategy: str, sizes: dict[str, Any]) -> tuple[Verdict | None, str, int]:
+    def _attempt(self, strategy: str, sizes: dict[str, Any]) -> tuple[Choice | None, str, int]:
         """Looks at the message and agrees with the other workers on what it needs.
 
         Returns:
-            The verdict, or why there is none and how bad it is (:class:`NeedsAllEdges`).
+            The choice, or why there is none and how bad it is (:class:`NeedsAllEdges`).
         """
         plan, device = self.edge_index.plan, self.edge_index.device
         complete = strategy == "chunked"
@@ -288,7 +310,7 @@ class Chooser:
             mine = [(row, str(dtype)) for row, dtype in look.rows], look.sets
         everyone = self.comm.all_gather_object(mine)
         rows, sets = next(found for found in everyone if found is not None)
-        verdict = Verdict(
+        choice = Choice(
             strategy,
             needs,
             edge_level,
@@ -302,7 +324,7 @@ class Chooser:
             tuple(sets),
             (look.severity, *look.numbers),
         )
-        return verdict, "", 0
+        return choice, "", 0
 
     def _look(
         self,
@@ -310,7 +332,7 @@ class Chooser:
         edge_level: dict[str, bool],
         some_edges: bool,
         sizes: dict[str, Any],
-    ) -> _Look:
+    ) -> _Analysis:
         """Looks at the message on a few of this worker's edges. Communicates nothing."""
         for ledger in self.comm.ledgers:
             ledger.count("analysis")
@@ -336,8 +358,8 @@ class Chooser:
                 rows, sets = program.out_rows, program.sets
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
-            return _Look(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
-        return _Look(0, "", budget, numbers, rows, sets)
+            return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
+        return _Analysis(0, "", budget, numbers, rows, sets)
 
     def _max_edges(self, program: TileProgram) -> int:
         """Edges whose messages and inputs are materialized at a time."""
@@ -417,11 +439,186 @@ def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:
     return max(found, 1)
 
 
-def _switches(module: torch.nn.Module) -> tuple[Any, ...]:
-    """Attributes that may decide what a message computes: flags and names, not numbers."""
+def _switches(module: torch.nn.Module, kinds: tuple[type, ...]) -> tuple[Any, ...]:
+    """Attributes that may decide what a message computes: flags, names and numbers."""
     found = [
         (name, value)
         for name, value in module.__dict__.items()
-        if name[:1] != "_" and isinstance(value, bool | str | None)
+        if name[:1] != "_" and isinstance(value, kinds)
     ]
     return type(module).__name__, *found
+
+
+# Schedules and kernels ########################################################
+
+
+def attention_kernel(
+    attention: Attention | RelationalTerms,
+    edge_index: DistEdgeIndex,
+    policy: SARPolicy,
+    name: str,
+    title: str,
+) -> tuple[Kernel, list[Tensor]]:
+    """The kernel of a call that is an attention, and its inputs. Made by all workers together.
+
+    Args:
+        attention: Scores and values.
+        edge_index: The edges.
+        policy: The layer's mode and prefetch depth.
+        name: The layer's name, for the ledger.
+        title: The layer and the rank, for messages.
+
+    Raises:
+        IndexError: An edge is of no relation.
+    """
+    tensors = list(attention.tensors().values())
+    if isinstance(attention, RelationalTerms):
+        return RelationalAttention(attention, edge_index, policy, name, title), tensors
+    covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
+    schedule = by_shards(shards_of(edge_index), covers.forward, covers.backward)
+    return SoftmaxAttention(attention, schedule, policy, name, title), tensors
+
+
+def aggregation_kernel(
+    program: TileProgram,
+    edge_index: DistEdgeIndex,
+    choice: Choice,
+    decomposition: Decomposition,
+    policy: SARPolicy,
+    name: str,
+) -> tuple[Kernel, list[Tensor]]:
+    """The kernel of any other call, and its inputs. Made by all workers together.
+
+    Args:
+        program: The message.
+        edge_index: The edges.
+        choice: How the call runs.
+        decomposition: The aggregation.
+        policy: The layer's policy.
+        name: The layer's name, for the ledger.
+    """
+    needs, most = choice.needs, choice.max_edges
+    if needs is None:
+        raise RuntimeError("Expected a choice for running in parts")
+    if choice.strategy == "chunked":
+        key = ("chunks", most)
+        chunks = edge_index.remember_together(key, lambda: Chunks(edge_index, most))
+        schedule = by_chunks(chunks)
+    else:
+        schedule = by_shards(shards_of(edge_index))
+    rest = schedule, policy, name, most, choice.out_rows
+    kernel = Messages(program, decomposition, needs, *rest)
+    if choice.strategy == "sequential":
+        found = _sums(kernel, edge_index, policy)
+        if found is not None:
+            return found
+    return kernel, kernel.tensors()
+
+
+def _sums(
+    kernel: Messages, edge_index: DistEdgeIndex, policy: SARPolicy
+) -> tuple[Sums, list[Tensor]] | None:
+    """The same reduction of source rows without messages, where there are kernels for it."""
+    program, needs = kernel.program, kernel.needs
+    source, number = (needs.source, None) if needs.product is None else needs.product
+    if policy.kernels == "off" or source < 0 or len(kernel.decomposition.groups) != 1:
+        return None
+    layer, rows = program.layer, program.operands[source].tensor
+    watched = layer._message_forward_pre_hooks or layer._message_forward_hooks
+    group, weight = kernel.decomposition.groups[0], None
+    if number is not None:
+        weight = program.operands[number].tensor
+    if watched or not takes(rows) or group.normalises or needs.pattern:
+        return None
+    kinds = set(group.kinds)
+    extrema = bool(kinds & {"max", "min"})
+    if extrema:  # They need the rows again, which a message's graph would have kept.
+        plain = weight is None and not kernel.keeps_graphs and rows.dtype != torch.bfloat16
+        narrow = all(b.segments.source.dtype == torch.int32 for b in shards_of(edge_index).blocks)
+        if not (plain and narrow):
+            return None
+    if not kinds <= {"sum", "mean", "max", "min"}:
+        return None
+    learnt = weight is not None and weight.requires_grad
+    if learnt and kernel.keeps_graphs:
+        return None
+    # All workers get here together; whether each has the kernels, they find out together.
+    schedule, there = kernel.schedule, ((), ())
+    if policy.push != "off" and len(program.numbers("source")) == 1 and not (learnt or extrema):
+        record = torch.is_grad_enabled() and rows.requires_grad
+        schedule, there = sums_schedule(edge_index, policy, weight, record)
+    if why_missing() is not None:
+        if schedule.plan.rank == 0:
+            warn_if_missing()
+        return None
+    _check_message(program, edge_index, source, number, kernel.title)
+    rest = policy.prefetch, Wire(policy.wire), group.kinds, extrema or learnt, there
+    sums = Sums(kernel.name, kernel.title, schedule, *rest)
+    sums.needs_gradient = needs.needs_gradient
+    return sums, [rows] if weight is None else [rows, weight]
+
+
+def sums_schedule(
+    edge_index: DistEdgeIndex, policy: SARPolicy, weight: Tensor | None, record: bool
+) -> tuple[Schedule, Any]:
+    """The way of sums of rows, times constant weights or not, and weights that it needs elsewhere.
+
+    By a cover, where rows travel; where all are read in place, owners add up the gradients of their
+    rows. All workers call this together; it is made once per structure and kept with it.
+
+    Args:
+        edge_index: Distributed edges.
+        policy: The layer's policy.
+        weight: Constant weights of the edges ``[E]``.
+        record: Whether a backward pass may follow.
+    """
+    shards, comm = shards_of(edge_index), edge_index.plan.comm
+    numbered = weight is not None
+    # What a narrow wire rounds must not depend on where workers run.
+    exact = policy.wire == "exact"
+    if comm.world_size == 1:
+        return by_shards(shards), ((), ())
+
+    def make() -> tuple[bool, bool]:
+        ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
+        can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
+        return can, rows_travel(comm)
+
+    can, travel = edge_index.remember_together("sums", make)
+    if not can or (exact and not travel and not record):
+        return by_shards(shards), ((), ())
+    if travel or not exact:
+        split = split_edges(edge_index, SUMS, SUMS, numbered=numbered)
+        if split is None:
+            return by_shards(shards), ((), ())
+        weights = () if weight is None else split.pushed_weights(edge_index, weight)
+        return by_shards(shards, split, split), (weights, weights)
+    # The same as those of additive attention.
+    split = split_edges(edge_index, ALL_PUSHED, ALL_PUSHED, numbered=numbered, by_source=True)
+    if split is None:
+        return by_shards(shards), ((), ())
+    weights = () if weight is None else split.pushed_weights(edge_index, weight)
+    return by_shards(shards, None, split), ((), weights)
+
+
+def _check_message(
+    program: TileProgram, edge_index: DistEdgeIndex, source: int, weight: int | None, title: str
+) -> None:
+    """Raises where the message, tried on an edge, is not what it was when it was analysed."""
+    message = program.layer.message
+    if getattr(message, "__module__", "").startswith("torch_geometric."):
+        return  # What it computes depends on its arguments, flags, names and numbers.
+    if edge_index.size(1) == 0 or edge_index.plan.num_local == 0:
+        return
+    tile = sample(edge_index, 1)
+    tensors = [operand.tensor.detach() for operand in program.operands]
+    with torch.no_grad(), preserved_attributes(program.layer, buffers=True):
+        values = program.gather(tile, tensors, [tensors[k] for k in program.numbers("source")])
+        with Products(program, values) as products:
+            mapped = program.run(tile, values, Reductions())
+    if weight is None:
+        same = products.is_source(mapped, values[source])
+    else:
+        same = products.found(mapped) == (source, weight)
+    if not same:
+        raise changed_message(title)

@@ -23,7 +23,7 @@ def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Mo
 
         data = pyg_sar.load_partition(root)
         model = to_hetero(model, data.metadata())
-        pyg_sar.initialize(model, data.x_dict, data.edge_index_dict)
+        pyg_sar.nn.initialize(model, data.x_dict, data.edge_index_dict)
         model = pyg_sar.distribute(model)
 
     Args:

@@ -1,0 +1,373 @@
+"""Messages between workers: their names, their bytes, who waits for one in vain, and failures.
+
+[Note: waiting in vain] Messages from one worker to another by one way (a channel) have numbers: the
+n-th that is sent is the n-th that is received, and both sides name it alike: layer, phase, kind,
+dtype, shape. Where they name it differently, or where the one that should send it never will, the
+other waits in vain. So take the workers that wait, and those that have ended. Strike out whoever
+waits for nothing but messages that are posted under the same name (they may be on their way), or
+that a worker which is not in the set, as it computes, may post yet; go on until nobody is struck
+out. Whoever is left waits for a worker that is left, which posts no more: it waits in vain, however
+long the timeout is. Nobody who only computes is ever suspected, and nobody whose messages are slow.
+
+The rule needs a moment at which all of them waited. Each state has a number that changes with
+every wait: all were waiting at once if each is found, later than all were found so for the first
+time, to wait still in the wait of that number.
+
+[Note: the failure record] The first worker that notices a failure writes a record of it; all others
+read it and raise the same error.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.issuer import Progress
+from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
+from pyg_sar.ledger import Label
+
+# Values as bytes ##############################################################
+
+Outgoing = Tensor | Callable[[], Tensor | None] | None
+"""What to send: a tensor, a function that packs it on the issuing thread, or nothing."""
+
+COLLECTIVE = -1
+"""The peer that ledgers are told for collectives."""
+
+SUM: Label = ("", "", "sum")
+GATHER: Label = ("", "", "gather")
+BROADCAST: Label = ("", "", "broadcast")
+OBJECT: Label = ("", "", "object")
+BARRIER: Label = ("", "", "barrier")
+
+
+def spoken(label: Label) -> str:
+    """A label in words: those of its parts that are there."""
+    return " ".join([part for part in label if part])
+
+
+class Counting(Protocol):
+    """What a communicator reports its transfers to: a ledger."""
+
+    def transfer(
+        self, label: Label, peer: int, *, sent: int, received: int, transport: str
+    ) -> None:
+        """Records bytes that went to or came from ``peer``."""
+
+
+def pack(send: Outgoing) -> Tensor:
+    """Returns what to send, contiguous; an empty tensor for nothing."""
+    tensor = send() if callable(send) else send
+    if tensor is None:
+        return torch.empty(0)
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()
+
+
+def count(
+    ledgers: Sequence[Counting],
+    label: Label,
+    sends: Mapping[int, int],
+    recvs: Mapping[int, int],
+    transport: str,
+) -> None:
+    """Tells ledgers of the bytes that went to and came from single ranks."""
+    for ledger in ledgers:
+        for peer, size in sends.items():
+            ledger.transfer(label, peer, sent=size, received=0, transport=transport)
+        for peer, size in recvs.items():
+            ledger.transfer(label, peer, sent=0, received=size, transport=transport)
+
+
+def count_all(
+    ledgers: Sequence[Counting], label: Label, sent: int, received: int, transport: str
+) -> None:
+    """Tells ledgers of a collective."""
+    for ledger in ledgers:
+        ledger.transfer(label, COLLECTIVE, sent=sent, received=received, transport=transport)
+
+
+def num_bytes(tensor: Tensor) -> int:
+    """Returns the size of a tensor's values."""
+    return tensor.numel() * tensor.element_size()
+
+
+def encode(obj: Any) -> Tensor:
+    """Returns the bytes of ``obj`` as JSON.
+
+    Raises:
+        TypeError: When it has no JSON form.
+    """
+    try:
+        text = json.dumps(obj)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"'obj' must have a JSON form: {error}") from error
+    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8)
+
+
+def decode(data: Tensor) -> Any:
+    """Returns the object whose :func:`encode` is ``data``."""
+    return json.loads(data.cpu().numpy().tobytes())
+
+
+# Names, and who waits for which ###############################################
+
+SEND, RECEIVE, MEET = "send", "receive", "meet"
+"""Channels of a backend: messages between two workers, and collectives."""
+WROTE, READ = "wrote", "read"
+"""Channels of shared memory, each followed by the subject."""
+PARTNERS = {SEND: RECEIVE, RECEIVE: SEND, MEET: MEET, WROTE: READ, READ: WROTE}
+
+PATIENCE = 3.0  # Seconds after which a wait is looked into.
+MOST_NAMED = 8  # Workers in an error.
+
+REMEDY = (
+    "Every rank must call the same layers, losses and backward() in the same order, with tensors "
+    "of the same dtypes and widths: look for a call that only some ranks make"
+)
+
+
+class Post(NamedTuple):
+    """A message that is waited for, until it is received or taken."""
+
+    channel: str
+    peer: int
+    number: int
+    """Of those to or from this peer by this channel."""
+    mark: int
+    """Of its name: :func:`mark_of`."""
+    name: str
+
+
+class State(NamedTuple):
+    """What a worker waits for, and what it has posted."""
+
+    wait_number: int
+    """Another number for every wait."""
+    doing: str
+    waits: Sequence[Post]
+    posted: Mapping[tuple[str, int], tuple[int, int]]
+    """Number and mark of the last post by channel and peer."""
+
+
+def name_of(where: str, dtype: torch.dtype, shape: Sequence[int]) -> str:
+    """Names a message: the same on both sides."""
+    return f"{where}, {str(dtype).removeprefix('torch.')} {list(shape)}"
+
+
+def mark_of(name: str) -> int:
+    """A number of 30 bits for a name."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest()) >> 2
+
+
+def unlike(rank: int, src: int, expected: str, got: str) -> MismatchError:
+    """Returns the error of a message that is not the one that is expected."""
+    return MismatchError(
+        f"Rank {rank} expects '{expected}' from rank {src}, which sends '{got}'. {REMEDY}"
+    )
+
+
+class Posts:
+    """Notes what a worker posts. Written by its issuing thread, read by any."""
+
+    def __init__(self) -> None:
+        self.wait_number = 0
+        self.since = 0.0
+        self.waits: tuple[Post, ...] = ()
+        self.failed: tuple[Post, ...] = ()
+        """What was waited for when a wait failed."""
+        self._posted: dict[tuple[str, int], tuple[int, int]] = {}
+
+    def note(self, channel: str, peer: int, name: str) -> Post:
+        """Notes a message that nobody need wait for."""
+        number = self._posted.get((channel, peer), (0, 0))[0] + 1
+        mark = mark_of(name)
+        self._posted[channel, peer] = number, mark
+        return Post(channel, peer, number, mark, name)
+
+    @contextmanager
+    def waiting(self, messages: Sequence[tuple[str, int, str]]) -> Iterator[Sequence[Post]]:
+        """Notes messages ``(channel, peer, name)`` that are waited for in the block."""
+        self.wait_number += 1
+        self.since = time.monotonic()
+        self.waits = tuple([self.note(*message) for message in messages])
+        try:
+            yield self.waits
+        except BaseException:
+            self.failed = self.waits
+            raise
+        finally:
+            self.waits = ()
+            self.wait_number += 1
+
+    def for_long(self, seconds: float) -> bool:
+        """Whether one wait has taken so long."""
+        return bool(self.waits) and time.monotonic() - self.since >= seconds
+
+    def state(self, doing: str) -> State:
+        """What there is now; the waits are empty where they are just changing."""
+        wait_number, waits, posted = self.wait_number, self.waits, self._posted.copy()
+        return State(wait_number, doing, waits if wait_number == self.wait_number else (), posted)
+
+
+def to_text(state: State) -> str:
+    """A state as JSON."""
+    posted = [[*key, *value] for key, value in state.posted.items()]
+    return json.dumps([state.wait_number, state.doing, state.waits, posted])
+
+
+def from_text(text: str) -> State:
+    """Adjoint of :func:`to_text`."""
+    wait_number, doing, waits, posted = json.loads(text)
+    last = {(channel, peer): (number, mark) for channel, peer, number, mark in posted}
+    return State(wait_number, doing, [Post(*post) for post in waits], last)
+
+
+# Who waits in vain ###########################################################
+
+
+def in_vain(states: Mapping[int, State], ended: Collection[int]) -> dict[int, Post]:
+    """Returns who waits in vain, and a message that never comes. See [Note: waiting in vain].
+
+    Args:
+        states: Of the workers that wait, and of those that have ended.
+        ended: Those that have.
+    """
+    left = {rank for rank, state in states.items() if state.waits or rank in ended}
+    found: dict[int, Post] = {}
+    while True:
+        found = {}
+        for rank in sorted(left.difference(ended)):
+            never = (p for p in states[rank].waits if _never(rank, p, states, left))
+            if (post := next(never, None)) is not None:
+                found[rank] = post
+        if left == found.keys() | (left & set(ended)):
+            return found
+        left = found.keys() | (left & set(ended))
+
+
+def _never(rank: int, post: Post, states: Mapping[int, State], left: Collection[int]) -> bool:
+    """Whether a message that a worker waits for will never be there."""
+    if post.peer not in states:
+        return False
+    number, mark = states[post.peer].posted.get((_partner(post.channel), rank), (0, 0))
+    if number == post.number:
+        return mark != post.mark
+    return number < post.number and post.peer in left
+
+
+def _partner(channel: str) -> str:
+    kind, _, subject = channel.partition(" ")
+    return f"{PARTNERS[kind]} {subject}".strip()
+
+
+def explain(
+    found: Mapping[int, Post], states: Mapping[int, State], ended: Collection[int]
+) -> MismatchError:
+    """Returns the error for what :func:`in_vain` has found."""
+    lines = []
+    for rank, post in list(found.items())[:MOST_NAMED]:
+        way = "to send to" if post.channel == SEND else "for"
+        lines.append(f"rank {rank} waits {way} rank {post.peer} in {states[rank].doing}")
+        lines[-1] += f" ({post.name})"
+    lines += [f"rank {rank}'s program has ended" for rank in sorted(ended)[:MOST_NAMED]]
+    hidden = len(found) + len(ended) - len(lines)
+    lines += [f"{hidden} more ranks likewise"] if hidden else []
+    return MismatchError(f"The workers run different operations: {'; '.join(lines)}. {REMEDY}")
+
+
+# The failure record ###########################################################
+
+RESUME = (
+    "The others can't go on without it: start all workers again; training resumes from the last "
+    "checkpoint (pyg_sar.train.load_checkpoint)."
+)
+
+LAUNCHER = -1  # The "rank" of the process that started the workers.
+
+OnFailure = Callable[[PygSarError], None]
+GetProgress = Callable[[], Progress]
+
+
+class Watch(ABC):
+    """Finds out which worker failed, and tells the others when it's this one."""
+
+    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
+        """Begins; ``on_failure`` is called, on any thread, once another worker has failed."""
+
+    @abstractmethod
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        """Returns why a transfer failed, having told the others."""
+
+    @abstractmethod
+    def report(self, error: BaseException) -> None:
+        """Tells the others that this worker fails by its own ``error``."""
+
+    def cause(self) -> PygSarError | None:
+        """Returns which worker's failure explains that this one is told to end, if any."""
+        return None
+
+    def close(self) -> None:
+        """Tells the others that this worker left, and ends."""
+
+
+class NoWatch(Watch):
+    """For launchers that end all workers themselves when one is lost (``mpirun``)."""
+
+    def start(self, on_failure: OnFailure, progress: GetProgress, posts: Posts) -> None:
+        pass
+
+    def diagnose(self, error: BaseException, doing: str) -> PygSarError:
+        return PygSarError(f"{doing} failed: {error}")
+
+    def report(self, error: BaseException) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+# The failure record ##########################################################
+
+
+def lost(rank: int, how: str, by: int, doing: str) -> dict[str, Any]:
+    """Returns the record of a lost worker."""
+    return {"kind": "lost", "rank": rank, "how": how, "by": by, "doing": doing}
+
+
+def failed(rank: int, error: BaseException) -> dict[str, Any]:
+    """Returns the record of a worker that fails by its own error."""
+    return {"kind": "error", "rank": rank, "how": f"{type(error).__name__}: {error}"[:4000]}
+
+
+def unmatched(error: MismatchError, by: int) -> dict[str, Any]:
+    """Returns the record of workers that run different operations."""
+    return {"kind": "mismatch", "rank": by, "how": str(error)}
+
+
+def to_error(record: Mapping[str, Any], me: int) -> PygSarError:
+    """Returns the error to raise on rank ``me`` for a failure record."""
+    rank, how = record["rank"], record["how"]
+    if record["kind"] == "mismatch":
+        return MismatchError(how)
+    if record["kind"] == "error":
+        return WorkerError(f"Rank {rank} failed, which ends rank {me} as well: {how}", rank=rank)
+    who = "The launcher" if rank == LAUNCHER else f"Rank {rank}"
+    seen = f"noticed by rank {record['by']} during: {record['doing']}"
+    return LostWorkerError(f"{who} was lost: {how} ({seen}). {RESUME}", rank=rank)
+
+
+def is_consequence(error: BaseException | None, rank: int) -> bool:
+    """Returns whether ``error`` only tells rank ``rank`` of another rank's failure."""
+    while error is not None:
+        if isinstance(error, WorkerError) and error.rank != rank:
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -1,0 +1,436 @@
+"""Any message, by tiles: sequential aggregation and rematerialization (SAR, algorithms 1, 2).
+
+[Note: the modes] Forward and backward go through the same blocks and the same tiles. What differs
+is where the backward pass finds a tile's graph:
+
+* kept: it was made in the forward pass. Mode 2 keeps every graph with the rows in it. Mode 1 does
+  so where the graph holds nothing of the source rows (case 1) and little else.
+* remade: the message runs again, on rows fetched again (case 2) or, in case 1, on stand-ins
+  without memory, since the gradient doesn't depend on their values.
+* none: the message is the source rows themselves; its gradient is the aggregate's.
+
+[Note: order of random numbers] A remade message must see the random numbers that it saw at first.
+Tiles are remade in the order in which they were made, from the random state at the start.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
+
+from pyg_sar.engine.chunks import Chunks
+from pyg_sar.engine.reducers import Reducer, make_reducer
+from pyg_sar.engine.run import Kernel, Pass
+from pyg_sar.engine.schedule import Schedule
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.exchange.rows import UnitRows, Use, add_rows
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.message.decompose import Decomposition
+from pyg_sar.message.dependence import Dependence, Inject, token_for
+from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
+from pyg_sar.message.program import TileProgram
+from pyg_sar.message.target_index import Reductions
+from pyg_sar.policy import SARPolicy
+from pyg_sar.space.shard import Block, Tile, empty_tile
+
+_LIGHT_GRAPH_BYTES = 16.0  # per edge: an edge weight or a few, not a message
+
+
+@dataclass(slots=True)
+class _Root:
+    """Messages for one group of reductions; dropped as soon as only their graph is needed."""
+
+    messages: Tensor | None
+    edge: GradientEdge | None
+    log: Reductions
+
+
+@dataclass(slots=True)
+class _Graph:
+    """A tile's graph, from the leaves ``tokens`` and ``parameters`` to its ``roots``."""
+
+    tile: Tile
+    roots: list[_Root]
+    tokens: list[Tensor | None] = field(default_factory=list)
+    parameters: dict[int, Tensor] = field(default_factory=dict)
+
+
+class Messages(Kernel):
+    """One call of ``propagate``: its message, aggregation and what both need.
+
+    Its inputs are the message's operands, then the layer's parameters that want a gradient.
+
+    Args:
+        program: The message.
+        decomposition: The aggregation.
+        needs: The analysis' findings.
+        schedule: The way through the edges.
+        policy: Its mode: 1 makes graphs again, 2 keeps them.
+        name: The layer's name, for the ledger.
+        max_edges: Edges per tile.
+        out_rows: Messages of each group of reductions, without rows, ``[0, *]``.
+    """
+
+    def __init__(
+        self,
+        program: TileProgram,
+        decomposition: Decomposition,
+        needs: Dependence,
+        schedule: Schedule,
+        policy: SARPolicy,
+        name: str,
+        max_edges: int,
+        out_rows: Sequence[Tensor],
+    ) -> None:
+        self.program, self.decomposition, self.needs = program, decomposition, needs
+        self.schedule, self.name, self.max_edges = schedule, name, max_edges
+        self.needs_gradient = needs.needs_gradient
+        self.prefetch, self.wire, self.out_rows = policy.prefetch, Wire(policy.wire), list(out_rows)
+        self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
+        light = not needs.needs_sources and needs.saved_bytes_per_edge <= _LIGHT_GRAPH_BYTES
+        self.keeps_graphs = needs.needs_gradient and (policy.mode > 1 or light)
+        readers = [reducer for group in self.reducers() for reducer in group]
+        self.no_graph = needs.source >= 0 and not any(r.needs_values for r in readers)
+        self.remakes = not (self.no_graph or self.keeps_graphs)
+        self.refetches = needs.needs_sources and self.remakes
+        # Where a mode remakes graphs it does so in the order of the forward pass, and all add up in
+        # the same order.
+        by_chunks = isinstance(schedule.forward[0].exchange, Chunks)
+        self.own_last = (self.no_graph or light) and not by_chunks
+        self.parameters = [p for p in program.layer.parameters() if p.requires_grad]
+        self.graphs: list[_Graph] = []
+        self.ambient = AmbientState(schedule.in_degree.device, program.layer)
+
+    @property
+    def title(self) -> str:
+        rank = self.schedule.plan.rank
+        return f"{type(self.program.layer).__name__} '{self.name}' at rank {rank}"
+
+    def tensors(self) -> list[Tensor]:
+        """The inputs."""
+        return [operand.tensor for operand in self.program.operands] + self.parameters
+
+    def reducers(self) -> list[list[Reducer]]:
+        """Fresh states, by group."""
+        pattern = bool(self.needs.pattern)
+        return [
+            [
+                make_reducer(
+                    kind,
+                    group.normalises or (pattern and not group.premap),
+                    self.schedule.in_degree,
+                )
+                for kind in group.kinds
+            ]
+            for group in self.decomposition.groups
+        ]
+
+    def forward(self, tensors: Sequence[Tensor], record: bool) -> MessagesForward:
+        return MessagesForward(self, tensors[: len(self.requires_grad)], record)
+
+    def saved(self, tensors: Sequence[Tensor], done: MessagesForward) -> list[Tensor]:
+        count = len(self.requires_grad)
+        # Zero-size stand-ins keep the places of what needn't be saved.
+        kept = [t if self._saves(k) else t.new_empty(0) for k, t in enumerate(tensors[:count])]
+        self._lengths = [len(state) for state in done.states]
+        self.program.release()
+        # Parameters are saved for the sake of their versions: a change in place is noticed.
+        return [*kept, *tensors[count:], *(tensor for state in done.states for tensor in state)]
+
+    def _saves(self, number: int) -> bool:
+        """True where the backward pass needs an operand's values."""
+        if not self.remakes:
+            return False
+        return self.needs.needs_sources or self.program.operands[number].role != "source"
+
+    def backward(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        output: Tensor | None,
+        wanted: Sequence[bool],
+        last: bool,
+    ) -> MessagesBackward:
+        count = len(self.requires_grad)
+        operands = [t if self._saves(k) else None for k, t in enumerate(saved[:count])]
+        rest = iter(saved[count + len(self.parameters) :])
+        states = [[next(rest) for _ in range(length)] for length in self._lengths]
+        return MessagesBackward(self, gradients, operands, states, last)
+
+    def check_source(self, graph: _Graph, rows: Tensor | None) -> None:
+        """Raises where a message that was the source row when it was analysed is not."""
+        if any(root.messages is not rows for root in graph.roots):
+            raise changed_message(self.title)
+
+    def run_message(
+        self, tile: Tile, values: list[Tensor | None], parameters: dict[int, Tensor], graph: bool
+    ) -> _Graph:
+        """Runs the message, with leaves for what requires a gradient."""
+        tokens: list[Tensor | None] = [None] * len(values)
+        inputs: list[Tensor | None] = list(values)
+        if graph:
+            for k, value in enumerate(values):
+                if self.requires_grad[k] and value is not None:
+                    tokens[k] = token = token_for(value)
+                    inputs[k] = Inject.apply(token, value)
+        roots = [
+            _Root(
+                mapped.messages,
+                get_gradient_edge(mapped.messages)
+                if graph and mapped.messages.requires_grad
+                else None,
+                mapped.log,
+            )
+            for mapped in self.program.run(tile, inputs, Reductions())
+        ]
+        return _Graph(tile, roots, tokens, parameters)
+
+
+class MessagesForward(Pass):
+    """Merges the messages of tiles into the states of targets.
+
+    Attributes:
+        states: The reductions' states for the backward pass, once it is finished.
+    """
+
+    states: list[list[Tensor]]
+
+    def __init__(self, kernel: Messages, tensors: Sequence[Tensor], record: bool) -> None:
+        self._kernel, self._tensors, self._record = kernel, tensors, record
+        self._reducers = kernel.reducers()
+        self.sources = [tensors[k] for k in kernel.program.numbers("source")]
+        self._keep = record and kernel.keeps_graphs and not kernel.no_graph
+        self.use = Use.KEEPS if self._keep else Use.PASSES
+        self._parameters: dict[int, Tensor] = {}
+        self._seen = False
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        layer = self._kernel.program.layer
+        with ExitStack() as stack:
+            stack.enter_context(torch.set_grad_enabled(self._keep))
+            stack.enter_context(preserved_attributes(layer, buffers=False))
+            stack.enter_context(self._kernel.ambient.autocast())
+            if self._keep:
+                # Others' hooks (checkpointing, offloading) are for graphs that they see.
+                stack.enter_context(saved_tensors_hooks(_own, _own))
+                self._parameters = stack.enter_context(detached_parameters(layer))
+            yield
+
+    def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        kernel, read = self._kernel, rows.alone().tensors
+        for tile in block.tiles(kernel.max_edges):
+            self._seen = True
+            values = kernel.program.gather(tile, self._tensors, read)
+            graph = kernel.run_message(tile, values, self._parameters, self._keep)
+            if kernel.no_graph:
+                kernel.check_source(graph, values[kernel.needs.source])
+            del values
+            self._merge(graph)
+            if self._keep:
+                for root, group in zip(graph.roots, self._reducers, strict=True):
+                    if not any(reducer.reads_messages for reducer in group):
+                        root.messages = None
+                kernel.graphs.append(graph)
+            del graph
+
+    @torch.no_grad()
+    def _merge(self, graph: _Graph) -> None:
+        for root, group in zip(graph.roots, self._reducers, strict=True):
+            messages = _like(root.messages).detach()
+            for reducer in group:
+                reducer.merge(graph.tile, messages, root.log)
+
+    def finish(self) -> list[Tensor]:
+        """Each reduction's result ``[num_targets, *]``."""
+        kernel = self._kernel
+        if not self._seen:  # This worker has no edges: others know what a row looks like.
+            nothing = [_Root(row, None, Reductions()) for row in kernel.out_rows]
+            self._merge(_Graph(empty_tile(kernel.ambient.device), nothing))
+        found = [reducer for group in self._reducers for reducer in group]
+        out = [reducer.finish() for reducer in found]
+        self.states = [reducer.state() if self._record else [] for reducer in found]
+        return out
+
+
+class MessagesBackward(Pass):
+    """Adds up the gradients of operands and parameters, tile by tile."""
+
+    phase = "backward"
+    use = Use.KEEPS
+    kinds = ("refetch", "gradient", "query", "gradient")
+
+    def __init__(
+        self,
+        kernel: Messages,
+        gradients: Sequence[Tensor],
+        tensors: Sequence[Tensor | None],
+        states: Sequence[list[Tensor]],
+        last: bool,
+    ) -> None:
+        program = kernel.program
+        self._kernel, self._tensors, self._last = kernel, tensors, last
+        self._reducers = kernel.reducers()
+        self._found = [reducer for group in self._reducers for reducer in group]
+        for reducer, gradient, state in zip(self._found, gradients, states, strict=True):
+            reducer.start_backward(gradient, state)
+        self._totals = [self._total(k) for k in range(len(kernel.requires_grad))]
+        self._sources = [k for k in program.numbers("source") if self._totals[k] is not None]
+        self.returned = [_like(self._totals[k]) for k in self._sources]
+        self.own_last, self.in_flight = kernel.own_last, not kernel.refetches
+        if kernel.refetches:
+            self.sources = [_like(tensors[k]) for k in program.numbers("source")]
+        self._graphs = kernel.graphs
+        if last:
+            kernel.graphs = []
+        self._parameters: dict[int, Tensor] = {}
+        self._sums: dict[int, Tensor] = {}
+
+    def _total(self, number: int) -> Tensor | None:
+        if not self._kernel.requires_grad[number]:
+            return None
+        operand = self._kernel.program.operands[number]
+        return torch.zeros_like(operand.tensor, memory_format=torch.contiguous_format)
+
+    @contextmanager
+    def scope(self) -> Iterator[None]:
+        kernel = self._kernel
+        if not kernel.remakes:
+            yield
+            return
+        for ledger in kernel.schedule.plan.comm.ledgers:
+            ledger.count("recompute")
+        layer = kernel.program.layer
+        with (
+            preserved_attributes(layer, buffers=True),
+            kernel.ambient.restored(),
+            detached_parameters(layer) as parameters,
+        ):
+            self._parameters = parameters
+            yield
+
+    def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        totals = list(self._totals)
+        for k, part in zip(self._sources, into, strict=True):
+            totals[k] = part
+        for graph in self._graphs_of(block, rows):
+            self._add_gradients(graph, totals)
+            del graph
+
+    def _graphs_of(self, block: Block, rows: UnitRows) -> Iterator[_Graph]:
+        """The block's tiles with their graphs. See [Note: the modes]."""
+        kernel = self._kernel
+        if kernel.no_graph:
+            for tile in block.tiles(kernel.max_edges):
+                yield _Graph(tile, [_Root(None, None, Reductions()) for _ in self._reducers])
+        elif kernel.keeps_graphs:
+            own = [graph for graph in self._graphs if graph.tile.unit == block.unit]
+            if self._last:
+                self._graphs = [graph for graph in self._graphs if graph.tile.unit != block.unit]
+            own.reverse()
+            while own:  # Each is freed after its turn.
+                yield own.pop()
+        else:
+            yield from self._remade(block, rows)
+
+    def _remade(self, block: Block, rows: UnitRows) -> Iterator[_Graph]:
+        kernel, program = self._kernel, self._kernel.program
+        numbers = program.numbers("source")
+        read: Sequence[Tensor | None] = rows.tensors or [None] * len(numbers)
+        for tile in block.tiles(kernel.max_edges):
+            values = program.gather(tile, self._tensors, read)
+            if not rows.tensors:
+                for k in numbers:
+                    operand = program.operands[k].tensor
+                    shape = (tile.num_edges, *operand.shape[1:])
+                    values[k] = operand.new_zeros(()).expand(shape)
+            with torch.enable_grad():
+                graph = kernel.run_message(tile, values, self._parameters, graph=True)
+            del values
+            yield graph
+            del graph
+
+    def _add_gradients(self, graph: _Graph, totals: Sequence[Tensor | None]) -> None:
+        kernel, tile = self._kernel, graph.tile
+        roots: list[Any] = []
+        shares: list[Tensor] = []
+        for root, group in zip(graph.roots, self._reducers, strict=True):
+            share, extra = _shares(tile, root, group)
+            if kernel.no_graph:
+                add_rows(_like(totals[kernel.needs.source]), tile.source, share)
+            if root.edge is not None:
+                roots.append(root.edge)
+                shares.append(share)
+            total = root.log.total
+            if extra is not None and total is not None and total.requires_grad:
+                roots.append(total)
+                shares.append(extra)
+            del share, extra, total
+        numbers = [k for k, token in enumerate(graph.tokens) if token is not None]
+        inputs = [_like(graph.tokens[k]) for k in numbers] + list(graph.parameters.values())
+        if not roots or not inputs:
+            return
+        with torch.enable_grad():
+            found = torch.autograd.grad(
+                roots, inputs, shares, retain_graph=kernel.keeps_graphs, allow_unused=True
+            )
+        del roots, inputs, shares
+        for k, value in zip(numbers, found[: len(numbers)], strict=True):
+            if value is not None:
+                self._add_operand(k, tile, value, _like(totals[k]))
+        for key, value in zip(graph.parameters, found[len(numbers) :], strict=True):
+            if value is not None:
+                sums = self._sums
+                sums[key] = value if key not in sums else sums[key].add_(value)
+
+    def _add_operand(self, number: int, tile: Tile, value: Tensor, total: Tensor) -> None:
+        role = self._kernel.program.operands[number].role
+        if role == "source":
+            add_rows(total, tile.source, value)
+        elif role == "target":
+            add_rows(total, tile.target_rows, value)
+        elif role == "edge":
+            total[tile.columns] = value  # Each edge is in one tile.
+        else:
+            total += value
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients of operands and parameters."""
+        for reducer in self._found:
+            reducer.finish_backward()
+        return [*self._totals, *(self._sums.get(id(p)) for p in self._kernel.parameters)]
+
+
+def changed_message(title: str) -> DistributedIndexError:
+    """The error where a message is not any more what its backward pass rests on."""
+    return DistributedIndexError(
+        f"the message of {title} was a source row, or a weighted one, when it was analysed, and is "
+        "not now, though no flag, name or number among the layer's attributes tells. Set "
+        "`layer.policy = pyg_sar.SARPolicy(mode=3)`"
+    )
+
+
+def _own(tensor: Tensor) -> Tensor:
+    """An alias of what a tile's graph saves, or an operator's output would own itself."""
+    return tensor.detach()
+
+
+def _like(value: Tensor | None) -> Tensor:
+    if value is None:
+        raise RuntimeError("A tensor that the backward pass needs was not kept")
+    return value
+
+
+@torch.no_grad()
+def _shares(tile: Tile, root: _Root, reducers: Sequence[Reducer]) -> tuple[Tensor, Tensor | None]:
+    """The gradients of a tile's messages ``[E_tile, *]`` and of its softmax normaliser."""
+    messages = None if root.messages is None else root.messages.detach()
+    found = [reducer.message_gradient(tile, messages, root.log) for reducer in reducers]
+    extra = reducers[0].total_gradient(tile, root.log)
+    return (found[0] if len(found) == 1 else torch.stack(found).sum(0)), extra

@@ -1,0 +1,334 @@
+r"""Sums, means and extrema of source rows, and of their products with weights: no message is made.
+
+.. math::
+    out_i = c_i \sum_{e: t(e) = i} w_e x_{s(e)}, \qquad
+    \frac{\partial L}{\partial x_j} = \sum_{e: s(e) = j} w_e c_{t(e)} g_{t(e)}, \qquad
+    \frac{\partial L}{\partial w_e} = \langle x_{s(e)}, c_{t(e)} g_{t(e)} \rangle
+
+with :math:`c_i = 1` of a sum and one over the in-degree of a mean. Both ends of an edge can compute
+them: a partial sum travels as well as a source row, and :math:`c_i g_i` as well as a gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.engine.run import Kernel, Pass
+from pyg_sar.engine.schedule import Schedule
+from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows, flat_rows
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.kernels.ops import edge_dot, extremum_, extremum_backward_, gather_sum_
+from pyg_sar.message.target_index import trailing
+from pyg_sar.space.shard import Block, Segments
+
+Weights = Sequence[Tensor]
+"""Weights of the edges of a stage *there*, by unit from 1 on."""
+
+
+class Sums(Kernel):
+    """Reductions of source rows, one for each of ``kinds``.
+
+    Its inputs are the rows ``x [num_local, *]`` and, where edges have weights, these ``[E]``.
+
+    Args:
+        name: The layer's name, for the ledger.
+        title: The layer and the rank, for messages.
+        schedule: The way through the edges.
+        prefetch: Units fetched ahead, 0 or 1.
+        wire: How rows travel.
+        kinds: ``'sum'``, ``'mean'``, ``'max'`` or ``'min'``.
+        needs_sources: The backward pass reads source rows: of extrema, and where weights want a
+            gradient.
+        there: Weights of the edges that are gone through there, forward and backward.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        title: str,
+        schedule: Schedule,
+        prefetch: int,
+        wire: Wire,
+        kinds: tuple[str, ...],
+        needs_sources: bool,
+        there: tuple[Weights, Weights] = ((), ()),
+    ) -> None:
+        self.name, self._title, self.schedule = name, title, schedule
+        self.prefetch, self.wire = prefetch, wire
+        self.kinds, self.needs_sources, self.there = kinds, needs_sources, there
+
+    @property
+    def title(self) -> str:
+        return self._title
+
+    def forward(self, tensors: Sequence[Tensor], record: bool) -> SumsForward:
+        return SumsForward(self, tensors)
+
+    def saved(self, tensors: Sequence[Tensor], done: SumsForward) -> list[Tensor]:
+        x, *weight = tensors
+        rows = x if self.needs_sources else x.new_empty(0, *x.shape[1:])
+        return [rows, *weight, *(t for pair in done.extrema for t in pair)]
+
+    def backward(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        output: Tensor | None,
+        wanted: Sequence[bool],
+        last: bool,
+    ) -> SumsBackward:
+        return SumsBackward(self, gradients, saved, wanted)
+
+    def degrees(self, like: Tensor) -> Tensor:
+        """In-degrees, at least 1, to divide by; in float32 at least, to count so far."""
+        return self.schedule.in_degree.clamp(min=1).to(wide_dtype(like.dtype))
+
+
+def weights_of(block: Block, weight: Tensor | None) -> Tensor | None:
+    """A number for each of the block's edges, in its order, in what kernels add up in."""
+    if weight is None:
+        return None
+    found = weight.reshape(-1)[block.columns]
+    return found.float() if found.dtype == torch.bfloat16 else found
+
+
+def add_gathered(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None) -> None:
+    """Adds gathered rows ``[M, *]``, by weight, to their targets in ``out [N, *]``."""
+    flat = out.view(out.size(0), out.shape[1:].numel())  # a view, also of columns of a buffer
+    at = segments.source, segments.offsets, segments.targets
+    gather_sum_(flat, flat_rows(rows), *at, weight, segments.edges)
+
+
+class SumsForward(Pass):
+    """Adds source rows up, where they are read in place."""
+
+    use = Use.IN_PLACE
+    kinds = ("fetch", "state", "query", "fetch")
+
+    def __init__(self, kernel: Sums, tensors: Sequence[Tensor]) -> None:
+        x = tensors[0]
+        self._kernel, self.sources = kernel, [x]
+        self._weight = tensors[1] if len(tensors) > 1 else None
+        shape = kernel.schedule.in_degree.numel(), *x.shape[1:]
+        self.extrema: list[tuple[Tensor, Tensor]] = []
+        for kind in kernel.kinds:
+            if kind in ("max", "min"):
+                worst = float("-inf") if kind == "max" else float("inf")
+                self.extrema.append((x.new_full(shape, worst), x.new_zeros(shape)))
+        if len(self.extrema) < len(kernel.kinds):
+            self.answers = [x.new_zeros(shape)]
+
+    def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        edges, read = block.segments, flat_rows(rows.tensors[0])
+        if edges.source.numel() == 0:
+            return
+        at = rows.places(edges.source), edges.offsets, edges.targets
+        for total in self.answers:
+            weight = weights_of(block, self._weight)
+            gather_sum_(flat_rows(total), read, *at, weight, edges.edges)
+        for kind, (best, ties) in zip(self._largest(), self.extrema, strict=True):
+            extremum_(flat_rows(best), flat_rows(ties), read, *at, kind)
+
+    def _largest(self) -> list[bool]:
+        return [kind == "max" for kind in self._kernel.kinds if kind in ("max", "min")]
+
+    def add_there_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        weights = self._kernel.there[0]
+        weight = weights[block.unit - 1] if weights else None
+        add_gathered(into[0], self.sources[0], block.segments, _wide(weight, into[0]))
+
+    def merge_(self, index: Tensor, rows: Sequence[Tensor]) -> None:
+        add_distinct_rows(self.answers[0], index, rows[0])
+
+    def finish(self) -> list[Tensor]:
+        """One output for each kind, ``[num_targets, *]``."""
+        kernel, out, extrema = self._kernel, [], iter(self.extrema)
+        sums = [kind for kind in kernel.kinds if kind in ("sum", "mean")]
+        for kind in kernel.kinds:
+            if kind in ("max", "min"):
+                best = next(extrema)[0]
+                best[kernel.schedule.in_degree == 0] = 0
+                out.append(best)
+                continue
+            total = self.answers[0] if len(sums) == 1 else self.answers[0].clone()
+            if kind == "mean":
+                total.div_(trailing(kernel.degrees(total), total))
+            out.append(total)
+        self.sources = []
+        return out
+
+
+class SumsBackward(Pass):
+    """Adds gradients up by source."""
+
+    phase = "backward"
+    use_slots = Use.IN_PLACE
+    own_last = True
+    kinds = ("refetch", "gradient", "gradient", "gradient")
+
+    def __init__(
+        self,
+        kernel: Sums,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        wanted: Sequence[bool],
+    ) -> None:
+        self._kernel = kernel
+        count = len(wanted)
+        x, *rest = saved[:count]
+        self._weight = rest[0] if rest else None
+        numbers = kernel.schedule.plan.num_local
+        self._wanted, self._total = wanted, x.new_zeros(numbers, *x.shape[1:])
+        self.returned = [self._total] if wanted[0] else []
+        self._weight_total: Tensor | None = None
+        if self._weight is not None and wanted[1]:
+            self._weight_total = torch.zeros_like(self._weight)
+        if kernel.needs_sources:
+            self.sources, self.in_flight = [x], False
+            for ledger in kernel.schedule.plan.comm.ledgers:
+                ledger.count("recompute")
+        self._divided: Tensor | None = None
+        self._take(gradients, saved[count:])
+
+    def _take(self, gradients: Sequence[Tensor], states: Sequence[Tensor]) -> None:
+        """The gradient of the sum, and of each extremum."""
+        kernel, found = self._kernel, iter(states)
+        sums: list[Tensor] = []
+        means: list[Tensor] = []
+        self._extrema: list[Extremum] = []
+        for kind, gradient in zip(kernel.kinds, gradients, strict=True):
+            if kind in ("max", "min"):
+                self._extrema.append(Extremum(gradient, next(found), next(found)))
+            else:
+                (means if kind == "mean" else sums).append(gradient)
+        self._gradient: Tensor | None = None
+        if not sums and len(means) == 1:
+            (self._gradient,) = means
+            self.scale = kernel.degrees(means[0]).reciprocal_()
+        elif sums or means:
+            divided = [(g / trailing(kernel.degrees(g), g)).to(g.dtype) for g in means]
+            first, *others = [*sums, *divided]
+            self._gradient = sum(others, first)
+        if self._gradient is not None:
+            self.slots = [self._gradient]
+
+    def _shares(self) -> Tensor:
+        """The gradient of each edge's row by target, ``[num_targets, *]``."""
+        gradient, scale = self._gradient, self.scale
+        if gradient is None:
+            raise RuntimeError("Extrema have no shares")
+        if scale is None:
+            return gradient
+        if self._divided is None:
+            degrees = trailing(self._kernel.degrees(gradient), gradient)
+            self._divided = (gradient / degrees).to(gradient.dtype)
+        return self._divided
+
+    def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        if block.segments.source.numel() == 0:
+            return
+        read = rows.tensors[0] if rows.tensors else None
+        if into:
+            self._add_rows(block, into[0], read)
+        if self._weight_total is not None and read is not None:
+            edges, shares = block.segments, flat_rows(self._shares())
+            at = edges.source, edges.offsets, edges.targets, edges.edges
+            found = edge_dot(flat_rows(read), shares, *at)
+            # Each edge is in one block.
+            self._weight_total.view(-1)[block.columns] = found.to(self._weight_total.dtype)
+
+    def _add_rows(self, block: Block, into: Tensor, read: Tensor | None) -> None:
+        weight = weights_of(block, self._weight)
+        edges = block.transposed(numbered=weight is not None)
+        gradient, scale = self._gradient, self.scale
+        # A divided copy of all rows is made only where numbers for the edges would take more.
+        if gradient is not None and (
+            scale is None or self._divided is not None or edges.source.numel() > gradient.numel()
+        ):
+            add_gathered(into, self._shares(), edges, weight)
+        elif gradient is not None and scale is not None:
+            shares = scale.index_select(0, edges.source)
+            if weight is not None:
+                shares *= weight if edges.edges is None else weight.index_select(0, edges.edges)
+            flat = into.view(into.size(0), into.shape[1:].numel())
+            at = edges.source, edges.offsets, edges.targets
+            gather_sum_(flat, flat_rows(gradient), *at, shares)
+        for extremum in self._extrema:
+            if read is None:
+                raise RuntimeError("An extremum's rows were not fetched again")
+            extremum.add_(into, read, edges)
+
+    def add_there_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        weights = self._kernel.there[1]
+        edges = block.transposed(numbered=bool(weights))
+        weight = _wide(weights[block.unit - 1], self._total) if weights else None
+        total = flat_rows(self._total)
+        at = rows.places(edges.source), edges.offsets, edges.targets
+        gather_sum_(total, flat_rows(rows.tensors[0]), *at, weight, edges.edges)
+
+    def finish(self) -> list[Tensor | None]:
+        """The gradients of the rows and of the weights."""
+        for extremum in self._extrema:
+            extremum.check()
+        total = self._total if self._wanted[0] else None
+        found: list[Any] = [total, self._weight_total]
+        return found[: len(self._wanted)]
+
+
+class Extremum:
+    r"""The backward pass of :math:`out_i = \max_e x_{s(e)}` (or minimum), 0 without in-edges.
+
+    All :math:`k` rows that reach the extremum, on whichever worker, get :math:`g_i / k`, or
+    :math:`g_i / (k + 1)` where it is 0: the gradient of PyG's ``scatter_reduce``, which counts the
+    zero that its output began with among the winners. Where an in-edge's row is NaN, so is the
+    extremum; nobody reaches it, and the gradient of all in-edges is :math:`0 \cdot g_i / 0`, NaN.
+
+    Args:
+        gradient: Of the extrema ``[num_targets, *]``.
+        best: These.
+        ties: How many rows reach them.
+
+    Attributes:
+        gradient: Of each row that reaches the extremum.
+        best: See above.
+        missing: How many of those that reached it have not been found again, ``[]``.
+    """
+
+    def __init__(self, gradient: Tensor, best: Tensor, ties: Tensor) -> None:
+        winners = ties + (best == 0)
+        self.gradient = (gradient / winners).to(gradient.dtype)  # infinite or NaN for NaN
+        self.best, self.missing = best, ties.sum(dtype=torch.float64)
+        nobody = winners == 0
+        self._nowhere: Tensor | None = None
+        if bool(nobody.any()):
+            self._nowhere = gradient.new_zeros(gradient.shape).masked_fill_(nobody, float("nan"))
+
+    def add_(self, into: Tensor, read: Tensor, edges: Segments) -> None:
+        """Adds a block's gradients ``into`` the rows that were ``read``; ``edges`` by source."""
+        flat = into.view(into.size(0), into.shape[1:].numel())
+        at = edges.source, edges.offsets, edges.targets
+        gradient, best = flat_rows(self.gradient), flat_rows(self.best)
+        self.missing = self.missing - extremum_backward_(flat, flat_rows(read), gradient, best, *at)
+        if self._nowhere is not None:  # The kernel gives a share to those that reach it only.
+            add_gathered(into, self._nowhere, edges, None)
+
+    def check(self) -> None:
+        """Raises ``RuntimeError`` where an extremum was not found again."""
+        if float(self.missing) != 0 and bool(self.best.isfinite().all()):
+            raise RuntimeError(
+                "A message came out differently when it was computed again for the backward pass "
+                f"({float(self.missing):.0f} extrema not found again). Is it deterministic? "
+                "SARPolicy(mode=2) keeps messages instead of recomputing them"
+            )
+
+
+def _wide(weight: Tensor | None, rows: Tensor) -> Tensor | None:
+    """Weights in what kernels add up in."""
+    if weight is None:
+        return None
+    return weight.to(torch.float64 if rows.dtype == torch.float64 else torch.float32)

@@ -1,0 +1,264 @@
+"""The loop: one kernel over one schedule, forward and backward; and the gap that it leaves in the
+autograd trace.
+
+[Note: passes] A kernel makes a :class:`Pass` for each direction. The loop opens a unit's rows,
+hands them to the pass with the unit's block, and closes it: whether rows are source rows, queries
+or gradients, whether what goes back is a partial state or a gradient, is the pass's matter. So a
+kernel knows nothing of workers, and a row source nothing of what is computed.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.engine.schedule import Schedule, Stage
+from pyg_sar.errors import named, refuse_second_derivative
+from pyg_sar.exchange.rows import RowSink, RowSource, UnitRows, Use
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.space.shard import Block
+
+_EXACT = Wire()
+_NOTHING = UnitRows([])
+
+
+class Pass:
+    """One direction of one call. Rows are lists of tensors, the first axis along nodes.
+
+    Attributes:
+        sources: Rows of own nodes that are read at their edges' targets; none: no row comes.
+        returned: Sums by own source rows that rows computed at the targets go back to.
+        slots: Rows of own targets that are read at their edges' sources.
+        scale: Multiplies rows of ``slots`` for other workers, ``[num_targets]``.
+        answers: Sums by own targets that rows computed at the sources go back to.
+        use: How rows of ``sources`` are used; ``use_slots``: of ``slots``.
+        own_last: Own edges come last, while the last rows are on their way back.
+        in_flight: Rows that go back may travel over a network while the next are worked on.
+        kinds: By which the ledger counts ``sources``, ``returned``, ``slots``, ``answers``.
+    """
+
+    sources: Sequence[Tensor] = ()
+    returned: Sequence[Tensor] = ()
+    slots: Sequence[Tensor] = ()
+    scale: Tensor | None = None
+    answers: Sequence[Tensor] = ()
+    use = Use.PASSES
+    use_slots = Use.PASSES
+    own_last = False
+    in_flight = True
+    phase = "forward"
+    kinds = ("fetch", "state", "query", "state")
+
+    def scope(self) -> AbstractContextManager[Any]:
+        """Entered around the loop."""
+        return nullcontext()
+
+    def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        """Adds a block that is gone through here.
+
+        Args:
+            block: Edges into own targets.
+            rows: The unit's rows of :attr:`sources`.
+            into: Sums by these rows, of each of :attr:`returned`.
+        """
+        raise NotImplementedError
+
+    def add_there_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
+        """Adds a block that is gone through on a peer's behalf.
+
+        Args:
+            block: Edges from own nodes to the peer's slots.
+            rows: The peer's rows of :attr:`slots`.
+            into: Zeroed rows for the peer, of each of :attr:`answers`.
+        """
+        raise NotImplementedError
+
+    def merge_(self, index: Tensor, rows: Sequence[Tensor]) -> None:
+        """Takes in what a peer computed for own targets: ``index [K]``, ``rows [K, *]`` each."""
+        for total, part in zip(self.answers, rows, strict=True):
+            total.index_add_(0, index, part)
+
+
+class Kernel(ABC):
+    """What is computed over edges. One object may serve many calls, but for what it keeps.
+
+    Attributes:
+        name: The layer's name, for the ledger.
+        title: The layer and the rank, for messages.
+        schedule: The way through the edges.
+        prefetch: Units fetched ahead, 0 or 1.
+        wire: How rows travel.
+        reads_output: The backward pass reads the output. It is kept as an alias; where it was
+            changed in place since, which PyG's own layers allow too, it is computed again.
+        needs_gradient: An input may want a gradient.
+        second_derivative: How a message goes on that says that there is none.
+    """
+
+    name = ""
+    schedule: Schedule
+    prefetch = 1
+    wire = _EXACT
+    reads_output = False
+    needs_gradient = True
+    second_derivative = "need SARPolicy(mode=3)"
+
+    @property
+    @abstractmethod
+    def title(self) -> str:
+        """The layer and the rank, for messages."""
+
+    @abstractmethod
+    def forward(self, tensors: Sequence[Tensor], record: bool) -> Any:
+        """The forward :class:`Pass` over detached inputs; ``record``: a backward pass may follow.
+
+        Its ``finish()`` gives the outputs.
+        """
+
+    @abstractmethod
+    def saved(self, tensors: Sequence[Tensor], done: Any) -> Iterable[Tensor]:
+        """Of inputs and of a forward pass that is done, what the backward pass needs."""
+
+    @abstractmethod
+    def backward(
+        self,
+        gradients: Sequence[Tensor],
+        saved: Sequence[Tensor],
+        output: Tensor | None,
+        wanted: Sequence[bool],
+        last: bool,
+    ) -> Any:
+        """The backward :class:`Pass`; its ``finish()`` gives the inputs' gradients.
+
+        Args:
+            gradients: Of the outputs, contiguous.
+            saved: What :meth:`saved` gave, detached.
+            output: The first output, where the kernel :attr:`reads_output`.
+            wanted: Which inputs want a gradient.
+            last: What was kept for this pass may be freed.
+        """
+
+    def inputs(self, saved: Sequence[Tensor]) -> list[Tensor]:
+        """The inputs among what was saved, of a kernel that :attr:`reads_output`."""
+        raise NotImplementedError
+
+
+def go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
+    """Goes through a schedule's stages. All workers call it together."""
+    with todo.scope():
+        for stage in stages:
+            _go(kernel, todo, stage)
+
+
+def _go(kernel: Kernel, todo: Pass, stage: Stage) -> None:
+    there, exchange = stage.there, stage.exchange
+    source, sink = _source(kernel, todo, stage), _sink(kernel, todo, stage)
+    units = range(exchange.num_units)
+    for unit in _own_last(units, kernel.prefetch) if source is None and todo.own_last else units:
+        block = stage.blocks[unit]
+        rows = _NOTHING if source is None else source.open(unit)
+        into = [] if sink is None else sink.open(unit)
+        if block is not None and there and unit:
+            todo.add_there_(block, rows, into)
+        elif block is not None:
+            if there:
+                rows, into = UnitRows(list(todo.sources)), list(todo.returned)
+            todo.add_(block, rows, into)
+        del rows, into
+        if sink is not None:
+            sink.close(unit)
+        if source is not None:
+            source.close(unit)
+    if sink is not None:
+        sink.finish()
+    if source is not None:
+        source.finish()
+
+
+def _source(kernel: Kernel, todo: Pass, stage: Stage) -> RowSource | None:
+    tensors = todo.slots if stage.there else todo.sources
+    if not tensors:
+        return None
+    label = kernel.name, todo.phase, todo.kinds[2 if stage.there else 0]
+    use, scale = (todo.use_slots, todo.scale) if stage.there else (todo.use, None)
+    return stage.exchange.source(tensors, label, kernel.prefetch, kernel.wire, use, scale)
+
+
+def _sink(kernel: Kernel, todo: Pass, stage: Stage) -> RowSink | None:
+    totals = todo.answers if stage.there else todo.returned
+    if not totals:
+        return None
+    label = kernel.name, todo.phase, todo.kinds[3 if stage.there else 1]
+    in_flight = (stage.there or todo.in_flight) if kernel.prefetch else None
+    merge = todo.merge_ if stage.there else None
+    return stage.exchange.sink(totals, label, in_flight, kernel.wire, merge)
+
+
+def _own_last(units: range, prefetch: int) -> list[int]:
+    """Own edges come while the last unit's rows are on their way back.
+
+    Where none are left on their way, before these: rows are added up in the same order.
+    """
+    own, *others = units
+    place = max(len(others) - (prefetch == 0), 0)
+    return [*others[:place], own, *others[place:]]
+
+
+class _Run(torch.autograd.Function):
+    """The gap in the autograd trace, from a kernel's inputs to its outputs."""
+
+    @staticmethod
+    def forward(ctx: Any, kernel: Kernel, *tensors: Tensor) -> Any:
+        done = kernel.forward([tensor.detach() for tensor in tensors], True)
+        go(kernel, done, kernel.schedule.forward)
+        out = done.finish()
+        ctx.save_for_backward(*kernel.saved(tensors, done))
+        ctx.kernel, ctx.out = kernel, None
+        if kernel.reads_output:
+            ctx.out = out[0].detach()
+            ctx.version = ctx.out._version
+        return tuple(out) if len(out) > 1 else out[0]
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        kernel: Kernel = ctx.kernel
+        refuse_second_derivative(kernel.title, kernel.second_derivative)
+        saved = [tensor.detach() for tensor in ctx.saved_tensors]
+        last = not torch._C._autograd._get_current_graph_task_keep_graph()
+        kernel.schedule.plan.comm.returning()
+        with named(f"the backward pass of {kernel.title}"):
+            out: Tensor | None = ctx.out
+            if out is not None and out._version != ctx.version:
+                again = kernel.forward(kernel.inputs(saved), False)
+                go(kernel, again, kernel.schedule.forward)
+                out = again.finish()[0]
+            if last:
+                ctx.out = None
+            rows = [gradient.contiguous() for gradient in gradients]
+            wanted = ctx.needs_input_grad[1:]
+            todo = kernel.backward(rows, saved, out, wanted, last)
+            del rows, saved, out
+            go(kernel, todo, kernel.schedule.backward)
+            return (None, *todo.finish())
+
+
+def run(kernel: Kernel, tensors: Sequence[Tensor], record: bool) -> Sequence[Tensor]:
+    """A kernel's outputs, recorded for autograd where a gradient may be wanted.
+
+    Args:
+        kernel: The kernel.
+        tensors: Its inputs.
+        record: Whether autograd shall record it.
+    """
+    if record:
+        out = _Run.apply(kernel, *tensors)
+        return out if isinstance(out, tuple) else (out,)
+    with torch.no_grad():
+        done = kernel.forward([tensor.detach() for tensor in tensors], False)
+        go(kernel, done, kernel.schedule.forward)
+        found: Sequence[Tensor] = done.finish()
+        return found

@@ -1,0 +1,150 @@
+"""The whole halo at once, differentiable any number of times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.rows import add_rows, flat_rows, tracked_buffer
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.ledger import Label
+
+if TYPE_CHECKING:
+    from pyg_sar.comm.group import Work
+
+
+def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
+    """Own rows followed by the halo's: ``[num_local, *]`` to ``[num_ids, *]``."""
+    x = x.detach()
+    flat = flat_rows(x)
+    out = tracked_buffer(
+        plan.comm, label[0], plan.num_halo, (plan.num_ids, flat.size(1)), x.dtype, x.device
+    )
+    out[: plan.num_local] = flat
+    halo = out[plan.num_local :]
+
+    def packer(rows: Tensor) -> Callable[[], Tensor]:
+        return lambda: wire.encode(flat.index_select(0, rows))
+
+    sends = [packer(plan.send_rows(q)) for q in range(plan.world_size)]
+    landing = wire.landing(halo)
+    receives = [landing[plan.halo_slice(q)] for q in range(plan.world_size)]
+    post_all(plan, sends, receives, label).wait()
+    wire.land(halo)
+    return out.view(plan.num_ids, *x.shape[1:])
+
+
+def _return_halo(
+    ext: Tensor,
+    plan: HaloPlan,
+    label: Label,
+    reduce: Callable[[Tensor, Tensor, Tensor], None],
+    wire: Wire,
+) -> Tensor:
+    """Halo rows go to their owners, which ``reduce(out, rows, values)`` them into their own."""
+    flat = flat_rows(ext.detach())
+    out = flat[: plan.num_local].clone()
+    halo = flat[plan.num_local :]
+    sends = [wire.encode(halo[plan.halo_slice(q)]) for q in range(plan.world_size)]
+    rows = [flat.new_empty(count, flat.size(1)) for count in plan.send_counts]
+    post_all(plan, sends, [wire.landing(part) for part in rows], label).wait()
+    for q, part in enumerate(rows):
+        wire.land(part)
+        if part.numel():
+            reduce(out, plan.send_rows(q), part)
+    return out.view(plan.num_local, *ext.shape[1:])
+
+
+def post_all(
+    plan: HaloPlan,
+    sends: Sequence[Tensor | Callable[[], Tensor] | None],
+    receives: Sequence[Tensor],
+    label: Label,
+) -> Work:
+    """Exchanges with all peers at once; the worker's own entries are left out."""
+    own = plan.rank
+    return plan.comm.exchange_all(
+        [None if q == own else send for q, send in enumerate(sends)],
+        [None if q == own else receive for q, receive in enumerate(receives)],
+        label=label,
+    )
+
+
+class _HaloGather(torch.autograd.Function):
+    """``[num_local, *]`` to ``[num_ids, *]``. Its adjoint is :class:`_HaloReduce`.
+
+    Each calls the other in its backward pass, so that both can be differentiated any number of
+    times.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
+        ctx.given = plan, (label[0], "backward", "gradient"), wire
+        return _fetch_halo(x, plan, label, wire)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        ctx.given[0].comm.returning()
+        return _HaloReduce.apply(grad, *ctx.given), None, None, None
+
+
+class _HaloReduce(torch.autograd.Function):
+    """``[num_ids, *]`` to ``[num_local, *]`` by sums. Its adjoint is :class:`_HaloGather`."""
+
+    @staticmethod
+    def forward(ctx: Any, ext: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
+        ctx.given = plan, (label[0], "backward", "fetch"), wire
+        return _return_halo(ext.contiguous(), plan, label, add_rows, wire)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return _HaloGather.apply(grad, *ctx.given), None, None, None
+
+
+def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = None) -> Tensor:
+    """Own rows followed by all halo rows, differentiable any number of times.
+
+    Args:
+        x: Node tensor ``[num_local, *]``.
+        plan: The halo plan.
+        layer: Whom the ledger charges.
+        wire: How rows travel; exactly by default.
+
+    Returns:
+        ``[num_ids, *]``.
+    """
+    for ledger in plan.comm.ledgers:
+        ledger.count("halo_gather")
+    return _HaloGather.apply(x, plan, (layer, "forward", "fetch"), wire or Wire())
+
+
+def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:
+    """Adds (or takes the maximum, minimum of) halo rows to their owners' rows.
+
+    Adjoint of :func:`halo_gather`. Differentiable for ``'sum'`` only, any number of times.
+
+    Args:
+        ext: ``[num_ids, *]``.
+        plan: The halo plan.
+        reduce: ``'sum'``, ``'amax'`` or ``'amin'``.
+        layer: Whom the ledger charges.
+
+    Returns:
+        ``[num_local, *]``.
+    """
+    for ledger in plan.comm.ledgers:
+        ledger.count("halo_reduce")
+    label = (layer, "forward", "reduce")
+    if reduce == "sum":
+        return _HaloReduce.apply(ext, plan, label, Wire())
+    if reduce not in ("amax", "amin"):
+        raise ValueError(f"Expected 'reduce' to be 'sum', 'amax' or 'amin' (got {reduce!r})")
+
+    def merge(out: Tensor, rows: Tensor, values: Tensor) -> None:
+        out.scatter_reduce_(0, rows.view(-1, 1).expand_as(values), values, reduce=reduce)
+
+    return _return_halo(ext.contiguous(), plan, label, merge, Wire())

@@ -1,0 +1,454 @@
+"""Halo rows from their owners, and their gradients on the way back.
+
+[Note: order of transfers] Every worker goes through the units (:class:`HaloPlan`) in the same order
+and posts its transfers in that order; the communicator's issuing thread carries them out first in,
+first out. A fetch that is posted ahead therefore never overtakes a gradient that another worker
+posts first, and nothing can deadlock. A unit without rows keeps its place; nothing is sent for it.
+
+[Note: buffers] A consumer that keeps nothing of the rows lets the source use their buffers again,
+each of which has room for all units that it will serve: the system would otherwise clear a new
+one's pages, which takes as long as filling them.
+
+[Note: shared memory] Rows of a worker of the same host are read from what it published (see
+sharing): a source publishes its own tensors once, when it starts. A consumer that finds rows by an
+index reads them where they are; for others a unit's fetch gathers from its owner's publication.
+Between other workers rows are packed for each peer.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, pieces_of
+from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.rows import (
+    Merge,
+    RowLayout,
+    RowSink,
+    RowSource,
+    UnitRows,
+    Use,
+    add_distinct_rows,
+    tracked_buffer,
+)
+from pyg_sar.exchange.wire import Wire
+from pyg_sar.ledger import Label
+
+if TYPE_CHECKING:
+    from pyg_sar.comm.group import Work
+
+_PLAN: Label = ("", "", "plan")
+_WHOLE = 0.6  # A copy of all rows takes as long as gathering this part of them.
+
+
+@dataclass(frozen=True, slots=True)
+class HaloRows:
+    """The exchange of a halo plan's rows (:class:`~pyg_sar.exchange.rows.Exchange`).
+
+    Args:
+        plan: The halo plan.
+    """
+
+    plan: HaloPlan
+
+    @property
+    def num_units(self) -> int:
+        """The worker itself, then its peers."""
+        return self.plan.world_size
+
+    def source(
+        self,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire,
+        use: Use,
+        scale: Tensor | None = None,
+    ) -> HaloSource:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.source`."""
+        return HaloSource(self.plan, tensors, label, prefetch, wire, use, scale)
+
+    def sink(
+        self,
+        totals: Sequence[Tensor],
+        label: Label,
+        in_flight: bool | None,
+        wire: Wire,
+        merge: Merge | None = None,
+    ) -> HaloSink:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`."""
+        return HaloSink(self.plan, totals, label, in_flight, wire, merge)
+
+
+# Which rows workers of one host read in place ################################
+
+
+@dataclass(frozen=True, slots=True)
+class Published:
+    """A plan's exchange with workers of the same host. See [Note: publication] in sharing.
+
+    Attributes:
+        rows: Own rows that are published, ascending; ``None``: the first :attr:`count`.
+        count: How many these are.
+        readers: How many of them each peer takes.
+        counts: How many rows each peer publishes, where it has halo rows of this worker.
+        index: Positions of the halo rows in each of these publications, ``[halo_counts[q]]``;
+            none where they are the publication.
+    """
+
+    rows: Tensor | None
+    count: int
+    readers: dict[int, int]
+    counts: dict[int, int]
+    index: dict[int, Tensor]
+
+    def gather(self, publication: Tensor, piece: slice, owner: int, out: Tensor) -> None:
+        """Takes a piece of the halo rows of ``owner`` from what it published."""
+        if owner in self.index:
+            torch.index_select(publication, 0, self.index[owner][piece], out=out[piece])
+        else:
+            out[piece] = publication[piece]
+
+
+def published_rows(plan: HaloPlan, sharing: Sharing) -> Published:
+    """The plan's exchange with workers of the same host, agreed once by all workers together."""
+    if plan.agreed.published is None:
+        plan.agreed.published = _agree(plan, sharing.ranks)
+    found: Published = plan.agreed.published
+    return found
+
+
+def _agree(plan: HaloPlan, near: frozenset[int]) -> Published:
+    sends = {q: plan.send_rows(q) for q in near if plan.send_rows(q).numel()}
+    rows: Tensor | None = torch.unique(torch.cat(list(sends.values()))) if sends else None
+    count = 0 if rows is None else rows.numel()
+    if rows is not None and count >= _WHOLE * plan.num_local:
+        rows, count = None, plan.num_local
+    counts, index = {}, {}
+    for owner, peer in plan.rounds():
+        message = found = None
+        if peer in sends:
+            wanted = sends[peer]
+            positions = wanted if rows is None else torch.searchsorted(rows, wanted)
+            message = torch.cat([positions.new_tensor([count]), positions])
+        if owner in near and plan.halo_counts[owner]:
+            found = torch.empty(1 + plan.halo_counts[owner], dtype=torch.long)
+        plan.comm.exchange(message, peer, found, owner, label=_PLAN).wait()
+        if found is not None:
+            counts[owner] = int(found[0])
+            index[owner] = found[1:].int() if counts[owner] < 2**31 else found[1:]
+    readers = {q: part.numel() for q, part in sends.items()}
+    return Published(rows, count, readers, counts, index)
+
+
+# Rows come ####################################################################
+
+
+@dataclass(slots=True)
+class _Fetch:
+    """A unit's rows on their way: into buffers, one per dtype, or where their owner has them."""
+
+    unit: int
+    buffers: list[Tensor]
+    in_place: list[Incoming] = field(default_factory=list)
+    works: list[Work] = field(default_factory=list)
+
+
+class HaloSource(RowSource):
+    r"""Own rows, then those of each owner.
+
+    At most the rows of ``1 + prefetch`` units are resident (2/N and 3/N of the graph with the
+    worker's own). Traffic in: :math:`H_p F b` bytes.
+
+    Args:
+        plan: The halo plan.
+        tensors: Node tensors ``[num_local, *]``, detached.
+        label: Whom the ledger charges.
+        prefetch: Units fetched ahead, 0 or 1.
+        wire: How rows travel; exactly by default.
+        use: How the consumer uses the rows.
+        scale: Rows of other workers come multiplied by their number, ``[num_local]``.
+    """
+
+    def __init__(
+        self,
+        plan: HaloPlan,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None = None,
+        use: Use = Use.KEEPS,
+        scale: Tensor | None = None,
+    ) -> None:
+        self.plan, self.tensors, self.label = plan, list(tensors), label
+        self.prefetch, self.use, self.scale = prefetch, use, scale
+        self.wire = wire or Wire()
+        self.layout = RowLayout(tensors)
+        self._posted = 1
+        self._pending: deque[_Fetch] = deque()
+        self._open: _Fetch | None = None
+        self._spare: list[Tensor] = []
+        self._works: list[Work] = []
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.wire.is_exact else None
+        self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
+
+    def open(self, unit: int) -> UnitRows:
+        """Own rows as they are; rows of each tensor of the unit's owner, in its halo order."""
+        if unit == 0:
+            self._publish()
+            self._post(self.prefetch)
+            return UnitRows(self.tensors)
+        self._post(unit)
+        fetch = self._open = self._pending.popleft()
+        for work in fetch.works:
+            work.wait()
+        self._post(unit + self.prefetch)
+        if fetch.in_place and self._sharing is not None:
+            rows, owner = self.plan.num_rows(unit), self.plan.peers(unit)[0]
+            fetch.in_place[0].hold(self.plan.comm.ledgers, self.label[0], rows)
+            index = published_rows(self.plan, self._sharing).index.get(owner)
+            return UnitRows(self.layout.unpack([found.rows for found in fetch.in_place]), index)
+        filled = [buffer[: self.plan.num_rows(unit)] for buffer in fetch.buffers]
+        for buffer in filled:
+            self.wire.land(buffer)
+        if self.use is Use.KEEPS:
+            fetch.buffers = []
+        return UnitRows(self.layout.unpack(filled))
+
+    def close(self, unit: int) -> None:
+        """Gives memory back to its owner, and buffers to later units. See [Note: buffers]."""
+        fetch, self._open = self._open, None
+        if fetch is None:
+            return
+        for rows in fetch.in_place:
+            rows.release()
+        if self._posted < self.plan.world_size:
+            self._spare = fetch.buffers
+
+    def finish(self) -> None:
+        """Waits until others' reading of own rows is under way, before these may be changed."""
+        for work in self._works:
+            work.wait()
+
+    def _publish(self) -> None:
+        """Lets workers of the same host read the own rows. See [Note: shared memory]."""
+        if self._sharing is None:
+            return
+        found = published_rows(self.plan, self._sharing)
+        for dtype, width in self.layout.widths:
+            fill = partial(
+                self.layout.write,
+                tensors=self.tensors,
+                dtype=dtype,
+                rows=found.rows,
+                scale=self.scale,
+            )
+            shape = found.count, width
+            self._works.append(self._sharing.publish(fill, shape, dtype, found.readers, self.label))
+
+    def _post(self, last: int) -> None:
+        """Posts the fetches of units up to ``last``. See [Note: order of transfers]."""
+        while self._posted <= min(last, self.plan.world_size - 1):
+            unit = self._posted
+            owner, peer = self.plan.peers(unit)
+            in_place = self.use is Use.IN_PLACE and owner in self._near
+            fetch = _Fetch(unit, [] if in_place else self._buffers(unit))
+            self._posted += 1
+            for k, (dtype, width) in enumerate(self.layout.widths):
+                buffer = None if in_place else fetch.buffers[k][: self.plan.num_rows(unit)]
+                self._fetch(fetch, owner, peer, dtype, width, buffer)
+            self._pending.append(fetch)
+
+    def _buffers(self, unit: int) -> list[Tensor]:
+        """Room for a unit's rows, and if it is used again for those of later ones."""
+        spare, self._spare = self._spare, []
+        count = self.plan.num_rows(unit)
+        if spare and spare[0].size(0) >= count:
+            return spare
+        del spare
+        if self.use is not Use.KEEPS:
+            later = range(unit, self.plan.world_size, 1 + self.prefetch)
+            count = max(self.plan.num_rows(other) for other in later)
+        comm, device = self.plan.comm, self.tensors[0].device
+        found = []
+        for k, (dtype, width) in enumerate(self.layout.widths):
+            counted = count if k == 0 else 0
+            shape = count, width
+            found.append(tracked_buffer(comm, self.label[0], counted, shape, dtype, device))
+        return found
+
+    def _fetch(
+        self,
+        fetch: _Fetch,
+        owner: int,
+        peer: int,
+        dtype: torch.dtype,
+        width: int,
+        buffer: Tensor | None,
+    ) -> None:
+        """Fetches a unit's rows of one dtype, and sends what its peer fetches."""
+        plan, sharing = self.plan, self._sharing
+        pack = landing = None
+        if peer not in self._near and plan.send_counts[peer]:
+            pack = partial(self._pack, peer, dtype)
+        if owner not in self._near and buffer is not None and plan.halo_counts[owner]:
+            landing = self.wire.landing(buffer)
+        if pack is not None or landing is not None:
+            fetch.works.append(plan.comm.exchange(pack, peer, landing, owner, label=self.label))
+        if sharing is None or owner not in self._near:
+            return
+        found = published_rows(plan, sharing)
+        shape = found.counts.get(owner, 0), width
+        if buffer is None:
+            count = plan.halo_counts[owner]
+            fetch.in_place.append(sharing.read_in_place(owner, shape, count, dtype, self.label))
+            fetch.works.append(fetch.in_place[-1].work)
+        else:
+            use = partial(found.gather, owner=owner, out=buffer)
+            fetch.works.append(sharing.read(owner, shape, use, buffer, self.label))
+
+    def _pack(self, peer: int, dtype: torch.dtype) -> Tensor:
+        """A peer's message of a dtype, made on the issuing thread when its turn has come."""
+        rows = self.plan.send_rows(peer)
+        return self.wire.encode(self.layout.pack(self.tensors, rows, dtype, self.scale))
+
+
+# Rows go ######################################################################
+
+
+class HaloSink(RowSink):
+    r"""Rows that were computed for a unit go to their owner, which adds them to its own.
+
+    The other way round as :class:`HaloSource`: a row for each halo row, :math:`H_p F b` bytes out.
+
+    [Note: rows in flight] What was computed for one unit travels while the next one is worked
+    on. Between workers of one host that takes no memory: the rows stay where they were computed,
+    and the owner takes them from there. Over a network they take a buffer at either end.
+
+    Args:
+        plan: The halo plan.
+        totals: What the worker's own rows are added up in, ``[num_local, *]``.
+        label: Whom the ledger charges.
+        in_flight: Whether a unit's rows may travel over a network while the next is worked on;
+            ``None``: not even between workers of one host.
+        wire: How rows travel; exactly by default.
+        merge: Takes in what comes; by default it is added to ``totals``.
+    """
+
+    def __init__(
+        self,
+        plan: HaloPlan,
+        totals: Sequence[Tensor],
+        label: Label,
+        in_flight: bool | None = True,
+        wire: Wire | None = None,
+        merge: Merge | None = None,
+    ) -> None:
+        self.plan, self.totals, self.label = plan, list(totals), label
+        self.wire, self._in_flight = wire or Wire(), in_flight
+        self._merge = merge or self._add
+        self.layout = RowLayout(totals)
+        self._packed: list[Tensor | SendBuffer] = []
+        self._pending: tuple[int, list[Tensor], list[Incoming], list[Work]] | None = None
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if self.wire.is_exact else None
+        self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
+
+    def _add(self, index: Tensor, rows: Sequence[Tensor]) -> None:
+        for total, part in zip(self.totals, rows, strict=True):
+            add_distinct_rows(total, index, part)
+
+    def open(self, unit: int) -> list[Tensor]:
+        """Zeroed rows for the unit's halo rows: views of what will be sent."""
+        if unit == 0:
+            return self.totals
+        rows, owner = self.plan.num_rows(unit), self.plan.peers(unit)[0]
+        found = []
+        for dtype, width in self.layout.widths:
+            if self._sharing is not None and owner in self._near:
+                buffer = self._sharing.allocate((rows, width), dtype)
+                self._packed.append(buffer)
+                found.append(buffer.rows.zero_())
+            else:
+                device = self.totals[0].device
+                found.append(torch.zeros((rows, width), dtype=dtype, device=device))
+                self._packed.append(found[-1])
+        return self.layout.unpack(found)
+
+    def close(self, unit: int) -> None:
+        """Sends the unit's rows, after those of the unit before it have been taken in."""
+        if unit == 0:
+            return
+        self.finish()
+        owner, peer = self.plan.peers(unit)
+        far: list[Tensor] = []
+        near: list[Incoming] = []
+        works: list[Work] = []
+        for (dtype, width), packed in zip(self.layout.widths, self._packed, strict=True):
+            self._send(owner, peer, packed, width, far, works)
+            if self._sharing is not None and peer in self._near:
+                shape = self.plan.send_counts[peer], width
+                near.append(self._sharing.receive(peer, shape, dtype, self.label))
+                works.append(near[-1].work)
+        self._packed = []
+        self._pending = unit, far, near, works
+        network = not self._near.issuperset((owner, peer))
+        if self._in_flight is None or (network and not self._in_flight):
+            self.finish()
+
+    def _send(
+        self,
+        owner: int,
+        peer: int,
+        packed: Tensor | SendBuffer,
+        width: int,
+        far: list[Tensor],
+        works: list[Work],
+    ) -> None:
+        """Sends rows to their owner; puts those of a far peer on their way into ``far``."""
+        sharing, plan = self._sharing, self.plan
+        send = landing = None
+        if isinstance(packed, Tensor) and plan.halo_counts[owner]:
+            send = partial(self.wire.encode, packed)
+        if peer not in self._near:
+            like = self.totals[0]
+            dtype = packed.dtype if isinstance(packed, Tensor) else packed.rows.dtype
+            shape = plan.send_counts[peer], width
+            far.append(torch.empty(shape, dtype=dtype, device=like.device))
+            landing = self.wire.landing(far[-1]) if shape[0] else None
+        if send is not None or landing is not None:
+            works.append(plan.comm.exchange(send, owner, landing, peer, label=self.label))
+        if sharing is not None and isinstance(packed, SendBuffer):
+            works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, self.label))
+
+    def finish(self) -> None:
+        """Waits for the unit in flight and takes in what came from its peer."""
+        if self._pending is None:
+            return
+        unit, far, near, works = self._pending
+        self._pending = None
+        for work in works:
+            work.wait()
+        peer = self.plan.peers(unit)[1]
+        if far and self.plan.send_counts[peer]:
+            for buffer in far:
+                self.wire.land(buffer)
+            self._merge(self.plan.send_rows(peer), self.layout.unpack(far))
+        elif near and self.plan.send_counts[peer]:
+            own = self.plan.send_rows(peer)
+            for piece in pieces_of(near[0].rows):
+                parts = [arrival.rows[piece] for arrival in near]
+                self._merge(own[piece], self.layout.unpack(parts))
+                del parts
+                for arrival in near:
+                    arrival.pause()
+        for arrival in near:
+            arrival.release()

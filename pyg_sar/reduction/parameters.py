@@ -1,0 +1,420 @@
+"""The parameters of a model on several workers: rows of their own, equal copies, users' hooks.
+
+A module names parameters with one row per node in ``owned_rows``: each worker owns its rows. They
+are not alike on all workers, so that ``distribute`` neither compares nor copies them, their
+gradients are not summed, and a checkpoint holds every worker's rows. With ``n_id``, the global ids
+of its rows, a module's rows are known under every partition. All other parameters are equal copies.
+
+[Note: marks] Parameters are compared by checksums of their bits, sums of integers, which come out
+the same whatever the order of summation. A checksum travels with the gradients as eight numbers
+below 256 in a place of its worker's own, where the others add 0: exact in every dtype. Only where
+checksums differ are the values compared. Rounding may differ between unlike processors: such
+differences are taken away, larger ones are an error.
+
+[Note: hooks on sums] Autograd calls a parameter's hooks when this worker's part of its gradient is
+there, in the middle of a backward pass. The sum over the workers is known at the end of the pass.
+So a parameter whose gradients are summed keeps its users' hooks in a :class:`Deferred` table, in
+which autograd finds only what sums; the others run at the end, on the sum, in the model's order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch_geometric.data.data import BaseData
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.errors import PygSarError
+from pyg_sar.ledger import Label
+from pyg_sar.space.distributed_index import InSpace
+
+# Rows that a worker owns ######################################################
+
+_OWNED: Label = ("", "", "owned rows")
+
+
+def owned_parameters(model: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module, Tensor]]:
+    """Names (as in ``state_dict``), modules and values of parameters with a row per node."""
+    for prefix, module in model.named_modules():
+        for name in getattr(module, "owned_rows", ()):
+            parameter = getattr(module, name)
+            yield f"{prefix}.{name}" if prefix else name, module, parameter
+
+
+def shared_names(model: torch.nn.Module) -> list[tuple[str, Tensor]]:
+    """The parameters that are alike on all workers, in the model's order, with their names."""
+    owned = {id(parameter) for _, _, parameter in owned_parameters(model)}
+    return [(name, p) for name, p in model.named_parameters() if id(p) not in owned]
+
+
+def shared_parameters(model: torch.nn.Module) -> list[Tensor]:
+    """The parameters that are alike on all workers, in the model's order."""
+    return [parameter for _, parameter in shared_names(model)]
+
+
+def gather_to_first(rows: Tensor, comm: Communicator) -> list[Tensor]:
+    """Every worker's rows on rank 0, in rank order; the other workers get nothing. Collective.
+
+    Args:
+        rows: ``[n_p, *]``, alike on all workers but for :math:`n_p`.
+        comm: The workers.
+    """
+    rows = rows.detach().contiguous()
+    counts = [int(n) for n in comm.all_gather_object(rows.size(0))]
+    if comm.rank != 0:
+        comm.exchange(rows if rows.numel() else None, 0, None, 0, label=_OWNED).wait()
+        return []
+    found = [rows]
+    for rank in range(1, comm.world_size):
+        part = rows.new_empty(counts[rank], *rows.shape[1:])
+        comm.exchange(None, rank, part if part.numel() else None, rank, label=_OWNED).wait()
+        found.append(part)
+    return found
+
+
+def ids_of(module: torch.nn.Module, rows: int) -> Tensor | None:
+    """The global ids of a module's rows, if it has been told.
+
+    Raises:
+        ValueError: When there is not one per row.
+    """
+    n_id: Any = getattr(module, "n_id", None)
+    if n_id is None:
+        return None
+    if not isinstance(n_id, Tensor) or tuple(n_id.shape) != (rows,):
+        raise ValueError(
+            f"Expected 'n_id' of {type(module).__name__} to hold the global ids of its {rows} rows "
+            f"(got shape {list(getattr(n_id, 'shape', []))}); set it to data.n_id"
+        )
+    return n_id
+
+
+def in_global_order(parts: Sequence[Tensor], ids: Sequence[Tensor]) -> Tensor:
+    """Rows of all workers, each in the place of its global id.
+
+    Raises:
+        ValueError: When the ids are not each of 0, 1, ... once.
+    """
+    place = torch.cat(list(ids)).cpu()
+    if not torch.equal(place.sort().values, torch.arange(place.numel())):
+        raise ValueError(
+            f"the global ids of all workers' rows are not 0 to {place.numel() - 1}, each once; set "
+            "'n_id' to data.n_id"
+        )
+    whole = torch.cat([part.cpu() for part in parts])
+    out = torch.empty_like(whole)
+    out[place] = whole
+    return out
+
+
+@torch.no_grad()
+def clip_grad_norm(model: torch.nn.Module, max_norm: float, comm: Communicator) -> float:
+    """As :func:`torch.nn.utils.clip_grad_norm_`, over the parameters of the whole graph.
+
+    Gradients of shared parameters are sums over the workers already; those of owned rows are
+    counted once for each worker.
+
+    Returns:
+        The norm before clipping, the same on every worker.
+    """
+    shared = [p.grad for p in shared_parameters(model) if p.grad is not None]
+    owned = [p.grad for _, _, p in owned_parameters(model) if p.grad is not None]
+    total = torch.nn.utils.get_total_norm(shared).double() if shared else torch.zeros(()).double()
+    if any(True for _ in owned_parameters(model)):
+        device = next(p.device for p in model.parameters())
+        part = sum((g.double().square().sum() for g in owned), torch.zeros((), device=device))
+        square = torch.as_tensor(part, dtype=torch.float64, device=device).reshape(1)
+        comm.all_reduce(square, label=_OWNED)
+        total = (total.to(device).square() + square[0]).sqrt()
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    for gradient in (*shared, *owned):
+        gradient.mul_(scale.to(gradient.dtype))
+    return float(total)
+
+
+# Equal copies #################################################################
+
+LIMBS = 8
+_REPLICAS: Label = ("", "", "replicas")
+_ROUNDING = 4  # units in the last place of a tensor's largest value
+_LOCAL = frozenset({"debug", "device", "local_rank", "num_nodes", "rank", "verbose"})
+
+
+def _checksum(tensor: Tensor) -> Tensor:
+    """The sum of a tensor's words of at most 32 bits, as int64."""
+    flat = tensor.detach().contiguous().view(-1)
+    words = {2: torch.int16}.get(flat.itemsize, torch.int32 if flat.itemsize >= 4 else torch.uint8)
+    return flat.view(words).sum(dtype=torch.int64)
+
+
+def marks(tensors: Sequence[Tensor], comm: Communicator, like: Tensor) -> Tensor:
+    """This worker's checksum in its place among those of all: ``[world_size * LIMBS]``."""
+    sums = torch.stack([_checksum(t) for t in tensors])
+    total = (sums * torch.arange(1, 1 + len(tensors), device=sums.device)).sum()
+    limbs = (total >> (8 * torch.arange(LIMBS, device=sums.device))) & 255
+    out = like.new_zeros(comm.world_size, LIMBS)
+    out[comm.rank] = limbs.to(out.dtype)
+    return out.view(-1)
+
+
+def differ(found: Sequence[Any]) -> bool:
+    """Whether summed :func:`marks` are of different checksums."""
+    return any(found[k] != found[k % LIMBS] for k in range(len(found)))
+
+
+@torch.no_grad()
+def reconcile(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
+    """Compares tensors' values. Collective.
+
+    Differences of a few roundings are replaced by the middle of the lowest and the highest value.
+
+    Raises:
+        ValueError: on every worker, for larger ones, with the tensor's name and the ranks.
+    """
+    own = [int(_checksum(tensor)) for _, tensor in named]
+    everyone = comm.all_gather_object(own)
+    for k, (name, tensor) in enumerate(named):
+        ranks = [r for r, sums in enumerate(everyone) if sums[k] != everyone[0][k]]
+        if not ranks:
+            continue
+        exact = not tensor.is_floating_point()
+        value = torch.view_as_real(tensor) if tensor.is_complex() else tensor.detach()
+        value = value.nan_to_num() if value.is_floating_point() else value.to(torch.int64)
+        low = comm.all_reduce(value.clone().contiguous(), "min", label=_REPLICAS)
+        high = comm.all_reduce(value.clone().contiguous(), "max", label=_REPLICAS)
+        gap = float((high - low).max())
+        size = float(torch.maximum(low.abs(), high.abs()).max())
+        if exact or not gap <= _ROUNDING * torch.finfo(value.dtype).eps * size:
+            raise ValueError(
+                f"'{name}' differs between the workers: ranks {ranks} hold other values than rank "
+                f"0 (by up to {gap:.3g}; this is rank {comm.rank}). All workers must start from "
+                "the same values and take the same steps: give every worker's optimizer the same "
+                "settings, and call load_state_dict() on all of them, or before distribute()"
+            )
+        tensor.data.copy_(low + (high - low) / 2)
+
+
+def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
+    """Compares parameters and saved buffers, but for rows that workers own. Collective.
+
+    Raises:
+        ValueError: on every worker, when some differ (:func:`reconcile`).
+    """
+    if comm.world_size == 1:
+        return
+    saved = model.state_dict(keep_vars=True)
+    buffers = [(name, b) for name, b in model.named_buffers() if name in saved]
+    named = [(name, t) for name, t in (*shared_names(model), *buffers) if t.numel()]
+    if not named:
+        return
+    sums = torch.stack([_checksum(t).to(comm.device) for _, t in named])
+    sizes = torch.tensor([t.numel() for _, t in named], device=comm.device)
+    everyone = torch.stack(comm.all_gather(torch.stack([sizes, sums], dim=1), label=_REPLICAS))
+    alike = (everyone == everyone[0]).all(0)
+    # Buffers of another length belong to a worker's rows.
+    found = [named[k] for k, (size, value) in enumerate(alike.tolist()) if size and not value]
+    if found:
+        reconcile(found, comm)
+
+
+def in_space(inputs: Any) -> bool:
+    """Whether a model's inputs hold a distributed ``edge_index``, so that all workers call it."""
+    leaves = tree_leaves(inputs)
+    for data in [leaf for leaf in leaves if isinstance(leaf, BaseData)]:
+        leaves += [value for store in data.stores for value in store.values()]
+    return any(isinstance(leaf, InSpace) for leaf in leaves)
+
+
+# Settings ####################################################################
+
+
+def plain(value: Any) -> str | None:
+    """A number, string, function, or a container of such as text; ``None`` for another object."""
+    if value is None or isinstance(value, (bool, int, float, complex, str, torch.dtype)):
+        return repr(value)
+    if isinstance(value, (tuple, list)):
+        parts = [plain(item) for item in value]
+        return None if None in parts else f"[{', '.join(map(str, parts))}]"
+    if isinstance(value, Mapping):
+        pairs = {repr(key): plain(item) for key, item in value.items()}
+        return None if None in pairs.values() else str(sorted(pairs.items()))
+    if callable(value) and not isinstance(value, torch.nn.Module):
+        name = getattr(value, "__qualname__", None)
+        return name if isinstance(name, str) else None  # Generated modules have random names.
+    if isinstance(value, Tensor) and value.numel() == 1:
+        return repr(value.item())
+    return None
+
+
+def attribute_rows(model: torch.nn.Module) -> list[str]:
+    """A line for each plain attribute of each module, but for those that are a worker's own.
+
+    These begin with an underscore, are named ``rank``, ``local_rank``, ``device``, ``num_nodes``,
+    ``verbose`` or ``debug``, or count something (``num_users``) in a module with rows that each
+    worker owns.
+    """
+    owners = [name for name, _, _ in owned_parameters(model)]
+    rows = []
+    for prefix, module in model.named_modules():
+        start = f"{prefix}." if prefix else ""
+        owns = any(name.startswith(start) for name in owners)
+        for name, value in sorted(vars(module).items()):
+            local = name.startswith("_") or name in _LOCAL or (owns and name.startswith("num_"))
+            text = None if local or isinstance(value, Tensor) else plain(value)
+            if text is not None:
+                rows.append(f"{start}{name}: {text}")
+    return rows
+
+
+def first_difference(rows: Sequence[str], comm: Communicator) -> tuple[int, str, str] | None:
+    """A rank whose lines differ from rank 0's, its line and rank 0's; the same on all workers."""
+    digest = hashlib.sha256(json.dumps(list(rows)).encode()).hexdigest()
+    digests = comm.all_gather_object(digest)
+    if len(set(digests)) == 1:
+        return None
+    everyone = comm.all_gather_object(list(rows))
+    rank = next(r for r, other in enumerate(everyone) if other != everyone[0])
+    theirs, first = everyone[rank], everyone[0]
+    for k in range(max(len(theirs), len(first))):
+        pair = [lines[k] if k < len(lines) else "nothing" for lines in (theirs, first)]
+        if pair[0] != pair[1]:
+            return rank, pair[0], pair[1]
+    return None
+
+
+def check_settings(
+    config: Mapping[str, Any], optimizer: torch.optim.Optimizer, comm: Communicator
+) -> None:
+    """Compares a trainer's settings and its optimizer's. Collective.
+
+    Raises:
+        ValueError: on every worker, for the first setting that differs.
+    """
+    rows = [f"{name}: {plain(value)}" for name, value in config.items()]
+    rows.append(f"optimizer: {type(optimizer).__qualname__}")
+    for k, group in enumerate(optimizer.param_groups):
+        options = {name: value for name, value in group.items() if name != "params"}
+        rows.append(f"optimizer.param_groups[{k}]['params']: {len(group['params'])} parameters")
+        rows += [
+            f"optimizer.param_groups[{k}][{name!r}]: {plain(value)}"
+            for name, value in sorted(options.items())
+        ]
+    found = first_difference(rows, comm)
+    if found is not None:
+        rank, here, first = found
+        raise ValueError(
+            f"The workers' settings differ: '{here}' at rank {rank}, '{first}' at rank 0. Give "
+            "the same TrainConfig and optimizer on every worker"
+        )
+
+
+# Users' hooks #################################################################
+
+_WRAPPERS = frozenset(
+    {"DataParallel", "DistributedDataParallel", "FSDPModule", "FullyShardedDataParallel"}
+)
+
+
+class Deferred(OrderedDict[int, Any]):
+    """A tensor's table of hooks: autograd calls ``own``; ``users`` holds what users register.
+
+    Args:
+        own: Called by autograd, if given.
+        users: The table so far, whose handles stay valid.
+    """
+
+    def __init__(self, own: Callable[[Tensor], Any] | None, users: Any) -> None:
+        super().__init__()
+        if own is not None:
+            super().__setitem__(-1, own)  # Autograd reads what lies here.
+        self.users: dict[int, Callable[[Tensor], Any]] = OrderedDict() if users is None else users
+
+    def __setitem__(self, key: int, hook: Any) -> None:
+        self.users[key] = hook
+
+    def __delitem__(self, key: int) -> None:
+        del self.users[key]
+
+    def __contains__(self, key: object) -> bool:
+        return key in self.users
+
+
+def defer_hooks(parameter: Tensor, own: Callable[[Tensor], Tensor | None]) -> None:
+    """Has autograd call ``own`` with this worker's gradient, and none of the users' hooks."""
+    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = Deferred(own, before)
+    parameter._post_accumulate_grad_hooks = Deferred(None, after)
+
+
+def hooked(parameter: Tensor, total: Tensor) -> Tensor:
+    """The gradient that the users' hooks make of the sum, as autograd would."""
+    hooks: Any = parameter._backward_hooks
+    for hook in list(hooks.users.values()):
+        found = hook(total)
+        total = total if found is None else found
+    return total
+
+
+def call_after(parameter: Tensor) -> None:
+    """Calls the hooks of ``register_post_accumulate_grad_hook``."""
+    hooks: Any = parameter._post_accumulate_grad_hooks
+    for hook in list(hooks.users.values()):
+        hook(parameter)
+
+
+def refuse_node_hooks(node: Any, name: str) -> None:
+    """Refuses hooks on the node that accumulates a gradient: nothing can run them on the sum.
+
+    Raises:
+        PygSarError: When there is one.
+    """
+    for register in (node.register_hook, node.register_prehook):
+        probe = register(_nothing)
+        table = probe.hooks_dict_ref()
+        others = len(table) - 1
+        probe.remove()
+        if others:
+            raise PygSarError(
+                f"Parameter {name!r} has a hook on its AccumulateGrad node, which would see this "
+                "worker's part of the gradient only; use parameter.register_hook() or "
+                "register_post_accumulate_grad_hook(), which see the sum over all workers"
+            )
+
+
+def wrapper_of(model: torch.nn.Module) -> str | None:
+    """The wrapper of torch in which a model is, or runs, if it sums gradients its own way."""
+    kinds = {type(module) for module in model.modules()}
+    names = {base.__name__ for kind in kinds for base in kind.__mro__}
+    found = sorted(names & _WRAPPERS)
+    if found:
+        return found[0]
+    if getattr(model, "_is_fsdp_managed_module", False):
+        return "FullyShardedDataParallel"
+    active = getattr(torch.nn.parallel.DistributedDataParallel, "_active_ddp_module", None)
+    return None if active is None else "DistributedDataParallel"
+
+
+def refuse_wrapped(model: torch.nn.Module) -> None:
+    """Refuses a second summation of gradients around, or in, a distributed model.
+
+    Raises:
+        ValueError: When there is one.
+    """
+    name = wrapper_of(model)
+    if name is not None:
+        raise ValueError(
+            f"The model is distributed by pyg_sar.distribute() and by {name}, which would take "
+            "each worker's gradients for those of a batch of its own, and average them. Use the "
+            f"model that distribute() returns, without {name}"
+        )
+
+
+def _nothing(*_: Any) -> None:
+    """Does nothing."""
