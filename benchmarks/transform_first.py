@@ -23,13 +23,14 @@ from torch_geometric.nn import GraphSAGE, MessagePassing
 from wire import CLASSES, power_law_graph
 
 import pyg_sar
+from pyg_sar.comm import current
 
 WAYS = (True, False)
 
 
 def train(root: str, hidden: int, epochs: int) -> tuple[list[dict[bool, float]], dict[bool, int]]:
     """Seconds of each pair of epochs, and bytes in of one epoch, by way."""
-    comm = pyg_sar.current()
+    comm = current()
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     model = pyg_sar.distribute(GraphSAGE(data.x.size(1), hidden, 3, CLASSES))

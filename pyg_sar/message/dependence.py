@@ -186,7 +186,7 @@ def _storage(tensor: Tensor) -> int:
 
 
 def sample(edge_index: DistEdgeIndex, most: int = _SAMPLE_EDGES) -> Tile:
-    """At most so many of the worker's edges; sources are taken from its own rows.
+    """Returns at most so many of the worker's edges; sources are taken from its own rows.
 
     Without own rows (of the sources' type) the analysis has one that stands in for them.
     """

@@ -29,7 +29,7 @@ def kind_of_argument(value: Any) -> Any:
 
 @contextmanager
 def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
-    """Ledgers charge the layer for what is gathered with these edges; each tensor once."""
+    """Ledgers charge the layer for what these edges gather meanwhile, each tensor once."""
     outer = [(edge_index.plan.context, edge_index.plan.context.layer) for edge_index in edges]
     for context, _ in outer:
         context.layer = layer
