@@ -125,9 +125,7 @@ def main() -> None:
                 for phase in ("forward", "backward"):
                     for (file, line, function), count in found[phase].items():
                         place = file.split("/pyg_sar/")[-1] + f":{line}"
-                        print(
-                            f"  {phase:8} {count:4} {file.split('/pyg_sar/')[-1]}:{line} {function}"
-                        )
+                        print(f"  {phase:8} {count:4} {place} {function}")
 
 
 if __name__ == "__main__":

@@ -386,7 +386,7 @@ def test_graph_without_edges(partitions: Partitions):
     world=st.integers(1, 4),
     name=st.sampled_from(sorted(SOME)),
     budget=st.sampled_from([None, 1, 300]),
-    prefetch=st.integers(0, 3),
+    prefetch=st.integers(0, 1),
 )
 @settings(max_examples=15)
 def test_any_graph_and_assignment(

@@ -41,7 +41,7 @@ LAYERS = {
 POLICIES = st.builds(
     SARPolicy,
     mode=st.sampled_from([1, 1, 2, 3]),
-    prefetch=st.integers(0, 3),
+    prefetch=st.integers(0, 1),
     message_budget=st.sampled_from([None, 1, 300, 2000]),
     strategy=st.sampled_from(["auto", "auto", "chunked"]),
 )
