@@ -176,6 +176,55 @@ def title_of(layer: Any) -> str:
     return f"{type(layer).__name__}{name}"
 
 
+def choices_of(layer: Any) -> Choices:
+    """The choices that a layer remembers."""
+    found: Choices = layer.__dict__.setdefault("_choices", Choices())
+    return found
+
+
+def call_key(layer: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A call's kind, which is the same on all workers, and what may change a message besides.
+
+    That is the flags, names and numbers among the attributes of the layer and its modules.
+
+    Args:
+        layer: The layer.
+        kwargs: Keyword arguments of ``propagate``.
+    """
+    axis, cpu, cuda = layer.node_dim, None, None
+    if torch.is_autocast_enabled("cpu"):
+        cpu = torch.get_autocast_dtype("cpu")
+    if torch.is_autocast_enabled("cuda"):
+        cuda = torch.get_autocast_dtype("cuda")
+    kinds = [(name, _kind(kwargs[name], axis)) for name in sorted(kwargs)]
+    learns = [p.requires_grad for p in layer.parameters()]
+    aggregation = type(layer.aggr_module)
+    grad = torch.is_grad_enabled()
+    kind = layer.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
+    switches: list[Any] = []
+    wanted = _SWITCHES if len(choices_of(layer)) < _MANY_CHOICES else _FLAGS
+    for module in layer.modules():
+        switches.append(type(module))
+        for name, value in module.__dict__.items():
+            if isinstance(value, wanted) and name[0] != "_":
+                switches.append((name, value))
+    return kind, tuple(switches)
+
+
+def _kind(value: Any, axis: int) -> Any:
+    """An argument without the numbers of nodes and edges."""
+    if isinstance(value, DeferredEdge):
+        return "deferred", tuple((k, _kind(v, axis)) for k, v in sorted(value.kwargs.items()))
+    if isinstance(value, Tensor):
+        shape = list(value.shape)
+        if shape:
+            shape[axis % len(shape)] = shape[0] = -1
+        return value.dtype, value.requires_grad, tuple(shape)
+    if isinstance(value, tuple | list):
+        return tuple(_kind(v, axis) for v in value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
 class Chooser:
     """Chooses the strategy of one call.
 
@@ -198,15 +247,14 @@ class Chooser:
             ValueError: When workers call the layer differently.
             DistributedIndexError: When no strategy is right.
         """
-        key = (strategy, reason, self.layer.policy, self._kind_of_call())
-        choices: Choices = self.layer.__dict__.setdefault("_choices", Choices())
-        kinds = _SWITCHES if len(choices) < _MANY_CHOICES else _FLAGS
-        switches = tuple(_switches(module, kinds) for module in self.layer.modules())
+        kind, switches = call_key(self.layer, self.kwargs)
+        key = (strategy, reason, self.layer.policy, kind)
+        choices = choices_of(self.layer)
         known = choices.get((key, switches))
         if known is None:
             known = choices.get(key)
             if known is None or not self._still_holds(known):
-                of_rows = "rows", key[-1], switches  # whatever the policy
+                of_rows = "rows", kind, switches  # whatever the policy
                 looked = choices.get(of_rows)
                 everywhere = self._agree_on_call(str(key), looked is not None)
                 rows = looked.rows if looked is not None and everywhere else None
@@ -279,8 +327,8 @@ class Chooser:
 
     def check_edge_update(self) -> None:
         """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone."""
-        key = ("edge_update", self.layer.policy, self._kind_of_call())
-        choices: Choices = self.layer.__dict__.setdefault("_choices", Choices())
+        key = ("edge_update", self.layer.policy, call_key(self.layer, self.kwargs)[0])
+        choices = choices_of(self.layer)
         if key in choices:
             return
         self._agree_on_call(str(key))
@@ -396,33 +444,6 @@ class Chooser:
 
     # What the workers must see alike #########################################
 
-    def _kind_of_call(self) -> tuple[Any, ...]:
-        """What an analysis depends on; the same on all workers."""
-
-        layer = self.layer
-
-        def kind(value: Any) -> Any:
-            if isinstance(value, DeferredEdge):
-                return "deferred", tuple((k, kind(v)) for k, v in sorted(value.kwargs.items()))
-            if isinstance(value, Tensor):
-                nodes = {0, layer.node_dim % max(value.dim(), 1)}
-                shape = [n for axis, n in enumerate(value.shape) if axis not in nodes]
-                return value.dtype, value.requires_grad, tuple(shape), value.dim()
-            if isinstance(value, tuple | list):
-                return tuple(kind(v) for v in value)
-            return value if isinstance(value, bool | int | float | str | None) else type(value)
-
-        cuda = torch.get_autocast_dtype("cuda") if torch.is_autocast_enabled("cuda") else None
-        cpu = torch.get_autocast_dtype("cpu") if torch.is_autocast_enabled("cpu") else None
-        return (
-            layer.training,
-            torch.is_grad_enabled(),
-            (cpu, cuda),
-            type(layer.aggr_module),
-            tuple(p.requires_grad for p in layer.parameters()),
-            tuple((name, kind(value)) for name, value in sorted(self.kwargs.items())),
-        )
-
     def _agree_on_call(self, call: str, known: bool = False) -> bool:
         """Refuses rows of unlike width or dtype; whether something is ``known`` to all workers."""
         everyone = self.comm.all_gather_object((call, known))
@@ -458,16 +479,6 @@ def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:
 
     found: int = edge_index.remember("most edges", make)
     return max(found, 1)
-
-
-def _switches(module: torch.nn.Module, kinds: tuple[type, ...]) -> tuple[Any, ...]:
-    """Attributes that may decide what a message computes: flags, names and numbers."""
-    found = [
-        (name, value)
-        for name, value in module.__dict__.items()
-        if name[:1] != "_" and isinstance(value, kinds)
-    ]
-    return type(module).__name__, *found
 
 
 def _sums_of(program: TileProgram, needs: Dependence) -> SumsOf | None:

@@ -274,7 +274,7 @@ class HaloSource(RowSource):
         if spare and spare[0].size(0) >= count:
             return spare
         del spare
-        if self.use is not Use.KEEPS:
+        if count and self.use is not Use.KEEPS:
             later = range(unit, self.plan.world_size, 1 + self.prefetch)
             count = max(self.plan.num_rows(other) for other in later)
         comm, device = self.plan.comm, self.tensors[0].device

@@ -31,18 +31,16 @@ class Wire:
 
     Args:
         name: ``'exact'``, ``'bfloat16'`` or ``'float16'``.
+
+    Attributes:
+        is_exact: Nothing is rounded.
     """
 
     def __init__(self, name: str = "exact") -> None:
-        self.name = name
+        self.name, self.is_exact = name, name == "exact"
 
     def __repr__(self) -> str:
         return f"Wire({self.name!r})"
-
-    @property
-    def is_exact(self) -> bool:
-        """Whether nothing is rounded."""
-        return self.name == "exact"
 
     def narrows(self, rows: Tensor) -> bool:
         """Whether these rows are rounded."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from inspect import Parameter
 from typing import Any
 
@@ -17,6 +17,8 @@ from pyg_sar.engine.choose import (
     Choice,
     Chooser,
     attention_kernel,
+    call_key,
+    choices_of,
     decomposition_of,
     message_kernel,
     most_edges,
@@ -92,8 +94,9 @@ class DistMessagePassing(MessagePassing):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         given = (*args, *kwargs.values())
-        relations = [r for a in given if isinstance(a, dict) for r in a.values()]
-        edges = [a for a in (*given, *relations) if isinstance(a, DistEdgeIndex)]
+        if any(isinstance(a, dict) for a in given):
+            given += tuple(r for a in given if isinstance(a, dict) for r in a.values())
+        edges = [a for a in given if isinstance(a, DistEdgeIndex)]
         if not edges:
             fused = self._own_graph(args, kwargs)
             if fused is not None:
@@ -131,6 +134,10 @@ class DistMessagePassing(MessagePassing):
                     "twice; set `layer.policy = pyg_sar.SARPolicy(mode=3)` for this layer"
                 )
             deferred.used = True
+        steady = self._steady_key(edge_index, size, kwargs)
+        choice = None if steady is None else choices_of(self).get(steady)
+        if choice is not None:
+            return self._propagate_parts(edge_index, size, kwargs, choice)
         edge_index = self._with_room(edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = self._reversed(edge_index, size, kwargs)
@@ -142,7 +149,23 @@ class DistMessagePassing(MessagePassing):
                 must_be_fused(self)
                 with self._whole_scope(edge_index, choice):
                     return self._propagate_whole(edge_index, size, kwargs, choice)
+            if steady is not None and not choice.sizes:
+                choices_of(self)[steady] = choice
             return self._propagate_parts(edge_index, size, kwargs, choice)
+
+    def _steady_key(
+        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
+    ) -> tuple[Any, ...] | None:
+        """Returns all that decides how a plain call runs; ``None`` where it is not plain."""
+        plan = edge_index.plan
+        source = 0 if self.flow == "source_to_target" else 1
+        if plan.open_ended or edge_index.dist_row != source or size is not None:
+            return None
+        if self._one_shot_call or self.explain or not plan.context.layer:
+            return None
+        if self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks:
+            return None
+        return "steady", self.policy, *call_key(self, kwargs)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         """Updates edge features; see :meth:`torch_geometric.nn.MessagePassing.edge_updater`.
@@ -278,6 +301,8 @@ class DistMessagePassing(MessagePassing):
             out = self._aggregated(edge_index, kwargs, choice)
         for name in choice.sets:
             self.__dict__[name] = tile_value(name)
+        if type(self).update is MessagePassing.update and not self._propagate_forward_hooks:
+            return out
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
         for hook in self._propagate_forward_hooks.values():
@@ -379,7 +404,7 @@ class DistMessagePassing(MessagePassing):
             with (
                 charged(edges, self.ledger_name),
                 named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
-                kept_normalisation(self, edges[0], self._bound(args, kwargs)),
+                kept_normalisation(self, edges[0], partial(self._bound, args, kwargs)),
             ):
                 hook = self.__dict__.get("gradient_sum")
                 if hook is not None:
@@ -406,6 +431,9 @@ class DistMessagePassing(MessagePassing):
 
     def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
         """Says if ``return_attention_weights`` asks for edge values, which only one shot has."""
+        own: Any = type(self)
+        if not _gives_attention(own):
+            return False
         return self._bound(args, kwargs).get("return_attention_weights") is not None
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -414,6 +442,11 @@ class DistMessagePassing(MessagePassing):
             return inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         except TypeError:  # forward() itself says better what is wrong.
             return {}
+
+
+@cache
+def _gives_attention(own: Any) -> bool:
+    return "return_attention_weights" in inspect.signature(own.forward).parameters
 
 
 DistMessagePassing._orig_propagate = DistMessagePassing.propagate

@@ -213,7 +213,7 @@ def in_first_order(layer: MessagePassing, columns: Tensor | None) -> Iterator[No
 
 @contextmanager
 def kept_normalisation(
-    layer: Any, edge_index: DistEdgeIndex, arguments: Mapping[str, Any]
+    layer: Any, edge_index: DistEdgeIndex, arguments: Callable[[], Mapping[str, Any]]
 ) -> Iterator[None]:
     """Keeps what ``cached=True`` would keep, for as long as edges and weights are the same.
 
@@ -223,10 +223,10 @@ def kept_normalisation(
     Args:
         layer: The layer.
         edge_index: Distributed edges.
-        arguments: Arguments of ``forward``, by name.
+        arguments: Gives the arguments of ``forward``, by name.
     """
     cacheable = layer.__dict__.get("cached") is False and "_cached_edge_index" in layer.__dict__
-    bound = arguments if cacheable else {}
+    bound = arguments() if cacheable else {}
     x, weight = bound.get("x"), bound.get("edge_weight")
     constant = weight is None or (isinstance(weight, Tensor) and not weight.requires_grad)
     if not isinstance(x, Tensor) or not constant:
