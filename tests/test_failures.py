@@ -208,15 +208,15 @@ RANKS = textwrap.dedent(
         comm.barrier()
 
     def in_the_roll_call(kill):
-        whole = comm_module.call_the_roll
+        whole = comm_module.wait_for_workers
         if os.environ["RANK"] == "2":
             time.sleep(1)  # The others wait for it.
-        comm_module.call_the_roll = lambda *args: whole(*args[:4], lambda known: (
+        comm_module.wait_for_workers = lambda *args: whole(*args[:4], lambda known: (
             kill() if len(known) == 2 else None, args[4](known)))
 
     def while_meeting(kill):
-        whole = comm_module.meet_neighbours
-        comm_module.meet_neighbours = lambda *args: (kill(), whole(*args))[1]
+        whole = comm_module.meet_local_peers
+        comm_module.meet_local_peers = lambda *args: (kill(), whole(*args))[1]
 
     def while_connecting(kill):
         whole = GlooTransport.__init__

@@ -132,7 +132,7 @@ def test_descriptors_do_not_grow_and_are_closed(light):
         finalize()
         gc.collect()
         during, after = seen, open_things()
-        after["connections"] = [c.fileno() for k in links for c in (k.letters, k.releases)]
+        after["connections"] = [c.fileno() for k in links for c in (k.messages, k.releases)]
         del wait, works
         return without, during, after
 
