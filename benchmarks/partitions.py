@@ -36,7 +36,8 @@ from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.partition.partitioners import assign_nodes, make_layout, partition_statistics
+from pyg_sar.partition.assignment import assign_nodes
+from pyg_sar.partition.layout import make_layout, partition_statistics
 
 METHODS = ("metis", "balanced", "random")
 FEATURES, CLASSES = 100, 40

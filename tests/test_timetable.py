@@ -23,7 +23,8 @@ from pyg_sar import SARPolicy
 from pyg_sar.comm.timetable import Timetable, make_timetable
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition import storage
-from pyg_sar.partition.storage import METADATA, part_file, read_part
+from pyg_sar.partition.metadata import METADATA
+from pyg_sar.partition.storage import part_file, read_part
 
 # Units #######################################################################
 

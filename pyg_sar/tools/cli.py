@@ -17,8 +17,9 @@ import torch
 from pyg_sar.comm.group import current, init
 from pyg_sar.comm.launch import launch
 from pyg_sar.errors import PartitionError, PygSarError, WorkerError
-from pyg_sar.partition.partitioners import METHODS
-from pyg_sar.partition.storage import read_metadata, write_partitions
+from pyg_sar.partition.assignment import METHODS
+from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools import demo
 from pyg_sar.tools.graphs import load_graph

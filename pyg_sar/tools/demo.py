@@ -28,7 +28,8 @@ from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
-from pyg_sar.partition.storage import merge_partitions, read_metadata, write_partitions
+from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.partition.storage import merge_partitions, write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.tools.graphs import load_graph

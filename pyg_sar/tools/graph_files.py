@@ -26,8 +26,7 @@ from torch_geometric.data.storage import (
     NodeStorage,
 )
 
-from pyg_sar.partition.attributes import MASKS
-from pyg_sar.partition.sparse_matrix import coo_matrix
+from pyg_sar.partition.attributes import MASKS, coo_matrix
 
 FILE_SUFFIXES = (".npz", ".pt", ".pth")
 CSR_KEYS = ("x_indptr", "x_indices", "x_values", "x_shape")
