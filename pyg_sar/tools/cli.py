@@ -328,7 +328,7 @@ def _add_partition(commands: Any) -> None:
     add("--parts", type=int, required=True, metavar="N", help="number of parts: one per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
     of_method = (
-        "the part of each node: even nodes and edges (balanced), even nodes alone (metis), ..."
+        "balanced: even nodes and edges; metis: even nodes"
     )
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
