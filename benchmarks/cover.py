@@ -37,7 +37,7 @@ from pyg_sar.engine.pushed_attention import row_bytes
 from pyg_sar.exchange.cover import COSTS, minimum_cover, stored_covers
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.ledger import HALO_KINDS
-from pyg_sar.partition import assign_nodes
+from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.storage import read_part
 
 GRAPHS = {  # name: to be made undirected

@@ -333,7 +333,10 @@ def main() -> None:
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument(
-        "--partition", nargs="+", choices=["metis", "random"], default=["metis", "random"]
+        "--partition",
+        nargs="+",
+        choices=["balanced", "metis", "random"],
+        default=["metis", "random"],
     )
     parser.add_argument("--out", type=Path, help="write the table here as Markdown")
     parser.add_argument("--plot", type=Path, help="a picture of the peaks")

@@ -36,7 +36,8 @@ from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.partition.partitioners import assign_nodes, make_layout, partition_statistics
+from pyg_sar.partition.assignment import assign_nodes
+from pyg_sar.partition.layout import make_layout, partition_statistics
 
 METHODS = ("metis", "balanced", "random")
 FEATURES, CLASSES = 100, 40
@@ -213,12 +214,22 @@ def measure(data: Data, args: argparse.Namespace) -> Graph:
 # The document ############################################################################
 
 
+def command(args: argparse.Namespace) -> str:
+    """Returns the command line that measures the same."""
+    words = ["python benchmarks/partitions.py --data ../shared/data"]
+    for name in ("graphs", "workers", "train", "epochs", "rmat"):
+        value = getattr(args, name)
+        if value is not None:
+            values = value if isinstance(value, list) else [value]
+            words.append(" ".join([f"--{name}", *map(str, values)]))
+    return " ".join(words)
+
+
 def document(graphs: dict[str, Graph], args: argparse.Namespace) -> str:
     lines = [
         "# Partitioners",
         "",
-        f"{date.today()}, `python benchmarks/partitions.py --data ../shared/data --epochs "
-        f"{args.epochs} --train {' '.join(map(str, args.train))}`, {os.cpu_count()} cores, "
+        f"{date.today()}, `{command(args)}`, {os.cpu_count()} cores, "
         f"torch {torch.__version__}, torch-geometric {torch_geometric.__version__}.",
         "",
         "Nodes, edges: the largest part over the mean. Halo rows: of all workers. Cover rows: the "

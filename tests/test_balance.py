@@ -17,8 +17,9 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.partition import balance
+from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import LIMIT
-from pyg_sar.partition.partitioners import assign_nodes, make_layout, partition_statistics
+from pyg_sar.partition.layout import make_layout, partition_statistics
 from pyg_sar.tools.graphs import load_graph
 
 

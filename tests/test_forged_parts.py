@@ -28,13 +28,8 @@ from torch_geometric.data.data import BaseData
 import pyg_sar
 import pyg_sar.partition.storage as storage
 from pyg_sar.errors import PartitionError
-from pyg_sar.partition.storage import (
-    METADATA,
-    merge_partitions,
-    part_file,
-    read_metadata,
-    read_part,
-)
+from pyg_sar.partition.metadata import METADATA, read_metadata
+from pyg_sar.partition.storage import merge_partitions, part_file, read_part
 
 WORLD = 3
 PER_GRAPH = 150  # mutations of each kind of graph and of file

@@ -14,8 +14,9 @@ from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar.errors import PartitionError
-from pyg_sar.partition.hetero_partition import assign_node_types
-from pyg_sar.partition.storage import merge_partitions, read_metadata, write_partitions
+from pyg_sar.partition.assignment import assign_node_types
+from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.partition.storage import merge_partitions, write_partitions
 from pyg_sar.space.index_space import plain
 from pyg_sar.tools.cli import main
 from pyg_sar.tools.graphs import load_graph

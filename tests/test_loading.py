@@ -18,7 +18,8 @@ from torch_geometric.nn import GATConv
 
 import pyg_sar
 from pyg_sar.errors import PartitionError
-from pyg_sar.partition.storage import METADATA, part_file, read_part
+from pyg_sar.partition.metadata import METADATA
+from pyg_sar.partition.storage import part_file, read_part
 from pyg_sar.space import DistEdgeIndex
 from pyg_sar.space.index_space import plain
 

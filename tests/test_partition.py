@@ -8,10 +8,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import undirected_csr
-from pyg_sar.partition.partitioners import (
+from pyg_sar.partition.layout import (
     PartitionStatistics,
-    assign_nodes,
     format_statistics,
     make_layout,
     partition_statistics,

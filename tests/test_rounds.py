@@ -20,7 +20,8 @@ import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition import storage
-from pyg_sar.partition.storage import METADATA, part_file, read_part
+from pyg_sar.partition.metadata import METADATA
+from pyg_sar.partition.storage import part_file, read_part
 
 # What is stored ##############################################################
 

@@ -22,12 +22,11 @@ from torch_geometric.typing import WITH_TORCH_SPARSE, SparseTensor
 
 import pyg_sar.partition.storage as storage
 from pyg_sar.errors import PartitionError
+from pyg_sar.partition.metadata import METADATA, read_metadata
 from pyg_sar.partition.storage import (
-    METADATA,
     merge_partitions,
     part_attributes,
     part_file,
-    read_metadata,
     read_part,
     write_partitions,
 )
@@ -210,7 +209,7 @@ def test_real_graphs(name, shared_data, tmp_path):
     statistics = write_partitions(data, 4, tmp_path / "parts")
     random = write_partitions(data, 4, tmp_path / "random", "random")
     assert statistics.edge_cut < random.edge_cut / 1.5
-    assert statistics.balance["nodes"] < 1.05
+    assert statistics.balance["nodes"] <= 1.1 and statistics.balance["edges"] <= 1.1
     assert_same_data(data, merge_partitions(tmp_path / "parts"))
     directed = "hepph" in name or name == "minesweeper.npz"  # minesweeper: one column per edge.
     assert read_metadata(tmp_path / "parts").is_directed == directed
@@ -610,4 +609,5 @@ def test_progress_is_told(tmp_path):
     lines: list[str] = []
     write_partitions(small_data(), 2, tmp_path / "parts", progress=lines.append)
     assert lines[0] == "assigning 4 nodes to 2 part(s)"
-    assert lines[1:] == ["writing part 1 of 2", "writing part 2 of 2"]
+    assert lines[1] == "METIS, for few cut edges"
+    assert lines[-2:] == ["writing part 1 of 2", "writing part 2 of 2"]

@@ -23,7 +23,7 @@ from torch_geometric.transforms import BaseTransform
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.partition.part_data import RIGHT
+from pyg_sar.partition.loading import RIGHT
 
 NODES, WORLD = 40, 3
 NOT_TRIED = {"BaseTransform", "ComposeFilters"}  # An abstract class, and no transform.

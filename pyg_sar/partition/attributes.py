@@ -11,13 +11,17 @@ csr        ``crow`` [rows + 1], ``col``, ``values``    sparse matrices
 strings    ``starts`` [rows + 1], ``bytes`` (UTF-8)    lists of strings
 json       none: the value is in the metadata          graph-level plain Python values
 =========  ==========================================  ==================================
+
+[Note: no check_invariants] PyTorch's ``check_invariants=True`` switches the check on for all
+threads while a matrix is made, and of two calls that overlap one may leave it on. So sparse
+matrices are checked here, where they are made.
 """
 
 from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 from typing import Any
@@ -28,7 +32,105 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.typing import SparseTensor
 
-from pyg_sar.partition.sparse_matrix import compressed_rows, matrix_of
+
+def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
+    """Returns the COO matrix with these rows and columns.
+
+    Args:
+        index: Rows and columns, ``[2, nnz]``.
+        entries: Values, ``[nnz]``.
+        size: Rows and columns of the matrix.
+        coalesced: Entries are sorted and without duplicates.
+
+    Raises:
+        ValueError: When a row or column is out of range, or values are missing.
+    """
+    if entries.shape[:1] != index.shape[1:]:
+        raise ValueError(f"expected a value for each of {index.size(1)} entries of the matrix")
+    for name, place, bound in zip(("rows", "columns"), index, size, strict=True):
+        _check_range(name, place, bound)
+    return torch.sparse_coo_tensor(index, entries, tuple(size), is_coalesced=coalesced)
+
+
+def _check_range(name: str, place: Tensor, bound: int) -> None:
+    if place.numel() and not 0 <= int(place.min()) <= int(place.max()) < bound:
+        raise ValueError(
+            f"expected {name} 0 to {bound - 1} of a sparse matrix (got {int(place.min())} to "
+            f"{int(place.max())})"
+        )
+
+
+def check_compressed(matrix: Tensor) -> None:
+    """Checks offsets: torch makes CSR and CSC matrices of any, and reads beyond their ends.
+
+    Raises:
+        ValueError: When they don't ascend from 0 to the number of entries.
+    """
+    if matrix.layout == torch.sparse_csr:
+        offsets, entries, rows = matrix.crow_indices(), matrix.col_indices(), matrix.size(0)
+    elif matrix.layout == torch.sparse_csc:
+        offsets, entries, rows = matrix.ccol_indices(), matrix.row_indices(), matrix.size(1)
+    else:
+        return
+    good = offsets.numel() == rows + 1 and entries.numel() == matrix.values().size(0)
+    good = good and int(offsets[0]) == 0 and int(offsets[-1]) == entries.numel()
+    if not good or bool((offsets.diff() < 0).any()):
+        raise ValueError(
+            f"expected the offsets of a sparse matrix to ascend from 0 to its {entries.numel()} "
+            f"entries, {rows + 1} offsets in all"
+        )
+
+
+def compressed_rows(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns row offsets, columns and values, ascending within each row and without duplicates.
+
+    Args:
+        matrix: In COO, CSR or CSC layout.
+
+    Raises:
+        ValueError: When a row or column is out of range.
+    """
+    check_compressed(matrix)
+    coo = matrix.detach().to_sparse_coo()
+    row, column = coo._indices()
+    entries = coo._values()
+    key = row * matrix.size(1) + column
+    _check_range("rows", row, matrix.size(0))
+    _check_range("columns", column, matrix.size(1))
+    if bool((key[1:] <= key[:-1]).any()):  # to_sparse_coo() and is_coalesced() don't look.
+        coo = coo_matrix(coo._indices(), entries, coo.shape, coalesced=False).coalesce()
+        (row, column), entries = coo.indices(), coo.values()
+    counts = torch.bincount(row, minlength=matrix.size(0))
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)]), column, entries
+
+
+def matrix_of(
+    crow: Tensor, column: Tensor, entries: Tensor, size: tuple[int, int], form: str
+) -> Tensor:
+    """Returns the matrix that :func:`compressed_rows` took apart.
+
+    Args:
+        crow: Row offsets, ``[rows + 1]``.
+        column: Columns, ``[nnz]``.
+        entries: Values, ``[nnz]``.
+        size: Rows and columns of the matrix.
+        form: ``'sparse_coo'``, ``'sparse_csr'`` or ``'sparse_csc'``.
+
+    Raises:
+        ValueError: When offsets, columns and values don't make a matrix.
+    """
+    if int(crow[0]) != 0 or int(crow[-1]) != column.numel() or bool((crow.diff() < 0).any()):
+        raise ValueError(f"expected row offsets of a sparse matrix from 0 to {column.numel()}")
+    row = torch.repeat_interleave(torch.arange(size[0]), crow.diff())
+    key = row * size[1] + column
+    if bool((key[1:] <= key[:-1]).any()):
+        raise ValueError("expected columns of a sparse matrix that ascend within each row")
+    coo = coo_matrix(torch.stack([row, column]), entries, size, coalesced=True)
+    if form == "sparse_coo":
+        return coo
+    matrix = torch.sparse_csr_tensor(crow, column, entries, size)
+    return matrix.to_sparse_csc() if form == "sparse_csc" else matrix
+
 
 RESERVED = ("n_id", "e_id")
 MASKS = ("train_mask", "val_mask", "test_mask")
@@ -44,7 +146,7 @@ INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Attribute:
-    """How an attribute is stored.
+    """The description of a stored attribute.
 
     Attributes:
         level: ``'node'``, ``'edge'`` or ``'graph'``.
@@ -65,7 +167,7 @@ class Attribute:
     form: str = "tensor"
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values that JSON can hold."""
+        """Returns the fields as plain values that JSON can hold."""
         return asdict(self)
 
 
@@ -79,7 +181,7 @@ class Column:
 
 
 def tensor_names(name: str, attribute: Attribute) -> dict[str, str]:
-    """The names of an attribute's tensors in a partition file, by suffix."""
+    """Returns the names of an attribute's tensors in a partition file, by suffix."""
     base = f"{attribute.level}.{name}"
     suffixes = {
         "dense": [""],
@@ -156,7 +258,7 @@ def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) ->
 
 
 def rows_of(name: str, value: Any) -> int:
-    """How many nodes or edges an attribute is for; -1: it is one value."""
+    """Returns the number of nodes or edges that an attribute has rows for; -1: it is one value."""
     if isinstance(value, (list, tuple)):
         return len(value)
     if _is_sparse(value):
@@ -173,7 +275,7 @@ def _is_sparse(value: Any) -> bool:
 
 
 def level_of(data: Data, name: str, value: Any, num_nodes: int, num_edges: int) -> str:
-    """``'node'``, ``'edge'`` or ``'graph'``: what PyG takes an attribute's rows for."""
+    """Returns ``'node'``, ``'edge'`` or ``'graph'``: what PyG takes an attribute's rows for."""
     if _is_sparse(value):
         rows = value.size(0)
         if "adj" in name or rows not in (num_nodes, num_edges):
@@ -226,7 +328,7 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _store(value: Tensor) -> Tensor:
-    """The value on the CPU, in a dtype that a partition file holds."""
+    """Returns the value on the CPU, in a dtype that a partition file holds."""
     value = value.detach().cpu()
     if value.is_quantized:
         raise TypeError("quantized tensors are not supported, call .dequantize()")
@@ -239,7 +341,7 @@ def _store(value: Tensor) -> Tensor:
 
 
 def stored_dtype(name: str) -> tuple[torch.dtype, list[int]]:
-    """The dtype that holds values of a dtype in a partition file, and the axes that it adds."""
+    """Returns the dtype that a partition file holds for a dtype, and the axes that it adds."""
     dtype: torch.dtype = getattr(torch, name)
     if dtype.is_complex:
         return dtype.to_real(), [2]
@@ -344,7 +446,7 @@ def _encode_strings(value: list[str], level: str, form: str) -> Column:
 
 
 def select_rows(attribute: Attribute, tensors: dict[str, Tensor], ids: Tensor) -> dict[str, Tensor]:
-    """The rows ``ids`` of an encoded node- or edge-level attribute, in that order."""
+    """Returns the rows ``ids`` of an encoded node- or edge-level attribute, in that order."""
     if attribute.layout == "dense":
         return {"": tensors[""].index_select(attribute.dim, ids)}
     (first, starts), *entries = tensors.items()
@@ -358,7 +460,7 @@ def select_rows(attribute: Attribute, tensors: dict[str, Tensor], ids: Tensor) -
 
 
 def concatenate_rows(attribute: Attribute, parts: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """The rows of all parts of an encoded attribute, one part after the other."""
+    """Joins the rows of all parts of an encoded attribute, one part after the other."""
     if attribute.layout == "dense":
         return {"": torch.cat([part[""] for part in parts], dim=attribute.dim)}
     first, *others = parts[0]
@@ -372,7 +474,7 @@ def concatenate_rows(attribute: Attribute, parts: list[dict[str, Tensor]]) -> di
 
 
 def decode(attribute: Attribute, tensors: dict[str, Tensor], value: Any = None) -> Any:
-    """The attribute as ``Data`` held it, for the rows in ``tensors``."""
+    """Returns the attribute as ``Data`` held it, for the rows in ``tensors``."""
     if attribute.layout == "json":
         return tuple(value) if attribute.form == "tuple" else value
     if attribute.layout == "csr":

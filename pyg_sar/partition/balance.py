@@ -73,7 +73,7 @@ def balanced_assignment(
 
 
 def undirected_csr(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """The undirected adjacency without duplicates and loops, as CSR ``(starts, adjacent)``.
+    """Returns the undirected adjacency without duplicates and loops: CSR ``(starts, adjacent)``.
 
     Both are int64, of shapes ``[num_nodes + 1]`` and ``[2 * number of undirected edges]``.
     """
@@ -88,7 +88,7 @@ def undirected_csr(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def unique_edges(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
-    """Sources and targets of the edges without duplicates and loops, sorted by source."""
+    """Returns sources and targets of the edges without duplicates and loops, sorted by source."""
     source, target = edge_index
     key = (source * num_nodes + target)[source != target].sort().values
     if key.numel() > 0:
@@ -103,7 +103,7 @@ def unique_edges(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 
 
 def metis(graph: tuple[Tensor, Tensor], num_parts: int, seed: int) -> Tensor:
-    """Parts of nearly equal node counts with few cut edges.
+    """Assigns nodes to parts of nearly equal node counts with few cut edges.
 
     Args:
         graph: Adjacency as of :func:`undirected_csr`.
@@ -123,7 +123,7 @@ def metis(graph: tuple[Tensor, Tensor], num_parts: int, seed: int) -> Tensor:
 def _metis_assignments(
     graph: _Graph, seed: int, report: Callable[[str], None]
 ) -> list[tuple[str, _Ints]]:
-    """METIS's assignments by name: for few cut edges, and for few rows sent."""
+    """Returns METIS's assignments by name: for few cut edges, and for few rows sent."""
     try:
         call = _MetisCall()
     except (OSError, AttributeError) as error:
@@ -138,7 +138,8 @@ def _metis_assignments(
     report("METIS, for few cut edges")
     cut = call(graph, seed, recursive=True)
     report("METIS, for few rows sent")
-    return [("the first", cut), ("the second", call(graph, seed, recursive=False))]
+    sent = call(graph, seed, recursive=False)
+    return [("the parts with few cut edges", cut), ("those with few rows sent", sent)]
 
 
 class _MetisCall:
@@ -162,7 +163,7 @@ class _MetisCall:
         self._volume = int(pymetis.ObjType.VOL)
 
     def __call__(self, graph: _Graph, seed: int, recursive: bool) -> _Ints:
-        """The part of each node: by halving for few cut edges, else for few rows sent."""
+        """Returns the part of each node: by halving for few cut edges, else for few rows sent."""
         limit = _AIM ** (1 / math.ceil(math.log2(graph.num_parts))) if recursive else _AIM
         options = np.zeros(40, self._dtype)  # METIS_NOPTIONS
         self._defaults(_pointer(options))
@@ -222,21 +223,21 @@ class _Graph:
         self._block = max(_BLOCK // num_parts, 1)
 
     def load(self, part: _Ints) -> _Ints:
-        """Nodes and edges per part, ``[P, 2]``."""
+        """Returns the nodes and edges per part, ``[P, 2]``."""
         edges = np.bincount(part, self.size[:, 1], self.num_parts)
         return np.stack([np.bincount(part, minlength=self.num_parts), edges.astype(np.int64)], 1)
 
     def excess(self, load: _Ints) -> float:
-        """By how much the parts' loads exceed what they may be, in sum."""
+        """Returns the sum over parts of their excess over the limits, relative to these."""
         return float(np.maximum(load / self.most - 1, 0).sum())
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Ranges of nodes whose ``[nodes, parts]`` is not too large at once."""
+        """Returns ranges of nodes whose ``[nodes, parts]`` is not too large at once."""
         starts = range(0, self.num_nodes, self._block)
         return [(start, min(start + self._block, self.num_nodes)) for start in starts]
 
     def readers(self, part: _Ints) -> NDArray[np.uint8]:
-        """How many targets a node has in each part: 0, 1, or 2 for more; ``[N * P]``."""
+        """Counts the targets of each node in each part: 0, 1, or 2 for more; ``[N * P]``."""
         counts = np.empty(self.num_nodes * self.num_parts, np.uint8)
         for start, stop in self.blocks():
             edges = slice(self.first_edge[start], self.first_edge[stop])
@@ -246,12 +247,12 @@ class _Graph:
         return counts
 
     def halo_rows(self, part: _Ints, readers: NDArray[np.uint8]) -> int:
-        """Pairs of a node and another part that needs its row."""
+        """Counts pairs of a node and another part that needs its row."""
         own = readers[np.arange(self.num_nodes) * self.num_parts + part]
         return int(np.count_nonzero(readers) - np.count_nonzero(own))
 
     def destinations(self, part: _Ints, room: NDArray[Any], turn: int) -> _Ints:
-        """The part with room where each node has the most neighbours; its own where none is."""
+        """Returns the part with room where a node has most neighbours, or else its own."""
         to, order = part.copy(), (np.arange(self.num_parts) + turn) % self.num_parts
         for start, stop in self.blocks():
             near = self.adjacent[self.starts[start] : self.starts[stop]]
@@ -268,7 +269,7 @@ class _Graph:
         return to
 
     def savings(self, part: _Ints, readers: NDArray[np.uint8], to: _Ints) -> NDArray[Any]:
-        """How many halo rows fewer there are when a node alone moves, for each node."""
+        """Returns for each node the halo rows that are saved when it alone moves; ``[N]``."""
         row, columns = np.arange(self.num_nodes) * self.num_parts, self.num_parts
         own = (readers[row + to] > 0).astype(np.int64) - (readers[row + part] > 0)
         here, there, home = part[self.target], to[self.target], part[self.source]
@@ -324,7 +325,7 @@ def _improve(graph: _Graph, part: _Ints) -> tuple[float, int, _Ints]:
 def _lighten(
     nodes: _Ints, saved: NDArray[Any], size: _Ints, need: float, mean: float
 ) -> NDArray[np.int64]:
-    """Some of the nodes that cost the fewest halo rows for the load that they take along."""
+    """Returns nodes whose moves cost few halo rows for the load that they take along."""
     worth = np.where(saved < 0, saved / size, saved * size)
     order = np.argsort(-worth, kind="stable")
     enough = max(0.3 * need, min(need, 0.01 * mean))
@@ -332,7 +333,7 @@ def _lighten(
 
 
 def _fitting(graph: _Graph, nodes: _Ints, to: _Ints, room: NDArray[Any]) -> _Ints:
-    """Those of the nodes that come before any part is full."""
+    """Returns those of the nodes that fit into their new parts, in the order given."""
     fits = np.zeros(nodes.size, bool)
     for q in range(graph.num_parts):
         here = np.flatnonzero(to[nodes] == q)

@@ -1,39 +1,113 @@
-"""``load_partition``: this worker's part of the graph as a PyG ``Data`` or ``HeteroData``."""
+"""``load_partition``: this worker's part of the graph as a PyG ``Data`` or ``HeteroData``.
+
+[Note: transforms] A transform gets a part's tensors and takes them for the whole graph's: most
+would centre, normalise or draw over this worker's nodes, and nobody would notice. All of PyG's copy
+what they get before they change it (``BaseTransform.__call__``), so the copy is where they can be
+told from other code, without touching PyG: ``__copy__`` looks who called it. Those known to give
+the whole graph's numbers pass, all others are refused by name.
+"""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.transforms import BaseTransform
 
 from pyg_sar.comm.group import Communicator, Label, current
-from pyg_sar.errors import PartitionError
+from pyg_sar.errors import DistributedIndexError, PartitionError
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.partition.hetero_parts import HeteroSchema, set_attributes, store_tensors
-from pyg_sar.partition.metadata import PartitionMetadata
-from pyg_sar.partition.node_ids import Space
-from pyg_sar.partition.node_lists import (
-    PLACE,
-    NodeList,
+from pyg_sar.partition.assignment import restore_adjacency
+from pyg_sar.partition.attributes import Attribute, tensor_names
+from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
+from pyg_sar.partition.node_lists import PLACE, NodeList, Space, kind_of
+from pyg_sar.partition.part_checks import check_marks, num_marks, part_marks
+from pyg_sar.partition.parts import (
+    decode_attributes,
     decode_list,
     decode_rows,
     list_tensors,
-    may_hold_ids,
     put_list,
 )
-from pyg_sar.partition.part_data import PartData, PartHeteroData
-from pyg_sar.partition.part_marks import check_marks, num_marks, part_marks
-from pyg_sar.partition.parts import decode_attributes, restore_adjacency
-from pyg_sar.partition.storage import part_attributes, read_metadata, read_part
+from pyg_sar.partition.storage import part_attributes, read_part
+from pyg_sar.partition.whole_graph import HeteroSchema, set_attributes, store_tensors
 from pyg_sar.space.graph_index import dist_batch, whole_batch
 from pyg_sar.space.index_space import dist_edge_index
+from pyg_sar.space.pyg_calls import library_frames, public_name
+
+_BOUNDED = (
+    lambda t: not t.norm or t.max is not None,
+    "norm=True takes the largest value of all edges: say norm=False, or max_value=...",
+)
+
+RIGHT: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(
+        (
+            "AddRemainingSelfLoops", "AddSelfLoops", "Compose", "Constant", "GCNNorm",
+            "LinearTransformation", "LocalCartesian", "LocalDegreeProfile", "MaskToIndex",
+            "OneHotDegree", "PointPairFeatures", "RemoveSelfLoops", "RemoveTrainingClasses",
+            "ToDevice",
+        ),
+        (lambda t: True, ""),
+    ),
+    **dict.fromkeys(("Cartesian", "Distance", "Polar", "Spherical", "TargetIndegree"), _BOUNDED),
+    "IndexToMask": (
+        lambda t: t.sizes is None,
+        "'sizes' are the whole graph's: leave them out",
+    ),
+}  # fmt: skip
+"""Transforms that give a part the whole graph's numbers, on what condition, and what to do."""
+
+
+class PartData(Data):
+    """A worker's part of a graph: a ``Data``. See [Note: transforms]."""
+
+    def __copy__(self) -> PartData:
+        check_transform()
+        copied: PartData = super().__copy__()
+        return copied
+
+
+class PartHeteroData(HeteroData):
+    """A worker's part of a heterogeneous graph: a ``HeteroData``. See [Note: transforms]."""
+
+    def __copy__(self) -> PartHeteroData:
+        check_transform()
+        copied: PartHeteroData = super().__copy__()
+        return copied
+
+
+def check_transform() -> None:
+    """Raises where a transform copies a part of which it would take too much or too little.
+
+    Raises:
+        DistributedIndexError: Naming the transform, and the remedy.
+    """
+    for frame in library_frames():
+        transform = frame.f_locals.get("self")
+        if not isinstance(transform, BaseTransform):
+            continue
+        kind = type(transform)
+        allowed, hint = lambda t: False, ""
+        if kind.__module__.startswith("torch_geometric."):
+            allowed, hint = RIGHT.get(kind.__name__, (allowed, hint))
+        elif kind.forward is not BaseTransform.forward:
+            hint = "If it changes each node by itself, call its forward(data)"
+        if allowed(transform):
+            return
+        raise DistributedIndexError(
+            f"'{public_name(kind.__module__, kind.__name__)}' on one worker's part of a "
+            "distributed graph would take its nodes for all nodes, and give other numbers. Apply "
+            f"it to the whole graph, before write_partitions(){'. ' if hint else ''}{hint}"
+        )
+
 
 _AGREE: Label = ("", "", "agreement")
 
@@ -48,10 +122,9 @@ def load_partition(
 
     The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
     ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
-    ``batch`` (graph ids) becomes a :class:`~pyg_sar.space.DistBatch`, into which all workers
-    scatter together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node
-    type and relation, also for those of which this worker holds nothing. Only this worker's file is
-    read.
+    ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
+    together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
+    relation, also for those of which this worker holds nothing. Only this worker's file is read.
     Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
     (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
     their entries stood in the whole list (see :func:`~pyg_sar.partition.storage.write_partitions`).
@@ -95,7 +168,7 @@ def load_partition(
 
 
 def _warn_of_global_ids(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> None:
-    """Older versions kept node ids as they were: the whole graph's, on every part."""
+    """Warns of node ids that older versions kept as they were: the whole graph's, on every part."""
     if metadata.version >= 5:
         return
     whole = Space("the graph", metadata.num_nodes, metadata.num_nodes)
@@ -111,13 +184,24 @@ def _warn_of_global_ids(metadata: PartitionMetadata, tensors: dict[str, Tensor])
                 stores.append((space, info.attributes, store_tensors(tensors, kind, k)))
     for space, attributes, rows in stores:
         for name, attribute in attributes.items():
-            if attribute.layout == "dense" and may_hold_ids(name, rows, attribute, space):
+            if attribute.layout == "dense" and _may_hold_ids(name, rows, attribute, space):
                 warnings.warn(
                     f"'{name}' of {space.owner} may hold node ids, and the partition "
                     f"'{metadata.root}' (format version {metadata.version}) keeps the whole "
                     "graph's: on this part they name other nodes. Partition the graph anew",
                     stacklevel=3,
                 )
+
+
+def _may_hold_ids(
+    name: str, tensors: dict[str, Tensor], attribute: Attribute, space: Space
+) -> bool:
+    """Returns True where an attribute would be split, or refused, when it is written today."""
+    try:
+        value = tensors[tensor_names(name, attribute)[""]]
+        return kind_of(name, value, attribute.level, space, None) != ""
+    except ValueError:
+        return True
 
 
 def _covers(tensors: dict[str, Tensor]) -> StoredCovers | None:
@@ -174,7 +258,7 @@ def _check_together(
 
 
 def _agree(comm: Communicator, problem: str) -> None:
-    """Every worker raises what any worker met, so that none waits for one that is gone."""
+    """Raises on every worker what any worker met, so that none waits for one that is gone."""
     problems = comm.all_gather_object(problem)
     distinct = {text: rank for rank, text in reversed(list(enumerate(problems))) if text}
     if not distinct:

@@ -1,4 +1,4 @@
-"""``metadata.json`` of a partition: what it says, read field by field and checked against itself.
+"""``metadata.json`` of a partition, read field by field and checked against itself.
 
 [Note: checked once] Checksums guard against accidents, not against a file that another program
 wrote. So each field is read by its type, what two fields tell must agree, and the tensors of a part
@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -19,16 +20,128 @@ import torch
 
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
-from pyg_sar.partition.fields import Fields
-from pyg_sar.partition.hetero_partition import (
+from pyg_sar.partition.layout import (
     HeteroPartitionStatistics,
+    PartitionStatistics,
     RelationStatistics,
     TypeStatistics,
 )
-from pyg_sar.partition.hetero_parts import HeteroSchema, StoreInfo
 from pyg_sar.partition.node_lists import PLACE, NodeList
-from pyg_sar.partition.partitioners import PartitionStatistics
-from pyg_sar.partition.prepare import FORMAT, VERSION
+from pyg_sar.partition.whole_graph import FORMAT, VERSION, HeteroSchema, StoreInfo
+
+_MOST = 2**63 - 1
+
+
+class Fields:
+    """An object of a partition's metadata. Every method raises :class:`PartitionError`.
+
+    Args:
+        file: The file that it came from.
+        content: The object.
+        place: Where it stands in the file, such as ``'parts[0]'``.
+    """
+
+    def __init__(self, file: Path, content: Any, place: str = "") -> None:
+        self.file, self.place = file, place
+        self.content: Mapping[str, Any] = content
+        if not isinstance(content, dict):
+            raise self.wrong("", "an object", content)
+
+    def wrong(self, name: str, expected: str, got: Any) -> PartitionError:
+        """Returns the error for a field."""
+        where = ".".join(filter(None, (self.place, name)))
+        text = repr(got)
+        shown = text if len(text) <= 60 else text[:57] + "..."
+        return PartitionError(
+            f"'{self.file}': expected '{where}' to be {expected} (got {shown}); copy it again or "
+            "partition the graph anew"
+        )
+
+    def get(self, name: str, expected: str, fits: Callable[[Any], bool]) -> Any:
+        """Returns a field, which must be there and fit."""
+        if name not in self.content:
+            raise self.wrong(name, expected, "nothing")
+        value = self.content[name]
+        if not fits(value):
+            raise self.wrong(name, expected, value)
+        return value
+
+    def count(self, name: str, least: int = 0, most: int = _MOST) -> int:
+        """Returns a field that is a whole number."""
+        limit = f"from {least} to {most}" if most < _MOST else f"of at least {least}"
+        found: int = self.get(
+            name, f"a whole number {limit}", lambda v: _is_int(v) and least <= v <= most
+        )
+        return found
+
+    def text(self, name: str, choices: tuple[str, ...] = ()) -> str:
+        """Returns a field that is a string, one of ``choices`` if there are any."""
+        expected = "one of " + ", ".join(choices) if choices else "a text"
+        found: str = self.get(
+            name, expected, lambda v: isinstance(v, str) and (not choices or v in choices)
+        )
+        return found
+
+    def flag(self, name: str) -> bool:
+        """Returns a field that is ``true`` or ``false``."""
+        found: bool = self.get(name, "true or false", lambda v: isinstance(v, bool))
+        return found
+
+    def counts(self, name: str, length: int | None = None) -> list[int]:
+        """Returns a field that is a list of whole numbers of at least 0, as many as ``length``."""
+        number = "" if length is None else f"{length} "
+        found: list[int] = self.get(
+            name,
+            f"{number}whole numbers of at least 0",
+            lambda v: (
+                isinstance(v, list)
+                and length in (None, len(v))
+                and all(_is_int(n) and 0 <= n <= _MOST for n in v)
+            ),
+        )
+        return found
+
+    def texts(self, name: str, length: int) -> list[str]:
+        """Returns a field that is a list of ``length`` strings."""
+        found: list[str] = self.get(
+            name,
+            f"{length} texts",
+            lambda v: isinstance(v, list) and len(v) == length and all(_is_str(t) for t in v),
+        )
+        return found
+
+    def same(self, name: str, expected: Any) -> None:
+        """Raises unless a field is what other fields tell already."""
+        self.get(name, f"{expected!r}", lambda v: type(v) is type(expected) and v == expected)
+
+    def inner(self, name: str) -> Fields:
+        """Returns a field that is an object."""
+        value = self.get(name, "an object", lambda v: isinstance(v, dict))
+        return Fields(self.file, value, ".".join(filter(None, (self.place, name))))
+
+    def items(self) -> dict[str, Fields]:
+        """Returns all fields, which are objects."""
+        return {name: self.inner(name) for name in self.content}
+
+    def rows(self, name: str, length: int | None = None) -> list[Fields]:
+        """Returns a field that is a list of objects, as many as ``length``."""
+        number = "" if length is None else f"{length} "
+        rows = self.get(
+            name,
+            f"a list of {number}objects",
+            lambda v: isinstance(v, list) and length in (None, len(v)),
+        )
+        start = ".".join(filter(None, (self.place, name)))
+        return [Fields(self.file, row, f"{start}[{k}]") for k, row in enumerate(rows)]
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_str(value: Any) -> bool:
+    return isinstance(value, str)
+
 
 METADATA = "metadata.json"
 
@@ -56,7 +169,7 @@ class PartInfo:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PartitionMetadata:
-    """What ``metadata.json`` says about the whole partition."""
+    """The content of ``metadata.json``, about the whole partition."""
 
     root: Path
     version: int
@@ -85,7 +198,7 @@ class PartitionMetadata:
 
 
 def with_checksum(content: dict[str, Any]) -> str:
-    """The file's text."""
+    """Returns the file's text: the content with its checksum."""
     return _dump({**content, "checksum": _checksum(content)})
 
 
@@ -240,7 +353,7 @@ def _statistics(
 
 
 def _shares(fields: Fields, name: str, number: int, total: int) -> list[int]:
-    """Rows of each part, which add up to those of the graph."""
+    """Reads the rows of each part, which add up to those of the graph."""
     found = fields.counts(name, number)
     if sum(found) != total:
         raise fields.wrong(name, f"counts with the sum {total}", found)
@@ -283,7 +396,7 @@ def _schema(fields: Fields, listed: bool) -> HeteroSchema:
 def _attributes(
     fields: Fields, counts: dict[str, int]
 ) -> tuple[dict[str, Attribute], dict[str, Any]]:
-    """The attributes of a store with so many rows of each level, and its plain values."""
+    """Reads the attributes of a store with so many rows of each level, and its plain values."""
     values = dict(fields.inner("values").content)
     attributes = {}
     for name, row in fields.inner("attributes").items().items():
@@ -349,7 +462,7 @@ def _known_dtype(attribute: Attribute) -> bool:
 def _lists(
     fields: Fields, attributes: dict[str, Attribute], kinds: tuple[str, ...]
 ) -> list[NodeList]:
-    """The lists of node ids of a store that has these attributes."""
+    """Reads the lists of node ids of a store that has these attributes."""
     found = [_list(row, kinds) for row in fields.rows("lists")]
     keys: dict[str, list[str | None]] = {}
     for info in found:
@@ -388,6 +501,6 @@ def _list(fields: Fields, kinds: tuple[str, ...]) -> NodeList:
 
 
 def _row_attribute(fields: Fields, count: int) -> Attribute:
-    """An attribute with a row per entry of a list."""
+    """Reads an attribute with a row per entry of a list."""
     fields.same("level", "row")
     return _attribute(fields, {"row": count})

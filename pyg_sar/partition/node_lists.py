@@ -1,24 +1,22 @@
-"""Lists of node ids and pairs of them, split to the owners of the nodes, and whole again.
+"""Attributes that hold ids of nodes: a part numbers its nodes anew, so these have to be split.
 
-A part's file holds for list ``k`` of a graph, node type or relation (``list.k:NAME``):
-
-================  =======  ================================================================
-name              shape    content
-================  =======  ================================================================
-place             [K_p]    places in the whole list of the entries that the part owns
-ids               [K_p]    of a list of nodes: their local ids, in ascending places
-row.NAME          [K_p, .] attributes that have a row per entry (``edge_label``)
-edge_index, ...            of pairs: what ``parts.py`` says of edges; the target's owner has them
-================  =======  ================================================================
+[Note: node ids] PyG's convention is the name: what has 'index' in it (or the word 'idx') is
+shifted by the number of nodes when graphs are batched. A list of node ids ``[K]`` goes to the
+nodes' owners, pairs of them ``[2, K]`` are edges of their own, with a halo of their own. What the
+name does not tell is asked: an integer tensor with no row per node or edge, whose values could be
+node ids, is refused until the caller says whether it holds any (``node_ids`` of
+:func:`~pyg_sar.partition.storage.write_partitions`).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data
@@ -27,20 +25,210 @@ from pyg_sar.partition.attributes import (
     RESERVED,
     Attribute,
     Column,
-    concatenate_rows,
-    decode,
     encode,
     level_of,
     rows_of,
-    select_rows,
-    tensor_names,
 )
-from pyg_sar.partition.node_ids import Space, integers, is_named, kind_of, list_of
-from pyg_sar.partition.partitioners import group_by_part, make_layout, rank_nodes
-from pyg_sar.partition.parts import PartTensors, attribute_tensors, relation_tensors
+
+NodeIds = Sequence[str] | Mapping[str, bool]
+"""Names of attributes that hold node ids; or for each name whether it does."""
+
+_NAMED = re.compile(r"index|indices|(^|_)idx(_|\d*$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class Space:
+    """The nodes that the ids of a store may name.
+
+    Attributes:
+        owner: How errors name the store.
+        sources: The number of nodes; of a relation, of its source type.
+        targets: The same for the targets' type.
+        vectors: Whether a list of ids can be split: the store is of one node type.
+        pairs: Whether pairs of ids can be.
+    """
+
+    owner: str
+    sources: int
+    targets: int
+    vectors: bool = True
+    pairs: bool = True
+
+    def holds(self, ids: Tensor) -> bool:
+        """Returns True where all values could be ids."""
+        if ids.numel() == 0:
+            return True
+        if int(ids.min()) < 0:
+            return False
+        if ids.dim() == 2 and ids.size(0) == 2:
+            return int(ids[0].max()) < self.sources and int(ids[1].max()) < self.targets
+        return int(ids.max()) < max(self.sources, self.targets)
+
+
+def said_of(node_ids: NodeIds | None, names: Iterable[str]) -> dict[str, bool]:
+    """Returns ``node_ids`` as a dict.
+
+    Raises:
+        TypeError: When it is neither a list of names nor a dict of bools.
+        ValueError: When it names an attribute that there is not among ``names``.
+    """
+    if isinstance(node_ids, Mapping):
+        said = dict(node_ids)
+    else:
+        given = [node_ids] if isinstance(node_ids, str) else list(node_ids or ())
+        said = dict.fromkeys(given, True)
+    wrong = [k for k, v in said.items() if not isinstance(k, str) or not isinstance(v, bool)]
+    if wrong:
+        raise TypeError(
+            "Expected 'node_ids' to be a list of attribute names, or a dict {name: True or False} "
+            f"(got {node_ids!r})"
+        )
+    unknown = sorted(set(said) - set(names))
+    if unknown:
+        raise ValueError(f"'node_ids' names {unknown}, which 'data' does not have")
+    return said
+
+
+def is_named(name: str) -> bool:
+    """Returns True where an attribute of that name holds node ids by PyG's convention."""
+    return _NAMED.search(name) is not None or name == "face"
+
+
+def integers(value: Any) -> Tensor | None:
+    """Returns an attribute's integers as int64 on the CPU; ``None`` where it holds others."""
+    if type(value) is int and abs(value) < 2**63:
+        return torch.tensor(value)
+    if isinstance(value, list | tuple):
+        whole = bool(value) and all(type(n) is int and abs(n) < 2**63 for n in value)
+        return torch.tensor(value) if whole else None
+    if isinstance(value, np.ndarray):
+        return torch.from_numpy(value.astype(np.int64)) if value.dtype.kind in "iu" else None
+    if not isinstance(value, Tensor) or value.layout != torch.strided or value.is_quantized:
+        return None
+    if value.dtype == torch.bool or value.is_floating_point() or value.is_complex():
+        return None
+    value = value.as_tensor() if hasattr(value, "as_tensor") else value
+    return value.detach().cpu().long()
+
+
+def kind_of(name: str, value: Any, level: str, space: Space, said: bool | None) -> str:
+    """Returns ``'nodes'`` for a list of node ids, ``'links'`` for pairs, ``''`` for neither.
+
+    Args:
+        name: The attribute's name.
+        value: Its value.
+        level: ``'node'``, ``'edge'`` or ``'graph'``: what its rows would be without ids.
+        space: The nodes that it may name.
+        said: What the caller says.
+
+    Raises:
+        ValueError: When it can't be told, or the ids can't be split.
+    """
+    if said is False or (level != "graph" and not said and not is_named(name)):
+        return ""
+    ids = integers(value)
+    if ids is None:
+        if said or (_is_bool(value) and level == "graph" and is_named(name)):
+            raise _refused(name, space, f"should hold integers (got {_described(value)})")
+        return ""
+    if not (said or is_named(name)):
+        array = isinstance(value, Tensor | np.ndarray) and ids.numel() > 0
+        if array and name != "y" and space.holds(ids):
+            raise _refused(name, space, "holds integers that could be node ids")
+        return ""
+    if said is None and ids.dim() == 0 and not space.holds(ids):
+        return ""
+    pairs = ids.dim() == 2 and ids.size(0) == 2
+    if said is None and level != "graph" and ids.numel() and not (pairs and "edge" in name):
+        if not space.holds(ids):
+            return ""
+        raise _refused(
+            name, space, f"has one entry per {level}, but is named as if it held node ids"
+        )
+    _check_ids(name, ids, space, said)
+    return "links" if pairs else "nodes"
+
+
+def _check_ids(name: str, ids: Tensor, space: Space, said: bool | None) -> None:
+    """Raises unless the ids are a vector or pairs, in range."""
+    pairs = ids.dim() == 2 and ids.size(0) == 2
+    if name == "face" or "hyperedge" in name:
+        raise _refused(name, space, "can't be split among workers")
+    if not pairs and ids.dim() != 1:
+        raise _refused(
+            name, space, f"should be of shape [K] or [2, K] to be split (got {list(ids.shape)})"
+        )
+    if not pairs and "edge" in name and said is None:
+        raise _refused(name, space, "is named after edges, but is no pair of node ids, [2, K]")
+    if not (space.pairs if pairs else space.vectors):
+        raise _refused(
+            name, space, "has no node type; move it to the store of its node type or relation"
+        )
+    if not space.holds(ids):
+        most = space.sources if space.sources == space.targets else (space.sources, space.targets)
+        raise _refused(
+            name,
+            space,
+            f"should hold node ids below {most} (got {int(ids.min())} to {int(ids.max())})",
+        )
+
+
+def _is_bool(value: Any) -> bool:
+    return isinstance(value, Tensor | np.ndarray) and str(value.dtype).endswith("bool")
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor | np.ndarray):
+        return f"{value.dtype} of shape {list(value.shape)}"
+    return type(value).__name__
+
+
+def _refused(name: str, space: Space, problem: str) -> ValueError:
+    where = "" if space.owner == "the graph" else f" of {space.owner}"
+    return ValueError(
+        f"The attribute '{name}'{where} {problem}. Workers number their nodes anew: say "
+        f"write_partitions(..., node_ids=['{name}']) if it holds node ids, "
+        f"node_ids={{'{name}': False}} to keep its values as they are, or delete it"
+    )
+
+
+def list_of(name: str, rows: int, level: str, lists: Mapping[str, tuple[str, int]]) -> str:
+    """Finds the list whose rows an attribute has: ``edge_label`` those of ``edge_label_index``.
+
+    It has their number of rows, and the list's name but for what stands in the place of 'index'.
+
+    Args:
+        name: The attribute.
+        rows: Its rows.
+        level: What these would be without lists.
+        lists: Kind and length of each list.
+
+    Returns:
+        The list's name, or ``''``.
+
+    Raises:
+        ValueError: When ``NAME`` has another number of rows than the pairs ``NAME_index``.
+    """
+    best, longest = "", 0
+    for other, (kind, count) in lists.items():
+        word = list(_NAMED.finditer(other))
+        start = other[: word[-1].start()].rstrip("_") if word else other
+        end = other[word[-1].end() :] if word else ""
+        if not (start or end) or not (name.startswith(start) and name.endswith(end)):
+            continue
+        if kind == "links" and name == start + end and rows >= 0 and rows != count:
+            raise ValueError(
+                f"Expected '{name}' to have one row per column of '{other}', {count} rows (got "
+                f"{rows})"
+            )
+        size = len(start) + len(end)
+        if rows == count and size > longest and (kind == "links" or level == "graph"):
+            best, longest = other, size
+    return best
+
 
 PLACE = "_place"
-"""What the places of a list are called on a part: ``train_idx_place``."""
+"""The end of the name that the places of a list have on a part: ``train_idx_place``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +250,7 @@ class NodeList:
     key: str | None = None
 
     def as_dict(self) -> dict[str, Any]:
-        """The fields as plain values that JSON can hold."""
+        """Returns the fields as plain values that JSON can hold."""
         return asdict(self)
 
     @property
@@ -131,7 +319,7 @@ _Found = dict[tuple[str, str | None], tuple[str, Any]]
 
 
 def _of_dict(name: str, value: Mapping[Any, Any], space: Space, said: bool | None) -> _Found:
-    """The lists of a dict such as OGB's ``split_idx``."""
+    """Finds the lists of a dict such as OGB's ``split_idx``."""
     arrays = [item for item in value.values() if isinstance(item, Tensor) or hasattr(item, "dtype")]
     if said is False or not arrays:
         return {}
@@ -155,7 +343,7 @@ def _aligned(
     level: Callable[[str, Any], str],
     found: _Found,
 ) -> dict[str, dict[str, Column]]:
-    """The attributes with a row per entry of a list, by list."""
+    """Finds the attributes with a row per entry of a list, by list."""
     counts = {
         name: (kind, rows_of("index", value))
         for (name, key), (kind, value) in found.items()
@@ -175,7 +363,7 @@ def _aligned(
 def without_lists(
     data: Data, num_nodes: int, said: Mapping[str, bool]
 ) -> tuple[Data, list[WholeList]]:
-    """A graph's lists of node ids, and the graph without them; ``said`` as of ``take_lists``."""
+    """Returns the graph without its lists of node ids, and these; ``said`` as of ``take_lists``."""
     data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
     data.num_nodes, num_edges = num_nodes, data.num_edges
 
@@ -192,163 +380,3 @@ def without_lists(
     for name in taken:
         del data[name]
     return data, lists
-
-
-def restricted(data: Data, lists: Sequence[WholeList], kept: Tensor, num_nodes: int) -> Data:
-    """``data``, the subgraph of the nodes ``kept`` (ids ``[n]``), with what is left of the lists.
-
-    Args:
-        data: The subgraph without lists, as of :func:`without_lists`.
-        lists: Those of the whole graph.
-        kept: The nodes, in the order of their new ids.
-        num_nodes: Nodes of the whole graph.
-    """
-    for whole in lists:
-        number = torch.full((num_nodes,), -1)
-        number[kept] = torch.arange(kept.numel())
-        ids, info = number[whole.ids], whole.info
-        there = ids >= 0 if ids.dim() == 1 else (ids >= 0).all(0)
-        rows = there.nonzero().view(-1)
-        put_list(data, info.name, info.key, decode_list(info, ids.index_select(-1, rows)))
-        tensors = attribute_tensors(whole.columns, {"row": rows})
-        for name, value in decode_rows(info, tensors).items():
-            data[name] = value
-    return data
-
-
-class SplitLists:
-    """Lists of the whole graph and which part owns what of them.
-
-    Args:
-        lists: The lists of one graph, node type or relation.
-        part: Part of each (source) node.
-        num_parts: The number of parts.
-        target_part: Part of each target where targets are of another type.
-    """
-
-    def __init__(
-        self,
-        lists: Sequence[WholeList],
-        part: Tensor,
-        num_parts: int,
-        target_part: Tensor | None = None,
-    ) -> None:
-        self._lists = lists
-        self._split: list[Callable[[int], PartTensors]] = []
-        for whole in lists:
-            if whole.info.kind == "links":
-                self._split.append(_split_links(whole.ids, part, num_parts, target_part))
-            else:
-                self._split.append(_split_nodes(whole.ids, part, num_parts))
-
-    def tensors(self, p: int) -> PartTensors:
-        """The tensors of part ``p``, by their names in its file."""
-        found: PartTensors = {}
-        for k, (whole, split) in enumerate(zip(self._lists, self._split, strict=True)):
-            rows = split(p)
-            rows |= attribute_tensors(whole.columns, {"row": rows["place"]})
-            found |= {f"list.{k}:{name}": tensor for name, tensor in rows.items()}
-        return found
-
-
-def _split_nodes(ids: Tensor, part: Tensor, num_parts: int) -> Callable[[int], PartTensors]:
-    order, starts = group_by_part(part[ids], num_parts)
-    _, first, rank = rank_nodes(part, num_parts)
-
-    def tensors(p: int) -> PartTensors:
-        place = order[starts[p] : starts[p + 1]].clone()
-        return {"place": place, "ids": rank[ids[place]] - first[p]}
-
-    return tensors
-
-
-def _split_links(
-    edges: Tensor, part: Tensor, num_parts: int, target_part: Tensor | None
-) -> Callable[[int], PartTensors]:
-    layout = make_layout(edges, part, num_parts, target_part)
-
-    def tensors(p: int) -> PartTensors:
-        found = relation_tensors(edges, layout, p)
-        return {"place": found.pop("e_id"), **found}
-
-    return tensors
-
-
-def may_hold_ids(name: str, tensors: PartTensors, attribute: Attribute, space: Space) -> bool:
-    """Whether an attribute of a part would be split, or refused, when it is written today."""
-    try:
-        value = tensors[tensor_names(name, attribute)[""]]
-        return kind_of(name, value, attribute.level, space, None) != ""
-    except ValueError:
-        return True
-
-
-# Reading #####################################################################
-
-
-def list_tensors(tensors: PartTensors, number: int) -> PartTensors:
-    """The tensors of one list, by their own names."""
-    start = f"list.{number}:"
-    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
-
-
-def decode_list(info: NodeList, ids: Tensor) -> Any:
-    """Ids in the form and dtype in which the list was given."""
-    dtype = getattr(torch, info.attribute.dtype)
-    return decode(info.attribute, {"": ids.to(dtype)})
-
-
-def decode_rows(info: NodeList, tensors: PartTensors) -> dict[str, Any]:
-    """The attributes with a row per entry, of the rows in ``tensors``."""
-    return {
-        name: decode(attribute, {s: tensors[n] for s, n in tensor_names(name, attribute).items()})
-        for name, attribute in info.rows.items()
-    }
-
-
-def put_list(store: Any, name: str, key: str | None, value: Any) -> None:
-    """Sets an attribute, or an entry of one that is a dict."""
-    if key is None:
-        store[name] = value
-    else:
-        store[name] = {**store.get(name, {}), key: value}
-
-
-def merge_lists(
-    store: Any,
-    lists: Sequence[NodeList],
-    parts: Sequence[PartTensors],
-    sources: Sequence[Tensor],
-    targets: Sequence[Tensor],
-) -> None:
-    """Puts the whole lists into a store, in their old order, with the graph's own ids.
-
-    Args:
-        store: Where they go.
-        lists: What they are.
-        parts: The tensors of each part.
-        sources: Global ids of each part's (source) nodes.
-        targets: The same of the targets.
-    """
-    for k, info in enumerate(lists):
-        rows = [list_tensors(part, k) for part in parts]
-        order = torch.cat([part["place"] for part in rows]).argsort()
-        found = []
-        for part, source, target in zip(rows, sources, targets, strict=True):
-            if info.kind == "nodes":
-                found.append(source[part["ids"]])
-            else:
-                row, column = part["edge_index"]
-                found.append(
-                    torch.stack([torch.cat([source, part["halo_n_id"]])[row], target[column]])
-                )
-        ids = torch.cat(found, dim=-1).index_select(-1, order)
-        put_list(store, info.name, info.key, decode_list(info, ids))
-        whole: PartTensors = {}
-        for name, attribute in info.rows.items():
-            names = tensor_names(name, attribute)
-            pieces = [{s: part[full] for s, full in names.items()} for part in rows]
-            joined = select_rows(attribute, concatenate_rows(attribute, pieces), order)
-            whole |= {names[suffix]: tensor for suffix, tensor in joined.items()}
-        for name, value in decode_rows(info, whole).items():
-            store[name] = value

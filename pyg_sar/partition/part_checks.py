@@ -1,7 +1,16 @@
-"""Whether the tensors of a part are those that the metadata describes. See [Note: checked once]."""
+"""Checks of the tensors of one part against the metadata, and of all parts against each other.
+
+See [Note: checked once].
+
+[Note: marks] What one part alone can't tell is told by a few numbers per part, the marks, which all
+workers compare as they load: sums over the ids of its nodes and edges, and over the places of its
+entries of lists of node ids, which show whether each is held once; and of each pair of parts a hash
+of the rows that one needs and of those that the other sends.
+"""
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,10 +20,10 @@ from torch import Tensor
 
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.attributes import Attribute, stored_dtype, tensor_names
-from pyg_sar.partition.hetero_parts import StoreInfo, store_tensors
 from pyg_sar.partition.metadata import PartitionMetadata
-from pyg_sar.partition.node_lists import NodeList, list_tensors
-from pyg_sar.partition.parts import PartTensors
+from pyg_sar.partition.node_lists import NodeList
+from pyg_sar.partition.parts import PartTensors, list_tensors
+from pyg_sar.partition.whole_graph import HeteroSchema, StoreInfo, store_tensors
 
 _PLAN = ("halo_n_id", "halo_counts", "send_index", "send_counts")
 _TABLES = ("pair_rows", "pair_units")  # in versions 3 to 5; not read
@@ -47,7 +56,7 @@ class _Store:
             raise self.wrong(name, problem)
 
     def of_kind(self, name: str, dtype: torch.dtype, *shape: int) -> Tensor:
-        """A tensor of this dtype and shape; -1 is any size."""
+        """Returns a tensor, which must be of this dtype and shape; -1 is any size."""
         tensor = self.tensors[name]
         fits = tensor.dim() == len(shape) and all(
             n in (-1, m) for n, m in zip(shape, tensor.shape, strict=True)
@@ -62,14 +71,14 @@ class _Store:
         return tensor
 
     def within(self, name: str, values: Tensor, stop: int, what: str) -> None:
-        """All values are in ``[0, stop)``."""
+        """Checks that all values are in ``[0, stop)``."""
         if values.numel():
             low, high = (int(v) for v in values.aminmax())
             good = 0 <= low and high < stop
             self.check(good, name, f"it names {what} {low} to {high} of {stop}")
 
     def ascending(self, name: str, values: Tensor, counts: Tensor | None = None) -> None:
-        """Values ascend, without duplicates; each run of ``counts`` by itself."""
+        """Checks that values ascend without duplicates, each run of ``counts`` by itself."""
         rises = values[1:] > values[:-1]
         if counts is not None:
             ends = counts.cumsum(0)
@@ -177,7 +186,7 @@ def _check_e_id(store: _Store, count: int, total: int) -> None:
 def _check_relation(
     store: _Store, part: int, metadata: PartitionMetadata, ends: _Ends, count: int
 ) -> None:
-    """Edges into a part and their halo.
+    """Checks the edges into a part and their halo.
 
     Args:
         store: The tensors.
@@ -203,7 +212,7 @@ def _check_relation(
 
 
 def _check_halo(store: _Store, part: int, num_parts: int, own: Tensor, sources: int) -> int:
-    """Rows of other parts; returns how many there are."""
+    """Checks the rows of other parts, and returns how many there are."""
     halo = store.of_kind("halo_n_id", torch.int64, -1)
     counts = _check_counts(store, "halo_counts", part, num_parts, "halo_n_id", halo)
     store.within("halo_n_id", halo, sources, "nodes")
@@ -215,7 +224,7 @@ def _check_halo(store: _Store, part: int, num_parts: int, own: Tensor, sources: 
 
 
 def _check_sends(store: _Store, part: int, metadata: PartitionMetadata, rows: int) -> None:
-    """Own rows that peers need."""
+    """Checks the own rows that peers need."""
     index = store.of_kind("send_index", torch.int32 if metadata.version >= 3 else torch.int64, -1)
     counts = _check_counts(store, "send_counts", part, metadata.num_parts, "send_index", index)
     store.within("send_index", index, rows, "rows")
@@ -240,7 +249,7 @@ def _check_counts(
 def _check_lists(
     whole: _Store, part: int, metadata: PartitionMetadata, lists: list[NodeList], ends: _Ends
 ) -> None:
-    """Lists and pairs of node ids, and the attributes with a row per entry."""
+    """Checks lists and pairs of node ids, and the attributes with a row per entry."""
     own, _, targets = ends
     for k, info in enumerate(lists):
         store = _Store(whole.path, list_tensors(whole.tensors, k), f"{whole.prefix}list.{k}:")
@@ -269,7 +278,7 @@ def _check_lists(
 def _check_attributes(
     store: _Store, attributes: dict[str, Attribute], counts: dict[str, int]
 ) -> None:
-    """Tensors of attributes, of so many rows of each level."""
+    """Checks the tensors of attributes, of so many rows of each level."""
     for name, attribute in attributes.items():
         names = tensor_names(name, attribute)
         shape = list(attribute.shape)
@@ -318,7 +327,7 @@ def _check_strings(store: _Store, names: dict[str, str], rows: int) -> None:
 
 
 def _check_batch(store: _Store, metadata: PartitionMetadata) -> None:
-    """Graph ids are those of ``num_graphs`` graphs."""
+    """Checks that graph ids are those of ``num_graphs`` graphs."""
     batch = graph_ids(metadata, store.tensors)
     if metadata.num_graphs is None:
         return
@@ -332,10 +341,133 @@ def _check_batch(store: _Store, metadata: PartitionMetadata) -> None:
 
 
 def graph_ids(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor | None:
-    """The graph of each node, where the graph has a vector of such ids."""
+    """Returns the graph of each node, where there is a vector of such ids."""
     kind = metadata.attributes.get("batch")
     if metadata.hetero is not None or kind is None:
         return None
     if (kind.level, kind.layout, kind.dtype, len(kind.shape)) != ("node", "dense", "int64", 1):
         return None
     return tensors["node.batch"]
+
+
+def num_marks(num_parts: int) -> int:
+    """Returns the number of entries of :func:`part_marks`."""
+    return 3 + 2 * num_parts
+
+
+def part_marks(metadata: PartitionMetadata, tensors: PartTensors) -> Tensor:
+    """Returns the numbers that are compared with other parts', int64. See [Note: marks]."""
+    sums = [0, 0]
+    for k, ids in enumerate(_ids(metadata, tensors)):
+        sums[0] += _factor(k) * int(ids.sum())
+        sums[1] += _factor(k) * int(torch.dot(ids, ids))
+    batch = graph_ids(metadata, tensors)
+    graphs = 0 if batch is None or not batch.numel() else int(batch.max()) + 1
+    needs = [hashlib.sha256() for _ in range(metadata.num_parts)]
+    sends = [hashlib.sha256() for _ in range(metadata.num_parts)]
+    for own, rows in relations(metadata, tensors):
+        wanted = rows["halo_n_id"].split(rows["halo_counts"].tolist())
+        given = rows["send_index"].split(rows["send_counts"].tolist())
+        for q in range(metadata.num_parts):
+            needs[q].update(wanted[q].numpy().tobytes() + b"|")
+            sends[q].update(own[given[q].long()].numpy().tobytes() + b"|")
+    hashes = [int.from_bytes(found.digest()[:8], "little") for found in (*needs, *sends)]
+    return torch.tensor([_signed(n) for n in (*sums, graphs, *hashes)])
+
+
+def check_marks(metadata: PartitionMetadata, marks: Tensor) -> None:
+    """Raises :class:`PartitionError` unless the marks ``[P, *]`` of all parts fit each other."""
+    rows = marks.tolist()
+    remedy = "copy the parts of one pyg_sar.write_partitions(), or partition the graph anew"
+    expected = [0, 0]
+    for k, total in enumerate(_totals(metadata)):
+        expected[0] += _factor(k) * (total * (total - 1) // 2)
+        expected[1] += _factor(k) * ((total - 1) * total * (2 * total - 1) // 6)
+    if any(_signed(sum(r[n] for r in rows)) != _signed(expected[n]) for n in (0, 1)):
+        raise PartitionError(
+            f"The parts of '{metadata.root}' don't hold each node and edge of the graph once, or "
+            f"each entry of a list of node ids ('n_id', 'e_id', 'place'): one was altered; {remedy}"
+        )
+    if metadata.num_graphs is not None and max(r[2] for r in rows) != metadata.num_graphs:
+        raise PartitionError(
+            f"The parts of '{metadata.root}' hold {max(r[2] for r in rows)} graphs ('batch'), its "
+            f"metadata says {metadata.num_graphs}: one was altered; {remedy}"
+        )
+    count = metadata.num_parts
+    for p in range(count):
+        for q in range(count):
+            if rows[p][3 + q] != rows[q][3 + count + p]:
+                raise PartitionError(
+                    f"Parts {p} and {q} of '{metadata.root}' don't belong together: 'halo_n_id' of "
+                    f"part {p} names other rows than 'send_index' of part {q}; {remedy}"
+                )
+
+
+def _factor(k: int) -> int:
+    """Returns a factor that keeps the sums of several types and relations apart."""
+    return 2 * k * 0x9E3779B97F4A7C15 + 1
+
+
+def _signed(number: int) -> int:
+    """Returns the number modulo 2 to the 64, as int64 has it."""
+    return (number + 2**63) % 2**64 - 2**63
+
+
+def _ids(metadata: PartitionMetadata, tensors: PartTensors) -> Iterator[Tensor]:
+    """Yields the ids of a part's nodes and edges of each kind, and the places of its lists."""
+    if metadata.hetero is None:
+        yield from (tensors["n_id"], tensors["e_id"])
+    else:
+        yield from (tensors[f"type.{k}/n_id"] for k in range(len(metadata.hetero.types)))
+        yield from (tensors[f"relation.{k}/e_id"] for k in range(len(metadata.hetero.relations)))
+    # Counted from 1, so that an entry at place 0 is missed: no metadata says how many a part has.
+    yield from (rows["place"] + 1 for _, _, rows in _lists(metadata, tensors))
+
+
+def _totals(metadata: PartitionMetadata) -> list[int]:
+    if metadata.hetero is None:
+        counts, lists = [metadata.num_nodes, metadata.num_edges], metadata.lists
+    else:
+        infos = [*metadata.hetero.types, *metadata.hetero.relations]
+        counts = [info.count for info in infos]
+        lists = [found for info in infos for found in info.lists]
+    return counts + [found.count + 1 for found in lists]
+
+
+def relations(
+    metadata: PartitionMetadata, tensors: PartTensors
+) -> Iterator[tuple[Tensor, PartTensors]]:
+    """Yields the ids of own sources, and the tensors, of each relation and list of pairs."""
+    if metadata.hetero is None:
+        yield tensors["n_id"], tensors
+    else:
+        own = _own(metadata.hetero, tensors)
+        for k, info in enumerate(metadata.hetero.relations):
+            yield own[info.name[0]], store_tensors(tensors, "relation", k)
+    for found, ids, rows in _lists(metadata, tensors):
+        if found.kind == "links":
+            yield ids, rows
+
+
+def _own(schema: HeteroSchema, tensors: PartTensors) -> dict[str, Tensor]:
+    """Returns the ids of own nodes of each type."""
+    return {info.name[0]: tensors[f"type.{k}/n_id"] for k, info in enumerate(schema.types)}
+
+
+def _lists(
+    metadata: PartitionMetadata, tensors: PartTensors
+) -> Iterator[tuple[NodeList, Tensor, PartTensors]]:
+    """Yields each list of node ids of a part, the ids of own (source) nodes, and its tensors."""
+    if metadata.hetero is None:
+        stores = [(metadata.lists, tensors["n_id"], tensors)]
+    else:
+        own = _own(metadata.hetero, tensors)
+        kinds = ("type", metadata.hetero.types), ("relation", metadata.hetero.relations)
+        stores = [
+            (info.lists, own[info.name[0]], store_tensors(tensors, kind, k))
+            for kind, infos in kinds
+            for k, info in enumerate(infos)
+        ]
+    for lists, ids, rows in stores:
+        for k, info in enumerate(lists):
+            yield info, ids, list_tensors(rows, k)

@@ -22,25 +22,35 @@ edge.NAME        [E_p, ...]     edge-level attributes
 graph.NAME       [...]          graph-level tensors, whole in every part
 ===============  =============  ==========================================================
 
-Edges of part p are sorted by (round of the source's owner q, target, source, e_id), where the round
+Edges of part p are sorted by (unit of the source's owner q, target, source, e_id), where the unit
 is (q - p) mod P. Covers are those of ``cover.py``. Versions 3 to 5 sorted by units of several
 owners, and held them; version 3 had no covers; versions 1 and 2 sorted by (owner, target, source,
 e_id), and their ``send_index`` was int64.
+
+Lists of node ids and pairs of them go to the owners of the nodes. For list ``k`` of a graph, node
+type or relation a part has (``list.k:NAME``):
+
+================  =======  ================================================================
+name              shape    content
+================  =======  ================================================================
+place             [K_p]    places in the whole list of the entries that the part owns
+ids               [K_p]    of a list of nodes: their local ids, in ascending places
+row.NAME          [K_p, .] attributes that have a row per entry (``edge_label``)
+edge_index, ...            of pairs: the same as of edges; the target's owner has them
+================  =======  ================================================================
 """
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Container
+from collections.abc import Callable, Container, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data, HeteroData
-from torch_geometric.typing import SparseTensor
-from torch_geometric.utils import to_edge_index, to_torch_coo_tensor, to_torch_csr_tensor
+from torch_geometric.data import Data
 
 from pyg_sar.exchange.cover import stored_covers
+from pyg_sar.partition.assignment import restore_adjacency
 from pyg_sar.partition.attributes import (
     Attribute,
     Column,
@@ -49,137 +59,16 @@ from pyg_sar.partition.attributes import (
     select_rows,
     tensor_names,
 )
-from pyg_sar.partition.partitioners import Layout, whole_number
-from pyg_sar.partition.sparse_matrix import check_compressed
+from pyg_sar.partition.layout import Layout, group_by_part, make_layout, rank_nodes
+from pyg_sar.partition.node_lists import NodeList, WholeList
 
 PartTensors = dict[str, Tensor]
-
-
-def check_graph(data: Data) -> tuple[Tensor, int]:
-    """Checks ``data`` and returns its edges (int64, on the CPU) and number of nodes.
-
-    Raises:
-        TypeError: When ``data`` is not a homogeneous ``Data``.
-        ValueError: When its edges can't be used.
-    """
-    if isinstance(data, HeteroData) or not isinstance(data, Data):
-        raise TypeError(
-            "Expected 'data' to be a torch_geometric.data.Data or HeteroData "
-            f"(got {type(data).__name__})"
-        )
-    x = data.get("x")
-    # PyG infers the number of nodes from dense features only.
-    known = isinstance(x, SparseTensor) and "num_nodes" not in data
-    num_nodes = x.size(0) if known else data.num_nodes
-    if num_nodes is None:
-        raise ValueError("'data' does not tell its number of nodes; set data.num_nodes")
-    num_nodes = whole_number("data.num_nodes", num_nodes)
-    edge_index = edges_of(data)
-    if edge_index.numel() > 0:
-        low, high = int(edge_index.min()), int(edge_index.max())
-        if low < 0 or high >= num_nodes:
-            raise ValueError(
-                f"Expected 'edge_index' to hold node ids 0 to {num_nodes - 1} (got {low} to "
-                f"{high}); correct it or set data.num_nodes"
-            )
-    return edge_index, num_nodes
-
-
-_ADJACENCY = "the edges, as "
-
-
-def with_edges(data: Any) -> Any:
-    """``data`` with an ``edge_index`` where it has its edges as ``adj_t`` (``ToSparseTensor``).
-
-    Of the adjacency only its type is kept: :func:`load_partition` puts the distributed
-    ``edge_index`` in its place, which layers take for it.
-
-    Raises:
-        ValueError: When ``adj_t`` holds weights: layers would no longer see these.
-    """
-    adjacency = data.get("adj_t") if isinstance(data, Data) else None
-    if adjacency is None or data.get("edge_index") is not None:
-        return data
-    if isinstance(adjacency, SparseTensor):
-        target, source, values = adjacency.coo()
-        form = "SparseTensor"
-    elif isinstance(adjacency, Tensor) and adjacency.layout in (torch.sparse_csr, torch.sparse_coo):
-        check_compressed(adjacency)
-        (target, source), values = to_edge_index(adjacency)
-        form = str(adjacency.layout)
-    else:
-        return data
-    if values is not None and not bool((values == 1).all()):
-        raise ValueError(
-            "'adj_t' holds weights, which layers read from it; set data.edge_weight and "
-            "data.edge_index (torch_geometric.utils.to_edge_index), delete data.adj_t and hand the "
-            "weights to the layers"
-        )
-    data, nodes = copy.copy(data), data.num_nodes
-    data.edge_index, data.num_nodes = torch.stack([source, target]), nodes
-    data.adj_t = f"{_ADJACENCY}{form}"
-    return data
-
-
-def restore_adjacency(data: Data, whole: bool) -> None:
-    """Puts ``adj_t`` back: the edges themselves, or of the ``whole`` graph as it was."""
-    form = data.get("adj_t")
-    if not isinstance(form, str) or not form.startswith(_ADJACENCY):
-        return
-    data.adj_t = data.edge_index
-    if whole:
-        source, target = data.edge_index
-        size = (data.num_nodes, data.num_nodes)
-        if form.endswith("SparseTensor"):
-            data.adj_t = SparseTensor(row=target, col=source, sparse_sizes=size)
-        else:
-            make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
-            data.adj_t = make(torch.stack([target, source]), size=size)
-        del data.edge_index
-
-
-def edges_of(data: Any) -> Tensor:
-    """``edge_index`` of a ``Data`` or an edge store, int64, on the CPU.
-
-    Raises:
-        ValueError: When it is not one.
-    """
-    edge_index = data.get("edge_index")
-    if edge_index is None:
-        if data.get("adj_t") is not None or data.get("adj") is not None:
-            raise ValueError(
-                "'data' holds its edges in another form; partition it before ToSparseTensor, "
-                "or set data.edge_index by torch_geometric.utils.to_edge_index"
-            )
-        return torch.empty(2, 0, dtype=torch.long)
-    if hasattr(edge_index, "as_tensor"):
-        edge_index = edge_index.as_tensor()  # PyG's EdgeIndex.
-    if not isinstance(edge_index, Tensor):
-        raise ValueError(
-            f"Expected 'edge_index' to be a tensor (got {type(edge_index).__name__}); "
-            "convert it with torch.as_tensor"
-        )
-    dtype = edge_index.dtype
-    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
-        raise ValueError(
-            f"Expected 'edge_index' to hold integers (got dtype {dtype}); convert it with .long()"
-        )
-    if edge_index.layout != torch.strided:
-        raise ValueError(
-            f"Expected 'edge_index' of shape [2, num_edges] (got a matrix in {edge_index.layout}); "
-            "convert it with torch_geometric.utils.to_edge_index"
-        )
-    if edge_index.dim() != 2 or edge_index.size(0) != 2:
-        raise ValueError(
-            f"Expected 'edge_index' of shape [2, num_edges] (got {list(edge_index.shape)})"
-        )
-    return edge_index.detach().cpu().long()
 
 
 def part_tensors(
     edge_index: Tensor, layout: Layout, columns: dict[str, Column], p: int
 ) -> PartTensors:
-    """The tensors of part ``p``, by their names in its file."""
+    """Returns the tensors of part ``p``, by their names in its file."""
     n_id = layout.nodes(p)
     tensors = {"n_id": n_id.clone(), **relation_tensors(edge_index, layout, p)}
     tensors |= attribute_tensors(columns, {"node": n_id, "edge": tensors["e_id"]}, tensors)
@@ -187,7 +76,7 @@ def part_tensors(
 
 
 def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
-    """The edges into part ``p``, their ids, its halo, and what others need of it."""
+    """Returns the edges into part ``p``, their ids, its halo, and what others need of it."""
     halo = layout.halos[p]
     sends = [layout.send_rows(p, q) for q in range(layout.num_parts)]
     local_edges, e_id = _part_edges(edge_index, layout, p)
@@ -211,7 +100,7 @@ def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
 def attribute_tensors(
     columns: dict[str, Column], ids: dict[str, Tensor], taken: Container[str] = ()
 ) -> PartTensors:
-    """The attributes' tensors for the rows ``ids`` of each level, by their names in a file.
+    """Returns the attributes' tensors for the rows ``ids`` of each level, by their names in a file.
 
     Args:
         columns: The attributes of the whole graph.
@@ -233,7 +122,7 @@ def attribute_tensors(
 
 
 def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Tensor]:
-    """The edges of part ``p`` in its index space, and their global ids, in the file's order."""
+    """Returns the edges of part ``p`` in its numbering, and their global ids, as in the file."""
     e_id, halo = layout.edges(p), layout.halos[p]
     low, high = int(layout.node_offsets[p]), int(layout.node_offsets[p + 1])
     source = edge_index[0, e_id]
@@ -253,7 +142,7 @@ def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Ten
 def decode_attributes(
     attributes: dict[str, Attribute], values: dict[str, Any], tensors: PartTensors
 ) -> dict[str, Any]:
-    """The attributes of a part as ``Data`` held them, ``{name: value}``, for the part's rows.
+    """Returns the attributes as ``Data`` held them, ``{name: value}``, for the part's rows.
 
     Args:
         attributes: How each is stored.
@@ -274,7 +163,7 @@ def merge_parts(
     num_nodes: int,
     parts: list[PartTensors],
 ) -> Data:
-    """The whole graph from the tensors of all parts, nodes and edges in their old order."""
+    """Returns the whole graph from all parts' tensors, nodes and edges in their old order."""
     place = {
         "node": torch.cat([part["n_id"] for part in parts]).argsort(),
         "edge": torch.cat([part["e_id"] for part in parts]).argsort(),
@@ -295,7 +184,7 @@ def merged_attributes(
     place: dict[str, Tensor],
     parts: list[PartTensors],
 ) -> dict[str, Any]:
-    """The whole graph's attributes; ``place`` sorts the joined rows of a level."""
+    """Returns the whole graph's attributes; ``place`` sorts the joined rows of a level."""
     whole = dict(parts[0])
     for name, attribute in attributes.items():
         if attribute.level not in place:
@@ -306,3 +195,154 @@ def merged_attributes(
         joined = select_rows(attribute, joined, place[attribute.level])
         whole.update((names[suffix], tensor) for suffix, tensor in joined.items())
     return decode_attributes(attributes, values, whole)
+
+
+def restricted(data: Data, lists: Sequence[WholeList], kept: Tensor, num_nodes: int) -> Data:
+    """Returns ``data``, the subgraph of the nodes ``kept`` (``[n]``), with its part of the lists.
+
+    Args:
+        data: The subgraph without lists, as of :func:`without_lists`.
+        lists: Those of the whole graph.
+        kept: The nodes, in the order of their new ids.
+        num_nodes: Nodes of the whole graph.
+    """
+    for whole in lists:
+        number = torch.full((num_nodes,), -1)
+        number[kept] = torch.arange(kept.numel())
+        ids, info = number[whole.ids], whole.info
+        there = ids >= 0 if ids.dim() == 1 else (ids >= 0).all(0)
+        rows = there.nonzero().view(-1)
+        put_list(data, info.name, info.key, decode_list(info, ids.index_select(-1, rows)))
+        tensors = attribute_tensors(whole.columns, {"row": rows})
+        for name, value in decode_rows(info, tensors).items():
+            data[name] = value
+    return data
+
+
+class SplitLists:
+    """Lists of the whole graph and which part owns what of them.
+
+    Args:
+        lists: The lists of one graph, node type or relation.
+        part: Part of each (source) node.
+        num_parts: The number of parts.
+        target_part: Part of each target where targets are of another type.
+    """
+
+    def __init__(
+        self,
+        lists: Sequence[WholeList],
+        part: Tensor,
+        num_parts: int,
+        target_part: Tensor | None = None,
+    ) -> None:
+        self._lists = lists
+        self._split: list[Callable[[int], PartTensors]] = []
+        for whole in lists:
+            if whole.info.kind == "links":
+                self._split.append(_split_links(whole.ids, part, num_parts, target_part))
+            else:
+                self._split.append(_split_nodes(whole.ids, part, num_parts))
+
+    def tensors(self, p: int) -> PartTensors:
+        """Returns the tensors of part ``p``, by their names in its file."""
+        found: PartTensors = {}
+        for k, (whole, split) in enumerate(zip(self._lists, self._split, strict=True)):
+            rows = split(p)
+            rows |= attribute_tensors(whole.columns, {"row": rows["place"]})
+            found |= {f"list.{k}:{name}": tensor for name, tensor in rows.items()}
+        return found
+
+
+def _split_nodes(ids: Tensor, part: Tensor, num_parts: int) -> Callable[[int], PartTensors]:
+    order, starts = group_by_part(part[ids], num_parts)
+    _, first, rank = rank_nodes(part, num_parts)
+
+    def tensors(p: int) -> PartTensors:
+        place = order[starts[p] : starts[p + 1]].clone()
+        return {"place": place, "ids": rank[ids[place]] - first[p]}
+
+    return tensors
+
+
+def _split_links(
+    edges: Tensor, part: Tensor, num_parts: int, target_part: Tensor | None
+) -> Callable[[int], PartTensors]:
+    layout = make_layout(edges, part, num_parts, target_part)
+
+    def tensors(p: int) -> PartTensors:
+        found = relation_tensors(edges, layout, p)
+        return {"place": found.pop("e_id"), **found}
+
+    return tensors
+
+
+# Reading #####################################################################
+
+
+def list_tensors(tensors: PartTensors, number: int) -> PartTensors:
+    """Returns the tensors of one list, by their own names."""
+    start = f"list.{number}:"
+    return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
+
+
+def decode_list(info: NodeList, ids: Tensor) -> Any:
+    """Returns ids in the form and dtype in which the list was given."""
+    dtype = getattr(torch, info.attribute.dtype)
+    return decode(info.attribute, {"": ids.to(dtype)})
+
+
+def decode_rows(info: NodeList, tensors: PartTensors) -> dict[str, Any]:
+    """Returns the attributes with a row per entry, for the rows in ``tensors``."""
+    return {
+        name: decode(attribute, {s: tensors[n] for s, n in tensor_names(name, attribute).items()})
+        for name, attribute in info.rows.items()
+    }
+
+
+def put_list(store: Any, name: str, key: str | None, value: Any) -> None:
+    """Sets an attribute, or an entry of one that is a dict."""
+    if key is None:
+        store[name] = value
+    else:
+        store[name] = {**store.get(name, {}), key: value}
+
+
+def merge_lists(
+    store: Any,
+    lists: Sequence[NodeList],
+    parts: Sequence[PartTensors],
+    sources: Sequence[Tensor],
+    targets: Sequence[Tensor],
+) -> None:
+    """Puts the whole lists into a store, in their old order, with the graph's own ids.
+
+    Args:
+        store: Where they go.
+        lists: What they are.
+        parts: The tensors of each part.
+        sources: Global ids of each part's (source) nodes.
+        targets: The same of the targets.
+    """
+    for k, info in enumerate(lists):
+        rows = [list_tensors(part, k) for part in parts]
+        order = torch.cat([part["place"] for part in rows]).argsort()
+        found = []
+        for part, source, target in zip(rows, sources, targets, strict=True):
+            if info.kind == "nodes":
+                found.append(source[part["ids"]])
+            else:
+                row, column = part["edge_index"]
+                found.append(
+                    torch.stack([torch.cat([source, part["halo_n_id"]])[row], target[column]])
+                )
+        ids = torch.cat(found, dim=-1).index_select(-1, order)
+        put_list(store, info.name, info.key, decode_list(info, ids))
+        whole: PartTensors = {}
+        for name, attribute in info.rows.items():
+            names = tensor_names(name, attribute)
+            pieces = [{s: part[full] for s, full in names.items()} for part in rows]
+            joined = select_rows(attribute, concatenate_rows(attribute, pieces), order)
+            whole |= {names[suffix]: tensor for suffix, tensor in joined.items()}
+        for name, value in decode_rows(info, whole).items():
+            store[name] = value

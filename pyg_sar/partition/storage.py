@@ -5,9 +5,8 @@
     root/metadata.json                       format, version, sizes, statistics, attributes, parts
     root/part-00000-of-00004.safetensors     memory mapped by the worker that owns it
 
-The tensors of a part are those of ``parts.py``, or of ``hetero_parts.py`` for a heterogeneous
-graph, and of its lists of node ids those of ``node_lists.py``. Versions 1 to 3, which had no
-covers, 4, which held node ids as they were, and 5, which had units of rounds, are still read.
+The tensors of a part are those of ``parts.py``, or of ``whole_graph.py`` for a heterogeneous graph.
+Versions 1 to 3, which had no covers, 4, which held node ids as they were, and 5 are still read.
 
 [Note: a write is all or nothing] Everything goes to a temporary folder beside ``root``, the
 metadata last; files and folders are flushed to the disk; then the folder is renamed. A folder
@@ -32,16 +31,13 @@ from torch_geometric.data import Data, HeteroData
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import beside, explained, save_tensors
 from pyg_sar.files import flush as _flush
-from pyg_sar.partition.hetero_partition import Assignment
-from pyg_sar.partition.hetero_parts import merge_hetero
+from pyg_sar.partition.assignment import Assignment
+from pyg_sar.partition.layout import PartitionStatistics
 from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata, with_checksum
-from pyg_sar.partition.node_ids import NodeIds
-from pyg_sar.partition.node_lists import merge_lists
-from pyg_sar.partition.part_checks import check_part
-from pyg_sar.partition.part_marks import check_marks, part_marks
-from pyg_sar.partition.partitioners import PartitionStatistics
-from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_parts
-from pyg_sar.partition.prepare import prepare_hetero, prepare_homogeneous
+from pyg_sar.partition.node_lists import NodeIds
+from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
+from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_lists, merge_parts
+from pyg_sar.partition.whole_graph import merge_hetero, prepare_hetero, prepare_homogeneous
 
 Progress = Callable[[str], None]
 
@@ -78,9 +74,9 @@ def write_partitions(
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
         method: ``'balanced'``, ``'metis'``, ``'random'``, ``'contiguous'``, or an integer vector
-            ``[num_nodes]`` (see :func:`~pyg_sar.partition.partitioners.assign_nodes`); of a
+            ``[num_nodes]`` (see :func:`~pyg_sar.partition.assignment.assign_nodes`); of a
             ``HeteroData`` a dict of such vectors by node type
-            (:func:`~pyg_sar.partition.hetero_partition.assign_node_types`).
+            (:func:`~pyg_sar.partition.assignment.assign_node_types`).
         seed: Seed of the partitioner.
         node_ids: Names of more attributes that hold node ids; or for each name whether it does,
             ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
@@ -122,7 +118,7 @@ def write_partitions(
 
 
 def part_file(part: int, num_parts: int) -> str:
-    """The file name of a part."""
+    """Returns the file name of a part."""
     return f"part-{part:05d}-of-{num_parts:05d}.safetensors"
 
 
@@ -141,7 +137,7 @@ def _write_part(folder: Path, tensors: PartTensors, p: int, num_parts: int) -> d
 
 
 def _count(tensors: PartTensors, name: str) -> int:
-    """Rows of the tensors of that name, of all node types or relations."""
+    """Counts the rows of the tensors of that name, of all node types or relations."""
     return sum(t.numel() for key, t in tensors.items() if key.rpartition("/")[2] == name)
 
 
@@ -232,7 +228,7 @@ def read_part(
 
 
 def part_attributes(metadata: PartitionMetadata, tensors: PartTensors) -> dict[str, Any]:
-    """The attributes of a part as ``Data`` held them: ``{name: value}`` for this part's rows.
+    """Returns a part's attributes as ``Data`` held them: ``{name: value}`` for this part's rows.
 
     Args:
         metadata: What :func:`read_metadata` gave.

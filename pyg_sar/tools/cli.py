@@ -17,8 +17,9 @@ import torch
 from pyg_sar.comm.group import current, init
 from pyg_sar.comm.launch import launch
 from pyg_sar.errors import PartitionError, PygSarError, WorkerError
-from pyg_sar.partition.partitioners import METHODS
-from pyg_sar.partition.storage import read_metadata, write_partitions
+from pyg_sar.partition.assignment import METHODS
+from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
@@ -323,9 +324,7 @@ def _add_partition(commands: Any) -> None:
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
     add("--parts", type=int, required=True, metavar="N", help="number of parts: one per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
-    of_method = (
-        "the part of each node: even nodes and edges (balanced), even nodes alone (metis), ..."
-    )
+    of_method = "balanced: even nodes and edges; metis: even nodes"
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
     add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)

@@ -47,8 +47,7 @@ from torch_geometric.data.storage import (
     NodeStorage,
 )
 
-from pyg_sar.partition.attributes import MASKS
-from pyg_sar.partition.sparse_matrix import coo_matrix
+from pyg_sar.partition.attributes import MASKS, coo_matrix
 
 # Files ########################################################################
 

@@ -32,9 +32,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import ToUndirected
 
-from pyg_sar.partition.hetero_partition import count_nodes
-from pyg_sar.partition.hetero_parts import edges_of_relations
-from pyg_sar.partition.parts import check_graph
+from pyg_sar.partition.assignment import check_graph, count_nodes, edges_of_relations
 from pyg_sar.tools.graph_sources import (
     FILE_SUFFIXES,
     SyntheticGraph,

@@ -28,8 +28,8 @@ from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning, WorkerError
 from pyg_sar.ledger import HALO_KINDS, Ledger
 from pyg_sar.partition.loading import load_partition
-from pyg_sar.partition.node_ids import NodeIds, said_of
-from pyg_sar.partition.node_lists import PLACE, restricted, without_lists
+from pyg_sar.partition.node_lists import PLACE, NodeIds, said_of, without_lists
+from pyg_sar.partition.parts import restricted
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean

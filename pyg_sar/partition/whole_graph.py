@@ -1,6 +1,7 @@
-"""The tensors of one part of a heterogeneous graph, and the whole graph back from all parts.
+"""A whole graph as it is cut into parts, and a heterogeneous one back from all parts.
 
-A part's file holds, by the numbers of node types and relations in the metadata:
+A part's file of a heterogeneous graph holds, by the numbers that node types and relations have in
+the metadata:
 
 =========================  =======================================================
 ``type.T/n_id``            global ids of its nodes of type T, ascending
@@ -9,7 +10,7 @@ A part's file holds, by the numbers of node types and relations in the metadata:
                            ``send_index``, ``send_counts``,
                            ``covers``, ``cover_costs``, ``cover_edges``, ``edge.NAME`` as in
                            ``parts.py``, in the numbering of the relation's source and target types
-``.../list.K:...``         lists of node ids of a type or relation, as in ``node_lists.py``
+``.../list.K:...``         lists of node ids of a type or relation, as in ``parts.py``
 ``graph.NAME``             attributes of the graph
 =========================  =======================================================
 """
@@ -23,25 +24,45 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
+from torch_geometric.utils import is_undirected
 
-from pyg_sar.partition.attributes import Attribute, Column, encode_rows, rows_of
-from pyg_sar.partition.hetero_partition import (
+from pyg_sar.partition.assignment import (
     Assignment,
     EdgeType,
-    HeteroPartitionStatistics,
     assign_node_types,
+    assign_nodes,
+    check_graph,
     count_nodes,
-    hetero_statistics,
+    edges_of_relations,
+    with_edges,
 )
-from pyg_sar.partition.node_ids import Space
-from pyg_sar.partition.node_lists import NodeList, SplitLists, WholeList, merge_lists, take_lists
-from pyg_sar.partition.partitioners import Layout, make_layout, rank_nodes
+from pyg_sar.partition.attributes import Attribute, Column, encode_attributes, encode_rows, rows_of
+from pyg_sar.partition.layout import (
+    HeteroPartitionStatistics,
+    Layout,
+    PartitionStatistics,
+    hetero_statistics,
+    make_layout,
+    partition_statistics,
+    rank_nodes,
+)
+from pyg_sar.partition.node_lists import (
+    NodeIds,
+    NodeList,
+    Space,
+    WholeList,
+    said_of,
+    take_lists,
+    without_lists,
+)
 from pyg_sar.partition.parts import (
     PartTensors,
+    SplitLists,
     attribute_tensors,
     decode_attributes,
-    edges_of,
+    merge_lists,
     merged_attributes,
+    part_tensors,
     relation_tensors,
 )
 
@@ -68,7 +89,7 @@ class HeteroSchema:
     relations: list[StoreInfo]
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values that JSON can hold."""
+        """Returns everything as plain values that JSON can hold."""
 
         def rows(infos: list[StoreInfo]) -> list[dict[str, Any]]:
             return [
@@ -86,41 +107,11 @@ class HeteroSchema:
 
 
 def attribute_header(columns: Mapping[str, Column]) -> tuple[dict[str, Attribute], dict[str, Any]]:
-    """The descriptions of attributes, and the values of those that are stored as JSON."""
+    """Returns the descriptions of attributes, and the values of those that are stored as JSON."""
     return (
         {name: column.attribute for name, column in columns.items()},
         {name: c.value for name, c in columns.items() if c.attribute.layout == "json"},
     )
-
-
-def edges_of_relations(data: HeteroData, num_nodes: Mapping[str, int]) -> dict[EdgeType, Tensor]:
-    """``edge_index`` of each relation, int64, on the CPU.
-
-    Raises:
-        ValueError: When one is none, or names nodes that a type does not have.
-    """
-    return {edge_type: _edges(edge_type, data, num_nodes) for edge_type in data.edge_types}
-
-
-def _edges(edge_type: EdgeType, data: HeteroData, num_nodes: Mapping[str, int]) -> Tensor:
-    try:
-        edges = edges_of(data[edge_type])
-    except ValueError as error:
-        raise ValueError(f"{edge_type}: {error}") from error
-    for row, name, what in ((0, edge_type[0], "source"), (1, edge_type[2], "target")):
-        if name not in num_nodes:
-            raise ValueError(
-                f"{edge_type} refers to the node type '{name}', which 'data' does not have; "
-                f"set data['{name}'].num_nodes"
-            )
-        count = num_nodes[name]
-        low, high = (int(edges[row].min()), int(edges[row].max())) if edges.numel() else (0, -1)
-        if low < 0 or high >= count:
-            raise ValueError(
-                f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "
-                f"'{name}' (got {low} to {high}); correct it or set data['{name}'].num_nodes"
-            )
-    return edges
 
 
 class HeteroGraph:
@@ -162,7 +153,7 @@ class HeteroGraph:
     def _columns(
         self, key: Any, store: Any, level: str, count: int, space: Space
     ) -> dict[str, Column]:
-        """The attributes of a store, but for its lists of node ids, which are kept by its key."""
+        """Returns the attributes of a store, and moves its lists of node ids to ``lists``."""
 
         def rows(name: str, value: Any) -> str:
             return level if rows_of(name, value) == count else "graph"
@@ -173,7 +164,7 @@ class HeteroGraph:
         return encode_rows(rest, level, count, space.owner)
 
     def schema(self) -> HeteroSchema:
-        """What the metadata says of types and relations."""
+        """Returns the types and relations as the metadata describes them."""
         return HeteroSchema(
             [
                 StoreInfo(
@@ -227,7 +218,7 @@ class HeteroPartition:
             self._links[key] = SplitLists(graph.lists[key], parts[source], num_parts, other)
 
     def statistics(self) -> HeteroPartitionStatistics:
-        """How good it is."""
+        """Returns the statistics of this partition."""
         masks = {}
         for name, columns in self.graph.node_columns.items():
             column = columns.get("train_mask")
@@ -236,7 +227,7 @@ class HeteroPartition:
         return hetero_statistics(self.parts, self.layouts, masks, self.num_parts)
 
     def tensors(self, p: int) -> PartTensors:
-        """The tensors of part ``p``, by their names in its file."""
+        """Returns the tensors of part ``p``, by their names in its file."""
         graph = self.graph
         found = attribute_tensors(graph.columns, {})
         for k, (name, columns) in enumerate(graph.node_columns.items()):
@@ -254,7 +245,7 @@ class HeteroPartition:
 
 
 def store_tensors(tensors: PartTensors, kind: str, number: int) -> PartTensors:
-    """The tensors of one node type (``kind='type'``) or relation, by their own names."""
+    """Returns the tensors of one node type (``kind='type'``) or relation, by their own names."""
     start = f"{kind}.{number}/"
     return {k.removeprefix(start): v for k, v in tensors.items() if k.startswith(start)}
 
@@ -271,7 +262,7 @@ def merge_hetero(
     values: dict[str, Any],
     parts: list[PartTensors],
 ) -> HeteroData:
-    """The whole graph from the tensors of all parts, nodes and edges in their old order."""
+    """Returns the whole graph from all parts' tensors, nodes and edges in their old order."""
     data = HeteroData()
     set_attributes(data._global_store, decode_attributes(attributes, values, parts[0]))
     ids: dict[Any, list[Tensor]] = {}
@@ -298,3 +289,101 @@ def merge_hetero(
         )
         merge_lists(data[info.name], info.lists, rows, ids[source], ids[target])
     return data
+
+
+FORMAT = "pyg_sar.partition"
+VERSION = 6  # 2 heterogeneous, 3 with units, 4 with covers, 5 with lists, 6 without units
+
+Prepared = tuple[dict[str, Any], PartitionStatistics, Callable[[int], PartTensors]]
+"""The metadata without the parts' files, the statistics, and the tensors of each part."""
+
+
+def prepare_homogeneous(
+    data: Any,
+    num_parts: int,
+    method: Any,
+    seed: int,
+    report: Callable[[str], None],
+    node_ids: NodeIds | None = None,
+) -> Prepared:
+    """Encodes and partitions a ``Data``; arguments as of ``write_partitions``."""
+    data = with_edges(data)
+    edge_index, num_nodes = check_graph(data)
+    said = said_of(node_ids, data.keys())
+    data, lists = without_lists(data, num_nodes, said)
+    columns = encode_attributes(data, num_nodes)
+    report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
+    part = assign_nodes(edge_index, num_nodes, num_parts, method, seed, report)
+    layout = make_layout(edge_index, part, num_parts)
+    statistics = partition_statistics(layout, _train_mask(columns))
+    directed = not is_undirected(edge_index, num_nodes=num_nodes)
+    header = _header(directed, statistics, columns, method, seed)
+    header["num_graphs"] = _num_graphs(columns)
+    header["lists"] = [whole.info.as_dict() for whole in lists]
+    split = SplitLists(lists, part, num_parts)
+
+    def tensors(p: int) -> PartTensors:
+        return part_tensors(edge_index, layout, columns, p) | split.tensors(p)
+
+    return header, statistics, tensors
+
+
+def prepare_hetero(
+    data: Any,
+    num_parts: int,
+    method: Any,
+    seed: int,
+    report: Callable[[str], None],
+    node_ids: NodeIds | None = None,
+) -> Prepared:
+    """Encodes and partitions a ``HeteroData``; arguments as of ``write_partitions``."""
+    said = said_of(node_ids, {name for store in data.stores for name in store})
+    graph = HeteroGraph(data, said)
+    total = sum(graph.num_nodes.values())
+    report(f"assigning {total:,} nodes of {len(graph.num_nodes)} type(s) to {num_parts} part(s)")
+    partition = graph.partition(num_parts, method, seed, report)
+    statistics = partition.statistics()
+    header = _header(True, statistics, graph.columns, method, seed)
+    header["hetero"] = graph.schema().as_dict()
+    return header, statistics, partition.tensors
+
+
+def _header(
+    directed: bool,
+    statistics: PartitionStatistics,
+    columns: dict[str, Column],
+    method: Any,
+    seed: int,
+) -> dict[str, Any]:
+    attributes, values = attribute_header(columns)
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "num_parts": statistics.num_parts,
+        "num_nodes": statistics.num_nodes,
+        "num_edges": statistics.num_edges,
+        "is_directed": directed,
+        "method": method if isinstance(method, str) else "vector",
+        "seed": seed,
+        "statistics": statistics.as_dict(),
+        "attributes": {name: attribute.as_dict() for name, attribute in attributes.items()},
+        "values": values,
+    }
+
+
+def _num_graphs(columns: dict[str, Column]) -> int | None:
+    """Returns the largest graph id of ``batch`` and one, if that is a vector of such ids."""
+    column = columns.get("batch")
+    if column is None or column.attribute.level != "node" or column.attribute.dtype != "int64":
+        return None
+    batch = column.tensors[""]
+    if batch.dim() != 1 or (batch < 0).any():
+        return None
+    return int(batch.max()) + 1 if batch.numel() else 0
+
+
+def _train_mask(columns: dict[str, Column]) -> Tensor | None:
+    column = columns.get("train_mask")
+    if column is None or column.attribute.dtype != "bool" or column.attribute.level != "node":
+        return None
+    return column.tensors[""]

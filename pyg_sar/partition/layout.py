@@ -1,149 +1,20 @@
-"""The part of each node (balanced, METIS, random, contiguous, given), and how good that is."""
+"""Nodes and edges grouped by part, the halo of each part, and statistics of a partition."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_sar.partition.balance import balanced_assignment, metis, undirected_csr
-
-METHODS: tuple[str, ...] = ("balanced", "metis", "random", "contiguous")
-
-
-def assign_nodes(
-    edge_index: Tensor,
-    num_nodes: int,
-    num_parts: int,
-    method: str | Tensor | np.ndarray[Any, Any] = "balanced",
-    seed: int = 0,
-    report: Callable[[str], None] = lambda line: None,
-) -> Tensor:
-    r"""Assigns every node to one of ``num_parts`` parts.
-
-    A part without nodes is legal: METIS leaves some empty when there are many parts, and more
-    parts than nodes can't all be filled.
-
-    Args:
-        edge_index: Edges (source, target), shape ``[2, num_edges]``. ``'balanced'`` and
-            ``'metis'`` look at them.
-        num_nodes: The number of nodes :math:`N`.
-        num_parts: The number of parts :math:`P \geq 1`.
-        method: ``'balanced'``: few halo rows, with at most 1.1 times the mean of nodes and of
-            edges in each part; an edge is in the part of its target. Where METIS, asked for this,
-            has more halo rows than ``'random'``, improves that one. Warns of a limit that can't be
-            kept, as when one node has most edges, in graphs with 1,000 nodes and edges per part
-            or more. ``'metis'``: few cut edges, parts of nearly equal node counts; where degrees
-            are skewed one of them can have most edges. ``'random'``:
-            node counts that differ by at most one, drawn from ``seed``. ``'contiguous'``: part
-            :math:`\lfloor i P / N \rfloor` for node :math:`i`. Or the assignment itself, an
-            integer vector of shape ``[num_nodes]``.
-        seed: Seed of all but ``'contiguous'``. The same seed gives the same assignment.
-        report: Called with a line of text before each stage that may take long.
-
-    Returns:
-        The part of each node, int64, shape ``[num_nodes]``.
-
-    Raises:
-        ValueError: When an argument is out of range, or the vector is not an assignment.
-        TypeError: When ``num_parts`` or ``seed`` is not an integer.
-
-    Source: Karypis and Kumar, "A Fast and High Quality Multilevel Scheme for Partitioning
-    Irregular Graphs", SIAM J. Sci. Comput. 1998, and "Multilevel Algorithms for Multi-Constraint
-    Graph Partitioning", SC 1998 (through ``pymetis``).
-    """
-    check_num_parts(num_parts)
-    check_seed(seed)
-    if not isinstance(method, str):
-        return check_assignment(method, num_nodes, num_parts)
-    if method not in METHODS:
-        raise ValueError(
-            f"Expected 'method' to be one of {', '.join(map(repr, METHODS))} or an integer vector "
-            f"of shape [{num_nodes}] (got {method!r})"
-        )
-    blocks = torch.arange(num_nodes) * num_parts // max(num_nodes, 1)
-    if method == "contiguous" or num_parts == 1:
-        return blocks
-    generator = torch.Generator().manual_seed(seed)
-    if method == "random":
-        return blocks[torch.randperm(num_nodes, generator=generator)]
-    if num_parts >= num_nodes:
-        return blocks
-    if method == "metis":
-        return metis(undirected_csr(edge_index, num_nodes), num_parts, seed)
-    if edge_index.numel() == 0:
-        return blocks
-    random = blocks[torch.randperm(num_nodes, generator=generator)]
-    return balanced_assignment(edge_index, num_nodes, random, num_parts, seed, report)
-
-
-def check_num_parts(num_parts: int) -> None:
-    """Raises unless ``num_parts`` is an integer >= 1."""
-    if isinstance(num_parts, bool) or not isinstance(num_parts, int):
-        raise TypeError(f"Expected 'num_parts' to be an integer (got {num_parts!r})")
-    if num_parts < 1:
-        raise ValueError(f"Expected 'num_parts' to be at least 1 (got {num_parts})")
-
-
-def whole_number(name: str, value: Any) -> int:
-    """A number of nodes: an integer, also of NumPy or a tensor with one.
-
-    Raises:
-        ValueError: When it is another number, or negative.
-    """
-    single = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
-    plain = value.item() if single else value
-    if isinstance(plain, bool) or not isinstance(plain, int) or plain < 0:
-        raise ValueError(f"Expected '{name}' to be an integer of at least 0 (got {value!r})")
-    return plain
-
-
-def check_seed(seed: int) -> None:
-    """Raises unless ``seed`` is an integer that every generator here takes."""
-    if isinstance(seed, bool) or not isinstance(seed, int):
-        raise TypeError(f"Expected 'seed' to be an integer (got {seed!r})")
-    if not 0 <= seed < 2**31:
-        raise ValueError(f"Expected 'seed' to be in 0 .. 2**31 - 1 (got {seed})")
-
-
-def check_assignment(
-    vector: Tensor | np.ndarray[Any, Any], num_nodes: int, num_parts: int
-) -> Tensor:
-    """Checks a given assignment vector and returns it as int64 on the CPU."""
-    if not isinstance(vector, (Tensor, np.ndarray)):
-        raise TypeError(
-            "Expected 'method' to be a name, a tensor or a NumPy array "
-            f"(got {type(vector).__name__}); pass torch.tensor(assignment)"
-        )
-    part = torch.as_tensor(vector).detach().cpu()
-    if part.dtype == torch.bool or part.is_floating_point() or part.is_complex():
-        raise ValueError(
-            f"Expected the assignment to hold integers (got dtype {part.dtype}); "
-            "convert it with .long()"
-        )
-    if tuple(part.shape) != (num_nodes,):
-        raise ValueError(
-            f"Expected an assignment of shape [{num_nodes}], one part per node "
-            f"(got shape {list(part.shape)})"
-        )
-    part = part.long()
-    wrong = ((part < 0) | (part >= num_parts)).nonzero().view(-1)
-    if wrong.numel() > 0:
-        node = int(wrong[0])
-        raise ValueError(
-            f"Expected the assignment to hold parts 0 to {num_parts - 1} (got {int(part[node])} "
-            f"at node {node}, {wrong.numel()} nodes in all); correct it or set "
-            f"num_parts={max(int(part.max()) + 1, 1)}"
-        )
-    return part
+from pyg_sar.partition.assignment import EdgeType
 
 
 def offsets_of(counts: Tensor) -> Tensor:
-    """``[0, c_0, c_0 + c_1, ...]``: where each group starts, one entry more than ``counts``."""
+    """Returns ``[0, c_0, c_0 + c_1, ...]``: where groups start, one entry more than ``counts``."""
     return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
 
 
@@ -186,25 +57,25 @@ class Layout:
         return self.node_offsets.numel() - 1
 
     def nodes(self, p: int) -> Tensor:
-        """Global ids of the nodes of part ``p``, ascending."""
+        """Returns the global ids of the nodes of part ``p``, ascending."""
         return self.node_order[self.node_offsets[p] : self.node_offsets[p + 1]]
 
     def edges(self, p: int) -> Tensor:
-        """Ids of the edges whose target is in part ``p``, ascending."""
+        """Returns the ids of the edges whose target is in part ``p``, ascending."""
         return self.edge_order[self.edge_offsets[p] : self.edge_offsets[p + 1]]
 
     def halo_counts(self, p: int) -> Tensor:
-        """Halo rows of part ``p`` per owner, ``[P]``."""
+        """Returns the number of halo rows of part ``p`` per owner, ``[P]``."""
         return self.halo_offsets[p].diff()
 
     def send_rows(self, p: int, q: int) -> Tensor:
-        """Rows of part ``p`` that part ``q`` needs, in the order of ``q``'s halo."""
+        """Returns the rows of part ``p`` that part ``q`` needs, in the order of ``q``'s halo."""
         start, end = self.halo_offsets[q, p : p + 2].tolist()
         return self.halos[q][start:end] - self.node_offsets[p]
 
 
 def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Stable sort of positions by part: ``(order, offsets)``."""
+    """Sorts positions by part, stably, and returns ``(order, offsets)``."""
     counts = torch.bincount(part, minlength=num_parts)
     values = part.numpy()
     if num_parts <= 2**16:
@@ -214,7 +85,7 @@ def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
 
 
 def rank_nodes(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``node_order``, ``node_offsets`` and ``node_rank`` of a :class:`Layout`."""
+    """Returns ``node_order``, ``node_offsets`` and ``node_rank`` of a :class:`Layout`."""
     order, offsets = group_by_part(part, num_parts)
     rank = torch.empty_like(order)
     rank[order] = torch.arange(part.numel())
@@ -267,7 +138,7 @@ def make_layout(
 
 @dataclass(frozen=True, kw_only=True)
 class PartitionStatistics:
-    r"""How good a partition is.
+    r"""Counts that tell how good a partition is.
 
     Attributes:
         num_parts: Parts :math:`P`.
@@ -312,7 +183,7 @@ class PartitionStatistics:
         }
 
     def as_dict(self) -> dict[str, Any]:
-        """Everything as plain values that JSON can hold."""
+        """Returns everything as plain values that JSON can hold."""
         return {
             "edge_cut": self.edge_cut,
             "edge_cut_fraction": self.edge_cut_fraction,
@@ -352,7 +223,7 @@ def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> Pa
 
 
 def format_statistics(statistics: PartitionStatistics, max_rows: int = 16) -> str:
-    """A table of the statistics, with one row per part for the first ``max_rows`` parts."""
+    """Returns a table of the statistics, with one row for each of the first ``max_rows`` parts."""
     s = statistics
     columns: list[tuple[str, list[int]]] = [("nodes", s.nodes), ("edges", s.edges)]
     if s.training_nodes is not None:
@@ -374,3 +245,121 @@ def format_statistics(statistics: PartitionStatistics, max_rows: int = 16) -> st
 
 def table_row(name: str, cells: list[str]) -> str:
     return f"{name:>8}" + "".join(f"  {cell:>14}" for cell in cells)
+
+
+@dataclass(frozen=True, kw_only=True)
+class TypeStatistics:
+    """Nodes of one type per part, and its training nodes if it has a ``train_mask``."""
+
+    name: str
+    nodes: list[int]
+    training_nodes: list[int] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RelationStatistics:
+    """Edges of one relation per part, the halo rows that they need, and how many are cut."""
+
+    edge_type: list[str]
+    edge_cut: int
+    edges: list[int]
+    halo: list[int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeteroPartitionStatistics(PartitionStatistics):
+    """Counts for a partition of a heterogeneous graph: sums over types and relations, and each.
+
+    A node that several relations need is a halo row of each: each fetches it for itself.
+
+    Attributes:
+        types: Per node type.
+        relations: Per relation.
+    """
+
+    types: list[TypeStatistics] = field(default_factory=list)
+    relations: list[RelationStatistics] = field(default_factory=list)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Returns everything as plain values that JSON can hold."""
+        return {
+            **super().as_dict(),
+            "types": [asdict(row) for row in self.types],
+            "relations": [asdict(row) for row in self.relations],
+        }
+
+    def __str__(self) -> str:
+        lines = [format_statistics(self), f"{'nodes':>12}  {'max/mean':>9}  node type"]
+        for kind in self.types:
+            lines.append(f"{sum(kind.nodes):>12,}  {_balance(kind.nodes):>9.3f}  {kind.name}")
+        lines.append(f"{'edges':>12}  {'cut':>8}  {'halo rows':>10}  {'max/mean':>9}  relation")
+        for row in self.relations:
+            share = 100 * row.edge_cut / max(sum(row.edges), 1)
+            lines.append(
+                f"{sum(row.edges):>12,}  {share:>7.2f}%  {sum(row.halo):>10,}  "
+                f"{_balance(row.edges):>9.3f}  {' '.join(row.edge_type)}"
+            )
+        return "\n".join(lines)
+
+
+def _balance(values: list[int]) -> float:
+    return max(values) * len(values) / sum(values) if sum(values) else 1.0
+
+
+def hetero_statistics(
+    parts: Mapping[str, Tensor],
+    layouts: Mapping[EdgeType, Layout],
+    train_masks: Mapping[str, Tensor],
+    num_parts: int,
+) -> HeteroPartitionStatistics:
+    """Measures a partition.
+
+    Args:
+        parts: Part of each node by type.
+        layouts: The relations' layouts.
+        train_masks: bool ``[N_t]`` or ``[N_t, k]`` of the types that have one.
+        num_parts: The number of parts.
+    """
+
+    def count(values: Tensor) -> list[int]:
+        found: list[int] = torch.bincount(values, minlength=num_parts).tolist()
+        return found
+
+    def training(name: str) -> list[int] | None:
+        mask = train_masks.get(name)
+        if mask is None:
+            return None
+        return count(parts[name][mask if mask.dim() == 1 else mask[:, 0]])
+
+    types = [
+        TypeStatistics(name=name, nodes=count(part), training_nodes=training(name))
+        for name, part in parts.items()
+    ]
+    relations = [
+        RelationStatistics(
+            edge_type=list(edge_type),
+            edge_cut=layout.edge_cut,
+            edges=layout.edge_offsets.diff().tolist(),
+            halo=[halo.numel() for halo in layout.halos],
+        )
+        for edge_type, layout in layouts.items()
+    ]
+    known = [row.training_nodes for row in types if row.training_nodes is not None]
+    edges = _sum([row.edges for row in relations], num_parts)
+    nodes = _sum([row.nodes for row in types], num_parts)
+    return HeteroPartitionStatistics(
+        num_parts=num_parts,
+        num_nodes=sum(nodes),
+        num_edges=sum(edges),
+        edge_cut=sum(row.edge_cut for row in relations),
+        nodes=nodes,
+        edges=edges,
+        halo=_sum([row.halo for row in relations], num_parts),
+        training_nodes=_sum(known, num_parts) if known else None,
+        types=types,
+        relations=relations,
+    )
+
+
+def _sum(rows: list[list[int]], num_parts: int) -> list[int]:
+    return [sum(row[p] for row in rows) for p in range(num_parts)]

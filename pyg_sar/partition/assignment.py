@@ -1,0 +1,396 @@
+"""The nodes and edges of a graph, checked, and the part of each node."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import SparseTensor
+from torch_geometric.utils import to_edge_index, to_torch_coo_tensor, to_torch_csr_tensor
+
+from pyg_sar.partition.attributes import check_compressed
+from pyg_sar.partition.balance import balanced_assignment, metis, undirected_csr
+
+METHODS: tuple[str, ...] = ("balanced", "metis", "random", "contiguous")
+
+
+def assign_nodes(
+    edge_index: Tensor,
+    num_nodes: int,
+    num_parts: int,
+    method: str | Tensor | np.ndarray[Any, Any] = "balanced",
+    seed: int = 0,
+    report: Callable[[str], None] = lambda line: None,
+) -> Tensor:
+    r"""Assigns every node to one of ``num_parts`` parts.
+
+    A part without nodes is legal: METIS leaves some empty when there are many parts, and more
+    parts than nodes can't all be filled.
+
+    Args:
+        edge_index: Edges (source, target), shape ``[2, num_edges]``. ``'balanced'`` and
+            ``'metis'`` look at them.
+        num_nodes: The number of nodes :math:`N`.
+        num_parts: The number of parts :math:`P \geq 1`.
+        method: ``'balanced'``: few halo rows, with at most 1.1 times the mean of nodes and of
+            edges in each part; an edge is in the part of its target. Where METIS's parts have more
+            halo rows than random ones, these are improved instead. A warning says where a limit
+            can't be kept, as when one node has most edges (not in graphs with fewer than 1,000
+            nodes and edges per part). ``'metis'``: few cut edges, parts of nearly equal node
+            counts; where degrees are skewed one of them can have most edges. ``'random'``:
+            node counts that differ by at most one, drawn from ``seed``. ``'contiguous'``: part
+            :math:`\lfloor i P / N \rfloor` for node :math:`i`. Or the assignment itself, an
+            integer vector of shape ``[num_nodes]``.
+        seed: Seed of all but ``'contiguous'``. The same seed gives the same assignment.
+        report: Called with a line of text before each stage that may take long.
+
+    Returns:
+        The part of each node, int64, shape ``[num_nodes]``.
+
+    Raises:
+        ValueError: When an argument is out of range, or the vector is not an assignment.
+        TypeError: When ``num_parts`` or ``seed`` is not an integer.
+
+    Source: Karypis and Kumar, "A Fast and High Quality Multilevel Scheme for Partitioning
+    Irregular Graphs", SIAM J. Sci. Comput. 1998, and "Multilevel Algorithms for Multi-Constraint
+    Graph Partitioning", SC 1998 (through ``pymetis``).
+    """
+    check_num_parts(num_parts)
+    check_seed(seed)
+    if not isinstance(method, str):
+        return check_assignment(method, num_nodes, num_parts)
+    if method not in METHODS:
+        raise ValueError(
+            f"Expected 'method' to be one of {', '.join(map(repr, METHODS))} or an integer vector "
+            f"of shape [{num_nodes}] (got {method!r})"
+        )
+    blocks = torch.arange(num_nodes) * num_parts // max(num_nodes, 1)
+    if method == "contiguous" or num_parts == 1:
+        return blocks
+    generator = torch.Generator().manual_seed(seed)
+    if method == "random":
+        return blocks[torch.randperm(num_nodes, generator=generator)]
+    if num_parts >= num_nodes:
+        return blocks
+    if method == "metis":
+        return metis(undirected_csr(edge_index, num_nodes), num_parts, seed)
+    if edge_index.numel() == 0:
+        return blocks
+    random = blocks[torch.randperm(num_nodes, generator=generator)]
+    return balanced_assignment(edge_index, num_nodes, random, num_parts, seed, report)
+
+
+def check_num_parts(num_parts: int) -> None:
+    """Raises unless ``num_parts`` is an integer >= 1."""
+    if isinstance(num_parts, bool) or not isinstance(num_parts, int):
+        raise TypeError(f"Expected 'num_parts' to be an integer (got {num_parts!r})")
+    if num_parts < 1:
+        raise ValueError(f"Expected 'num_parts' to be at least 1 (got {num_parts})")
+
+
+def whole_number(name: str, value: Any) -> int:
+    """Returns a number of nodes as an int; NumPy integers and tensors with one integer are taken.
+
+    Raises:
+        ValueError: When it is another number, or negative.
+    """
+    single = isinstance(value, np.generic) or (isinstance(value, Tensor) and value.numel() == 1)
+    plain = value.item() if single else value
+    if isinstance(plain, bool) or not isinstance(plain, int) or plain < 0:
+        raise ValueError(f"Expected '{name}' to be an integer of at least 0 (got {value!r})")
+    return plain
+
+
+def check_seed(seed: int) -> None:
+    """Raises unless ``seed`` is an integer that every generator here takes."""
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"Expected 'seed' to be an integer (got {seed!r})")
+    if not 0 <= seed < 2**31:
+        raise ValueError(f"Expected 'seed' to be in 0 .. 2**31 - 1 (got {seed})")
+
+
+def check_assignment(
+    vector: Tensor | np.ndarray[Any, Any], num_nodes: int, num_parts: int
+) -> Tensor:
+    """Checks a given assignment vector and returns it as int64 on the CPU."""
+    if not isinstance(vector, (Tensor, np.ndarray)):
+        raise TypeError(
+            "Expected 'method' to be a name, a tensor or a NumPy array "
+            f"(got {type(vector).__name__}); pass torch.tensor(assignment)"
+        )
+    part = torch.as_tensor(vector).detach().cpu()
+    if part.dtype == torch.bool or part.is_floating_point() or part.is_complex():
+        raise ValueError(
+            f"Expected the assignment to hold integers (got dtype {part.dtype}); "
+            "convert it with .long()"
+        )
+    if tuple(part.shape) != (num_nodes,):
+        raise ValueError(
+            f"Expected an assignment of shape [{num_nodes}], one part per node "
+            f"(got shape {list(part.shape)})"
+        )
+    part = part.long()
+    wrong = ((part < 0) | (part >= num_parts)).nonzero().view(-1)
+    if wrong.numel() > 0:
+        node = int(wrong[0])
+        raise ValueError(
+            f"Expected the assignment to hold parts 0 to {num_parts - 1} (got {int(part[node])} "
+            f"at node {node}, {wrong.numel()} nodes in all); correct it or set "
+            f"num_parts={max(int(part.max()) + 1, 1)}"
+        )
+    return part
+
+
+EdgeType = tuple[str, str, str]
+Assignment = Mapping[str, Tensor | np.ndarray[Any, Any]]
+
+
+def assign_node_types(
+    edges: Mapping[EdgeType, Tensor],
+    num_nodes: Mapping[str, int],
+    num_parts: int,
+    method: str | Assignment = "balanced",
+    seed: int = 0,
+    report: Callable[[str], None] = lambda line: None,
+) -> dict[str, Tensor]:
+    """Assigns every node of every type to one of ``num_parts`` parts.
+
+    Args:
+        edges: Edges (source, target) of each relation, ``[2, E]``.
+        num_nodes: Nodes of each type.
+        num_parts: The number of parts.
+        method: ``'balanced'`` and ``'metis'``: nodes and edges of all types together, as of
+            :func:`~pyg_sar.partition.assignment.assign_nodes`. ``'random'`` and
+            ``'contiguous'``: each type by itself, so that its node counts differ by at most one.
+            Or the assignment itself: an integer vector for each node type.
+        seed: Seed of all but ``'contiguous'``.
+        report: Called with a line of text before each stage that may take long.
+
+    Returns:
+        The part of each node by type, int64, ``[N_t]``.
+
+    Raises:
+        ValueError: When an argument is out of range or a vector is no assignment.
+        TypeError: When ``method`` is neither a name nor a mapping of vectors.
+
+    See Also:
+        :func:`~pyg_sar.partition.assignment.assign_nodes`.
+    """
+    check_num_parts(num_parts)
+    if isinstance(method, Mapping):
+        return _given(method, num_nodes, num_parts)
+    if not isinstance(method, str):
+        raise TypeError(
+            "Expected 'method' to be a name or a dict {node type: vector} for a HeteroData (got "
+            f"{type(method).__name__})"
+        )
+    nothing = torch.empty(2, 0, dtype=torch.long)
+    if method not in ("balanced", "metis"):
+        return {
+            name: assign_nodes(nothing, count, num_parts, method, (seed + k) % 2**31)
+            for k, (name, count) in enumerate(num_nodes.items())
+        }
+    starts, total = {}, 0
+    for name, count in num_nodes.items():
+        starts[name], total = total, total + count
+    joint = [
+        rows + torch.tensor([[starts[source]], [starts[target]]])
+        for (source, _, target), rows in edges.items()
+    ]
+    part = assign_nodes(torch.cat([nothing, *joint], dim=1), total, num_parts, method, seed, report)
+    return dict(zip(num_nodes, part.split(list(num_nodes.values())), strict=True))
+
+
+def _given(method: Assignment, num_nodes: Mapping[str, int], num_parts: int) -> dict[str, Tensor]:
+    if set(method) != set(num_nodes):
+        missing, unknown = (
+            sorted(set(num_nodes) - set(method)),
+            sorted(set(method) - set(num_nodes)),
+        )
+        raise ValueError(
+            f"Expected 'method' to hold a vector for each of the node types {sorted(num_nodes)} "
+            f"(missing: {missing}, unknown: {unknown})"
+        )
+    found = {}
+    for name, count in num_nodes.items():
+        try:
+            found[name] = check_assignment(method[name], count, num_parts)
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"method['{name}']: {error}") from error
+    return found
+
+
+def count_nodes(name: str, store: Any) -> int:
+    """Returns the number of nodes of a type, from its store.
+
+    Raises:
+        ValueError: When the store does not tell.
+    """
+    x = store.get("x")
+    if "num_nodes" not in store and x is not None and hasattr(x, "size"):
+        return int(x.size(0))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = store.num_nodes if store.can_infer_num_nodes else None
+    if found is None:
+        raise ValueError(
+            f"'data' does not tell how many '{name}' nodes it has; set data['{name}'].num_nodes"
+        )
+    return whole_number(f"data['{name}'].num_nodes", found)
+
+
+def check_graph(data: Data) -> tuple[Tensor, int]:
+    """Checks ``data`` and returns its edges (int64, on the CPU) and number of nodes.
+
+    Raises:
+        TypeError: When ``data`` is not a homogeneous ``Data``.
+        ValueError: When its edges can't be used.
+    """
+    if isinstance(data, HeteroData) or not isinstance(data, Data):
+        raise TypeError(
+            "Expected 'data' to be a torch_geometric.data.Data or HeteroData "
+            f"(got {type(data).__name__})"
+        )
+    x = data.get("x")
+    # PyG infers the number of nodes from dense features only.
+    known = isinstance(x, SparseTensor) and "num_nodes" not in data
+    num_nodes = x.size(0) if known else data.num_nodes
+    if num_nodes is None:
+        raise ValueError("'data' does not tell its number of nodes; set data.num_nodes")
+    num_nodes = whole_number("data.num_nodes", num_nodes)
+    edge_index = edges_of(data)
+    if edge_index.numel() > 0:
+        low, high = int(edge_index.min()), int(edge_index.max())
+        if low < 0 or high >= num_nodes:
+            raise ValueError(
+                f"Expected 'edge_index' to hold node ids 0 to {num_nodes - 1} (got {low} to "
+                f"{high}); correct it or set data.num_nodes"
+            )
+    return edge_index, num_nodes
+
+
+_ADJACENCY = "the edges, as "
+
+
+def with_edges(data: Any) -> Any:
+    """Returns ``data`` with an ``edge_index``, made of ``adj_t`` (``ToSparseTensor``) if need be.
+
+    Of the adjacency only its type is kept: :func:`load_partition` puts the distributed
+    ``edge_index`` in its place, which layers take for it.
+
+    Raises:
+        ValueError: When ``adj_t`` holds weights: layers would no longer see these.
+    """
+    adjacency = data.get("adj_t") if isinstance(data, Data) else None
+    if adjacency is None or data.get("edge_index") is not None:
+        return data
+    if isinstance(adjacency, SparseTensor):
+        target, source, values = adjacency.coo()
+        form = "SparseTensor"
+    elif isinstance(adjacency, Tensor) and adjacency.layout in (torch.sparse_csr, torch.sparse_coo):
+        check_compressed(adjacency)
+        (target, source), values = to_edge_index(adjacency)
+        form = str(adjacency.layout)
+    else:
+        return data
+    if values is not None and not bool((values == 1).all()):
+        raise ValueError(
+            "'adj_t' holds weights, which layers read from it; set data.edge_weight and "
+            "data.edge_index (torch_geometric.utils.to_edge_index), delete data.adj_t and hand the "
+            "weights to the layers"
+        )
+    data, nodes = copy.copy(data), data.num_nodes
+    data.edge_index, data.num_nodes = torch.stack([source, target]), nodes
+    data.adj_t = f"{_ADJACENCY}{form}"
+    return data
+
+
+def restore_adjacency(data: Data, whole: bool) -> None:
+    """Puts ``adj_t`` back: the edges themselves, or of the ``whole`` graph as it was."""
+    form = data.get("adj_t")
+    if not isinstance(form, str) or not form.startswith(_ADJACENCY):
+        return
+    data.adj_t = data.edge_index
+    if whole:
+        source, target = data.edge_index
+        size = (data.num_nodes, data.num_nodes)
+        if form.endswith("SparseTensor"):
+            data.adj_t = SparseTensor(row=target, col=source, sparse_sizes=size)
+        else:
+            make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
+            data.adj_t = make(torch.stack([target, source]), size=size)
+        del data.edge_index
+
+
+def edges_of(data: Any) -> Tensor:
+    """Returns ``edge_index`` of a ``Data`` or an edge store, int64, on the CPU.
+
+    Raises:
+        ValueError: When it is not one.
+    """
+    edge_index = data.get("edge_index")
+    if edge_index is None:
+        if data.get("adj_t") is not None or data.get("adj") is not None:
+            raise ValueError(
+                "'data' holds its edges in another form; partition it before ToSparseTensor, "
+                "or set data.edge_index by torch_geometric.utils.to_edge_index"
+            )
+        return torch.empty(2, 0, dtype=torch.long)
+    if hasattr(edge_index, "as_tensor"):
+        edge_index = edge_index.as_tensor()  # PyG's EdgeIndex.
+    if not isinstance(edge_index, Tensor):
+        raise ValueError(
+            f"Expected 'edge_index' to be a tensor (got {type(edge_index).__name__}); "
+            "convert it with torch.as_tensor"
+        )
+    dtype = edge_index.dtype
+    if dtype == torch.bool or dtype.is_floating_point or dtype.is_complex:
+        raise ValueError(
+            f"Expected 'edge_index' to hold integers (got dtype {dtype}); convert it with .long()"
+        )
+    if edge_index.layout != torch.strided:
+        raise ValueError(
+            f"Expected 'edge_index' of shape [2, num_edges] (got a matrix in {edge_index.layout}); "
+            "convert it with torch_geometric.utils.to_edge_index"
+        )
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            f"Expected 'edge_index' of shape [2, num_edges] (got {list(edge_index.shape)})"
+        )
+    return edge_index.detach().cpu().long()
+
+
+def edges_of_relations(data: HeteroData, num_nodes: Mapping[str, int]) -> dict[EdgeType, Tensor]:
+    """Returns ``edge_index`` of each relation, int64, on the CPU.
+
+    Raises:
+        ValueError: When one is none, or names nodes that a type does not have.
+    """
+    return {edge_type: _edges(edge_type, data, num_nodes) for edge_type in data.edge_types}
+
+
+def _edges(edge_type: EdgeType, data: HeteroData, num_nodes: Mapping[str, int]) -> Tensor:
+    try:
+        edges = edges_of(data[edge_type])
+    except ValueError as error:
+        raise ValueError(f"{edge_type}: {error}") from error
+    for row, name, what in ((0, edge_type[0], "source"), (1, edge_type[2], "target")):
+        if name not in num_nodes:
+            raise ValueError(
+                f"{edge_type} refers to the node type '{name}', which 'data' does not have; "
+                f"set data['{name}'].num_nodes"
+            )
+        count = num_nodes[name]
+        low, high = (int(edges[row].min()), int(edges[row].max())) if edges.numel() else (0, -1)
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"Expected 'edge_index' of {edge_type} to hold {what} ids 0 to {count - 1} of "
+                f"'{name}' (got {low} to {high}); correct it or set data['{name}'].num_nodes"
+            )
+    return edges
