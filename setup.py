@@ -26,8 +26,7 @@ def options(sanitizer: str) -> tuple[list[str], list[str]]:
     if not sanitizer:
         compiled += ["-O3", "-g0", "-fopenmp", "-DAT_PARALLEL_OPENMP=1"]
         return compiled, ["-fopenmp"]
-    # One version of each loop: more take long to compile, and the loader may not pick one before
-    # ThreadSanitizer runs.
+    # One version of each loop: more take long to compile.
     compiled += ["-O1", "-g1", "-fno-omit-frame-pointer", "-DPYG_SAR_ONE_VERSION"]
     compiled.append(f"-fsanitize={sanitizer}")
     if sanitizer == "thread":  # which doesn't know the barriers of OpenMP
@@ -62,20 +61,17 @@ def kernels() -> dict[str, Any]:
 
     sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
     compiled, linked = options(sanitizer)
-    names = ("attention", "segments", "transpose", "gather_sum", "edge_dot", "extremum")
-    sources = [*names, "weighted_rows", "factored", "factored_backward", "functional"]
-    if sanitizer == "thread":
-        sources.append("sanitizer_threads")
+    here = Path(__file__).parent
+    sources, headers = (
+        sorted(str(path.relative_to(here)) for path in here.glob(f"extensions/*.{kind}"))
+        for kind in ("cpp", "h")
+    )
+    if sanitizer != "thread":
+        sources.remove("extensions/sanitizer_threads.cpp")
     extension = CppExtension(
         "pyg_sar._kernels",
-        [f"extensions/{name}.cpp" for name in sources],
-        depends=[
-            f"extensions/{name}.h"
-            for name in (
-                *("segments", "vectors", "gather_sum", "attention", "attention_loops"),
-                *("weighted_rows", "factored", "factored_lanes"),
-            )
-        ],
+        sources,
+        depends=headers,
         extra_compile_args=compiled,
         extra_link_args=linked,
         optional=True,

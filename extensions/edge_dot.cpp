@@ -1,14 +1,13 @@
 // out[number(e)] = <rows[source[e]], gradient[target(t)]> for the edges e of each target t: the
 // gradient of the weights that gather_sum_ takes.
 
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <optional>
 
 #include "segments.h"
+#include "tensors.h"
 #include "vectors.h"
 
 namespace pyg_sar {
@@ -68,25 +67,9 @@ struct Dots {
   }
 };
 
-#define PYG_SAR_DOTS(Row, Index)                                                               \
-  PYG_SAR_VERSIONS void add_dots(const Dots<Row, Index>& dots, int64_t first, int64_t last) {  \
-    dots(first, last);                                                                         \
-  }
-
-PYG_SAR_DOTS(float, int32_t)
-PYG_SAR_DOTS(float, int64_t)
-PYG_SAR_DOTS(double, int32_t)
-PYG_SAR_DOTS(double, int64_t)
-PYG_SAR_DOTS(c10::BFloat16, int32_t)
-PYG_SAR_DOTS(c10::BFloat16, int64_t)
-
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
 constexpr char kName[] = "edge_dot";
-constexpr int64_t kEdgesPerRun = 1 << 14;
 
 Tensor empty_result(const Tensor& rows, const Tensor& gradient, const Tensor& source) {
   TORCH_CHECK_VALUE(
@@ -96,16 +79,9 @@ Tensor empty_result(const Tensor& rows, const Tensor& gradient, const Tensor& so
   TORCH_CHECK_TYPE(gradient.scalar_type() == rows.scalar_type(),
                    "edge_dot: expected 'rows' and 'gradient' of one dtype (got ",
                    rows.scalar_type(), " and ", gradient.scalar_type(), ")");
-  TORCH_CHECK_TYPE(rows.scalar_type() == at::kFloat || rows.scalar_type() == at::kDouble ||
-                       rows.scalar_type() == at::kBFloat16,
-                   "edge_dot: expected float32, float64 or bfloat16 (got ", rows.scalar_type(),
-                   ")");
-  const auto wide = rows.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
-  return at::empty_symint(source.sym_sizes(), rows.options().dtype(wide));
-}
-
-Tensor with_dense_rows(const Tensor& x) {
-  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
+  check_floating(kName, rows);
+  return at::empty_symint(source.sym_sizes(),
+                          rows.options().dtype(wide_dtype(rows.scalar_type())));
 }
 
 Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& source,
@@ -125,22 +101,13 @@ Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& so
                                 x.stride(0),
                                 g.stride(0),
                                 x.size(1)};
-    for_targets(dots.segments, kEdgesPerRun,
-                [&](int64_t first, int64_t last) { add_dots(dots, first, last); });
+    for_targets(dots.segments, [&](int64_t first, int64_t last) {
+      on_best([&]() PYG_SAR_INLINED { dots(first, last); });
+    });
   };
-  const auto with_index = [&](auto row) {
+  for_dtype(rows.scalar_type(), [&](auto row) {
     given.is_narrow() ? run(row, int32_t{}) : run(row, int64_t{});
-  };
-  switch (rows.scalar_type()) {
-    case at::kFloat:
-      with_index(float{});
-      break;
-    case at::kDouble:
-      with_index(double{});
-      break;
-    default:
-      with_index(c10::BFloat16{});
-  }
+  });
   return out;
 }
 

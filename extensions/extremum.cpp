@@ -1,17 +1,15 @@
 // The largest (smallest) value of the rows that a target's edges read, column by column, and how many
 // edges reach it; and the gradient of what they read.
 
-#include <ATen/MemoryOverlap.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
-#include <optional>
 #include <type_traits>
 
 #include "segments.h"
+#include "tensors.h"
 #include "vectors.h"
 
 namespace pyg_sar {
@@ -145,27 +143,18 @@ PYG_SAR_INLINE void run_vectors(const Tile& tile, int64_t first, int64_t last) {
   }
 }
 
-#define PYG_SAR_EXTREMUM(Row, ...)                                                      \
-  PYG_SAR_VERSIONS void run_tile(const __VA_ARGS__& tile, int64_t first, int64_t last) { \
-    constexpr int kLanes = kFullLanes<Row>;                                             \
-    if (tile.width >= kLanes) return run_vectors<kLanes>(tile, first, last);            \
-    if (tile.width >= kLanes / 4) return run_vectors<kLanes / 4>(tile, first, last);    \
-    run_vectors<1>(tile, first, last);                                                  \
-  }
-
-PYG_SAR_EXTREMUM(float, ExtremumTile<float, true>)
-PYG_SAR_EXTREMUM(float, ExtremumTile<float, false>)
-PYG_SAR_EXTREMUM(double, ExtremumTile<double, true>)
-PYG_SAR_EXTREMUM(double, ExtremumTile<double, false>)
-PYG_SAR_EXTREMUM(float, ExtremumGradientTile<float>)
-PYG_SAR_EXTREMUM(double, ExtremumGradientTile<double>)
+// Adds the tile's columns for a run of targets.
+template <class Row, class Tile>
+void run_tile(const Tile& tile, int64_t first, int64_t last) {
+  on_best([&]() PYG_SAR_INLINED {
+    constexpr int kLanes = kFullLanes<Row>;
+    if (tile.width >= kLanes) return run_vectors<kLanes>(tile, first, last);
+    if (tile.width >= kLanes / 4) return run_vectors<kLanes / 4>(tile, first, last);
+    run_vectors<1>(tile, first, last);
+  });
+}
 
 namespace {
-
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
-constexpr int64_t kEdgesPerRun = 1 << 14;
 
 // Matrices [., F] of one dtype.
 void check(const char* op, std::initializer_list<const Tensor*> matrices) {
@@ -189,17 +178,6 @@ SegmentTensors narrow(const char* op, const Tensor& source, const Tensor& offset
   return checked(op, source, offsets, targets, std::nullopt);
 }
 
-void check_written(const char* op, const Tensor& out) {
-  TORCH_CHECK_VALUE(out.size(1) <= 1 || out.stride(1) == 1, op,
-                    ": expected rows of a result that lie in one piece (got strides ",
-                    out.strides(), ")");
-  at::assert_no_internal_overlap(out);
-}
-
-Tensor with_dense_rows(const Tensor& x) {
-  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
-}
-
 // Runs work(start, stop) for tiles of columns.
 template <class Row, class Work>
 void for_tiles(int64_t width, const Work& work) {
@@ -221,8 +199,7 @@ void extremum_of(Tensor& best, Tensor& ties, const Tensor& rows, const SegmentTe
     tile.ties = ties.mutable_data_ptr<Row>() + start;
     tile.rows = rows.const_data_ptr<Row>() + start;
     tile.width = stop - start;
-    for_targets(tile.segments, kEdgesPerRun,
-                [&](int64_t first, int64_t last) { run_tile(tile, first, last); });
+    for_targets(tile.segments, [&](int64_t first, int64_t last) { run_tile<Row>(tile, first, last); });
   });
 }
 
@@ -245,8 +222,7 @@ int64_t gradient_of(Tensor& total, const Tensor& rows, const Tensor& gradient, c
     tile.gradient = gradient.const_data_ptr<Row>() + start;
     tile.best = best.const_data_ptr<Row>() + start;
     tile.width = stop - start;
-    for_targets(tile.segments, kEdgesPerRun,
-                [&](int64_t first, int64_t last) { run_tile(tile, first, last); });
+    for_targets(tile.segments, [&](int64_t first, int64_t last) { run_tile<Row>(tile, first, last); });
   });
   return reached;
 }
@@ -257,8 +233,8 @@ void extremum_cpu(Tensor& best, Tensor& ties, const Tensor& rows, const Tensor& 
   TORCH_CHECK_VALUE(best.sizes() == ties.sizes(),
                     "extremum: expected 'ties' of the shape of 'best'");
   const SegmentTensors given = narrow("extremum", source, offsets, targets);
-  check_written("extremum", best);
-  check_written("extremum", ties);
+  check_written("extremum", "best", best);
+  check_written("extremum", "ties", ties);
   at::assert_no_overlap(best, ties);
   at::assert_no_overlap(best, rows);
   at::assert_no_overlap(ties, rows);
@@ -283,7 +259,7 @@ Tensor backward_cpu(Tensor& total, const Tensor& rows, const Tensor& gradient, c
   constexpr char kName[] = "extremum_backward";
   check(kName, {&total, &rows, &gradient, &best});
   const SegmentTensors given = narrow(kName, source, offsets, targets);
-  check_written(kName, total);
+  check_written(kName, "total", total);
   for (const Tensor* x : {&rows, &gradient, &best}) at::assert_no_overlap(total, *x);
   const Tensor x = with_dense_rows(rows), g = with_dense_rows(gradient), b = with_dense_rows(best);
   Tensor reached = at::empty({}, total.options().dtype(at::kLong));

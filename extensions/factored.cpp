@@ -154,7 +154,7 @@ struct FactoredForward {
       const Lanes weight = x > y ? x : y;
       total += weight;
       for (int v = 0; v < kVectors; ++v) {
-        sum[v] += repeated<kLanes>(row + place[v]) * __builtin_shuffle(weight, head[v]);
+        sum[v] += repeated<kLanes>(row + place[v]) * picked(weight, head[v]);
       }
     }
     finish(t.target(u), sum, total, old, top);
@@ -167,7 +167,7 @@ struct FactoredForward {
     float* out = acc + i * t.width();
     Lanes x[kVectors];
     for (int v = 0; v < kVectors; ++v) {
-      x[v] = repeated<kLanes>(out + place[v]) * __builtin_shuffle(before, head[v]) + sum[v];
+      x[v] = repeated<kLanes>(out + place[v]) * picked(before, head[v]) + sum[v];
     }
     for (int v = 0; v < kVectors; ++v) std::memcpy(out + place[v], &x[v], kLanes * sizeof(float));
     float totals[kFull];

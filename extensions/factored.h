@@ -1,7 +1,9 @@
 // Attention by additive scores without an exponential per edge.
 #pragma once
 
-#include "attention.h"
+#include "attention_terms.h"
+
+#include <vector>
 
 namespace pyg_sar::attention {
 

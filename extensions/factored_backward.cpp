@@ -24,10 +24,7 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
-
-#ifdef PYG_SAR_LEVELS
-#include <immintrin.h>
-#endif
+#include <bit>
 
 namespace pyg_sar::attention {
 
@@ -292,7 +289,7 @@ struct FactoredSources {
       const float* row = gradient_of(e + i);
       for (int v = 0; v < kVectors; ++v) {
         if constexpr (kIsHalf) {
-          s.sum[v] += read(row, v) * __builtin_shuffle(weight, i * kPadded + 2 * v + kLane / 8);
+          s.sum[v] += read(row, v) * picked(weight, i * kPadded + 2 * v + kLane / 8);
         } else {
           s.sum[v] += read(row, v) * by[i * kPadded + v / kEach];
         }

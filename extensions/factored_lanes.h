@@ -1,14 +1,15 @@
 // What both passes of factored attention are made of: registers of the widest processors.
 #pragma once
 
-#include <bit>
 #include <utility>
 
-#include "attention.h"
+#include "attention_terms.h"
 #include "vectors.h"
 
 #ifdef PYG_SAR_LEVELS
-#define PYG_SAR_512 __attribute__((target("avx512f,fma,prefer-vector-width=512")))
+#include <immintrin.h>
+
+#define PYG_SAR_512 PYG_SAR_TARGET_512("avx512f,fma")
 // Of this target themselves: else vectors are taken apart before functions are inlined.
 #define PYG_SAR_INLINE_512 PYG_SAR_INLINE PYG_SAR_512
 
@@ -40,7 +41,7 @@ PYG_SAR_INLINE_512 Lanes repeated(const float* from) {
   } else if constexpr (kCount == 2) {
     double x;
     std::memcpy(&x, from, sizeof(x));
-    return std::bit_cast<Lanes>(Vector<double, 8>{x, x, x, x, x, x, x, x});
+    return reinterpret_cast<Lanes>(Vector<double, 8>{x, x, x, x, x, x, x, x});
   } else if constexpr (kCount == 4) {
     Vector<float, 4> x;
     load<4>(x, from);
@@ -55,6 +56,15 @@ PYG_SAR_INLINE_512 Lanes repeated(const float* from) {
     load<kFull>(x, from);
     return x;
   }
+}
+
+// The lanes of x that `from` numbers.
+PYG_SAR_INLINE_512 Lanes picked(const Lanes& x, const Places& from) {
+#ifdef __clang__
+  return _mm512_permutexvar_ps(reinterpret_cast<__m512i>(from), x);
+#else
+  return __builtin_shuffle(x, from);
+#endif
 }
 
 // The lanes from kFirst on, around the end.

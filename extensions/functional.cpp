@@ -4,28 +4,22 @@
 // are functionalized as these are. What a shard at a time needs (pyg_sar/engine/fused_attention.py) is not
 // a function of its inputs alone, and calls the operators in place itself.
 
+#include "attention_arguments.h"
+#include "stack.h"
+#include "tensors.h"
+
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/library.h>
 
 #include <limits>
-#include <optional>
-#include <tuple>
 
 namespace pyg_sar {
 namespace {
 
-using at::Tensor;
+using attention::Given;
 using c10::SymInt;
-using OptionalTensor = std::optional<Tensor>;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using Three = std::tuple<Tensor, Tensor, Tensor>;
-
-template <class Signature>
-auto op(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
-}
 
 OptionalTensor optional(const Tensor& x) { return x.defined() ? OptionalTensor(x) : std::nullopt; }
 
@@ -36,210 +30,201 @@ void check_once(const char* name) {
                               " has no second derivatives: call it without create_graph=True");
 }
 
-Three transposed(const Tensor& source, const Tensor& offsets, const OptionalTensor& targets,
-                 const OptionalTensor& edges, const SymInt& num_rows, const SymInt& num_targets,
-                 bool numbered) {
-  static const auto run = op<Three(const Tensor&, const Tensor&, const OptionalTensor&,
-                                   const OptionalTensor&, SymInt, SymInt, bool)>("pyg_sar::transpose");
-  return run.call(source, offsets, targets, edges, num_rows, num_targets, numbered);
-}
-
 // Sums #########################################################################
 
-void add_sum(Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& offsets,
-             const OptionalTensor& targets, const OptionalTensor& weight,
-             const OptionalTensor& edges) {
-  static const auto run =
-      op<void(Tensor&, const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-              const OptionalTensor&, const OptionalTensor&)>("pyg_sar::gather_sum_");
-  run.call(out, rows, source, offsets, targets, weight, edges);
+struct SumArguments {
+  Tensor rows, source, offsets;
+  OptionalTensor targets, weight, edges;
+  SymInt num_targets;
+
+  template <class Visit>
+  void visit(const Visit& visit) {
+    visit(rows, source, offsets, targets, weight, edges, num_targets);
+  }
+};
+
+variable_list empty_sum(const SumArguments& a) {
+  TORCH_CHECK_VALUE(a.rows.dim() == 2, "gather_sum: expected 'rows' of shape [M, F] (got ",
+                    a.rows.sym_sizes(), ")");
+  return {at::zeros_symint({a.num_targets, a.rows.sym_size(1)}, a.rows.options())};
 }
 
-#define PYG_SAR_SUM                                                                            \
-  const Tensor &rows, const Tensor &source, const Tensor &offsets, const OptionalTensor &targets, \
-      const OptionalTensor &weight, const OptionalTensor &edges, SymInt num_targets
-using SumSignature = Tensor(const Tensor&, const Tensor&, const Tensor&, const OptionalTensor&,
-                            const OptionalTensor&, const OptionalTensor&, SymInt);
-
-Tensor empty_sum(PYG_SAR_SUM) {
-  TORCH_CHECK_VALUE(rows.dim() == 2, "gather_sum: expected 'rows' of shape [M, F] (got ",
-                    rows.sym_sizes(), ")");
-  return at::zeros_symint({num_targets, rows.sym_size(1)}, rows.options());
-}
-
-Tensor sum_cpu(PYG_SAR_SUM) {
-  Tensor out = empty_sum(rows, source, offsets, targets, weight, edges, num_targets);
-  add_sum(out, rows, source, offsets, targets, weight, edges);
+variable_list sum(const SumArguments& a) {
+  variable_list out = empty_sum(a);
+  call("pyg_sar::gather_sum_", {out[0], a.rows, a.source, a.offsets, a.targets, a.weight, a.edges});
   return out;
 }
 
 struct Sum : torch::autograd::Function<Sum> {
-  static Tensor forward(AutogradContext* ctx, PYG_SAR_SUM) {
+  // 'rows' and 'weight' are those of the arguments, and named for autograd.
+  static variable_list forward(AutogradContext* ctx, const SumArguments& a, const Tensor& rows,
+                               const OptionalTensor& weight) {
     const bool weights_too = weight.has_value() && weight->requires_grad();
-    ctx->save_for_backward({weights_too ? rows : Tensor(), source, offsets,
-                            defined_or_not(targets), defined_or_not(weight), defined_or_not(edges)});
+    ctx->save_for_backward({weights_too ? rows : Tensor(), a.source, a.offsets,
+                            defined_or_not(a.targets), defined_or_not(weight),
+                            defined_or_not(a.edges)});
     ctx->saved_data["rows"] = rows.requires_grad();
     ctx->saved_data["num_rows"] = rows.sym_size(0);
     at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto run = op<SumSignature>("pyg_sar::gather_sum");
-    return run.call(rows, source, offsets, targets, weight, edges, num_targets);
+    return call_with("pyg_sar::gather_sum", a);
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    variable_list found(7);
+    variable_list found(3);
     const Tensor& gradient = gradients[0];
     if (!gradient.defined()) return found;
     check_once("gather_sum");
     const variable_list kept = ctx->get_saved_variables();
     const Tensor &rows = kept[0], &source = kept[1], &offsets = kept[2];
     const OptionalTensor targets = optional(kept[3]), weight = optional(kept[4]);
-    const OptionalTensor edges = optional(kept[5]);
+    const OptionalTensor edges = optional(kept[5]), none;
     if (ctx->saved_data["rows"].toBool()) {
       const SymInt num_rows = ctx->saved_data["num_rows"].toSymInt();
-      const auto [reads, first, numbers] =
-          transposed(source, offsets, targets, edges, num_rows, gradient.sym_size(0),
-                     weight.has_value());
-      found[0] = at::zeros_symint({num_rows, gradient.sym_size(1)}, gradient.options());
-      add_sum(found[0], gradient, reads, first, std::nullopt, weight,
-              weight.has_value() ? OptionalTensor(numbers) : std::nullopt);
+      const bool numbered = weight.has_value();
+      const auto by_source = call("pyg_sar::transpose", {source, offsets, targets, edges, num_rows,
+                                                         gradient.sym_size(0), numbered});
+      found[1] = at::zeros_symint({num_rows, gradient.sym_size(1)}, gradient.options());
+      call("pyg_sar::gather_sum_", {found[1], gradient, by_source[0], by_source[1], none, weight,
+                                    numbered ? OptionalTensor(by_source[2]) : none});
     }
     if (rows.defined()) {
-      static const auto run =
-          op<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                    const OptionalTensor&, const OptionalTensor&)>("pyg_sar::edge_dot");
-      found[4] = run.call(rows, gradient, source, offsets, targets, edges);
+      found[2] = call("pyg_sar::edge_dot", {rows, gradient, source, offsets, targets, edges})[0];
     }
     return found;
   }
 };
 
-Tensor sum_autograd(PYG_SAR_SUM) {
-  return Sum::apply(rows, source, offsets, targets, weight, edges, num_targets);
-}
+variable_list recorded_sum(const SumArguments& a) { return Sum::apply(a, a.rows, a.weight); }
 
 // Attention ####################################################################
 
-constexpr int64_t kAdditive = 0;  // as in attention.h
-constexpr const char* kFloats[] = {"value", "key", "query", "att", "edge_attr", "edge_weight"};
+struct AttentionArguments {
+  Given given;
+  SymInt num_targets;
 
-#define PYG_SAR_GIVEN                                                                             \
-  int64_t kind, const Tensor &value, const OptionalTensor &key, const OptionalTensor &query,      \
-      const OptionalTensor &att, const OptionalTensor &edge_attr,                                 \
-      const OptionalTensor &edge_weight, double slope, double scale, const Tensor &source,        \
-      const Tensor &offsets, const OptionalTensor &targets, const OptionalTensor &edges,          \
-      const OptionalTensor &drop_key, int64_t seed_low, int64_t seed_high, double p
-#define PYG_SAR_GIVEN_TYPES                                                                     \
-  int64_t, const Tensor &, const OptionalTensor &, const OptionalTensor &,                       \
-      const OptionalTensor &, const OptionalTensor &, const OptionalTensor &, double, double,    \
-      const Tensor &, const Tensor &, const OptionalTensor &, const OptionalTensor &,            \
-      const OptionalTensor &, int64_t, int64_t, double
-#define PYG_SAR_GIVEN_NAMES                                                                     \
-  kind, value, key, query, att, edge_attr, edge_weight, slope, scale, source, offsets, targets, \
-      edges, drop_key, seed_low, seed_high, p
-
-Three empty_state(const Tensor& value, const SymInt& num_targets) {
-  TORCH_CHECK_VALUE(value.dim() == 3, "attention: expected 'value' of shape [M, H, C] (got ",
-                    value.sym_sizes(), ")");
-  const SymInt heads = value.sym_size(1);
-  return {at::zeros_symint({num_targets, heads, value.sym_size(2)}, value.options()),
-          at::full_symint({num_targets, heads}, -std::numeric_limits<double>::infinity(),
-                          value.options()),
-          at::zeros_symint({num_targets, heads}, value.options())};
-}
-
-Three attention_cpu(PYG_SAR_GIVEN, SymInt num_targets) {
-  auto [out, maximum, normaliser] = empty_state(value, num_targets);
-  static const auto run =
-      op<void(Tensor&, Tensor&, Tensor&, PYG_SAR_GIVEN_TYPES)>("pyg_sar::attention_");
-  run.call(out, maximum, normaliser, PYG_SAR_GIVEN_NAMES);
-  const Tensor none = maximum.eq(-std::numeric_limits<double>::infinity());
-  out.div_(normaliser.masked_fill(none, 1).unsqueeze(-1));
-  return {out, maximum, normaliser};
-}
-
-Three attention_meta(PYG_SAR_GIVEN, SymInt num_targets) { return empty_state(value, num_targets); }
-
-struct Attention : torch::autograd::Function<Attention> {
-  static variable_list forward(AutogradContext* ctx, PYG_SAR_GIVEN, SymInt num_targets) {
-    at::AutoDispatchBelowADInplaceOrView guard;
-    static const auto run =
-        op<Three(PYG_SAR_GIVEN_TYPES, SymInt)>("pyg_sar::attention");
-    auto [out, maximum, normaliser] = run.call(PYG_SAR_GIVEN_NAMES, num_targets);
-    variable_list kept{value};
-    for (const OptionalTensor* x : {&key, &query, &att, &edge_attr, &edge_weight}) {
-      kept.push_back(defined_or_not(*x));
-    }
-    for (int k = 0; k < 6; ++k) {
-      ctx->saved_data[kFloats[k]] = kept[k].defined() && kept[k].requires_grad();
-    }
-    kept.insert(kept.end(), {source, offsets, defined_or_not(targets), defined_or_not(edges),
-                             defined_or_not(drop_key), out, maximum, normaliser});
-    ctx->save_for_backward(kept);
-    ctx->mark_non_differentiable({maximum, normaliser});
-    ctx->saved_data["integers"] = std::vector<int64_t>{kind, seed_low, seed_high};
-    ctx->saved_data["numbers"] = std::vector<double>{slope, scale, p};
-    return {out, maximum, normaliser};
-  }
-
-  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
-    variable_list found(18);  // as many as forward() takes
-    if (!gradients[0].defined()) return found;
-    check_once("attention");
-    const variable_list kept = ctx->get_saved_variables();
-    OptionalTensor wanted[6];
-    for (int k = 0; k < 6; ++k) {
-      if (!ctx->saved_data[kFloats[k]].toBool()) continue;
-      found[k + 1] = at::zeros_symint(kept[k].sym_sizes(), kept[k].options());
-      wanted[k] = found[k + 1];
-    }
-    add_gradients(kept, ctx->saved_data["integers"].toIntVector(),
-                  ctx->saved_data["numbers"].toDoubleVector(), gradients[0].contiguous(), wanted);
-    return found;
-  }
-
-  static void add_gradients(const variable_list& kept, const std::vector<int64_t>& integers,
-                            const std::vector<double>& numbers, const Tensor& grad_out,
-                            OptionalTensor* wanted) {
-    const Tensor &value = kept[0], &out = kept[11], &maximum = kept[12], &normaliser = kept[13];
-    const Tensor delta = grad_out.mul(out).sum(-1);
-    const OptionalTensor targets = optional(kept[8]), edges = optional(kept[9]), nothing;
-    const bool additive = integers[0] == kAdditive;
-    const auto given = [&](const auto& call, const Tensor& source, const Tensor& offsets,
-                           const OptionalTensor& rows, const OptionalTensor& order,
-                           auto&... written) {
-      call(written..., grad_out, maximum, normaliser, delta, integers[0], value,
-           optional(kept[1]), optional(kept[2]), optional(kept[3]), optional(kept[4]),
-           optional(kept[5]), numbers[0], numbers[1], source, offsets, rows, order,
-           optional(kept[10]), integers[1], integers[2], numbers[2]);
-    };
-    OptionalTensor query = additive ? wanted[2] : nothing, attr = additive ? wanted[4] : nothing;
-    OptionalTensor weight = additive ? wanted[5] : nothing;
-    if (wanted[0] || wanted[1] || query || attr || weight) {
-      const bool numbered = kept[4].defined() || kept[10].defined();
-      const auto [reads, first, order] = transposed(kept[6], kept[7], targets, edges,
-                                                    value.sym_size(0), out.sym_size(0), numbered);
-      static const auto run =
-          op<void(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                  const OptionalTensor&, const OptionalTensor&, const Tensor&, const Tensor&,
-                  const Tensor&, const Tensor&, PYG_SAR_GIVEN_TYPES, const OptionalTensor&)>(
-              "pyg_sar::attention_backward_sources_");
-      const auto in_order = [&](const auto&... all) { run.call(all..., nothing); };
-      given(in_order, reads, first, nothing, numbered ? OptionalTensor(order) : nothing, wanted[0],
-            wanted[1], query, attr, weight);
-    }
-    if (additive || !(wanted[2] || wanted[3] || wanted[4] || wanted[5])) return;
-    static const auto run =
-        op<void(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
-                const OptionalTensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                PYG_SAR_GIVEN_TYPES)>("pyg_sar::attention_backward_targets_");
-    const auto call = [&](const auto&... all) { run.call(all...); };
-    given(call, kept[6], kept[7], targets, edges, wanted[2], wanted[3], wanted[4], wanted[5]);
+  template <class Visit>
+  void visit(const Visit& visit) {
+    given.visit(visit);
+    visit(num_targets);
   }
 };
 
-Three attention_autograd(PYG_SAR_GIVEN, SymInt num_targets) {
-  const variable_list found = Attention::apply(PYG_SAR_GIVEN_NAMES, num_targets);
-  return {found[0], found[1], found[2]};
+variable_list empty_state(const AttentionArguments& a) {
+  const Tensor& value = a.given.value;
+  TORCH_CHECK_VALUE(value.dim() == 3, "attention: expected 'value' of shape [M, H, C] (got ",
+                    value.sym_sizes(), ")");
+  const SymInt heads = value.sym_size(1);
+  return {at::zeros_symint({a.num_targets, heads, value.sym_size(2)}, value.options()),
+          at::full_symint({a.num_targets, heads}, -std::numeric_limits<double>::infinity(),
+                          value.options()),
+          at::zeros_symint({a.num_targets, heads}, value.options())};
+}
+
+variable_list attended(const AttentionArguments& a) {
+  const variable_list state = empty_state(a);
+  const Tensor &out = state[0], &maximum = state[1], &normaliser = state[2];
+  call_with("pyg_sar::attention_", attention::ForwardArguments{out, maximum, normaliser, a.given});
+  const Tensor none = maximum.eq(-std::numeric_limits<double>::infinity());
+  out.div_(normaliser.masked_fill(none, 1).unsqueeze(-1));
+  return state;
+}
+
+struct Attention : torch::autograd::Function<Attention> {
+  static constexpr int kInputs = 6;
+  static constexpr const char* kWanted[kInputs] = {"value", "key",       "query",
+                                                   "att",   "edge_attr", "edge_weight"};
+
+  // The inputs are those of the arguments, and named for autograd.
+  template <class... Input>
+  static variable_list forward(AutogradContext* ctx, const AttentionArguments& a,
+                               const Input&... input) {
+    at::AutoDispatchBelowADInplaceOrView guard;
+    const Given& g = a.given;
+    const variable_list found = call_with("pyg_sar::attention", a);
+    variable_list kept{defined_or_not(input)...};
+    for (int k = 0; k < kInputs; ++k) {
+      ctx->saved_data[kWanted[k]] = kept[k].defined() && kept[k].requires_grad();
+    }
+    kept.insert(kept.end(), {g.source, g.offsets, defined_or_not(g.targets),
+                             defined_or_not(g.edges), defined_or_not(g.drop_key)});
+    kept.insert(kept.end(), found.begin(), found.end());
+    ctx->save_for_backward(kept);
+    ctx->mark_non_differentiable({found[1], found[2]});
+    ctx->saved_data["integers"] = std::vector<int64_t>{g.kind, g.seed_low, g.seed_high};
+    ctx->saved_data["numbers"] = std::vector<double>{g.slope, g.scale, g.p};
+    return found;
+  }
+
+  static Given given(AutogradContext* ctx, const variable_list& kept) {
+    const auto integers = ctx->saved_data["integers"].toIntVector();
+    const auto numbers = ctx->saved_data["numbers"].toDoubleVector();
+    Given g;
+    g.kind = integers[0];
+    g.value = kept[0];
+    g.key = optional(kept[1]);
+    g.query = optional(kept[2]);
+    g.att = optional(kept[3]);
+    g.edge_attr = optional(kept[4]);
+    g.edge_weight = optional(kept[5]);
+    g.slope = numbers[0];
+    g.scale = numbers[1];
+    g.source = kept[6];
+    g.offsets = kept[7];
+    g.targets = optional(kept[8]);
+    g.edges = optional(kept[9]);
+    g.drop_key = optional(kept[10]);
+    g.seed_low = integers[1];
+    g.seed_high = integers[2];
+    g.p = numbers[2];
+    return g;
+  }
+
+  static variable_list backward(AutogradContext* ctx, variable_list gradients) {
+    variable_list found(1 + kInputs);
+    if (!gradients[0].defined()) return found;
+    check_once("attention");
+    const variable_list kept = ctx->get_saved_variables();
+    OptionalTensor wanted[kInputs];
+    for (int k = 0; k < kInputs; ++k) {
+      if (!ctx->saved_data[kWanted[k]].toBool()) continue;
+      found[k + 1] = at::zeros_symint(kept[k].sym_sizes(), kept[k].options());
+      wanted[k] = found[k + 1];
+    }
+    const Given g = given(ctx, kept);
+    const Tensor grad_out = gradients[0].contiguous();
+    const attention::Cotangent cotangent{grad_out, kept[12], kept[13],
+                                         grad_out.mul(kept[11]).sum(-1)};
+    const bool additive = g.kind == attention::kAdditive;
+    attention::SourcesArguments sources{wanted[0], wanted[1], {}, {}, {}, cotangent, g};
+    if (additive) {
+      sources.grad_query = wanted[2];
+      sources.grad_edge_attr = wanted[4];
+      sources.grad_edge_weight = wanted[5];
+    }
+    if (sources.grad_value || sources.grad_key || sources.grad_query || sources.grad_edge_attr ||
+        sources.grad_edge_weight) {
+      const bool numbered = g.edge_attr.has_value() || g.drop_key.has_value();
+      const auto by_source =
+          call("pyg_sar::transpose", {g.source, g.offsets, g.targets, g.edges, g.value.sym_size(0),
+                                      grad_out.sym_size(0), numbered});
+      sources.given.source = by_source[0];
+      sources.given.offsets = by_source[1];
+      sources.given.targets = std::nullopt;
+      sources.given.edges = numbered ? OptionalTensor(by_source[2]) : std::nullopt;
+      call_with("pyg_sar::attention_backward_sources_", sources);
+    }
+    if (!additive && (wanted[2] || wanted[3] || wanted[4] || wanted[5])) {
+      call_with("pyg_sar::attention_backward_targets_",
+                attention::TargetsArguments{wanted[2], wanted[3], wanted[4], wanted[5], cotangent,
+                                            g});
+    }
+    return found;
+  }
+};
+
+variable_list recorded_attention(const AttentionArguments& a) {
+  const Given& g = a.given;
+  return Attention::apply(a, g.value, g.key, g.query, g.att, g.edge_attr, g.edge_weight);
 }
 
 }  // namespace
@@ -259,16 +244,16 @@ TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
 }
 
 TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
-  m.impl("gather_sum", &sum_cpu);
-  m.impl("attention", &attention_cpu);
+  m.impl("gather_sum", kernel<&sum>());
+  m.impl("attention", kernel<&attended>());
 }
 TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) {
-  m.impl("gather_sum", &empty_sum);
-  m.impl("attention", &attention_meta);
+  m.impl("gather_sum", kernel<&empty_sum>());
+  m.impl("attention", kernel<&empty_state>());
 }
 TORCH_LIBRARY_IMPL(pyg_sar, Autograd, m) {
-  m.impl("gather_sum", &sum_autograd);
-  m.impl("attention", &attention_autograd);
+  m.impl("gather_sum", kernel<&recorded_sum>());
+  m.impl("attention", kernel<&recorded_attention>());
 }
 
 }  // namespace pyg_sar

@@ -6,26 +6,20 @@
 
 #include "gather_sum.h"
 
-#include <ATen/MemoryOverlap.h>
 #include <ATen/Parallel.h>
-#include <ATen/core/Tensor.h>
 #include <ATen/ops/empty_like.h>
 #include <torch/library.h>
 
 #include <algorithm>
-#include <optional>
 #include <type_traits>
 
 #include "segments.h"
+#include "tensors.h"
 
 namespace pyg_sar {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
 constexpr char kName[] = "gather_sum";
-constexpr int64_t kEdgesPerRun = 1 << 14;
 
 SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& source,
                        const Tensor& offsets, const OptionalTensor& targets,
@@ -36,12 +30,9 @@ SegmentTensors checked(const Tensor& out, const Tensor& rows, const Tensor& sour
   TORCH_CHECK_TYPE(out.scalar_type() == rows.scalar_type(),
                    "gather_sum: expected 'out' and 'rows' of one dtype (got ", out.scalar_type(),
                    " and ", rows.scalar_type(), ")");
-  TORCH_CHECK_TYPE(out.scalar_type() == at::kFloat || out.scalar_type() == at::kDouble ||
-                       out.scalar_type() == at::kBFloat16,
-                   "gather_sum: expected float32, float64 or bfloat16 (got ", out.scalar_type(),
-                   ")");
+  check_floating(kName, out);
   if (weight.has_value()) {
-    const auto wide = out.scalar_type() == at::kDouble ? at::kDouble : at::kFloat;
+    const auto wide = wide_dtype(out.scalar_type());
     TORCH_CHECK_VALUE(weight->sizes() == source.sizes(),
                       "gather_sum: expected a 'weight' for each of the ", source.size(0),
                       " edges (got shape ", weight->sizes(), ")");
@@ -98,24 +89,15 @@ void run(const Tensor& out, const Tensor& rows, const SegmentTensors& given,
     tile.rows = rows.const_data_ptr<Row>() + start;
     tile.width = static_cast<int>(stop - start);
     tile.crosses = crosses_lines(tile.rows, tile.row_stride, tile.width);
-    for_targets(segments, kEdgesPerRun,
-                [&](int64_t first, int64_t last) { sum_tile(tile, first, last); });
+    for_targets(segments, [&](int64_t first, int64_t last) { sum_tile(tile, first, last); });
   }
-}
-
-// Rows whose values lie side by side; a copy where they don't.
-Tensor with_dense_rows(const Tensor& x) {
-  return x.size(1) <= 1 || x.stride(1) == 1 ? x : x.contiguous();
 }
 
 void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& offsets,
                     const OptionalTensor& targets, const OptionalTensor& weight,
                     const OptionalTensor& edges) {
   const SegmentTensors segments = checked(out, rows, source, offsets, targets, weight, edges);
-  TORCH_CHECK_VALUE(out.size(1) <= 1 || out.stride(1) == 1,
-                    "gather_sum: expected rows of 'out' that lie in one piece (got strides ",
-                    out.strides(), ")");
-  at::assert_no_internal_overlap(out);
+  check_written(kName, "out", out);
   at::assert_no_overlap(out, rows);
   if (source.numel() == 0 || out.numel() == 0) {
     TORCH_CHECK_INDEX(source.numel() == 0 || out.size(0) > 0,
@@ -123,19 +105,11 @@ void gather_sum_cpu(Tensor& out, const Tensor& rows, const Tensor& source, const
     return;
   }
   const Tensor dense = with_dense_rows(rows);
-  const auto sum = [&](auto row) {
+  for_dtype(out.scalar_type(), [&](auto row) {
     using Row = decltype(row);
     segments.is_narrow() ? run<Row, int32_t>(out, dense, segments, weight)
                          : run<Row, int64_t>(out, dense, segments, weight);
-  };
-  switch (out.scalar_type()) {
-    case at::kFloat:
-      return sum(float{});
-    case at::kDouble:
-      return sum(double{});
-    default:
-      return sum(c10::BFloat16{});
-  }
+  });
 }
 
 void gather_sum_meta(Tensor& out, const Tensor& rows, const Tensor& source, const Tensor& offsets,

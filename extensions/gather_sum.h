@@ -53,7 +53,7 @@ struct SumTile {
     for (int64_t t = first; t < last; ++t) {
       if (t + kTargetsAhead < last) ask_for(out + segments.target(t + kTargetsAhead) * out_stride);
       Vector<Acc, kLanes> sum[kVectors][kApart] = {};
-      const auto add = [&](int64_t e, int part) __attribute__((always_inline)) {
+      const auto add = [&](int64_t e, int part) PYG_SAR_INLINED {
         const int64_t later = e + kAhead < final ? e + kAhead : final;
         const char* next = reinterpret_cast<const char*>(rows + source[later] * row_stride);
         const Row* row = rows + source[e] * row_stride;
@@ -125,14 +125,9 @@ struct SumTile {
   }
 };
 
-// One function for each kind of processor, of each type of rows.
-#define PYG_SAR_SUM_TILE(Row)                                                          \
-  PYG_SAR_VERSIONS void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) { \
-    tile(first, last);                                                                 \
-  }
-
-PYG_SAR_SUM_TILE(float)
-PYG_SAR_SUM_TILE(double)
-PYG_SAR_SUM_TILE(c10::BFloat16)
+template <class Row>
+void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) {
+  on_best([&]() PYG_SAR_INLINED { tile(first, last); });
+}
 
 }  // namespace pyg_sar

@@ -9,49 +9,46 @@
 
 #include <string>
 #include <tuple>
-#include <vector>
+
+#include "counting_sort.h"
+#include "tensors.h"
 
 namespace pyg_sar {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
 // Without branches, so that they are vectorised.
-#define PYG_SAR_CHECKS(Index)                                                      \
-  PYG_SAR_VERSIONS bool within(const Index* x, int64_t size, int64_t bound) {      \
-    Index low = 0, high = -1;                                                      \
-    for (int64_t k = 0; k < size; ++k) {                                           \
-      low = x[k] < low ? x[k] : low;                                               \
-      high = x[k] > high ? x[k] : high;                                            \
-    }                                                                              \
-    return low >= 0 && high < bound;                                               \
-  }                                                                                \
-  PYG_SAR_VERSIONS bool ascends(const Index* x, int64_t size, bool strictly) {     \
-    bool falls = false, stays = false;                                             \
-    for (int64_t k = 1; k < size; ++k) {                                           \
-      falls |= x[k] < x[k - 1];                                                    \
-      stays |= x[k] == x[k - 1];                                                   \
-    }                                                                              \
-    return !falls && !(strictly && stays);                                         \
-  }
+template <class Index>
+bool within(const Index* x, int64_t size, int64_t bound) {
+  return on_best([=]() PYG_SAR_INLINED {
+    Index low = 0, high = -1;
+    for (int64_t k = 0; k < size; ++k) {
+      low = x[k] < low ? x[k] : low;
+      high = x[k] > high ? x[k] : high;
+    }
+    return low >= 0 && high < bound;
+  });
+}
 
-PYG_SAR_CHECKS(int32_t)
-PYG_SAR_CHECKS(int64_t)
+template <class Index>
+bool ascends(const Index* x, int64_t size, bool strictly) {
+  return on_best([=]() PYG_SAR_INLINED {
+    bool falls = false, stays = false;
+    for (int64_t k = 1; k < size; ++k) {
+      falls |= x[k] < x[k - 1];
+      stays |= x[k] == x[k - 1];
+    }
+    return !falls && !(strictly && stays);
+  });
+}
+
+template bool within(const int32_t*, int64_t, int64_t);
+template bool within(const int64_t*, int64_t, int64_t);
+template bool ascends(const int32_t*, int64_t, bool);
+template bool ascends(const int64_t*, int64_t, bool);
 
 namespace {
 
 bool is_index(const Tensor& x) {
   return x.scalar_type() == at::kInt || x.scalar_type() == at::kLong;
-}
-
-// Runs a check on pieces, in parallel.
-template <class Check>
-bool all_of(int64_t size, const Check& check) {
-  std::atomic<bool> good{true};
-  at::parallel_for(0, size, 1 << 18, [&](int64_t start, int64_t stop) {
-    if (!check(start, stop)) good = false;
-  });
-  return good;
 }
 
 }  // namespace
@@ -104,14 +101,9 @@ Segments<Index> checked(const char* op, const SegmentTensors& given, int64_t num
                         ? last <= num_out
                         : within(s.targets, last, num_out) && ascends(s.targets, last, true),
                     op, ": expected ascending 'targets' in [0, ", num_out, ")");
-  const auto all_within = [&](const Index* x, int64_t bound) {
-    return all_of(s.num_edges, [&](int64_t start, int64_t stop) {
-      return within(x + start, stop - start, bound);
-    });
-  };
-  TORCH_CHECK_INDEX(all_within(s.source, num_rows), op, ": 'source' names a row outside [0, ",
+  TORCH_CHECK_INDEX(all_within(s.source, s.num_edges, num_rows), op, ": 'source' names a row outside [0, ",
                     num_rows, ")");
-  TORCH_CHECK_INDEX(s.edges == nullptr || all_within(s.edges, s.num_edges), op,
+  TORCH_CHECK_INDEX(s.edges == nullptr || all_within(s.edges, s.num_edges, s.num_edges), op,
                     ": 'edges' names an edge outside [0, ", s.num_edges, ")");
   return s;
 }
@@ -121,50 +113,22 @@ template Segments<int64_t> checked(const char*, const SegmentTensors&, int64_t, 
 
 namespace {
 
-// A stable counting sort. Each thread counts and places a run of the edges.
 template <class Key, class Place>
 void sort_by_counting(const Key* key, const Place* before, int64_t size, int64_t num_keys,
                       Place* order, Place* offsets) {
+  TORCH_CHECK_INDEX(all_within(key, size, num_keys), "sort_edges: expected keys in [0, ", num_keys,
+                    ")");
+  TORCH_CHECK_INDEX(before == nullptr || all_within(before, size, size),
+                    "sort_edges: expected an 'order' of numbers in [0, ", size, ")");
+  const auto edge = [&](int64_t k) -> int64_t { return before == nullptr ? k : before[k]; };
   // A table of counts per thread shall not take more than the result does.
-  const int64_t most = std::max<int64_t>(2 * size / std::max<int64_t>(num_keys, 1), 1);
-  const int64_t parts = std::min<int64_t>({at::get_num_threads(), most, size / 4096 + 1});
-  std::vector<Place> counts(parts * num_keys, 0);
-  const auto begin = [&](int64_t part) { return size / parts * part + std::min(part, size % parts); };
-  std::atomic<int> fault{0};
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      const int64_t start = begin(part), stop = begin(part + 1);
-      if (!within(key + start, stop - start, num_keys)) fault |= 1;
-      if (before != nullptr && !within(before + start, stop - start, size)) fault |= 2;
-    }
-  });
-  TORCH_CHECK_INDEX(!(fault & 1), "sort_edges: expected keys in [0, ", num_keys, ")");
-  TORCH_CHECK_INDEX(!(fault & 2), "sort_edges: expected an 'order' of numbers in [0, ", size, ")");
-  const auto edge = [&](int64_t k) { return before == nullptr ? k : before[k]; };
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      Place* count = counts.data() + part * num_keys;
-      for (int64_t k = begin(part); k < begin(part + 1); ++k) ++count[key[edge(k)]];
-    }
-  });
-  Place total = 0;
-  for (int64_t value = 0; value < num_keys; ++value) {
-    offsets[value] = total;
-    for (int64_t part = 0; part < parts; ++part) {
-      Place& here = counts[part * num_keys + value];
-      const Place count = here;
-      here = total;
-      total += count;
-    }
-  }
-  offsets[num_keys] = total;
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      Place* place = counts.data() + part * num_keys;
-      for (int64_t k = begin(part); k < begin(part + 1); ++k) {
-        const int64_t e = edge(k);
-        order[place[key[e]]++] = static_cast<Place>(e);
-      }
+  CountingSort<Place> sort(size, num_keys, 2 * size / std::max<int64_t>(num_keys, 1));
+  sort.count(offsets, [&](int64_t k) { return key[edge(k)]; });
+  sort.for_runs([&](int64_t start, int64_t stop, int64_t run) {
+    Place* place = sort.places(run);
+    for (int64_t k = start; k < stop; ++k) {
+      const int64_t e = edge(k);
+      order[place[key[e]]++] = static_cast<Place>(e);
     }
   });
 }

@@ -10,26 +10,25 @@
 #include <cstdint>
 #include <optional>
 
+#include "processors.h"
+
 namespace pyg_sar {
 
-// One build runs on any x86-64: the loader picks the version that the processor at hand can run. Named
-// by feature: by architecture (arch=haswell) another maker's processor would get the default.
-#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(PYG_SAR_ONE_VERSION)
-#define PYG_SAR_LEVELS 1
-#define PYG_SAR_VERSIONS __attribute__((target_clones("avx512f", "avx2", "default")))
-#else
-#define PYG_SAR_VERSIONS
-#endif
-#define PYG_SAR_INLINE inline __attribute__((always_inline))
-
-constexpr int64_t kLine = 64;  // bytes of a cache line
-
 // Whether all of x is in [0, bound).
-bool within(const int32_t* x, int64_t size, int64_t bound);
-bool within(const int64_t* x, int64_t size, int64_t bound);
+template <class Index>
+bool within(const Index* x, int64_t size, int64_t bound);
+// The same, on all threads.
+template <class Index>
+bool all_within(const Index* x, int64_t size, int64_t bound) {
+  std::atomic<bool> good{true};
+  at::parallel_for(0, size, 1 << 18, [&](int64_t start, int64_t stop) {
+    if (!within(x + start, stop - start, bound)) good = false;
+  });
+  return good;
+}
 // Whether x ascends; strictly: nothing comes twice.
-bool ascends(const int32_t* x, int64_t size, bool strictly);
-bool ascends(const int64_t* x, int64_t size, bool strictly);
+template <class Index>
+bool ascends(const Index* x, int64_t size, bool strictly);
 
 // Target t, row target(t) of what is added to, has the edges [offsets[t], offsets[t + 1]). Edge e
 // reads row source[e]; weights and the like are found under its number(e).
@@ -75,24 +74,33 @@ void for_chunks(int64_t chunks, const Work& work) {
   });
 }
 
-// Calls work(first, last) for runs of targets, with about as many edges each.
+// The first target of one of `runs` runs, or how many there are behind the last. Runs have about as many
+// edges each; a target counts like an edge, as there may be many with hardly one.
+template <class Index>
+int64_t first_of_run(const Index* offsets, int64_t num_targets, int64_t run, int64_t runs) {
+  if (run == runs) return num_targets;
+  const int64_t total = static_cast<int64_t>(offsets[num_targets]) + num_targets;
+  const int64_t place = static_cast<int64_t>(static_cast<double>(total) * run / runs);
+  int64_t low = 0, high = num_targets;
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    (offsets[middle] + middle < place) ? low = middle + 1 : high = middle;
+  }
+  return low;
+}
+
+constexpr int64_t kEdgesPerRun = 1 << 14;
+
+// Calls work(first, last) for runs of targets.
 template <class Index, class Work>
-void for_targets(const Segments<Index>& segments, int64_t edges_per_run, const Work& work) {
-  // An edge and a target count alike: there may be many targets with hardly an edge.
-  const int64_t total = segments.num_edges + segments.num_targets;
-  const int64_t runs = std::max<int64_t>(total / std::max<int64_t>(edges_per_run, 1), 1);
-  const auto begin = [&](int64_t run) {
-    const int64_t place = static_cast<int64_t>(static_cast<double>(total) * run / runs);
-    int64_t low = 0, high = segments.num_targets;
-    while (low < high) {
-      const int64_t middle = (low + high) / 2;
-      (segments.offsets[middle] + middle < place) ? low = middle + 1 : high = middle;
-    }
-    return low;
-  };
+void for_targets(const Segments<Index>& segments, const Work& work) {
+  const int64_t runs =
+      std::max<int64_t>((segments.num_edges + segments.num_targets) / kEdgesPerRun, 1);
   for_chunks(runs, [&](int64_t run) {
-    const int64_t first = begin(run);
-    const int64_t last = run + 1 == runs ? segments.num_targets : begin(run + 1);
+    const auto begin = [&](int64_t k) {
+      return first_of_run(segments.offsets, segments.num_targets, k, runs);
+    };
+    const int64_t first = begin(run), last = begin(run + 1);
     if (first < last) work(first, last);
   });
 }

@@ -1,60 +1,32 @@
 // Edges grouped by target, grouped by source instead: the structure of the backward pass.
-//
-// Writes the result and a table of counts per thread, and nothing else of the size of the edges.
-
-#include "segments.h"
 
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <tuple>
-#include <vector>
+
+#include "counting_sort.h"
+#include "segments.h"
+#include "tensors.h"
 
 namespace pyg_sar {
 namespace {
 
-using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
-
 template <class Index>
 void transpose(const Segments<Index>& s, int64_t num_rows, Index* source, Index* offsets,
                Index* edges) {
-  const int64_t most = std::max<int64_t>(s.num_edges / std::max<int64_t>(num_rows, 1), 1);
-  const int64_t parts = std::min<int64_t>({at::get_num_threads(), most, s.num_edges / 4096 + 1});
-  std::vector<Index> counts(parts * num_rows, 0);
-  const auto begin = [&](int64_t part) {
-    return s.num_edges / parts * part + std::min(part, s.num_edges % parts);
-  };
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      Index* count = counts.data() + part * num_rows;
-      for (int64_t e = begin(part); e < begin(part + 1); ++e) ++count[s.source[e]];
-    }
-  });
-  Index total = 0;
-  for (int64_t row = 0; row < num_rows; ++row) {
-    offsets[row] = total;
-    for (int64_t part = 0; part < parts; ++part) {
-      Index& here = counts[part * num_rows + row];
-      const Index count = here;
-      here = total;
-      total += count;
-    }
-  }
-  offsets[num_rows] = total;
-  at::parallel_for(0, parts, 1, [&](int64_t first, int64_t last) {
-    for (int64_t part = first; part < last; ++part) {
-      Index* place = counts.data() + part * num_rows;
-      const int64_t start = begin(part), stop = begin(part + 1);
-      int64_t t = std::upper_bound(s.offsets, s.offsets + s.num_targets + 1,
-                                   static_cast<Index>(start)) - s.offsets - 1;
-      for (int64_t e = start; e < stop; ++e) {
-        while (s.offsets[t + 1] <= e) ++t;
-        const Index at = place[s.source[e]]++;
-        source[at] = static_cast<Index>(s.target(t));
-        if (edges != nullptr) edges[at] = static_cast<Index>(s.number(e));
-      }
+  CountingSort<Index> sort(s.num_edges, num_rows, s.num_edges / std::max<int64_t>(num_rows, 1));
+  sort.count(offsets, [&](int64_t e) { return s.source[e]; });
+  sort.for_runs([&](int64_t start, int64_t stop, int64_t run) {
+    Index* place = sort.places(run);
+    int64_t t = std::upper_bound(s.offsets, s.offsets + s.num_targets + 1,
+                                 static_cast<Index>(start)) - s.offsets - 1;
+    for (int64_t e = start; e < stop; ++e) {
+      while (s.offsets[t + 1] <= e) ++t;
+      const Index at = place[s.source[e]]++;
+      source[at] = static_cast<Index>(s.target(t));
+      if (edges != nullptr) edges[at] = static_cast<Index>(s.number(e));
     }
   });
 }

@@ -1,4 +1,5 @@
-// Pieces of a row in registers: vectors of the compiler, which makes them of what the processor has.
+// Pieces of a row in registers: the vectors of GCC and Clang, which make them of what the processor has
+// (one of 64 bytes is a register of AVX-512, two of AVX2, four of SSE or of ARM's NEON).
 #pragma once
 
 #include <c10/util/BFloat16.h>
@@ -8,7 +9,7 @@
 #include <numeric>
 #include <type_traits>
 
-#include "segments.h"
+#include "processors.h"
 
 namespace pyg_sar {
 

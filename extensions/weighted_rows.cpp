@@ -16,33 +16,34 @@ constexpr int kVectors = 8;
 
 template <class T>
 struct Weighted {
-  Block block;
+  Rows<T> rows;
   T* acc;
-  const T *w, *base;
+  const T* w;
+  bool fetches;
 
   // `kHeads` heads from `head` on, of `kEach` vectors each, of which the last begins at column `tail`;
   // `kWhole`: the vectors of these heads follow each other.
   template <int kLanes, int kHeads, int kEach, bool kWhole = false>
   PYG_SAR_INLINE void tile(int64_t head, int64_t column, int64_t tail) const {
-    const auto place = [&](int h, int v) __attribute__((always_inline)) -> int64_t {
+    const auto place = [&](int h, int v) PYG_SAR_INLINED -> int64_t {
       if constexpr (kWhole) return (h * kEach + v) * kLanes;
-      return h * block.channels + (v + 1 < kEach ? v * kLanes : tail);
+      return h * rows.channels + (v + 1 < kEach ? v * kLanes : tail);
     };
     constexpr int kCount = kHeads * kEach;
     constexpr int64_t kAhead = kCount <= 2 ? 64 : kCount <= 4 ? 32 : 16;
-    const int64_t first = head * block.channels + column, last = block.left - 1;
+    const int64_t first = head * rows.channels + column, last = rows.left - 1;
     const int64_t bytes = kCount * kLanes * sizeof(T);
     Vector<T, kLanes> sum[kCount] = {};
-    for (int64_t e = 0; e < block.n; ++e) {
-      if (block.fetches) {
+    for (int64_t e = 0; e < rows.n; ++e) {
+      if (fetches) {
         const int64_t later = e + kAhead < last ? e + kAhead : last;
-        const T* next = base + static_cast<int64_t>(block.index[later]) * block.stride + first;
+        const T* next = rows.at(later) + first;
         for (int64_t at = 0; at < bytes; at += kLine) {
           __builtin_prefetch(reinterpret_cast<const char*>(next) + at);
         }
       }
-      const T* row = base + static_cast<int64_t>(block.index[e]) * block.stride + first;
-      const T* weight = w + e * block.heads + head;
+      const T* row = rows.at(e) + first;
+      const T* weight = w + e * rows.heads + head;
       for (int h = 0; h < kHeads; ++h) {
         for (int v = 0; v < kEach; ++v) {
           Vector<T, kLanes> x;
@@ -73,14 +74,14 @@ struct Weighted {
   // All heads, as many at a time as fit.
   template <int kLanes, int kHeads, int kEach>
   PYG_SAR_INLINE void heads_from(int64_t head) const {
-    const int64_t tail = block.channels - kLanes;
-    const bool whole = block.channels == kEach * kLanes;
-    for (; head + kHeads <= block.heads; head += kHeads) {
+    const int64_t tail = rows.channels - kLanes;
+    const bool whole = rows.channels == kEach * kLanes;
+    for (; head + kHeads <= rows.heads; head += kHeads) {
       whole ? tile<kLanes, kHeads, kEach, true>(head, 0, tail)
             : tile<kLanes, kHeads, kEach>(head, 0, tail);
     }
     if constexpr (kHeads > 1) {
-      if (head < block.heads) heads_from<kLanes, kHeads / 2, kEach>(head);
+      if (head < rows.heads) heads_from<kLanes, kHeads / 2, kEach>(head);
     }
   }
 
@@ -88,10 +89,10 @@ struct Weighted {
   template <int kLanes>
   PYG_SAR_INLINE void one_head(int64_t head) const {
     int64_t column = 0;
-    for (; block.channels - column >= kVectors * kLanes; column += kVectors * kLanes) {
+    for (; rows.channels - column >= kVectors * kLanes; column += kVectors * kLanes) {
       tile<kLanes, 1, kVectors>(head, column, (kVectors - 1) * kLanes);
     }
-    const int64_t left = block.channels - column;
+    const int64_t left = rows.channels - column;
     if (left == 0) return;
     // A tail may reach back over columns of the tile before.
     const int64_t tail = left - kLanes;
@@ -110,21 +111,21 @@ struct Weighted {
   template <int kLanes>
   PYG_SAR_INLINE void narrow() const {
     if constexpr (kLanes > 0) {
-      if (block.channels < kLanes) return narrow<kLanes / 2>();
-      if (block.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
+      if (rows.channels < kLanes) return narrow<kLanes / 2>();
+      if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
       if constexpr (kLanes > 1) return heads_from<kLanes, kVectors / 2, 2>(0);
     }
   }
 
   PYG_SAR_INLINE void operator()() const {
     constexpr int kLanes = kFullLanes<T>;
-    if (block.channels < kLanes) return narrow<kLanes / 2>();
-    if (block.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
-    if (block.channels <= 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2>(0);
-    if (block.channels <= 4 * kLanes && block.channels > 3 * kLanes) {
+    if (rows.channels < kLanes) return narrow<kLanes / 2>();
+    if (rows.channels == kLanes) return heads_from<kLanes, kVectors, 1>(0);
+    if (rows.channels <= 2 * kLanes) return heads_from<kLanes, kVectors / 2, 2>(0);
+    if (rows.channels <= 4 * kLanes && rows.channels > 3 * kLanes) {
       return heads_from<kLanes, kVectors / 4, 4>(0);
     }
-    for (int64_t head = 0; head < block.heads; ++head) one_head<kLanes>(head);
+    for (int64_t head = 0; head < rows.heads; ++head) one_head<kLanes>(head);
   }
 };
 
@@ -135,9 +136,10 @@ template <int kChannels>
 struct SideBySide {
   static constexpr int kLanes = 16;
   using Lanes = Vector<float, kLanes>;
-  Block block;
+  Rows<float> rows;
   float* acc;
-  const float *w, *base;
+  const float* w;
+  bool fetches;
 
   template <int... lane>
   PYG_SAR_INLINE static Lanes spread(const Lanes& weight, std::integer_sequence<int, lane...>) {
@@ -148,16 +150,16 @@ struct SideBySide {
   template <int kCount>
   PYG_SAR_INLINE void run(int64_t head) const {
     constexpr int64_t kAhead = kCount <= 2 ? 64 : 32;
-    const int64_t first = head * kChannels, last = block.left - 1;
+    const int64_t first = head * kChannels, last = rows.left - 1;
     Lanes sum[kCount] = {};
-    for (int64_t e = 0; e < block.n; ++e) {
-      if (block.fetches) {
+    for (int64_t e = 0; e < rows.n; ++e) {
+      if (fetches) {
         const int64_t later = e + kAhead < last ? e + kAhead : last;
-        const float* next = base + static_cast<int64_t>(block.index[later]) * block.stride + first;
+        const float* next = rows.at(later) + first;
         for (int v = 0; v < kCount; ++v) __builtin_prefetch(next + v * kLanes);
       }
-      const float* row = base + static_cast<int64_t>(block.index[e]) * block.stride + first;
-      const float* weight = w + e * block.heads + head;
+      const float* row = rows.at(e) + first;
+      const float* weight = w + e * rows.heads + head;
       for (int v = 0; v < kCount; ++v) {
         Lanes x, by;
         load<kLanes>(x, row + v * kLanes);
@@ -177,20 +179,20 @@ struct SideBySide {
   PYG_SAR_INLINE void operator()() const {
     constexpr int kHeads = kLanes / kChannels;
     int64_t head = 0;
-    for (; head + 4 * kHeads <= block.heads; head += 4 * kHeads) run<4>(head);
-    for (; head + 2 * kHeads <= block.heads; head += 2 * kHeads) run<2>(head);
-    for (; head < block.heads; head += kHeads) run<1>(head);
+    for (; head + 4 * kHeads <= rows.heads; head += 4 * kHeads) run<4>(head);
+    for (; head + 2 * kHeads <= rows.heads; head += 2 * kHeads) run<2>(head);
+    for (; head < rows.heads; head += kHeads) run<1>(head);
   }
 };
 
 // Whether it was done.
-__attribute__((target("avx512f"))) bool side_by_side(float* acc, const float* w, const float* base,
-                                                     const Block& block) {
-  if (block.heads * block.channels % 16 != 0) return false;
-  switch (block.channels) {
-    case 8: return SideBySide<8>{block, acc, w, base}(), true;
-    case 4: return SideBySide<4>{block, acc, w, base}(), true;
-    case 2: return SideBySide<2>{block, acc, w, base}(), true;
+__attribute__((target("avx512f"))) bool side_by_side(float* acc, const float* w, const Rows<float>& rows,
+                                                     bool fetches) {
+  if (rows.heads * rows.channels % 16 != 0) return false;
+  switch (rows.channels) {
+    case 8: return SideBySide<8>{rows, acc, w, fetches}(), true;
+    case 4: return SideBySide<4>{rows, acc, w, fetches}(), true;
+    case 2: return SideBySide<2>{rows, acc, w, fetches}(), true;
     default: return false;
   }
 }
@@ -198,21 +200,15 @@ __attribute__((target("avx512f"))) bool side_by_side(float* acc, const float* w,
 
 }  // namespace
 
-PYG_SAR_VERSIONS void accumulate_tiles(float* acc, const float* w, const float* base,
-                                       const Block& block) {
-  Weighted<float>{block, acc, w, base}();
-}
-
-void accumulate(float* acc, const float* w, const float* base, const Block& block) {
+void accumulate(float* acc, const float* w, const Rows<float>& rows, bool fetches) {
 #ifdef PYG_SAR_LEVELS
-  if (__builtin_cpu_supports("avx512f") && side_by_side(acc, w, base, block)) return;
+  if (__builtin_cpu_supports("avx512f") && side_by_side(acc, w, rows, fetches)) return;
 #endif
-  accumulate_tiles(acc, w, base, block);
+  on_best([&]() PYG_SAR_INLINED { Weighted<float>{rows, acc, w, fetches}(); });
 }
 
-PYG_SAR_VERSIONS void accumulate(double* acc, const double* w, const double* base,
-                                 const Block& block) {
-  Weighted<double>{block, acc, w, base}();
+void accumulate(double* acc, const double* w, const Rows<double>& rows, bool fetches) {
+  on_best([&]() PYG_SAR_INLINED { Weighted<double>{rows, acc, w, fetches}(); });
 }
 
 }  // namespace pyg_sar::attention

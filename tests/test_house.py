@@ -432,3 +432,8 @@ def test_nothing_switches_pytorch_for_all_threads():
     for name, tree in TREES.items():
         for node in ast.walk(tree):
             assert not (isinstance(node, ast.keyword) and node.arg == "check_invariants"), name
+
+
+def test_no_file_of_the_kernels_is_long():
+    files = [*REPOSITORY.glob("extensions/*.cpp"), *REPOSITORY.glob("extensions/*.h")]
+    assert [path.name for path in files if len(path.read_text().splitlines()) > 400] == []

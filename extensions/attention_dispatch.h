@@ -1,0 +1,89 @@
+// Runs a pass of attention on all chunks of segments: the version for the processor, the scores and the
+// number of channels. A pass is an object that is called with a chunk's number; everything that it
+// calls in a loop over edges is inlined into it, so that it is compiled as a whole for a processor.
+#pragma once
+
+#include "attention_arguments.h"
+#include "segments.h"
+
+#include <type_traits>
+
+namespace pyg_sar::attention {
+
+#ifdef PYG_SAR_LEVELS
+#define PYG_SAR_AVX512 PYG_SAR_TARGET_512("avx512f,avx512vl,avx512dq,avx512bw,fma,bmi2")
+#define PYG_SAR_AVX2 __attribute__((target("avx2,fma,bmi2")))
+
+template <class Pass>
+PYG_SAR_AVX512 void on_avx512(const Pass& pass, int64_t chunk) {
+  pass(chunk);
+}
+
+template <class Pass>
+PYG_SAR_AVX2 void on_avx2(const Pass& pass, int64_t chunk) {
+  pass(chunk);
+}
+
+inline int level() {
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw")) {
+    return 2;
+  }
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
+}
+#else
+inline int level() { return 0; }
+#endif
+
+template <class Pass>
+void on_any(const Pass& pass, int64_t chunk) {
+  pass(chunk);
+}
+
+template <class Pass>
+void run(const Pass& pass) {
+#ifdef PYG_SAR_LEVELS
+  const int best = level();
+  if (best == 2) return for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
+  if (best == 1) return for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx2(pass, chunk); });
+#endif
+  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_any(pass, chunk); });
+}
+
+#ifdef PYG_SAR_LEVELS
+// With a constant number of channels: for the processors with the widest registers only.
+template <class Pass>
+void run_wide(const Pass& pass) {
+  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
+}
+#endif
+
+// Runs a pass that 'make' makes for a kind and a number of channels (0: any).
+template <template <class, int64_t, int64_t> class Pass, class T, int64_t kKind, class Make>
+void dispatch_channels(int64_t channels, const Make& make) {
+#ifdef PYG_SAR_LEVELS
+  if constexpr (std::is_same_v<T, float>) {
+    if (level() == 2) {
+      switch (channels) {
+        case 8: return run_wide(make.template operator()<Pass<T, kKind, 8>>());
+        case 16: return run_wide(make.template operator()<Pass<T, kKind, 16>>());
+        case 32: return run_wide(make.template operator()<Pass<T, kKind, 32>>());
+        case 64: return run_wide(make.template operator()<Pass<T, kKind, 64>>());
+        default: break;
+      }
+    }
+  }
+#endif
+  run(make.template operator()<Pass<T, kKind, 0>>());
+}
+
+template <template <class, int64_t, int64_t> class Pass, class T, bool kHasAdditive, class Make>
+void dispatch(const Given& g, const Make& make) {
+  const int64_t channels = g.value.size(2);
+  if (g.kind == kGatv2) return dispatch_channels<Pass, T, kGatv2>(channels, make);
+  if (g.kind == kDot) return dispatch_channels<Pass, T, kDot>(channels, make);
+  if (g.kind == kMixed) return dispatch_channels<Pass, T, kMixed>(channels, make);
+  if constexpr (kHasAdditive) dispatch_channels<Pass, T, kAdditive>(channels, make);
+}
+
+}  // namespace pyg_sar::attention

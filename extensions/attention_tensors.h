@@ -1,0 +1,159 @@
+// The tensors that attention is given, as its passes want them.
+#pragma once
+
+#include "attention_arguments.h"
+#include "attention_terms.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+#include <vector>
+
+namespace pyg_sar::attention {
+
+constexpr const char* kName = "attention";
+constexpr int64_t kMostChunks = 1 << 16;
+constexpr int64_t kChunksOfParameters = 64;  // each has a buffer
+
+// Rows of keys and values that edges name.
+inline int64_t source_rows(const Given& g) {
+  return g.places.has_value() ? g.places->size(0) : g.value.size(0);
+}
+
+inline int64_t features(const Given& g) {
+  return g.edge_attr.has_value() ? g.edge_attr->size(1) : 0;
+}
+
+inline bool nothing(const Given& g) {
+  return g.source.numel() == 0 || g.value[0].numel() == 0;
+}
+
+// How many chunks of edges there are: at most as many as there is work for.
+int64_t num_chunks(const Given& g, int64_t most);
+
+template <class T>
+Matrix<const T> matrix(const Tensor& x) {
+  if (!x.defined() || x.numel() == 0) return {};
+  return {x.const_data_ptr<T>(), x.stride(0)};
+}
+
+template <class T>
+const T* data(const Tensor& x) {
+  return x.defined() ? x.const_data_ptr<T>() : nullptr;
+}
+
+// A tensor to add to, in one piece or with rows in one piece each; write() brings it back to where
+// it came from.
+struct Written {
+  Tensor original, dense;
+
+  explicit Written(const OptionalTensor& x, bool by_row = false) {
+    if (!x.has_value()) return;
+    at::assert_no_internal_overlap(*x);
+    original = *x;
+    dense = by_row ? with_dense_rows(*x) : x->contiguous();
+  }
+  template <class T>
+  T* data() const {
+    return dense.defined() ? dense.mutable_data_ptr<T>() : nullptr;
+  }
+  template <class T>
+  Matrix<T> matrix() const {
+    return {data<T>(), dense.defined() ? dense.stride(0) : 0};
+  }
+  void write() const {
+    if (dense.defined() && !dense.is_same(original)) original.copy_(dense);
+  }
+};
+
+// What was given, dense, its indices checked.
+struct Dense {
+  Tensor value, key, query, att, edge_attr, edge_weight, source, offsets, targets, edges, drop_key;
+  Tensor places;
+  Tensor query_edges;  // dot
+  int64_t num_targets;
+
+  Dense(const Given& g, int64_t targets_in_all, bool transposed);
+
+  // <rows[n, h], edge_weight[d, h]>: [N, H, D]
+  Tensor edge_products(const Tensor& rows) const;
+};
+
+template <class T>
+Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
+  Terms<T> t{};
+  t.heads = d.value.size(1);
+  t.channels = d.value.size(2);
+  t.features = features(g);
+  t.value = matrix<T>(d.value);
+  t.key = matrix<T>(d.key);
+  t.query = matrix<T>(d.query);
+  t.edge_attr = matrix<T>(d.edge_attr);
+  t.att = data<T>(d.att);
+  t.edge_weight = data<T>(d.edge_weight);
+  t.slope = static_cast<T>(g.slope);
+  t.scale = static_cast<T>(g.scale);
+  t.source = d.source.const_data_ptr<int32_t>();
+  t.offsets = d.offsets.const_data_ptr<int64_t>();
+  t.targets = data<int64_t>(d.targets);
+  if (d.edges.defined()) {
+    const bool narrow = d.edges.scalar_type() == at::kInt;
+    t.edges_int = narrow ? d.edges.const_data_ptr<int32_t>() : nullptr;
+    t.edges_long = narrow ? nullptr : d.edges.const_data_ptr<int64_t>();
+  }
+  t.drop_key = data<int32_t>(d.drop_key);
+  t.places = data<int32_t>(d.places);
+  t.seed_low = static_cast<uint32_t>(g.seed_low);
+  t.seed_high = static_cast<uint32_t>(g.seed_high);
+  t.threshold = static_cast<uint32_t>(std::min(g.p * 4294967296.0, 4294967295.0));
+  t.kept = g.p < 1 ? static_cast<T>(1 / (1 - g.p)) : T(0);
+  t.num_segments = d.offsets.numel() - 1;
+  t.num_edges = d.source.numel();
+  t.chunks = chunks;
+  t.distance = distance_of<T>(t.width());
+  return t;
+}
+
+// What the backward passes keep alive while they run.
+struct Backward {
+  Dense dense;
+  Tensor grad_out, grad_edges, packed_rows;
+
+  Backward(const Given& g, const Cotangent& c, bool transposed);
+
+  // Rows for those passes that read them: maximum, 1 / normaliser, delta and (additive) query of a
+  // target, side by side.
+  void pack(const Given& g, const Cotangent& c);
+
+  template <class T>
+  Known<T> known() const {
+    return {matrix<T>(grad_out), packed_rows.const_data_ptr<T>(), data<T>(dense.query_edges),
+            data<T>(grad_edges)};
+  }
+};
+
+// Buffers that each chunk adds to: the first is the result itself.
+struct PerChunk {
+  Tensor result, others;
+
+  PerChunk(const Tensor& out, int64_t chunks) : result(out) {
+    if (!out.defined()) return;
+    std::vector<int64_t> shape = out.sizes().vec();
+    shape.insert(shape.begin(), chunks - 1);
+    others = at::zeros(shape, out.options());
+  }
+  template <class T>
+  std::vector<T*> pointers() const {
+    if (!result.defined()) return {};
+    std::vector<T*> found{result.mutable_data_ptr<T>()};
+    T* first = others.mutable_data_ptr<T>();
+    for (int64_t c = 0; c < others.size(0); ++c) found.push_back(first + c * result.numel());
+    return found;
+  }
+  void sum() const {
+    if (!result.defined()) return;
+    for (int64_t c = 0; c < others.size(0); ++c) result.add_(others[c]);
+  }
+};
+
+}  // namespace pyg_sar::attention

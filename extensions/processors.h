@@ -1,0 +1,50 @@
+// What compilers and processors have: attributes of functions, and versions of loops.
+//
+// Any compiler with the vector extensions of GCC and Clang builds the kernels, for any processor.
+#pragma once
+
+#include <cstdint>
+
+#define PYG_SAR_INLINED __attribute__((always_inline))  // of a lambda
+#define PYG_SAR_INLINE inline PYG_SAR_INLINED
+
+// One build runs on any x86-64: the version for the processor at hand is called. They are named by
+// feature: by architecture (arch=haswell) another maker's processor would get the default.
+#if defined(__x86_64__) && !defined(PYG_SAR_ONE_VERSION)
+#define PYG_SAR_LEVELS 1
+#endif
+
+// GCC takes registers of 256 bits where it isn't told; Clang the widest of those that are named.
+#ifdef __clang__
+#define PYG_SAR_TARGET_512(features) __attribute__((target(features)))
+#else
+#define PYG_SAR_TARGET_512(features) __attribute__((target(features ",prefer-vector-width=512")))
+#endif
+
+namespace pyg_sar {
+
+constexpr int64_t kLine = 64;  // bytes of a cache line
+
+#ifdef PYG_SAR_LEVELS
+template <class Work>
+__attribute__((target("avx512f"))) auto on_avx512f(const Work& work) {
+  return work();
+}
+
+template <class Work>
+__attribute__((target("avx2"))) auto on_avx2(const Work& work) {
+  return work();
+}
+#endif
+
+// Returns work(), in the version for the processor: what is not inlined into it has one version.
+template <class Work>
+auto on_best(const Work& work) {
+#ifdef PYG_SAR_LEVELS
+  if (__builtin_cpu_supports("avx512f")) return on_avx512f(work);
+  if (__builtin_cpu_supports("avx2")) return on_avx2(work);
+#endif
+  return work();
+}
+
+}  // namespace pyg_sar
