@@ -12,6 +12,7 @@ Edge lists are made undirected where the file says so.
 from __future__ import annotations
 
 import argparse
+import os
 import platform
 import tempfile
 import time
@@ -33,7 +34,7 @@ from torch_geometric.utils import to_undirected
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.engine.pushed_attention import row_bytes
+from pyg_sar.engine.kernels.attention import row_bytes
 from pyg_sar.exchange.cover import COSTS, minimum_cover, stored_covers
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.ledger import HALO_KINDS
@@ -154,7 +155,7 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
         for rank, ids in enumerate(pyg_sar.launch(_ids, parts, root, backend="threads")):
             part[ids] = rank
         found: dict[str, dict[str, list[int]]] = {}
-        for way, push in (("pull", "off"), ("cover", "always")):
+        for way, push in (("pull", "off"), ("cover", "auto")):
             sums = pyg_sar.launch(rows, parts, root, push, backend="threads", timeout=600.0)
             layers = pyg_sar.launch(attention, parts, root, push, backend="threads", timeout=600.0)
             counts = {"sums": sums, **{n: [worker[n] for worker in layers] for n in LAYERS}}
@@ -223,7 +224,7 @@ def attention_lines(results: dict[str, dict[str, Any]]) -> list[str]:
         f"Kilobytes in mode 1, float32, one head of {CHANNELS} channels; bytes are in proportion "
         "to the heads. Pulling: rows are fetched twice, and their gradients sent. Pushing: queries "
         "go, and states come back; what is known of a target goes, and its query's gradient comes "
-        "back (`pyg_sar/engine/pushed_attention.py` has the law). Each pass has its own cover. "
+        "back (`pyg_sar/engine/kernels/attention.py` has the law). Each pass has its own cover. "
         "Bound: "
         "the sum of the largest flows through all cuts, at the exact bytes of both kinds of rows, "
         "pass by pass. Where the cover of a pass saves less than 5%, all its rows are pulled.",
@@ -251,6 +252,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, help="Markdown file to write")
     args = parser.parse_args()
     torch.set_num_threads(1)
+    os.environ["PYG_SAR_SHARED_MEMORY"] = "0"  # as between hosts
     results = {
         name: measure(args.data / f"{name}.npz", GRAPHS[name], args.parts)
         for name in tqdm(args.graphs)

@@ -42,7 +42,6 @@ MODELS: dict[str, Callable[[int], torch.nn.Module]] = {
 POLICIES = {
     "1, prefetch 0": pyg_sar.SARPolicy(prefetch=0),
     "1, prefetch 1": pyg_sar.SARPolicy(prefetch=1),
-    "1, prefetch 1, pushed": pyg_sar.SARPolicy(prefetch=1),
     "2": pyg_sar.SARPolicy(mode=2),
     "3": pyg_sar.SARPolicy(mode=3),
 }
@@ -78,7 +77,7 @@ class Part:
             nodes=data.num_nodes,
             edges=data.edge_index.size(1),
             halo=plan.num_halo,
-            shard=max(unit.num_rows for unit in plan.units()[1:]) if plan.num_halo else 0,
+            shard=max(plan.halo_counts),
             stored=stored + 4 * sum(plan.send_counts),
         )
 
@@ -225,11 +224,9 @@ def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
             pyg_sar.write_partitions(graph, workers, root, parts)
         if not tiny.exists():
             pyg_sar.write_partitions(small, workers, tiny, "random")
-        # Attention always pulls.
-        modes = {n: p for n, p in POLICIES.items() if model == "sage" or p.push == "auto"}
-        given = str(root), str(tiny), model, list(modes.values())
+        given = str(root), str(tiny), model, list(POLICIES.values())
         everyone = pyg_sar.launch(measure, workers, *given, threads_per_worker=1, env=HEAP)
-        for mode, per_worker in zip(modes, zip(*everyone, strict=True), strict=True):
+        for mode, per_worker in zip(POLICIES, zip(*everyone, strict=True), strict=True):
             worst = Measured(*max(per_worker, key=lambda worker: worker[0] / worker[1]))
             found.setdefault((model, parts, mode), {})[workers] = worst
             tqdm.write(f"{model}, {parts}, {mode}, {workers}: {worst}")
@@ -294,8 +291,7 @@ per head); the gradients of the layer at hand; and the remote rows that the mode
 these are one shard of the largest size, or two with a prefetched one: of sources in the forward
 pass, of targets in the backward pass. Mode 2 keeps the halo's rows of each GAT layer, and holds
 gradients on their way back, mode 3 the halo and every message. Not in the law:
-own rows as local peers read them in shared memory and what they have not read, partial sums that
-are pushed, temporary tensors (of all messages in mode 3), and a few megabytes of libraries that
+own rows as local peers read them in shared memory and what they have not read, temporary tensors (of all messages in mode 3), and a few megabytes of libraries that
 don't shrink with the part."""
 
 

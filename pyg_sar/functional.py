@@ -134,7 +134,7 @@ def attention(
 
 
 def _native(fits: bool, native: bool | None) -> bool:
-    """Whether to call the kernel; warns once where it is missing."""
+    """True where the kernel is to be called; warns once where it is missing."""
     if native is None and fits:
         warn_if_missing()
     return use_kernel(native, fits)

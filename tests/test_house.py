@@ -44,7 +44,10 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 
 # Wings whose docstrings say what comes out, in sentences.
-SENTENCES = ("errors", "files", "ledger", "comm", "reduction", "train", "tools")
+SENTENCES = (
+    *("errors", "files", "policy", "ledger", "comm", "exchange", "space", "reduction", "partition"),
+    *("message", "engine", "nn", "convert", "train", "tools"),
+)
 
 
 def imported(tree: ast.AST) -> Iterator[tuple[int, str]]:

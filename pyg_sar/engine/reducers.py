@@ -57,7 +57,7 @@ class Reducer(ABC):
         """The aggregate ``[num_targets, *]``."""
 
     def state(self) -> list[Tensor]:
-        """What the backward pass needs of the state, the aggregate first if it is among them."""
+        """The tensors that the backward pass needs, the aggregate first if it is among them."""
         return []
 
     @abstractmethod
@@ -79,7 +79,7 @@ class Reducer(ABC):
         return messages.new_zeros(self.num_targets, *messages.shape[1:])
 
     def _degrees(self, like: Tensor) -> Tensor:
-        """What sums like this are divided by for means; in float32 at least, to count so far."""
+        """Divisors of sums like this for means; in float32 at least, to count so far."""
         return trailing(self.in_degree.clamp(min=1).to(wide_dtype(like.dtype)), like)
 
 

@@ -85,7 +85,7 @@ class Pass:
 
 
 class Kernel(ABC):
-    """What is computed over edges. One object may serve many calls, but for what it keeps.
+    """A computation over edges: a forward and a backward pass.
 
     Attributes:
         name: The layer's name, for the ledger.

@@ -21,7 +21,7 @@ from torch import Tensor
 
 _Ints = NDArray[np.int64]
 Costs = tuple[int, int]
-"""What a pulled row costs, and a pushed one."""
+"""The costs of a pulled row and of a pushed one."""
 SUMS: Costs = (1, 1)
 ALL_PUSHED: Costs = (1, 0)
 COSTS: tuple[Costs, ...] = ((1, 2), (2, 3), SUMS, (4, 3))

@@ -33,7 +33,7 @@ class CallContext:
 
 
 class Agreed:
-    """What all workers have made together with a plan.
+    """Things that all workers have made together with a plan.
 
     Attributes:
         tokens: How many things that edges remember (``distributed_index.py``).

@@ -43,7 +43,7 @@ class Wire:
         return f"Wire({self.name!r})"
 
     def narrows(self, rows: Tensor) -> bool:
-        """Whether these rows are rounded."""
+        """True where these rows are rounded."""
         return self.name != "exact" and rows.dtype in _NARROWED and rows.numel() > 0
 
     def encode(self, rows: Tensor) -> Tensor:

@@ -13,19 +13,17 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, RGCNConv
 
-from pyg_sar.engine.choose import (
+from pyg_sar.engine.analysis import (
     Choice,
     Chooser,
-    attention_kernel,
     call_key,
     choices_of,
     decomposition_of,
-    message_kernel,
     most_edges,
     needs_sorted_edges,
-    sums_kernel,
     title_of,
 )
+from pyg_sar.engine.choose import attention_kernel, message_kernel, sums_kernel
 from pyg_sar.engine.reverse import reversed_edges
 from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, named

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.engine.choose import title_of
+from pyg_sar.engine.analysis import title_of
 from pyg_sar.engine.chunks import by_target
 from pyg_sar.errors import PygSarError
 from pyg_sar.exchange.halo import HaloPlan

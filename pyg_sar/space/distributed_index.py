@@ -67,7 +67,7 @@ HANDLERS: dict[Any, Callable[..., Any]] = {}
 
 
 def builtin(function: Any) -> Any:
-    """What torch itself calls ``function``: PyG puts wrappers in the place of a few."""
+    """The function that torch itself calls so: PyG puts wrappers in the place of a few."""
     return getattr(torch._C._VariableFunctions, getattr(function, "__name__", ""), function)
 
 
@@ -117,7 +117,7 @@ class Order:
 
 
 class InSpace(Tensor):
-    """What :class:`DistIndex` and :class:`DistEdgeIndex` share. Not a public class."""
+    """The base of :class:`DistIndex` and :class:`DistEdgeIndex`. Not a public class."""
 
     plan: HaloPlan
     by_content: bool = False  # found again by what it holds, or derived from what is
@@ -137,7 +137,7 @@ class InSpace(Tensor):
 
     @property
     def bipartite(self) -> bool:
-        """Whether sources and targets are nodes of two types, each numbered on its own."""
+        """True where sources and targets are nodes of two types, each numbered on its own."""
         return self.targets is not None
 
     @property
@@ -184,7 +184,7 @@ class InSpace(Tensor):
         return self.keep_together(key, make()) if found is None else found
 
     def recall_together(self, key: Any) -> Any:
-        """What all workers made together for ``key`` with these edges, or ``None`` on all."""
+        """The value that all workers made together for ``key``, or ``None`` on all."""
         if not self.by_content or self.plan.world_size == 1:
             if key in self._memory:
                 self._memory.move_to_end(key)

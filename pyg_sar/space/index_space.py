@@ -141,7 +141,7 @@ def _joined_order(parts: Sequence[Any], edges: bool) -> Order | None:
 
 
 def _all_of(columns: Any) -> bool:
-    """Whether a mask leaves no edge out."""
+    """True where a mask leaves no edge out."""
     return isinstance(columns, Tensor) and columns.dtype == torch.bool and bool(columns.all())
 
 

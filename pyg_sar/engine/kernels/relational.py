@@ -189,7 +189,7 @@ class RelationalAttention(SoftmaxAttention):
 
     @staticmethod
     def _gradients(sums: dict[str, Tensor], shard: Attention, number: int) -> AttentionGradients:
-        """What to add a relation's gradients to."""
+        """The tensors that a relation's gradients are added to."""
         wide = wide_dtype(shard.value.dtype)
         found: dict[str, Tensor] = {}
         for name, through in (("value", "weight"), ("key", "key_weight")):

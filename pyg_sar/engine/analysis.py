@@ -1,0 +1,477 @@
+"""The analysis of a kind of call of ``propagate``, made once and by all workers.
+
+[Note: one decision] Workers that decide differently wait for each other forever. A kind of call is
+what they all see alike (dtypes, row shapes, ``requires_grad``, policy, training); its first
+occurrence is looked at by all, and what they find is merged. Later calls look it up. Flags and
+names among a layer's attributes may change what its message computes: when they do change, each
+worker looks again by itself, and only if it needs something else now is there a new decision.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.aggr import (
+    EquilibriumAggregation,
+    GRUAggregation,
+    LCMAggregation,
+    LSTMAggregation,
+    MedianAggregation,
+    MLPAggregation,
+    PatchTransformerAggregation,
+    QuantileAggregation,
+)
+
+from pyg_sar.errors import DistributedIndexError, OneShotWarning
+from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
+from pyg_sar.message.dependence import Dependence, analyse, sample
+from pyg_sar.message.layer_state import pads
+from pyg_sar.message.message_checks import (
+    RowAgreement,
+    edge_level_names,
+    maximum,
+    row_levels,
+)
+from pyg_sar.message.program import DeferredEdge, TileProgram
+from pyg_sar.message.row_wise import RowWise
+from pyg_sar.message.target_index import NeedsAllEdges
+from pyg_sar.space.index_space import DistEdgeIndex
+
+_ORDERED = (
+    GRUAggregation,
+    LCMAggregation,
+    LSTMAggregation,
+    MLPAggregation,
+    PatchTransformerAggregation,
+)
+_UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by value
+_VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
+_ALL_EDGES = 2**40
+_FLAGS = (bool, str, type(None))
+_SWITCHES = (*_FLAGS, int, float)
+_MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
+_LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
+
+
+@dataclass(frozen=True, slots=True)
+class RowsFound:
+    """Findings about a message's rows, by this worker and by all, and of which levels they are."""
+
+    mine: RowWise | None
+    edges: dict[str, bool]
+    nodes: dict[str, int]
+    agreed: RowWise
+
+
+@dataclass(frozen=True, slots=True)
+class SumsOf:
+    """A message that is a source row, or its product with a number of the edge, and is reduced.
+
+    Attributes:
+        source: The argument of ``propagate`` that holds the rows.
+        weight: The one that holds the numbers, if there is one.
+        kinds: The reductions: ``'sum'``, ``'mean'``, ``'max'`` and ``'min'``.
+        alone: The message gets no other source rows.
+    """
+
+    source: str
+    weight: str | None
+    kinds: tuple[str, ...]
+    alone: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """How a call of ``propagate`` runs, agreed on by all workers.
+
+    Attributes:
+        strategy: ``'sequential'``, ``'chunked'`` or ``'one_shot'``.
+        needs: What the message needs (``None`` for one shot).
+        edge_level: Which unsuffixed tensors hold one row per edge.
+        max_edges: Edges per tile or chunk.
+        out_rows: Messages of each group of reductions, without rows, ``[0, *]``; known of one
+            shot where its message was looked at.
+        sets: Attributes that the message sets, of which there is no value for all edges.
+        found: What this worker alone found.
+        sizes: What the message gets as ``size_i`` and the like, where they are numbers to it.
+        rows: What was found about the message's rows.
+        sums: The sums that it is, if it is nothing else.
+    """
+
+    strategy: str
+    needs: Dependence | None = None
+    edge_level: dict[str, bool] = field(default_factory=dict)
+    max_edges: int = 0
+    out_rows: tuple[Tensor, ...] = ()
+    sets: tuple[str, ...] = ()
+    found: tuple[int, ...] = ()
+    sizes: dict[str, Any] = field(default_factory=dict)
+    rows: RowsFound | None = None
+    sums: SumsOf | None = None
+
+
+def decomposition_of(layer: Any, complete: bool) -> Decomposition:
+    """How a layer's aggregation goes tile by tile.
+
+    Args:
+        layer: The layer.
+        complete: Tiles hold all in-edges of their targets, and the layer aggregates itself.
+
+    Raises:
+        NeedsAllEdges: When its partial states don't merge.
+    """
+    found = in_place() if complete else decompose(layer.aggr_module)
+    if found is None:
+        raise NeedsAllEdges(f"partial states of {layer.aggr_module} don't merge")
+    return found
+
+
+class Choices(dict[Any, Choice]):
+    """Choices per kind of call. A copy of the layer starts without them, on all workers alike."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Choices:
+        return Choices()
+
+    def __reduce__(self) -> Any:
+        return Choices, ()
+
+
+@dataclass(frozen=True, slots=True)
+class _Analysis:
+    """The findings of one worker about a message."""
+
+    severity: int
+    reason: str
+    budget: int
+    numbers: list[int]
+    rows: list[tuple[list[int], torch.dtype]] | None
+    sets: list[str]
+    program: TileProgram | None = None
+
+
+def title_of(layer: Any) -> str:
+    """A layer's class and name, for messages."""
+    name = f" '{layer.ledger_name}'" if layer.ledger_name else ""
+    return f"{type(layer).__name__}{name}"
+
+
+def choices_of(layer: Any) -> Choices:
+    """The choices that a layer remembers."""
+    found: Choices = layer.__dict__.setdefault("_choices", Choices())
+    return found
+
+
+def call_key(layer: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """A call's kind, which is the same on all workers, and what may change a message besides.
+
+    That is the flags, names and numbers among the attributes of the layer and its modules.
+
+    Args:
+        layer: The layer.
+        kwargs: Keyword arguments of ``propagate``.
+    """
+    axis, cpu, cuda = layer.node_dim, None, None
+    if torch.is_autocast_enabled("cpu"):
+        cpu = torch.get_autocast_dtype("cpu")
+    if torch.is_autocast_enabled("cuda"):
+        cuda = torch.get_autocast_dtype("cuda")
+    kinds = [(name, _kind(kwargs[name], axis)) for name in sorted(kwargs)]
+    learns = [p.requires_grad for p in layer.parameters()]
+    aggregation = type(layer.aggr_module)
+    grad = torch.is_grad_enabled()
+    kind = layer.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
+    switches: list[Any] = []
+    wanted = _SWITCHES if len(choices_of(layer)) < _MANY_CHOICES else _FLAGS
+    for module in layer.modules():
+        switches.append(type(module))
+        for name, value in module.__dict__.items():
+            if isinstance(value, wanted) and name[0] != "_":
+                switches.append((name, value))
+    return kind, tuple(switches)
+
+
+def _kind(value: Any, axis: int) -> Any:
+    """An argument without the numbers of nodes and edges."""
+    if isinstance(value, DeferredEdge):
+        return "deferred", tuple((k, _kind(v, axis)) for k, v in sorted(value.kwargs.items()))
+    if isinstance(value, Tensor):
+        shape = list(value.shape)
+        if shape:
+            shape[axis % len(shape)] = shape[0] = -1
+        return value.dtype, value.requires_grad, tuple(shape)
+    if isinstance(value, tuple | list):
+        return tuple(_kind(v, axis) for v in value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
+
+
+class Chooser:
+    """Chooses the strategy of one call.
+
+    Args:
+        layer: The layer (a ``DistMessagePassing``).
+        edge_index: Distributed edges.
+        kwargs: Keyword arguments of ``propagate``.
+    """
+
+    def __init__(self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> None:
+        self.layer, self.edge_index, self.kwargs = layer, edge_index, kwargs
+        self.comm = edge_index.plan.comm
+        self.title = title_of(layer)
+        self.rows = RowAgreement(layer, edge_index, kwargs, self.title)
+
+    def choice(self, strategy: str, reason: str) -> Choice:
+        """The choice for a call whose layer allows ``strategy`` by its definition.
+
+        Raises:
+            ValueError: When workers call the layer differently.
+            DistributedIndexError: When no strategy is right.
+        """
+        kind, switches = call_key(self.layer, self.kwargs)
+        key = (strategy, reason, self.layer.policy, kind)
+        choices = choices_of(self.layer)
+        known = choices.get((key, switches))
+        if known is None:
+            known = choices.get(key)
+            if known is None or not self._still_holds(known):
+                of_rows = "rows", kind, switches  # whatever the policy
+                looked = choices.get(of_rows)
+                everywhere = self._agree_on_call(str(key), looked is not None)
+                rows = looked.rows if looked is not None and everywhere else None
+                known = choices[key] = self._decide(strategy, reason, rows)
+                choices[of_rows] = known
+            choices[key, switches] = known
+        # Of this graph, which may be another one than the last.
+        return replace(known, sizes=self.rows.sizes()) if known.sizes else known
+
+    def _still_holds(self, known: Choice) -> bool:
+        """True where the layer, some of whose attributes changed, needs the same as before."""
+        if known.rows is not None and known.rows.mine is not None:
+            mine = self.rows.look(known.rows.edges, known.rows.nodes, "message")
+            self.rows.refuse(mine.refused, self.comm.rank)
+            if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
+                return False
+        if known.needs is None:
+            return True
+        edge_level, some_edges = known.edge_level, True
+        look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
+        return (look.severity, *look.numbers) == known.found
+
+    def _decide(self, strategy: str, reason: str, found: RowsFound | None) -> Choice:
+        """The leanest strategy that is right, agreed on by all workers."""
+        for module in self.layer.modules():
+            if isinstance(module, EquilibriumAggregation):
+                raise DistributedIndexError(
+                    f"{self.title} can't run distributed: {type(module).__name__} minimises one "
+                    "energy over the targets of all workers together. Use another aggregation"
+                )
+            if isinstance(module, _ORDERED) and self.edge_index.order is None:
+                raise DistributedIndexError(
+                    f"{self.title} can't run distributed: {type(module).__name__} depends on the "
+                    "order of a node's edges, which is not known after reversing or permuting "
+                    "them. Use an aggregation that does not"
+                )
+        if found is None:
+            own = not is_known(self.layer)
+            levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, own)
+            mine, agreed = self.rows.agree(levels, nodes, "message")
+            if nodes:
+                agreed = replace(agreed, refused="")
+            found = RowsFound(mine, levels, nodes, agreed)
+        sizes = self.rows.sizes() if found.agreed.numbers else {}
+        choice = self._chosen(strategy, reason, found.agreed, sizes)
+        return replace(choice, sizes=sizes, rows=found)
+
+    def _chosen(self, strategy: str, reason: str, rows: RowWise, sizes: dict[str, Any]) -> Choice:
+        known = () if rows.rows is None else (rows.rows,)
+        if rows.refused:  # One worker has all edges, and all nodes: it may read these by any id.
+            return replace(self._whole(rows.refused), out_rows=known)
+        if rows.updates and strategy != "one_shot":
+            names = ", ".join(f"'{name}'" for name in rows.updates)
+            reason = f"it changes {names} each time that it runs, which must be once per call"
+            return replace(self._whole(reason), out_rows=known)
+        if strategy == "one_shot":
+            source = 0 if self.layer.flow == "source_to_target" else 1
+            if reason == "asked for" and self.edge_index.dist_row == source and not rows.updates:
+                self._attempt("sequential", sizes)  # a second look, which refuses as well
+            return replace(self._whole(reason), out_rows=known)
+        for attempt in ("sequential", "chunked"):
+            if attempt == "sequential" and strategy == "chunked":
+                continue
+            choice, reason, severity = self._attempt(attempt, sizes)
+            if choice is not None:
+                return choice
+            if severity > 1:
+                break
+        return replace(self._whole(reason), out_rows=known)
+
+    def check_edge_update(self) -> None:
+        """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone."""
+        key = ("edge_update", self.layer.policy, call_key(self.layer, self.kwargs)[0])
+        choices = choices_of(self.layer)
+        if key in choices:
+            return
+        self._agree_on_call(str(key))
+        method = "edge_update"
+        levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
+        self.rows.agree(levels, nodes, method)
+        choices[key] = Choice("one_shot")
+
+    def _whole(self, reason: str) -> Choice:
+        if reason != "asked for" and not self.layer.__dict__.get("_warned", False):
+            self.layer._warned = True
+            warnings.warn(
+                f"{self.title} fetches its whole halo at once: {reason}. Its memory does not "
+                "fall with the number of workers. SARPolicy(mode=3) for this layer silences this",
+                OneShotWarning,
+                stacklevel=6,
+            )
+        return Choice("one_shot")
+
+    def _attempt(self, strategy: str, sizes: dict[str, Any]) -> tuple[Choice | None, str, int]:
+        """Looks at the message and agrees with the other workers on what it needs.
+
+        Returns:
+            The choice, or why there is none and how bad it is (:class:`NeedsAllEdges`).
+        """
+        plan, device = self.edge_index.plan, self.edge_index.device
+        complete = strategy == "chunked"
+        edge_level = edge_level_names(self.layer, self.edge_index, self.kwargs, complete)
+        some_edges = maximum(self.comm, [self.edge_index.size(1)], device)[0] > 0
+        look = self._look(complete, edge_level, some_edges, sizes)
+        agreed = maximum(self.comm, [look.severity, -look.budget, *look.numbers], device)
+        reason = look.reason or "another worker found that it needs all edges"
+        if agreed[0] == 3 and plan.world_size > 1:
+            raise DistributedIndexError(f"{self.title} can't run distributed: {reason}")
+        if agreed[0]:
+            return None, reason, agreed[0]
+        needs = Dependence.decode(agreed[2:])
+        if needs.reads_nodes and plan.world_size > 1:
+            raise DistributedIndexError(
+                f"{self.title} can't run distributed (rank {plan.rank}): its message reads rows of "
+                "a tensor with one row per node of this worker, by ids of its own, which may be "
+                "other workers' nodes. Hand the tensor to propagate() and take its rows as '_j' or "
+                "'_i' arguments; if its rows are not nodes, register it as a buffer"
+            )
+        mine: Any = None
+        if look.rows is not None:
+            mine = [(row, str(dtype)) for row, dtype in look.rows], look.sets
+        everyone = self.comm.all_gather_object(mine)
+        rows, sets = next(found for found in everyone if found is not None)
+        choice = Choice(
+            strategy,
+            needs,
+            edge_level,
+            -agreed[1],
+            tuple(
+                torch.empty(
+                    0, *shape, dtype=getattr(torch, dtype.removeprefix("torch.")), device=device
+                )
+                for shape, dtype in rows
+            ),
+            tuple(sets),
+            (look.severity, *look.numbers),
+            sums=None if look.program is None else _sums_of(look.program, needs),
+        )
+        return choice, "", 0
+
+    def _look(
+        self,
+        complete: bool,
+        edge_level: dict[str, bool],
+        some_edges: bool,
+        sizes: dict[str, Any],
+    ) -> _Analysis:
+        """Looks at the message on a few of this worker's edges. Communicates nothing."""
+        for ledger in self.comm.ledgers:
+            ledger.count("analysis")
+        numbers, budget, rows = Dependence.no_opinion(), 1, None
+        sets: list[str] = []
+        try:
+            reductions = decomposition_of(self.layer, complete)
+            program = TileProgram(
+                self.layer,
+                self.edge_index,
+                self.kwargs,
+                edge_level,
+                reductions.groups,
+                complete,
+                most_edges(self.layer, self.edge_index, complete),
+                sizes,
+            )
+            tile = sample(self.edge_index)
+            if tile.num_edges or not some_edges:
+                reads = any(_VALUES.intersection(group.kinds) for group in reductions.groups)
+                linear = complete or reductions.linear
+                numbers = analyse(program, tile, reads, linear).encode()
+                rows, sets = program.out_rows, program.sets
+            budget = self._max_edges(program)
+        except NeedsAllEdges as error:
+            return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
+        return _Analysis(0, "", budget, numbers, rows, sets, program)
+
+    def _max_edges(self, program: TileProgram) -> int:
+        """Edges whose messages and inputs are materialized at a time."""
+        if self.layer.policy.mode == 3:
+            return _ALL_EDGES
+        budget = self.layer.policy.message_budget
+        if budget is None:
+            sources = [program.operands[k].tensor for k in program.numbers("source")]
+            own = sum(t.numel() * t.element_size() for t in sources)
+            budget = min(max(own // 4, _LEAST_BUDGET), _MOST_BUDGET)
+        per_edge: int = program.row_bytes() + program.message_bytes
+        return max(budget // max(per_edge, 1), 1)
+
+    # What the workers must see alike #########################################
+
+    def _agree_on_call(self, call: str, known: bool = False) -> bool:
+        """Refuses rows of unlike width or dtype; whether something is ``known`` to all workers."""
+        everyone = self.comm.all_gather_object((call, known))
+        calls = [other for other, _ in everyone]
+        for rank, other in enumerate(calls):
+            if other != calls[0]:
+                raise ValueError(
+                    f"{self.title} is called differently on the workers, with {other} at rank "
+                    f"{rank} and {calls[0]} at rank 0 (per tensor: dtype, requires_grad, shape of "
+                    "a row, axes). Pass the same arguments on every worker"
+                )
+        return all(knows for _, knows in everyone)
+
+
+def needs_sorted_edges(layer: Any) -> bool:
+    """True where the aggregation may ask for edges by target, in the whole graph's order."""
+    known = is_known(layer)
+    return not known or any(
+        decompose(m) is None and type(m) not in _UNSORTED
+        for m in ([layer.aggr_module] if layer.aggr_module is not None else [])
+    )
+
+
+def most_edges(layer: Any, edge_index: DistEdgeIndex, complete: bool) -> int:
+    """The most in-edges of a node on any worker, where the aggregation depends on it; else 0."""
+    if not complete or not pads(layer):
+        return 0
+
+    def make() -> int:
+        target = edge_index.ends()[1]
+        degrees = torch.bincount(target, minlength=1)
+        return maximum(edge_index.plan.comm, [int(degrees.max())], edge_index.device)[0]
+
+    found: int = edge_index.remember("most edges", make)
+    return max(found, 1)
+
+
+def _sums_of(program: TileProgram, needs: Dependence) -> SumsOf | None:
+    """The sums that a message is, by arguments of ``propagate``; ``None`` where it is none."""
+    source, weight = (needs.source, None) if needs.product is None else needs.product
+    (group, *others), kinds = program.groups, set(program.groups[0].kinds)
+    plain = not (others or group.premap or group.normalises or needs.pattern or program.complete)
+    if source < 0 or not plain or not kinds <= {"sum", "mean", "max", "min"}:
+        return None
+    names = program.argument_of(source), None if weight is None else program.argument_of(weight)
+    if names[0] is None or (weight is not None and names[1] is None):
+        return None
+    return SumsOf(names[0], names[1], group.kinds, len(program.numbers("source")) == 1)
