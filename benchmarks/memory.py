@@ -291,8 +291,8 @@ per head); the gradients of the layer at hand; and the remote rows that the mode
 these are one shard of the largest size, or two with a prefetched one: of sources in the forward
 pass, of targets in the backward pass. Mode 2 keeps the halo's rows of each GAT layer, and holds
 gradients on their way back, mode 3 the halo and every message. Not in the law:
-own rows as local peers read them in shared memory and what they have not read, temporary tensors (of all messages in mode 3), and a few megabytes of libraries that
-don't shrink with the part."""
+own rows as local peers read them in shared memory and what they have not read, temporary tensors
+(of all messages in mode 3), and a few megabytes of libraries that don't shrink with the part."""
 
 
 def document(args: argparse.Namespace, found: Found, load: float) -> str:

@@ -1,0 +1,234 @@
+"""Times a training step on an R-MAT graph, beside the least that it has to compute.
+
+.. code-block:: bash
+
+    python benchmarks/epochs.py --out docs/benchmarks/epochs.md
+
+R-MAT (a=.57, b=c=.19), SAGE 100-256-256-40 and GAT 4 heads of 32. One process: a step beside its
+dense products alone, and beside its sums alone as transformed (the last layer's after its map).
+Several workers with one thread each: their step beside that of one worker with two threads, all on
+the default partition, measured in turns.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Callable
+from datetime import date
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from partitions import rmat
+from torch import Tensor
+from torch_geometric.data import Data
+from torch_geometric.nn import GAT, GraphSAGE
+from tqdm import tqdm
+
+import pyg_sar
+
+WIDTHS = (100, 256, 256, 40)
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "SAGE": lambda: GraphSAGE(100, 256, 3, 40),
+    "GAT": lambda: GAT(100, 128, 3, 40, heads=4),
+}
+
+
+def seconds(run: Callable[[], Any]) -> float:
+    """Wall time of a call."""
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
+
+
+def graph(nodes: int, edges: int) -> Data:
+    """The graph, with drawn features and classes."""
+    draw = torch.Generator().manual_seed(0)
+    data = Data(edge_index=rmat(nodes, edges), num_nodes=nodes)
+    data.x = torch.randn(nodes, WIDTHS[0], generator=draw)
+    data.y = torch.randint(WIDTHS[-1], (nodes,), generator=draw)
+    return data
+
+
+def step_of(model: torch.nn.Module, data: Data, average: Callable[[Tensor], Tensor]) -> Any:
+    """A training step."""
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        optimizer.zero_grad()
+        out = model(data.x, data.edge_index)
+        average(F.cross_entropy(out, data.y, reduction="none")).backward()
+        optimizer.step()
+
+    return step
+
+
+# One process #################################################################
+
+
+def products(nodes: int) -> Callable[[], None]:
+    """The dense products of a SAGE step: two maps per layer, forward and backward."""
+    maps = [
+        (torch.randn(nodes, a), torch.randn(nodes, b), torch.randn(a, b), k)
+        for k, (a, b) in enumerate(pairwise(WIDTHS))
+    ]
+
+    def run() -> None:
+        for x, gradient, weight, layer in maps:
+            for _ in range(2):  # of the sums, and of the node's own row
+                x @ weight
+                x.t() @ gradient
+                if layer:  # features want no gradient
+                    gradient @ weight.t()
+
+    return run
+
+
+def sums(data: Data) -> Callable[[], None]:
+    """The sums of a SAGE step: of 100, 256 and 40 numbers forward; of 256 and 40 backward."""
+    from pyg_sar.nn.one_process import OwnGraphs
+    from pyg_sar.space.shard import shards_of
+
+    edges: Any = OwnGraphs().stand_in({"edge_index": data.edge_index, "x": data.x}, 0)
+    block = shards_of(edges[1]).blocks[0]
+    from pyg_sar.engine.kernels.sums import add_gathered
+
+    rows = {width: torch.randn(data.num_nodes, width) for width in (100, 256, 40)}
+    totals = {width: torch.zeros(data.num_nodes, width) for width in rows}
+    block.transposed()
+
+    def run() -> None:
+        for width in (100, 256, 40):
+            add_gathered(totals[width].zero_(), rows[width], block.segments, None)
+        for width in (40, 256):
+            add_gathered(totals[width].zero_(), rows[width], block.transposed(), None)
+
+    return run
+
+
+def one_process(nodes: int, edges: int, rounds: int) -> list[str]:
+    """The step, the products and the sums, in turns."""
+    torch.set_num_threads(2)
+    data = graph(nodes, edges)
+    model = pyg_sar.distribute(GraphSAGE(100, 256, 3, 40))
+    ways = {
+        "dense products alone": products(nodes),
+        "sums alone, as transformed": sums(data),
+        "training step": step_of(model, data, lambda losses: losses.mean()),
+    }
+    times: dict[str, list[float]] = {name: [] for name in ways}
+    for turn in tqdm(range(rounds + 1), desc="one process"):
+        for name, run in ways.items():
+            spent = seconds(run)
+            if turn:
+                times[name].append(spent)
+    found = {name: median(spent) for name, spent in times.items()}
+    least = found["dense products alone"] + found["sums alone, as transformed"]
+    lines = [f"| {name} | {spent:.2f} |" for name, spent in found.items()]
+    ratio = found["training step"] / least
+    return [
+        f"## One process, two threads, {nodes:,} nodes, {edges:,} edges, SAGE",
+        "",
+        "| | seconds |",
+        "|---|---|",
+        *lines,
+        "",
+        f"The step takes {ratio:.2f} times products and sums.",
+        "",
+    ]
+
+
+# Workers #####################################################################
+
+
+def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, float]:
+    """Seconds of steps at this worker; MiB kept between them, and at the peak."""
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    step = step_of(pyg_sar.distribute(MODELS[model]()), data, pyg_sar.mean)
+    step()
+    comm, times = pyg_sar.comm.current(), []
+    for _ in range(rounds):
+        comm.barrier()
+        times.append(seconds(step))
+    return times, *memory()
+
+
+def memory() -> tuple[float, float]:
+    """MiB resident now, and the most so far, shared pages by halves (PSS) where told."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return tuple(int(status[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
+
+
+def workers(nodes: int, edges: int, counts: list[int], rounds: int) -> list[str]:
+    """Steps of several workers beside those of one, in turns."""
+    data, lines = graph(nodes, edges), []
+    with tempfile.TemporaryDirectory() as folder:
+        for count in counts:
+            pyg_sar.write_partitions(data, count, f"{folder}/{count}")
+        del data
+        for model in MODELS:
+            times: dict[int, list[float]] = {count: [] for count in counts}
+            sizes: dict[int, tuple[float, float]] = {}
+            for _ in tqdm(range(rounds), desc=model):
+                for count in counts:
+                    given = f"{folder}/{count}", model, 2
+                    threads = 2 if count == 1 else 1
+                    found = pyg_sar.launch(measure, count, *given, threads_per_worker=threads)
+                    times[count] += [max(turn) for turn in zip(*(f[0] for f in found), strict=True)]
+                    sizes[count] = max(f[1] for f in found), max(f[2] for f in found)
+            first = min(times[1])
+            lines += [
+                f"| {model} | {count} | {min(spent):.2f} | {min(spent) / first:.2f} "
+                f"| {kept:.0f} | {peak:.0f} | {peak / sizes[1][1]:.2f} |"
+                for (count, spent), (kept, peak) in zip(times.items(), sizes.values(), strict=True)
+            ]
+    return [
+        f"## Workers, {nodes:,} nodes, {edges:,} edges",
+        "",
+        "The fastest step of the slowest worker. Memory: MiB resident in the largest worker, "
+        "between steps and at the peak, with about 250 of Python and its libraries.",
+        "",
+        "| model | workers | seconds | to one | kept | peak | to one |",
+        "|---|---|---|---|---|---|---|",
+        *lines,
+        "",
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=200_000)
+    parser.add_argument("--edges", type=int, default=10_000_000)
+    parser.add_argument("--workers", type=int, nargs="*", default=[1, 2, 4])
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--out", type=Path, help="write the tables here as Markdown")
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    lines = one_process(args.nodes, args.edges, 2 * args.rounds)
+    if args.workers:
+        lines += workers(args.nodes, args.edges, args.workers, args.rounds)
+    command = f"python benchmarks/epochs.py --nodes {args.nodes} --edges {args.edges}"
+    head = [
+        "# Training steps on an R-MAT graph",
+        "",
+        f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{torch.__version__}. Load at the start and at the end: {load:.1f} and "
+        f"{os.getloadavg()[0]:.1f}.",
+        "",
+    ]
+    text = "\n".join([*head, *lines])
+    print(text)
+    if args.out:
+        args.out.write_text(text)
+
+
+if __name__ == "__main__":
+    main()
