@@ -584,29 +584,16 @@ void backward_targets_cpu(const OptionalTensor& grad_query, const OptionalTensor
   for (const Written* w : {&queries, &atts, &attrs, &weights}) w->write();
 }
 
-// Shapes alone #################################################################
+// Shapes alone: arguments are checked when a kernel runs, and sizes may be symbols here ##########
 
-void attention_meta(Tensor& acc, Tensor& maximum, Tensor& normaliser, PYG_SAR_GIVEN) {
-  check_state(acc, maximum, normaliser, PYG_SAR_GIVEN_NAMES);
-}
+void attention_meta(Tensor&, Tensor&, Tensor&, PYG_SAR_GIVEN) {}
 
-void backward_sources_meta(const OptionalTensor& grad_value, const OptionalTensor& grad_key,
-                           const OptionalTensor& grad_query, const OptionalTensor& grad_edge_attr,
-                           const OptionalTensor& grad_edge_weight, PYG_SAR_KNOWN, PYG_SAR_GIVEN,
-                           const OptionalTensor& places) {
-  Given g = PYG_SAR_GIVEN_NAMES;
-  g.places = places;
-  check_known(grad_out, maximum, normaliser, delta, g);
-  check_sources(grad_value, grad_key, grad_query, grad_edge_attr, grad_edge_weight, g);
-}
+void backward_sources_meta(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                           const OptionalTensor&, const OptionalTensor&, PYG_SAR_KNOWN, PYG_SAR_GIVEN,
+                           const OptionalTensor&) {}
 
-void backward_targets_meta(const OptionalTensor& grad_query, const OptionalTensor& grad_att,
-                           const OptionalTensor& grad_edge_attr,
-                           const OptionalTensor& grad_edge_weight, PYG_SAR_KNOWN, PYG_SAR_GIVEN) {
-  const Given g = PYG_SAR_GIVEN_NAMES;
-  check_known(grad_out, maximum, normaliser, delta, g);
-  check_targets(grad_query, grad_att, grad_edge_attr, grad_edge_weight, g);
-}
+void backward_targets_meta(const OptionalTensor&, const OptionalTensor&, const OptionalTensor&,
+                           const OptionalTensor&, PYG_SAR_KNOWN, PYG_SAR_GIVEN) {}
 
 #define PYG_SAR_SCHEMA                                                                          \
   "int kind, Tensor value, Tensor? key, Tensor? query, Tensor? att, Tensor? edge_attr, "        \

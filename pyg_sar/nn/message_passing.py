@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from inspect import Parameter
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing, RGCNConv
 
@@ -81,6 +82,7 @@ class DistMessagePassing(MessagePassing):
     policy: SARPolicy = SARPolicy()
     ledger_name: str = ""
     _one_shot_call: bool = False
+    compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
 
     # [Note: pinned] PyG compiles `propagate` and `edge_updater` from templates when a layer is
     # built, copied or unpickled, and installs them on the class, over an inherited override.
@@ -93,6 +95,8 @@ class DistMessagePassing(MessagePassing):
         given = (*args, *kwargs.values())
         relations = [r for a in given if isinstance(a, dict) for r in a.values()]
         edges = [a for a in (*given, *relations) if isinstance(a, DistEdgeIndex)]
+        if torch.compiler.is_compiling() and not edges:
+            return super().__call__(*args, **kwargs)
         if not edges:
             fused = self._own_graph(args, kwargs)
             if fused is not None:
@@ -115,6 +119,8 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
+            if torch.compiler.is_compiling() and self.compiled_propagate is not None:
+                return self.compiled_propagate(self, edge_index, size=size, **kwargs)
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
