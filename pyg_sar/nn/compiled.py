@@ -20,6 +20,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch._dynamo  # which PyG imports, too
 from torch import Tensor
 from torch_geometric.nn import (
     AGNNConv,
@@ -39,6 +40,7 @@ from torch_geometric.utils import scatter
 from torch_geometric.utils.loop import compute_loop_attr
 
 from pyg_sar.functional import attention, gather_sum, sorted_edges
+from pyg_sar.space.index_space import DistEdgeIndex, DistIndex
 
 # Edges ########################################################################
 
@@ -359,6 +361,24 @@ class GATv2(Layer):
         if self.res is not None:
             out = out + self.res(other)
         return out if self.bias is None else out + self.bias
+
+
+# Several workers ##############################################################
+
+
+def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that ``torch.compile`` leaves as it is, between two graphs, and doesn't look into.
+
+    Whatever talks to other workers is one: how often depends on the graph's parts, not on shapes.
+    """
+    why = "pyg_sar talks to other workers here, between two compiled graphs"
+    found: Callable[..., Any] = torch.compiler.disable(function, reason=why)
+    return found
+
+
+def keep_out_of_graphs() -> None:
+    """Tells ``torch.compile`` to hand distributed indices on, and not to take them apart."""
+    torch._dynamo.config.nontraceable_tensor_subclasses.update({DistEdgeIndex, DistIndex})
 
 
 # Which layers #################################################################

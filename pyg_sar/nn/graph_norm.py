@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import instance_norm
 
 from pyg_sar.comm.group import current
+from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.reduction.moments import (
     Moments,
     graph_moments,
@@ -57,6 +58,7 @@ class DistGraphNorm(gnn.GraphNorm):
     which is the paper's, with the variance about :math:`\alpha \odot \mu` split into its two parts.
     """
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -75,6 +77,7 @@ class DistGraphNorm(gnn.GraphNorm):
 class DistGraphSizeNorm(gnn.GraphSizeNorm):
     """:class:`torch_geometric.nn.GraphSizeNorm` by the graphs' nodes on all workers."""
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -90,6 +93,7 @@ class DistGraphSizeNorm(gnn.GraphSizeNorm):
 class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
     """:class:`torch_geometric.nn.MeanSubtractionNorm` over the nodes of all workers."""
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
     ) -> Tensor:
@@ -105,6 +109,7 @@ class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
 class DistPairNorm(gnn.PairNorm):
     """:class:`torch_geometric.nn.PairNorm` over the nodes of all workers."""
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -129,6 +134,7 @@ class DistLayerNorm(gnn.LayerNorm):
     deviation, with ``batch`` to the variance; so does this.
     """
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -159,6 +165,7 @@ class DistInstanceNorm(gnn.InstanceNorm):
         ValueError: Without ``batch``, when all workers together have at most one node, as in PyG.
     """
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -215,6 +222,7 @@ class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
             torch, where nodes would be channels that have parameters or running statistics.
     """
 
+    @between_graphs
     def forward(self, input: Tensor) -> Tensor:
         """See :class:`torch.nn.InstanceNorm1d`."""
         if current().world_size == 1:

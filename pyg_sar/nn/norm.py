@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm
 
 from pyg_sar.comm.group import current
+from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.graph_norm import (
     DistGraphNorm,
     DistGraphSizeNorm,
@@ -36,6 +37,7 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
         ValueError: When all workers together have at most one row in training.
     """
 
+    @between_graphs
     def forward(self, input: Tensor, allow_single_element: bool = False) -> Tensor:
         """See :class:`torch.nn.BatchNorm1d`.
 
@@ -55,6 +57,7 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
 class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
     """:class:`torch.nn.SyncBatchNorm` over this run's workers, as :class:`DistBatchNorm1d`."""
 
+    @between_graphs
     def forward(self, input: Tensor, allow_single_element: bool = False) -> Tensor:
         """See :meth:`DistBatchNorm1d.forward`; ``[N, C, *]``."""
         if not reduces_over_rows(self):
@@ -112,6 +115,7 @@ def _track(norm: Any, mean: Tensor, unbiased: Tensor) -> None:
 class DistBatchNorm(gnn.BatchNorm):
     """:class:`torch_geometric.nn.BatchNorm` over the nodes of all workers."""
 
+    @between_graphs
     def forward(self, x: Tensor) -> Tensor:
         """See :meth:`torch_geometric.nn.BatchNorm.forward`."""
         return self.module(x, True) if self.allow_single_element else self.module(x)
@@ -124,6 +128,7 @@ class DistHeteroBatchNorm(gnn.HeteroBatchNorm):
     statistics move for the types that any worker holds.
     """
 
+    @between_graphs
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """See :meth:`torch_geometric.nn.HeteroBatchNorm.forward`."""
         comm = current()
