@@ -108,9 +108,7 @@ def distribute(
                 module.__dict__.pop("propagate", None)
                 module.__dict__.pop("edge_updater", None)
                 kind: Any = type(module)
-                module.__class__ = _dist_class(
-                    kind, comm.world_size == 1, takes_layer(module)
-                )
+                module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
             if comm.world_size == 1:

@@ -35,9 +35,8 @@ def use_kernel(native: bool | None, fits: bool) -> bool:
         RuntimeError: The kernel was asked for and is missing.
     """
     if native is None:
-        if not torch.jit.is_scripting():
-            if fits and not torch.compiler.is_compiling():
-                ops.warn_if_missing()
+        if not torch.jit.is_scripting() and fits and not torch.compiler.is_compiling():
+            ops.warn_if_missing()
         return ops.built and fits
     if native and not ops.built:
         raise RuntimeError("pyg_sar has no C++ kernels: call this with native=None")
@@ -66,8 +65,7 @@ def sorted_edges(
     """
     if edge_index.dim() != 2 or edge_index.size(0) != 2:
         raise ValueError(
-            "sorted_edges: expected 'edge_index' of shape [2, E] (got "
-            f"{list(edge_index.shape)})"
+            f"sorted_edges: expected 'edge_index' of shape [2, E] (got {list(edge_index.shape)})"
         )
     if edge_index.dtype != torch.int64:
         raise TypeError(f"sorted_edges: expected int64 'edge_index' (got {edge_index.dtype})")

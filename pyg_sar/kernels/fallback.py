@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import leaky_relu
 
 from pyg_sar.kernels.attention_terms import check_offsets, check_sums, wide_dtype
 
@@ -84,7 +83,10 @@ def targets_of(offsets: Tensor, targets: Tensor | None, num_edges: int) -> Tenso
 def sort_edges(key: Tensor, num_keys: int, order: Tensor | None) -> tuple[Tensor, Tensor]:
     """See :func:`pyg_sar.kernels.ops.sort_edges`."""
     inside = ((key >= 0) & (key < num_keys)).all()
-    torch._assert_async(inside, "sort_edges: expected keys that are at least 0 and below num_keys")
+    if not torch.jit.is_scripting():
+        torch._assert_async(inside, "sort_edges: expected keys in [0, num_keys)")
+    elif not bool(inside):  # TorchScript leaves out what has no result.
+        raise IndexError(f"sort_edges: expected keys in [0, {num_keys})")
     keys = key if order is None else key[order]
     place = torch.argsort(keys, stable=True)
     found = keys[place]
@@ -200,17 +202,22 @@ def edge_scores(
         assert query is not None
         if term is not None:
             key, value = key + term, value + term
-        return leaky_relu((query * key).sum(-1) * scale, slope), value
+        return leaky((query * key).sum(-1) * scale, slope), value
     if kind == 3:
         assert query is not None and att is not None
         ends = (att[0] * key).sum(-1) + (att[1] * query).sum(-1)
-        return leaky_relu(ends * (query * key).sum(-1).sigmoid(), slope), value
+        return leaky(ends * (query * key).sum(-1).sigmoid(), slope), value
     total = key if query is None else key + query
-    total = leaky_relu(total if term is None else total + term, slope)
+    total = leaky(total if term is None else total + term, slope)
     if kind == 0:
         return total, value
     assert att is not None
     return (total * att).sum(-1), value
+
+
+def leaky(x: Tensor, slope: float) -> Tensor:
+    """A leaky ReLU; TorchScript's own gradient of it rounds the slope to float32."""
+    return x if slope == 1.0 else torch.where(x > 0, x, x * slope)
 
 
 def through_leaky(gradient: Tensor, x: Tensor, slope: float) -> Tensor:
@@ -257,7 +264,7 @@ def edge_gradients(
         return found, found, found, found
     assert att is not None
     grad_scores = grad_scores.unsqueeze(-1)
-    grad_att = (grad_scores * leaky_relu(total, slope)).sum(0)
+    grad_att = (grad_scores * leaky(total, slope)).sum(0)
     found = through_leaky(grad_scores * att, total, slope)
     return found, found, grad_att, found
 
@@ -356,7 +363,7 @@ def attention_(
             term = term_of(edge_attr, edge_weight, at)
             scores, values = edge_scores(kind, values, keys, queries, att, term, slope, scale)
             if step == 0:
-                # NaN reaches the sums by itself; -inf would give NaN where it is not the only score.
+                # NaN reaches the sums by itself; -inf would give NaN where others are finite.
                 scores = scores.masked_fill(scores.isnan(), -torch.inf).nan_to_num(0.0, torch.inf)
                 maximum.scatter_reduce_(0, i.unsqueeze(-1).expand_as(scores), scores, "amax")
                 continue

@@ -70,7 +70,7 @@ def takes(rows: Tensor) -> bool:
 
 
 def use_kernel(native: bool | None, fits: bool) -> bool:
-    """Tells whether to call the kernel: it is asked for, or it is there and made for the tensors."""
+    """Tells whether to call the kernel: asked for, or there and made for the tensors."""
     if native is None:
         return fits and why_missing() is None
     if native and (reason := why_missing()) is not None:

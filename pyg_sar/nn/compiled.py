@@ -57,15 +57,15 @@ def with_loops(edge_index: Tensor, num_loops: int, num_targets: int) -> Tensor:
         ``[2, E + num_loops]``, with targets up to N. See [Note: loops].
     """
     source, target = edge_index[0], edge_index[1]
-    inside = (target < num_targets).all()
-    torch._assert_async(inside, "edge_index: expected targets below the number of target nodes")
-    target = torch.where(source == target, torch.full_like(target, num_targets), target)
+    spare = torch.full_like(target, num_targets)
+    # What was out of range stays so: sorting raises for it.
+    target = torch.where(source == target, spare, target + (target >= num_targets).long())
     loops = torch.arange(num_loops, device=edge_index.device)
     return torch.stack([torch.cat([source, loops]), torch.cat([target, loops])])
 
 
 def drop_keys(edge_index: Tensor, p: float) -> Tensor | None:
-    """Random numbers that the dropout knows edges by in one call, ``[E]``; ``None`` where p is 0."""
+    """Random numbers, ``[E]``, that dropout knows edges by in a call; ``None`` where p is 0."""
     if p == 0.0:
         return None
     size = [edge_index.size(1)]
@@ -130,7 +130,9 @@ class PairSum(Layer):
         x: tuple[Tensor, Tensor | None],
         size: tuple[int, int] | None = None,
     ) -> Tensor:
-        return reduced(x[0], plain_edges(edge_index), targets_among(x, size), None, self.aggr == "mean")
+        return reduced(
+            x[0], plain_edges(edge_index), targets_among(x, size), None, self.aggr == "mean"
+        )
 
 
 class WeightedPairSum(Layer):
@@ -143,7 +145,9 @@ class WeightedPairSum(Layer):
         edge_weight: Tensor | None,
         size: tuple[int, int] | None = None,
     ) -> Tensor:
-        return reduced(x[0], plain_edges(edge_index), targets_among(x, size), edge_weight, self.aggr == "mean")
+        return reduced(
+            x[0], plain_edges(edge_index), targets_among(x, size), edge_weight, self.aggr == "mean"
+        )
 
 
 class WeightedSum(Layer):
@@ -231,7 +235,9 @@ class AGNN(Layer):
         if self.add_self_loops:
             ends, query = with_loops(ends, count, count), with_row(query)
         source, offsets, edges = sorted_edges(ends, count, query.size(0))
-        return attention("dot", x.unsqueeze(1), key, query, source, offsets, edges)[:count].flatten(1)
+        return attention("dot", x.unsqueeze(1), key, query, source, offsets, edges)[:count].flatten(
+            1
+        )
 
 
 class GAT(Layer):
@@ -449,8 +455,8 @@ def own_forward(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], pairs: bool) -> bool:
-    """Tells whether a call has plain edges, node rows of two axes, and asks for the output alone."""
-    edges = args[1] if len(args) > 1 else kwargs.get("edge_index")
+    """Tells whether a call has plain edges and node rows, and asks for the output alone."""
+    edges: Any = args[1] if len(args) > 1 else kwargs.get("edge_index")
     x = args[0] if args else kwargs.get("x")
     rows = x if isinstance(x, tuple | list) else (x,)
     return (

@@ -98,7 +98,10 @@ class DistMessagePassing(MessagePassing):
         relations = [r for a in given if isinstance(a, dict) for r in a.values()]
         edges = [a for a in (*given, *relations) if isinstance(a, DistEdgeIndex)]
         if torch.compiler.is_compiling():
-            return self._uncompiled(*args, **kwargs) if edges else super().__call__(*args, **kwargs)
+            if edges:
+                return self._uncompiled(*args, **kwargs)
+            self._one_shot_call = kwargs.get("return_attention_weights") is not None
+            return super().__call__(*args, **kwargs)
         if not edges:
             fused = self._own_graph(args, kwargs)
             if fused is not None:
@@ -126,8 +129,9 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
-            if torch.compiler.is_compiling() and self.compiled_propagate is not None:
-                return self.compiled_propagate(self, edge_index, size=size, **kwargs)
+            compiled = self.compiled_propagate
+            if compiled and torch.compiler.is_compiling() and not self._one_shot_call:
+                return compiled(self, edge_index, size=size, **kwargs)
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
