@@ -40,9 +40,11 @@ def _dist_class(
     """
     name = f"Dist{kind.__name__}"
     before = registry.mixin_of(kind)
-    methods = {"__module__": kind.__module__, **methods_of(kind, by_kernel)}
-    if not alone:
-        methods["__call__"] = between_graphs(DistMessagePassing.__call__)
+    compiled = {"__call__": between_graphs(DistMessagePassing.__call__)}
+    methods = {
+        "__module__": kind.__module__,
+        **(methods_of(kind, by_kernel) if alone else compiled),
+    }
     return type(name, (*before, DistMessagePassing, kind), methods)
 
 
