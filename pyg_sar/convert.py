@@ -14,6 +14,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.nn import registry
+from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import claim_rows
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import NORMS
@@ -31,11 +32,24 @@ from pyg_sar.reduction.parameters import (
 
 
 @cache
-def _dist_class(kind: type[MessagePassing]) -> type[DistMessagePassing]:
-    """The layer's class with :class:`DistMessagePassing` before it."""
+def _dist_class(
+    kind: type[MessagePassing], alone: bool, by_kernel: bool
+) -> type[DistMessagePassing]:
+    """The layer's class with :class:`DistMessagePassing` before it.
+
+    Args:
+        kind: The layer's class.
+        alone: One process, whose layers can be compiled; else each call is made between two graphs.
+        by_kernel: Whether it is compiled by the kernels. See :mod:`pyg_sar.nn.compiled`.
+    """
     name = f"Dist{kind.__name__}"
     before = registry.mixin_of(kind)
-    return type(name, (*before, DistMessagePassing, kind), {"__module__": kind.__module__})
+    compiled = {"__call__": between_graphs(DistMessagePassing.__call__)}
+    methods = {
+        "__module__": kind.__module__,
+        **(methods_of(kind, by_kernel) if alone else compiled),
+    }
+    return type(name, (*before, DistMessagePassing, kind), methods)
 
 
 def distribute(
@@ -93,18 +107,19 @@ def distribute(
     policy = policy or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
     graphs = OwnGraphs()
+    keep_out_of_graphs()
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             if not isinstance(module, DistMessagePassing):
                 module.__dict__.pop("propagate", None)
                 module.__dict__.pop("edge_updater", None)
                 kind: Any = type(module)
-                module.__class__ = _dist_class(kind)
+                module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
             if comm.world_size == 1:
                 module.own_graphs = graphs
-        elif name in seeing.rows and type(module) in NORMS:
+        elif name in seeing.rows and type(module) in NORMS and not _as_it_is(module, comm):
             module.__class__ = NORMS[type(module)]
         elif name in seeing.nodes:
             module.__class__ = registry.class_after(type(module))
@@ -119,6 +134,11 @@ def distribute(
                 if isinstance(module, DistMessagePassing):
                     module.gradient_sum = hook
     return model
+
+
+def _as_it_is(norm: torch.nn.Module, comm: Communicator) -> bool:
+    """Tells whether a norm needs no other workers; ``SyncBatchNorm`` alone is for GPUs."""
+    return comm.world_size == 1 and not isinstance(norm, torch.nn.SyncBatchNorm)
 
 
 def _check(

@@ -1,16 +1,17 @@
-"""Sums and attention over a graph's edges as functions that autograd records, for new layers.
+r"""Sums and attention over a graph's edges as functions that autograd records, for new layers.
 
-These are the kernels for all edges at once: ``torch.ops.pyg_sar.gather_sum`` and
-``torch.ops.pyg_sar.attention``, registered with gradients and shapes, so that ``torch.compile`` and
-:func:`torch.library.opcheck` know them too. Layers that :func:`pyg_sar.distribute` converts need
-neither: they go shard by shard, by the same kernels. Edges are sorted once by
-:func:`pyg_sar.space.shard.segments_of`:
+Their arguments are tensors, numbers, strings and ``None``: ``torch.jit.script``, ``torch.compile``
+and ``torch.export`` take code that calls them. Edges are sorted once, by :func:`sorted_edges`:
 
-    segments = segments_of(edge_index[0], edge_index[1], num_sources, num_targets)
-    out = gather_sum(x, segments, num_targets, edge_weight[segments.edges])
+.. code-block:: python
 
-Where the kernels are missing or not made for the tensors, PyTorch gives the same results and
-gradients, and materializes a message per edge.
+    source, offsets, edges = sorted_edges(edge_index, num_sources, num_targets)
+    out = gather_sum(x, source, offsets, edge_weight[edges])
+
+The kernels are the operators ``torch.ops.pyg_sar.sort_edges``, ``gather_sum`` and ``attention``,
+registered with gradients and shapes. Where they are missing or not made for the tensors, PyTorch
+gives the same results and gradients, and materializes a message per edge. Layers that
+:func:`pyg_sar.distribute` converts need none of this.
 """
 
 from __future__ import annotations
@@ -18,19 +19,75 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_sar.kernels import attention_fallback
-from pyg_sar.kernels.attention_ops import arguments_of, takes_attention
-from pyg_sar.kernels.attention_sums import weight_of
-from pyg_sar.kernels.attention_terms import Attention, Segments, check_segments, wide_dtype
-from pyg_sar.kernels.ops import takes, use_kernel, warn_if_missing
+from pyg_sar.kernels import fallback, ops
+from pyg_sar.kernels.attention_terms import (
+    check_per_edge,
+    check_segments,
+    check_terms,
+    wide_dtype,
+)
+
+
+def use_kernel(native: bool | None, fits: bool) -> bool:
+    """Tells whether to call the kernel: it is asked for, or it is there and made for the tensors.
+
+    Raises:
+        RuntimeError: The kernel was asked for and is missing.
+    """
+    if native is None:
+        if not torch.jit.is_scripting() and fits and not torch.compiler.is_compiling():
+            ops.warn_if_missing()
+        return ops.built and fits
+    if native and not ops.built:
+        raise RuntimeError("pyg_sar has no C++ kernels: call this with native=None")
+    return native
+
+
+def sorted_edges(
+    edge_index: Tensor, num_sources: int, num_targets: int, native: bool | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Sorts edges by target, and those of a target by source.
+
+    Args:
+        edge_index: Sources and targets, ``[2, E]``, int64.
+        num_sources: Source rows, M.
+        num_targets: Target rows, N.
+        native: ``True``: the kernel; ``False``: PyTorch; ``None``: the kernel where there is one.
+
+    Returns:
+        Each edge's source, ``[E]``; the first edge of each target, and at last E, ``[N + 1]``; each
+        edge's column in ``edge_index``, ``[E]``: int32 where all of these fit, else int64.
+
+    Raises:
+        ValueError: ``edge_index`` is not ``[2, E]``.
+        TypeError: It is not int64.
+        IndexError: A node is out of range (``RuntimeError`` without the kernel).
+    """
+    if edge_index.dim() != 2 or edge_index.size(0) != 2:
+        raise ValueError(
+            f"sorted_edges: expected 'edge_index' of shape [2, E] (got {list(edge_index.shape)})"
+        )
+    if edge_index.dtype != torch.int64:
+        raise TypeError(f"sorted_edges: expected int64 'edge_index' (got {edge_index.dtype})")
+    source, target = edge_index[0], edge_index[1]
+    kernel = use_kernel(native, edge_index.device.type == "cpu")
+    if ops.built and kernel:
+        by_source = torch.ops.pyg_sar.sort_edges(source, num_sources, None)[0]
+        edges, offsets = torch.ops.pyg_sar.sort_edges(target, num_targets, by_source)
+    else:
+        by_source = fallback.sort_edges(source, num_sources, None)[0]
+        edges, offsets = fallback.sort_edges(target, num_targets, by_source)
+    ordered = source[edges]
+    if num_sources < 2147483648:
+        return ordered.to(edges.dtype), offsets, edges
+    return ordered, offsets.to(ordered.dtype), edges.to(ordered.dtype)
 
 
 def gather_sum(
     rows: Tensor,
-    segments: Segments,
-    num_targets: int,
+    source: Tensor,
+    offsets: Tensor,
     weight: Tensor | None = None,
-    *,
     native: bool | None = None,
 ) -> Tensor:
     r"""Sums of gathered rows, with weights or without, and their gradients.
@@ -45,10 +102,11 @@ def gather_sum(
 
     Args:
         rows: ``[M, F]``, float32, float64 or bfloat16.
-        segments: The edges, by target; their ``edges`` are not looked at.
-        num_targets: Rows of the result, N.
-        weight: A number for each edge in the order of ``segments.source``, ``[E]``; ``None`` for 1.
-        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+        source: Each edge's source row, ``[E]``, int32 or int64; see :func:`sorted_edges`.
+        offsets: The first edge of each target, and at last E, ``[N + 1]``, of the same dtype.
+        weight: A number for each edge in the order of ``source``, ``[E]``; ``None`` for 1.
+        native: ``True``: the kernel; ``False``: PyTorch; ``None``: the kernel where it is there and
+            made for the tensors.
 
     Returns:
         ``[N, F]``; 0 for targets without edges.
@@ -60,36 +118,41 @@ def gather_sum(
         RuntimeError: The kernel was asked for and is missing.
         NotImplementedError: A second derivative is asked for, of the kernel.
     """
-    check_segments(segments)
+    check_segments(source, offsets, None, None)
     if rows.dim() != 2 or not rows.is_floating_point():
         raise ValueError(
             "gather_sum: expected 'rows' of shape [M, F], floating point (got "
             f"{list(rows.shape)}, {rows.dtype})"
         )
-    if weight is not None and weight.shape != segments.source.shape:
+    if weight is not None and (weight.dim() != 1 or weight.size(0) != source.size(0)):
         raise ValueError(
-            f"gather_sum: expected a 'weight' for each of the {segments.source.numel()} edges "
+            f"gather_sum: expected a 'weight' for each of the {source.numel()} edges "
             f"(got shape {list(weight.shape)})"
         )
-    if _native(takes(rows), native):
-        weight = None if weight is None else weight.to(wide_dtype(rows.dtype))
-        found: Tensor = torch.ops.pyg_sar.gather_sum(
-            rows, segments.source, segments.offsets, segments.targets, weight, None, num_targets
-        )
-        return found
-    wide = wide_dtype(rows.dtype)
-    messages = rows.to(wide).index_select(0, segments.source)
-    if weight is not None:
-        messages = messages * weight.to(wide).unsqueeze(-1)
-    out = messages.new_zeros(num_targets, rows.size(1))
-    return out.index_add(0, attention_fallback.targets_of(segments), messages).to(rows.dtype)
+    count = offsets.size(0) - 1
+    kernel = use_kernel(native, ops.takes(rows))
+    if ops.built and kernel:
+        wide = None if weight is None else weight.to(wide_dtype(rows.dtype))
+        return torch.ops.pyg_sar.gather_sum(rows, source, offsets, None, wide, None, count)
+    return fallback.gather_sum(rows, source, offsets, weight, count)
 
 
 def attention(
-    terms: Attention,
-    segments: Segments,
-    num_targets: int | None = None,
-    *,
+    kind: str,
+    value: Tensor,
+    key: Tensor | None,
+    query: Tensor | None,
+    source: Tensor,
+    offsets: Tensor,
+    edges: Tensor | None = None,
+    att: Tensor | None = None,
+    edge_attr: Tensor | None = None,
+    edge_weight: Tensor | None = None,
+    slope: float = 1.0,
+    scale: float = 1.0,
+    drop_key: Tensor | None = None,
+    seed: int = 0,
+    p: float = 0.0,
     native: bool | None = None,
 ) -> Tensor:
     r"""Attention over a graph's edges, and its gradients.
@@ -99,42 +162,118 @@ def attention(
         a_e = \frac{e^{s_e}}{\sum_{e'} e^{s_{e'}}}
 
     over the in-edges of target i, per head; the scores s, values and factors k of dropout are those
-    of :class:`~pyg_sar.kernels.attention_terms.Attention`. Keeps its inputs, the output and two
-    numbers per target and head for the backward pass, nothing per edge (``tanh``: the edges'
-    weights).
+    of :class:`~pyg_sar.kernels.attention_terms.Attention`, whose attributes the arguments are.
+    Keeps its inputs, the output and two numbers per target and head for the backward pass, nothing
+    per edge (``tanh``: the edges' weights).
 
     Args:
-        terms: Scores and values.
-        segments: The edges, by target.
-        num_targets: N; ``None``: the rows of ``terms.query``.
-        native: Whether to use the kernel; ``None``: where it is there and made for the tensors.
+        kind: ``'additive'``, ``'gatv2'``, ``'dot'``, ``'mixed'`` or ``'tanh'``.
+        value: ``[M, H, C]``, floating point.
+        key: ``[M, H]`` (additive and tanh), else ``[M, H, C]`` or ``None`` for ``value``.
+        query: ``[N, H]`` (additive, for which ``None`` is 0, and tanh), else ``[N, H, C]``.
+        source: Each edge's source row, ``[E]``, int32 or int64; see :func:`sorted_edges`.
+        offsets: The first edge of each target, and at last E, ``[N + 1]``, of the same dtype.
+        edges: The row of ``edge_attr`` and ``drop_key`` of each edge, ``[E]``, of the same dtype;
+            ``None``: in order.
+        att: ``[H, C]`` (gatv2), ``[2, H, C]`` (mixed), else ``None``.
+        edge_attr: ``[E, D]`` or ``None``.
+        edge_weight: ``[D, H]`` (additive), else ``[D, H, C]``; goes with ``edge_attr``.
+        slope: Leaky ReLU's negative slope; 1: none.
+        scale: Of ``'dot'``.
+        drop_key: ``[E]``, int32 or int64: the number that an edge is known by to the dropout.
+            Needed where p > 0. Compiled code draws it anew, with ``torch.randint``, for other
+            factors in each call.
+        seed: Of the dropout, 64 bits; a constant in compiled code.
+        p: Probability to drop a weight after the normalisation.
+        native: ``True``: the kernel; ``False``: PyTorch; ``None``: the kernel where it is there and
+            made for the tensors.
 
     Returns:
-        ``[N, H, C]`` of the dtype of ``terms.value``; 0 for targets without edges.
+        ``[N, H, C]`` of the dtype of ``value``; 0 for targets without edges.
 
     Raises:
-        As :func:`gather_sum`.
+        ValueError: Shapes or numbers don't fit, or edges are not sorted.
+        TypeError: Dtypes don't fit.
+        IndexError: An index is out of range.
+        RuntimeError: The kernel was asked for and is missing.
+        NotImplementedError: A second derivative is asked for, of the kernel.
     """
-    terms.check(segments)
-    rows = num_targets if terms.query is None else terms.query.size(0)
-    if rows is None or num_targets not in (None, rows):
+    check_terms(kind, value, query, key, att, edge_attr, edge_weight)
+    check_segments(source, offsets, None, edges)
+    check_per_edge(source, edges is not None, edge_attr, drop_key, p)
+    count = offsets.size(0) - 1
+    if query is not None and query.size(0) != count:
         raise ValueError(
-            f"attention: expected 'num_targets' to be the rows of 'query' (got {num_targets} and "
-            f"{None if terms.query is None else rows} rows)"
+            f"attention: expected 'query' with a row for each of the {count} targets of 'offsets' "
+            f"(got {query.size(0)})"
         )
-    wide = wide_dtype(terms.value.dtype)
-    if terms.kind == "tanh":
-        weight, value = weight_of(terms, segments), terms.value[:, 0].to(wide)
-        out = gather_sum(value, segments, rows, weight, native=native).unsqueeze(1)
-    elif _native(takes_attention(terms, rows), native):
-        out, _, _ = torch.ops.pyg_sar.attention(*arguments_of(terms, segments), rows)
+    wide = wide_dtype(value.dtype)
+    low, high = (0, 0)
+    if p > 0:
+        low, high = fallback.split_seed(seed)
     else:
-        out = attention_fallback.attention(terms, segments, rows)
-    return out.to(terms.value.dtype)
-
-
-def _native(fits: bool, native: bool | None) -> bool:
-    """True where the kernel is to be called; warns once where it is missing."""
-    if native is None and fits:
-        warn_if_missing()
-    return use_kernel(native, fits)
+        drop_key = None
+    if kind == "tanh":
+        assert key is not None and query is not None
+        place = fallback.targets_of(offsets, None, source.numel())
+        weight = key.to(wide).view(-1).index_select(0, source)
+        weight = (weight + query.to(wide).view(-1).index_select(0, place)).tanh()
+        if edge_attr is not None:
+            factor = edge_attr.to(wide).view(-1)
+            weight = weight * (factor if edges is None else factor.index_select(0, edges))
+        if drop_key is not None:
+            keys = drop_key if edges is None else drop_key.index_select(0, edges)
+            weight = weight * fallback.keep_factors(keys, 1, low, high, p).view(-1).to(wide)
+        out = gather_sum(value[:, 0].to(wide), source, offsets, weight, native)
+        return out.unsqueeze(1).to(value.dtype)
+    number = 3 if kind == "mixed" else 2 if kind == "dot" else 1 if kind == "gatv2" else 0
+    rows = value.to(wide)
+    wide_key = None if key is None else key.to(wide)
+    wide_query = None if query is None else query.to(wide)
+    wide_att = None if att is None else att.to(wide)
+    wide_attr = None if edge_attr is None else edge_attr.to(wide)
+    wide_weight = None if edge_weight is None else edge_weight.to(wide)
+    fits = ops.takes(value) and value.size(0) < 2147483648 and count < 2147483648
+    kernel = use_kernel(native, fits)
+    if ops.built and kernel:
+        words = None if drop_key is None else drop_key.to(torch.int32)
+        out, _, _ = torch.ops.pyg_sar.attention(
+            number,
+            rows,
+            wide_key,
+            wide_query,
+            wide_att,
+            wide_attr,
+            wide_weight,
+            slope,
+            scale,
+            source,
+            offsets,
+            None,
+            edges,
+            words,
+            low,
+            high,
+            p,
+            count,
+        )
+        return out.to(value.dtype)
+    out = fallback.attention(
+        number,
+        rows,
+        wide_key,
+        wide_query,
+        wide_att,
+        wide_attr,
+        wide_weight,
+        slope,
+        scale,
+        source,
+        offsets,
+        edges,
+        drop_key,
+        low,
+        high,
+        p,
+    )
+    return out.to(value.dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import inspect
 import io
 import pickle
 from collections.abc import Callable
@@ -38,6 +39,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import DistMessagePassing, SARPolicy
+from pyg_sar.nn.compiled import Compiled
 
 WORLD = 3
 
@@ -493,10 +495,11 @@ def is_distributed(layer: MessagePassing) -> bool:
     """Whether ``layer.propagate`` is the package's, however it is reached."""
     bound = layer.propagate
     updater = layer.edge_updater
+    of_class = inspect.getattr_static(type(layer), "propagate")
     return (
         getattr(bound, "__func__", bound) is DistMessagePassing.propagate
         and getattr(updater, "__func__", updater) is DistMessagePassing.edge_updater
-        and type(layer).propagate is DistMessagePassing.propagate
+        and (of_class is DistMessagePassing.propagate or isinstance(of_class, Compiled))
     )
 
 

@@ -177,8 +177,14 @@ def test_heterogeneous_graphs(tmp_path, monkeypatch):
     threads(work, 4)
 
 
+def test_compiled():
+    data = a_graph()
+    names = {"x": data.x, "edge_index": data.edge_index, "model": MyModel()}
+    run("docs/compiled.md", snippets("docs/compiled.md"), pyg_sar=pyg_sar, torch=torch, **names)
+
+
 def test_no_document_with_python_is_left_out():
     documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("**/*.md")]
     names = {str(path.relative_to(REPOSITORY)) for path in documents}
-    tried = {f"docs/{name}.md" for name in ("global", "hetero", "training", "verify")}
+    tried = {f"docs/{name}.md" for name in ("compiled", "global", "hetero", "training", "verify")}
     assert {name for name in names if snippets(name)} == {"README.md", *tried}

@@ -10,10 +10,11 @@ import torch
 from attention_problems import Problem, looped, problem, shards_of
 from torch import Tensor
 
-from pyg_sar.functional import attention, gather_sum
+from pyg_sar import functional
+from pyg_sar.functional import gather_sum, sorted_edges
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_ops import KINDS, arguments_of
-from pyg_sar.space.shard import Segments, segments_of
+from pyg_sar.kernels.attention_terms import Attention
 
 ALL = (*KINDS, "tanh")
 MISSING = ops.why_missing()
@@ -28,9 +29,18 @@ def recorded(given: Problem) -> tuple[Problem, dict[str, Tensor]]:
     return replace(given, attention=replace(given.attention, **leaves)), leaves
 
 
-def edges_of(given: Problem, index: torch.dtype = torch.int32, squeezed: bool = False) -> Any:
-    ((_, edges, _),) = shards_of(given, 1, squeezed, index)
+def edges_of(given: Problem, index: torch.dtype = torch.int32) -> Any:
+    ((_, edges, _),) = shards_of(given, 1, False, index)
     return edges
+
+
+def attention(terms: Attention, edges: Any, native: bool | None = None) -> Tensor:
+    """The function of the same name, of a problem's terms."""
+    names = ("att", "edge_attr", "edge_weight", "slope", "scale", "drop_key", "seed", "p")
+    given = {name: getattr(terms, name) for name in names}
+    ends = (edges.source, edges.offsets, edges.edges)
+    main = (terms.kind, terms.value, terms.key, terms.query)
+    return functional.attention(*main, *ends, **given, native=native)
 
 
 def small(kind: str, p: float = 0.0) -> Problem:
@@ -44,13 +54,13 @@ def small(kind: str, p: float = 0.0) -> Problem:
 @pytest.mark.parametrize("kind", ALL)
 def test_attention_and_its_gradients_equal_a_loop(kind: str, native: bool):
     for dtype, tolerance in ((torch.float64, 1e-11), (torch.float32, 2e-4)):
-        for features, p, squeezed, index in (
-            (0, 0.0, False, torch.int32),
-            (3, 0.0, True, torch.int64),
-            (2, 0.4, True, torch.int32),
+        for features, p, index in (
+            (0, 0.0, torch.int32),
+            (3, 0.0, torch.int64),
+            (2, 0.4, torch.int32),
         ):
             given, leaves = recorded(problem(kind, 3, 5, features, p, dtype, seed=features))
-            out = attention(given.attention, edges_of(given, index, squeezed), native=native)
+            out = attention(given.attention, edges_of(given, index), native=native)
             found = torch.autograd.grad(out, list(leaves.values()), given.grad_out)
             expected, gradients = looped(given)
             assert out.dtype == dtype and out.shape == expected.shape
@@ -82,7 +92,7 @@ def test_only_wanted_gradients_and_shared_keys(native: bool):
     for name, tensor in given.attention.tensors().items():
         leaf = tensor.detach().requires_grad_()
         terms = replace(given.attention, **{name: leaf})
-        out = attention(terms, edges_of(given), given.num_targets, native=native)
+        out = attention(terms, edges_of(given), native=native)
         (found,) = torch.autograd.grad(out, leaf, given.grad_out)
         torch.testing.assert_close(found, expected[name])
 
@@ -102,11 +112,15 @@ def test_targets_without_a_query(native: bool):
     given = problem("additive")
     terms, edges = replace(given.attention, query=None), edges_of(given)
     expected = looped(replace(given, attention=terms))[0]
-    torch.testing.assert_close(attention(terms, edges, 15, native=native), expected)
-    with pytest.raises(ValueError, match="'num_targets' to be the rows"):
-        attention(terms, edges, native=native)
-    with pytest.raises(ValueError, match="'num_targets' to be the rows"):
-        attention(given.attention, edges, 14, native=native)
+    torch.testing.assert_close(attention(terms, edges, native=native), expected)
+    few = replace(given.attention, query=present(given.attention.query)[:-1])
+    with pytest.raises(ValueError, match="a row for each of the 15 targets"):
+        attention(few, edges, native=native)
+
+
+def present(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return tensor
 
 
 @needs_kernels
@@ -140,14 +154,14 @@ def test_an_output_that_was_changed_is_noticed():
 # Sums #########################################################################
 
 
-def edge_list(seed: int = 0) -> tuple[Tensor, Tensor, Segments]:
+def edge_list(seed: int = 0) -> tuple[Tensor, Tensor, tuple[Tensor, Tensor, Tensor]]:
     """Edges among 7 sources and 6 targets, of which the last have none."""
     draw = torch.Generator().manual_seed(seed)
     source, target = (
         torch.randint(6, (30,), generator=draw),
         torch.randint(5, (30,), generator=draw),
     )
-    return source, target, segments_of(source, target, 7, 6)
+    return source, target, sorted_edges(torch.stack([source, target]), 7, 6)
 
 
 @pytest.mark.parametrize("native", BOTH)
@@ -159,8 +173,8 @@ def test_sums_and_their_gradients(weighted: bool, native: bool):
     leaves = (rows, weight) if weighted else (rows,)
 
     def fn(rows: Tensor, weight: Tensor | None = None) -> Tensor:
-        ordered = None if weight is None else weight[edges.edges]
-        return gather_sum(rows, edges, 6, ordered, native=native)
+        ordered = None if weight is None else weight[edges[2]]
+        return gather_sum(rows, *edges[:2], ordered, native=native)
 
     messages = rows[source] * weight.unsqueeze(-1) if weighted else rows[source]
     expected = rows.new_zeros(6, 4).index_add(0, target, messages)
@@ -178,7 +192,7 @@ def test_sums_of_half_precision(native: bool):
     source, target, edges = edge_list()
     rows = torch.randn(7, 4).bfloat16().requires_grad_()
     weight = torch.rand(30).bfloat16().requires_grad_()
-    out = gather_sum(rows, edges, 6, weight[edges.edges], native=native)
+    out = gather_sum(rows, *edges[:2], weight[edges[2]], native=native)
     products = rows.float()[source] * weight.float().unsqueeze(-1)
     expected = torch.zeros(6, 4).index_add(0, target, products)
     torch.testing.assert_close(out.float(), expected, rtol=2e-2, atol=2e-2)
@@ -195,7 +209,7 @@ def test_bad_sums_raise(native: bool):
         (torch.zeros(7, 4), torch.zeros(29), "each of the 30 edges"),
     ):
         with pytest.raises(ValueError, match=match):
-            gather_sum(rows, edges, 6, weight, native=native)
+            gather_sum(rows, *edges[:2], weight, native=native)
 
 
 @needs_kernels
@@ -203,8 +217,25 @@ def test_the_operator_of_sums_passes_opcheck():
     _, _, edges = edge_list()
     rows = torch.randn(7, 4, dtype=torch.float64, requires_grad=True)
     for weight in (None, torch.randn(30, dtype=torch.float64, requires_grad=True)):
-        arguments = (rows, edges.source, edges.offsets, edges.targets, weight, edges.edges, 6)
+        arguments = (rows, *edges[:2], None, weight, edges[2], 6)
         found = torch.library.opcheck(torch.ops.pyg_sar.gather_sum.default, arguments)
         assert set(found.values()) == {"SUCCESS"} and len(found) == 4
     with pytest.raises(NotImplementedError, match="gather_sum has no second derivatives"):
-        torch.autograd.grad(gather_sum(rows, edges, 6).sum(), rows, create_graph=True)
+        torch.autograd.grad(gather_sum(rows, *edges[:2]).sum(), rows, create_graph=True)
+
+
+@pytest.mark.parametrize("native", BOTH)
+def test_edges_are_sorted_by_target_then_by_source(native: bool):
+    source, target, _ = edge_list()
+    edge_index = torch.stack([source, target])
+    found, offsets, edges = sorted_edges(edge_index, 7, 6, native=native)
+    order = (target * 7 + source).argsort(stable=True)
+    assert torch.equal(edges.long(), order) and torch.equal(found.long(), source[order])
+    assert offsets.tolist() == [0, *torch.bincount(target, minlength=6).cumsum(0).tolist()]
+    for bad in (edge_index - 1, edge_index + 3):
+        with pytest.raises((IndexError, RuntimeError), match="expected"):
+            sorted_edges(bad, 7, 6, native=native)
+    with pytest.raises(ValueError, match=r"shape \[2, E\]"):
+        sorted_edges(source, 7, 6, native=native)
+    with pytest.raises(TypeError, match="int64"):
+        sorted_edges(edge_index.int(), 7, 6, native=native)

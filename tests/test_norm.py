@@ -282,15 +282,20 @@ def test_training_costs_o_of_f():
 
 
 def test_conversion_keeps_parameters_and_names():
-    norm = gnn.BatchNorm(CHANNELS)
-    before = dict(norm.named_parameters())
-    keys = list(norm.state_dict())
-    model = pyg_sar.distribute(torch.nn.Sequential(norm))
-    assert model[0] is norm
-    assert list(norm.state_dict()) == keys
-    assert all(p is before[name] for name, p in norm.named_parameters())
-    assert isinstance(norm, gnn.BatchNorm) and isinstance(norm.module, BatchNorm1d)
-    assert isinstance(copy.deepcopy(norm).module, pyg_sar.nn.DistBatchNorm1d)
+    def worker(world: int) -> None:
+        norm = gnn.BatchNorm(CHANNELS)
+        before = dict(norm.named_parameters())
+        keys = list(norm.state_dict())
+        model = pyg_sar.distribute(torch.nn.Sequential(norm))
+        assert model[0] is norm
+        assert list(norm.state_dict()) == keys
+        assert all(p is before[name] for name, p in norm.named_parameters())
+        assert isinstance(norm, gnn.BatchNorm) and isinstance(norm.module, BatchNorm1d)
+        converted = isinstance(copy.deepcopy(norm).module, pyg_sar.nn.DistBatchNorm1d)
+        assert converted == (world > 1)  # one process has all nodes
+
+    for world in (1, 2):
+        threads(worker, world, world)
 
 
 # Refused norms ###############################################################

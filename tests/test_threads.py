@@ -14,7 +14,7 @@ from torch import Tensor
 from pyg_sar import functional
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_terms import Attention
-from pyg_sar.space.shard import Segments, segments_of
+from pyg_sar.space.shard import Segments
 
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason=str(ops.why_missing()))
 EDGES, ROWS, WIDTH = 2**16 + 77, 1500, 12
@@ -30,7 +30,7 @@ def threads() -> Iterator[None]:
 
 def sums(edges: Segments, rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
     rows, weight = rows.requires_grad_(), weight.requires_grad_()
-    out = functional.gather_sum(rows, edges, ROWS, weight)
+    out = functional.gather_sum(rows, edges.source, edges.offsets, weight)
     return out, *torch.autograd.grad(out.square().sum(), (rows, weight))
 
 
@@ -70,8 +70,10 @@ def attention(kind: str) -> Compute:
         )
         leaves = [t.detach().requires_grad_() for t in terms.tensors().values()]
         names = dict(zip(terms.tensors(), leaves, strict=True))
-        changed = {n: names.get(n, getattr(terms, n)) for n in Attention.__dataclass_fields__}
-        out = functional.attention(Attention(**changed), edges)
+        given = {n: names.get(n, getattr(terms, n)) for n in Attention.__dataclass_fields__}
+        del given["places"]
+        ends = {"source": edges.source, "offsets": edges.offsets, "edges": edges.edges}
+        out = functional.attention(**given, **ends)
         return out, *torch.autograd.grad(out.square().sum(), leaves)
 
     return compute
@@ -97,7 +99,8 @@ def test_threads_give_what_one_gives(name: str, threads: None) -> None:
     found = []
     for count in (1, 4):
         torch.set_num_threads(count)
-        edges = segments_of(*ends.long(), ROWS, ROWS)
+        source, offsets, numbers = functional.sorted_edges(ends.long(), ROWS, ROWS)
+        edges = Segments(source, offsets, None, numbers)
         found.append(OPERATIONS[name](edges, rows.clone(), weight.clone()))
     for one, other in zip(*found, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-11, atol=1e-11)

@@ -32,14 +32,13 @@ for one number of threads they are always the same.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pyg_sar.kernels import attention_fallback as fallback
-from pyg_sar.kernels import attention_sums as sums
+from pyg_sar.kernels import fallback
 from pyg_sar.kernels.attention_terms import (
     Attention,
     AttentionGradients,
@@ -48,7 +47,7 @@ from pyg_sar.kernels.attention_terms import (
     Segments,
     wide_dtype,
 )
-from pyg_sar.kernels.ops import takes, use_kernel
+from pyg_sar.kernels.ops import edge_dot, gather_sum_, takes, use_kernel
 
 KINDS = ("additive", "gatv2", "dot", "mixed")  # in the order of the kernels' numbers
 _ALL_BY_SOURCE = ("additive", "tanh")  # whose gradients need one pass
@@ -96,14 +95,11 @@ def attention_(
     _check_grad(attention)
     attention, segments = _in_place(attention, segments)
     if attention.kind == "tanh":
-        sums.attention_(state, attention, segments, native=native)
-    elif not use_kernel(native, takes_attention(attention, state.acc.size(0))):
-        _check_offsets(segments)
-        fallback.attention_(state, attention, segments)
-    else:
-        torch.ops.pyg_sar.attention_(
-            state.acc, state.maximum, state.normaliser, *_detached(attention, segments)
-        )
+        _add_tanh(state, attention, segments, native)
+        return state
+    kernel = use_kernel(native, takes_attention(attention, state.acc.size(0)))
+    run: Any = torch.ops.pyg_sar.attention_ if kernel else fallback.attention_
+    run(state.acc, state.maximum, state.normaliser, *_detached(attention, segments))
     return state
 
 
@@ -192,7 +188,7 @@ def keep_factors(drop_key: Tensor, heads: int, seed: int, p: float) -> Tensor:
     Returns:
         ``[E, H]``, float64.
     """
-    return fallback.keep_factors(drop_key, heads, seed, p)
+    return fallback.keep_factors(drop_key, heads, *fallback.split_seed(seed), p)
 
 
 def _backward(
@@ -214,17 +210,18 @@ def _backward(
     if not transposed:
         attention, segments = _in_place(attention, segments)
     if attention.kind == "tanh":
-        sums.backward_(gradients, attention.in_order(), cotangent, segments, native=native)
+        _add_tanh_gradients(gradients, attention.in_order(), cotangent, segments, native)
         return
-    if not use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0))):
-        attention = attention.in_order()
-        _check_offsets(segments)
-        fallback.backward_(gradients, attention, cotangent, segments, transposed)
-        return
+    kernel = use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0)))
+    attention = attention if kernel else attention.in_order()
     known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
     given = *known, *_detached(attention, segments)
     by_edge = gradients.edge_attr, gradients.edge_weight
-    if transposed:
+    if not kernel:
+        own = gradients.value, gradients.key, gradients.query, gradients.att
+        run: Any = fallback.attention_backward_
+        run(*own, *by_edge, *given, transposed)
+    elif transposed:
         by_source = gradients.value, gradients.key, gradients.query, *by_edge
         run = torch.ops.pyg_sar.attention_backward_sources_
         run(*by_source, *given, attention.places)
@@ -248,7 +245,7 @@ def _detached(attention: Attention, segments: Segments) -> tuple[object, ...]:
 
 
 def arguments_of(attention: Attention, segments: Segments) -> tuple[object, ...]:
-    """What the kernels take after their own tensors; they compute in the accumulators' dtype."""
+    """The kernels' arguments after their own tensors; they compute in the accumulators' dtype."""
     wide = wide_dtype(attention.value.dtype)
     floats = [attention.value, attention.key, attention.query, attention.att]
     floats += [attention.edge_attr, attention.edge_weight]
@@ -271,7 +268,7 @@ def arguments_of(attention: Attention, segments: Segments) -> tuple[object, ...]
 
 
 def takes_attention(attention: Attention, num_targets: int) -> bool:
-    """Whether the kernels are made for the tensors."""
+    """Tells whether the kernels are made for the tensors."""
     return takes(attention.value) and max(attention.value.size(0), num_targets) <= _ROWS
 
 
@@ -284,10 +281,89 @@ def _check_grad(attention: Attention) -> None:
         )
 
 
-def _check_offsets(segments: Segments) -> None:
-    """What the kernels check by themselves."""
-    offsets, count = segments.offsets, segments.source.numel()
-    if bool(offsets[0] != 0) or bool(offsets[-1] != count) or bool((offsets.diff() < 0).any()):
-        raise ValueError(
-            f"attention: expected 'offsets' that ascend from 0 to the number of edges, {count}"
-        )
+# Without a softmax ############################################################
+#
+# [Note: tanh] With alpha_e = tanh(k_j + q_i), a factor f_e (an edge's number, times dropout's
+# factor) and dL/dout = g,
+#
+#     out_i = sum_e alpha_e f_e v_j,              dL/dv_j = sum_e alpha_e f_e g_i,
+#     dL/d(k_j + q_i) = <v_j, g_i> f_e (1 - alpha_e^2).
+#
+# It is linear in the sources: a shard needs a few numbers per edge, while a pass lasts.
+
+
+@dataclass(frozen=True, slots=True)
+class _Weights:
+    """Of a shard's edges, in order: ``alpha`` and ``keep * attr``, each ``[E]``."""
+
+    alpha: Tensor
+    keep: Tensor | None
+    attr: Tensor | None
+
+    def times(self, numbers: Tensor, *, attr: bool = True) -> Tensor:
+        """Numbers of the edges, times their factors."""
+        if self.keep is not None:
+            numbers = numbers * self.keep
+        return numbers * self.attr if attr and self.attr is not None else numbers
+
+
+def _weights(attention: Attention, segments: Segments, j: Tensor, i: Tensor) -> _Weights:
+    wide = wide_dtype(attention.value.dtype)
+    ends = [(attention.key, j), (attention.query, i)]
+    key, query = (t.to(wide).view(-1).index_select(0, at) for t, at in ends if t is not None)
+    alpha = (key + query).tanh()
+    keep, attr, numbers = None, attention.edge_attr, segments.edges
+    if attr is not None:
+        attr = attr.to(wide).view(-1)
+        attr = attr if numbers is None else attr.index_select(0, numbers)
+    if attention.p > 0 and attention.drop_key is not None:
+        keys = attention.drop_key
+        keys = keys if numbers is None else keys.index_select(0, numbers)
+        keep = keep_factors(keys, 1, attention.seed, attention.p).view(-1).to(wide)
+    return _Weights(alpha, keep, attr)
+
+
+def _targets_of(segments: Segments) -> Tensor:
+    count = segments.source.numel()
+    return fallback.targets_of(segments.offsets, segments.targets, count)
+
+
+def _add_tanh(
+    state: AttentionState, attention: Attention, segments: Segments, native: bool | None
+) -> None:
+    """Adds a shard's edges to ``acc``, which alone changes. See [Note: tanh]."""
+    value = attention.value.detach().to(state.acc.dtype)[:, 0]
+    weights = _weights(attention, segments, segments.source, _targets_of(segments))
+    weight = weights.times(weights.alpha).detach()
+    where = (segments.source, segments.offsets, segments.targets)
+    gather_sum_(state.acc[:, 0], value, *where, weight, native=native)
+
+
+def _add_tanh_gradients(
+    gradients: AttentionGradients,
+    attention: Attention,
+    cotangent: Cotangent,
+    transposed: Segments,
+    native: bool | None,
+) -> None:
+    """Adds the wanted gradients of a shard's edges, grouped by source row. See [Note: tanh]."""
+    grad_out = cotangent.grad_out[:, 0]
+    i, j = transposed.source, _targets_of(transposed)
+    weights = _weights(attention, transposed, j, i)
+    where = (i, transposed.offsets, transposed.targets)
+    if gradients.value is not None:
+        weight = weights.times(weights.alpha)
+        gather_sum_(gradients.value[:, 0], grad_out, *where, weight, native=native)
+    if list(gradients.wanted()) in ([], ["value"]):
+        return
+    value = attention.value.detach().to(grad_out.dtype)[:, 0]
+    inner = edge_dot(grad_out, value, *where, native=native)
+    if gradients.edge_attr is not None:
+        numbers = slice(None) if transposed.edges is None else transposed.edges.long()
+        found = weights.times(inner * weights.alpha, attr=False)
+        gradients.edge_attr[numbers] = found.unsqueeze(-1)
+    slopes = weights.times(inner.mul_(1 - weights.alpha.square())).unsqueeze(-1)
+    if gradients.key is not None:
+        gradients.key.index_add_(0, j, slopes)
+    if gradients.query is not None:
+        gradients.query.index_add_(0, i, slopes)

@@ -1,15 +1,14 @@
-"""What attention over a shard's edges is made of: scores, state, gradients; checks of shapes."""
+"""Attention over a shard's edges: its scores, state and gradients, and checks of their shapes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Literal, Protocol, get_args
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
 Kind = Literal["additive", "gatv2", "dot", "mixed", "tanh"]
-_OPTIONAL = {"additive": "query", "tanh": "edge_attr"}  # which tensor there needn't be
 _PRODUCTS = 2**18  # held at a time
 
 
@@ -119,80 +118,20 @@ class Attention:
 
     def check(self, segments: Segments) -> None:
         """Raises ``ValueError`` or ``TypeError`` where something doesn't fit."""
-        if self.kind not in get_args(Kind):
-            raise ValueError(
-                f"attention: expected 'kind' to be one of {get_args(Kind)} (got {self.kind!r})"
-            )
-        if self.value.dim() != 3 or not self.value.is_floating_point():
-            raise ValueError(
-                "attention: expected 'value' of shape [M, H, C], floating point (got "
-                f"{list(self.value.shape)}, {self.value.dtype})"
-            )
-        for name, tensor in self.tensors().items():
-            if tensor.dtype != self.value.dtype:
-                raise TypeError(
-                    f"attention: expected '{name}' of the dtype of 'value', {self.value.dtype} "
-                    f"(got {tensor.dtype})"
-                )
         if self.places is not None and self.places.dim() != 1:
             raise ValueError(
                 f"attention: expected 'places' of shape [M] (got {list(self.places.shape)})"
             )
-        self._check_shapes()
-        self._check_edges(segments)
-
-    def _check_shapes(self) -> None:
-        rows, *row = self.value.shape
-        heads = row[:1]
-        inner = heads if self.kind in ("additive", "tanh") else row
-        expected: dict[str, list[int]] = {"query": [-1, *inner], "key": [rows, *inner]}
-        if self.kind in ("gatv2", "mixed"):
-            expected["att"] = row if self.kind == "gatv2" else [2, *row]
-        if self.kind == "tanh" and heads != [1]:
-            raise ValueError(
-                "attention: expected a single head with kind 'tanh' (got 'value' of shape "
-                f"{list(self.value.shape)})"
-            )
-        if self.edge_attr is not None and self.kind != "mixed":
-            expected["edge_attr"] = [-1, 1 if self.kind == "tanh" else -1]
-        if self.edge_attr is not None and self.kind not in ("mixed", "tanh"):
-            expected["edge_weight"] = [self.edge_attr.size(-1), *inner]
-        for name in ("query", "key", "att", "edge_attr", "edge_weight"):
-            tensor, shape = getattr(self, name), expected.get(name)
-            optional = name == _OPTIONAL.get(self.kind, "key")
-            if tensor is None and (shape is None or optional):
-                continue
-            if tensor is None or shape is None or not fits(tensor, shape):
-                raise ValueError(
-                    f"attention: expected '{name}' of shape {described(shape)} with kind "
-                    f"{self.kind!r} and 'value' of shape {list(self.value.shape)} (got "
-                    f"{None if tensor is None else list(tensor.shape)})"
-                )
-
-    def _check_edges(self, segments: Segments) -> None:
-        check_segments(segments)
-        count = segments.source.numel()
-        if not 0 <= self.p <= 1:
-            raise ValueError(f"attention: expected 'p' between 0 and 1 (got {self.p})")
-        if self.p > 0 and self.drop_key is None:
-            raise ValueError("attention: dropout needs a 'drop_key' for each edge (got None)")
-        if self.drop_key is not None and self.drop_key.dtype not in (torch.int32, torch.int64):
-            raise TypeError(
-                f"attention: expected int32 or int64 'drop_key' (got {self.drop_key.dtype})"
-            )
-        for name in ("edge_attr", "drop_key"):
-            tensor = getattr(self, name)
-            # Where edges are numbered, there may be more rows than edges.
-            if tensor is not None and segments.edges is None and tensor.size(0) != count:
-                raise ValueError(
-                    f"attention: expected '{name}' with a row for each of the {count} edges (got "
-                    f"shape {list(tensor.shape)})"
-                )
+        tensors = (self.value, self.query, self.key, self.att, self.edge_attr, self.edge_weight)
+        check_terms(self.kind, *tensors)
+        check_segments(segments.source, segments.offsets, segments.targets, segments.edges)
+        numbered = segments.edges is not None
+        check_per_edge(segments.source, numbered, self.edge_attr, self.drop_key, self.p)
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionState:
-    """What shards add to, target by target; ``acc`` is not normalised yet.
+    """The sums that shards add to, target by target; ``acc`` is not normalised yet.
 
     Attributes:
         acc: ``[N, H, C]``, float32 for half precision, else of the inputs' dtype.
@@ -262,7 +201,7 @@ class AttentionState:
 
 @dataclass(frozen=True, slots=True)
 class Cotangent:
-    """What the backward pass knows about each target.
+    """The numbers of each target that the backward pass starts from.
 
     Attributes:
         grad_out: dL/dout, ``[N, H, C]``, of the state's dtype.
@@ -340,15 +279,20 @@ class AttentionGradients:
 
 
 def fits(tensor: Tensor, shape: list[int]) -> bool:
-    """Whether a tensor has a shape, in which -1 is any length."""
-    return tensor.dim() == len(shape) and all(
-        want in (-1, have) for have, want in zip(tensor.shape, shape, strict=True)
-    )
+    """Tells whether a tensor has a shape, in which -1 is any length."""
+    if tensor.dim() != len(shape):
+        return False
+    for axis, length in enumerate(shape):
+        if length != -1 and tensor.size(axis) != length:
+            return False
+    return True
 
 
 def described(shape: list[int] | None) -> str:
     """A shape with ``*`` for any length; ``None`` for no tensor."""
-    return "None" if shape is None else str(["*" if n < 0 else n for n in shape]).replace("'", "")
+    if shape is None:
+        return "None"
+    return "[" + ", ".join(["*" if n < 0 else str(n) for n in shape]) + "]"
 
 
 def expect(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> None:
@@ -361,12 +305,109 @@ def expect(name: str, tensor: Tensor, shape: list[int], dtype: torch.dtype) -> N
         raise TypeError(f"attention: expected '{name}' of dtype {dtype} (got {tensor.dtype})")
 
 
-def check_segments(segments: Segments) -> None:
+# Checks that TorchScript compiles, too ########################################
+
+
+def check_terms(
+    kind: str,
+    value: Tensor,
+    query: Tensor | None,
+    key: Tensor | None,
+    att: Tensor | None,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+) -> None:
+    """Raises ``ValueError`` or ``TypeError`` where tensors don't fit ``kind`` or each other."""
+    if kind not in ("additive", "gatv2", "dot", "mixed", "tanh"):
+        raise ValueError(
+            "attention: expected 'kind' to be one of ('additive', 'gatv2', 'dot', 'mixed', 'tanh') "
+            f"(got '{kind}')"
+        )
+    if value.dim() != 3 or not value.is_floating_point():
+        raise ValueError(
+            "attention: expected 'value' of shape [M, H, C], floating point (got "
+            f"{list(value.shape)}, {value.dtype})"
+        )
+    if kind == "tanh" and value.size(1) != 1:
+        raise ValueError(
+            "attention: expected a single head with kind 'tanh' (got 'value' of shape "
+            f"{list(value.shape)})"
+        )
+    row = list(value.shape[1:])
+    inner = row[:1] if kind in ("additive", "tanh") else row
+    check_term("query", query, kind, value, [-1] + inner, kind == "additive")  # noqa: RUF005
+    check_term("key", key, kind, value, [value.size(0)] + inner, len(inner) == 2)  # noqa: RUF005
+    if kind == "gatv2":
+        check_term("att", att, kind, value, row, False)
+    else:
+        pair = [2] + row  # noqa: RUF005
+        check_term("att", att, kind, value, pair if kind == "mixed" else None, False)
+    if kind == "mixed" or edge_attr is None:
+        check_term("edge_attr", edge_attr, kind, value, None, False)
+    else:
+        check_term("edge_attr", edge_attr, kind, value, [-1, 1 if kind == "tanh" else -1], False)
+    if kind in ("mixed", "tanh") or edge_attr is None:
+        check_term("edge_weight", edge_weight, kind, value, None, False)
+    else:
+        each = [edge_attr.size(-1)] + inner  # noqa: RUF005
+        check_term("edge_weight", edge_weight, kind, value, each, False)
+
+
+def check_term(
+    name: str,
+    tensor: Tensor | None,
+    kind: str,
+    value: Tensor,
+    shape: list[int] | None,
+    optional: bool,
+) -> None:
+    """Raises where a tensor of the attention has another shape or dtype, or isn't there."""
+    if tensor is None:
+        if shape is None or optional:
+            return
+        raise ValueError(
+            f"attention: expected '{name}' of shape {described(shape)} with kind '{kind}' and "
+            f"'value' of shape {list(value.shape)} (got None)"
+        )
+    if shape is None or not fits(tensor, shape):
+        raise ValueError(
+            f"attention: expected '{name}' of shape {described(shape)} with kind '{kind}' and "
+            f"'value' of shape {list(value.shape)} (got {list(tensor.shape)})"
+        )
+    if tensor.dtype != value.dtype:
+        raise TypeError(
+            f"attention: expected '{name}' of the dtype of 'value', {value.dtype} (got "
+            f"{tensor.dtype})"
+        )
+
+
+def check_per_edge(
+    source: Tensor, numbered: bool, edge_attr: Tensor | None, drop_key: Tensor | None, p: float
+) -> None:
+    """Raises ``ValueError`` or ``TypeError`` where what edges carry doesn't fit them."""
+    if not 0 <= p <= 1:
+        raise ValueError(f"attention: expected 'p' between 0 and 1 (got {p})")
+    if p > 0 and drop_key is None:
+        raise ValueError("attention: dropout needs a 'drop_key' for each edge (got None)")
+    if drop_key is not None and drop_key.dtype != torch.int32 and drop_key.dtype != torch.int64:
+        raise TypeError(f"attention: expected int32 or int64 'drop_key' (got {drop_key.dtype})")
+    if numbered:
+        return  # Where edges are numbered, there may be more rows than edges.
+    for name, tensor in (("edge_attr", edge_attr), ("drop_key", drop_key)):
+        if tensor is not None and tensor.size(0) != source.numel():
+            raise ValueError(
+                f"attention: expected '{name}' with a row for each of the {source.numel()} edges "
+                f"(got shape {list(tensor.shape)})"
+            )
+
+
+def check_segments(
+    source: Tensor, offsets: Tensor, targets: Tensor | None, edges: Tensor | None
+) -> None:
     """Raises ``ValueError`` or ``TypeError`` where a shard's edges don't fit together."""
-    source, offsets = segments.source, segments.offsets
-    if source.dtype not in (torch.int32, torch.int64):
+    if source.dtype != torch.int32 and source.dtype != torch.int64:
         raise TypeError(f"attention: expected int32 or int64 'source' (got {source.dtype})")
-    for name, index in (("offsets", offsets), ("edges", segments.edges)):
+    for name, index in (("offsets", offsets), ("edges", edges)):
         if index is not None and index.dtype != source.dtype:
             raise TypeError(
                 f"attention: expected '{name}' of the dtype of 'source', {source.dtype} (got "
@@ -377,10 +418,63 @@ def check_segments(segments: Segments) -> None:
             "attention: expected 'source' of shape [E] and 'offsets' of shape [U + 1] (got "
             f"{list(source.shape)} and {list(offsets.shape)})"
         )
-    if segments.targets is not None:
-        expect("targets", segments.targets, [offsets.numel() - 1], torch.int64)
-    if segments.edges is not None and segments.edges.shape != source.shape:
+    if targets is not None:
+        expect("targets", targets, [offsets.numel() - 1], torch.int64)
+    if edges is not None and edges.shape != source.shape:
         raise ValueError(
             f"attention: expected 'edges' for each of the {source.numel()} edges (got shape "
-            f"{list(segments.edges.shape)})"
+            f"{list(edges.shape)})"
         )
+
+
+def check_offsets(name: str, source: Tensor, offsets: Tensor) -> None:
+    """Raises ``ValueError`` where ``offsets`` don't say where each edge belongs.
+
+    The kernels check this by themselves.
+    """
+    counts = offsets[1:] - offsets[:-1]
+    if int(offsets[0]) != 0 or int(offsets[-1]) != source.numel() or bool((counts < 0).any()):
+        raise ValueError(
+            f"{name}: expected 'offsets' that ascend from 0 to the number of edges, "
+            f"{source.numel()}"
+        )
+
+
+def check_sums(
+    name: str,
+    out: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    weight: Tensor | None,
+) -> None:
+    """Raises ``ValueError`` or ``TypeError`` where a sum's tensors don't fit together.
+
+    The kernels check this by themselves.
+    """
+    if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
+        raise ValueError(
+            f"{name}: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
+            f"{list(out.shape)} and {list(rows.shape)})"
+        )
+    if out.dtype != rows.dtype:
+        raise TypeError(
+            f"{name}: expected 'out' and 'rows' of one dtype (got {out.dtype} and {rows.dtype})"
+        )
+    if source.dim() != 1 or offsets.dim() != 1 or offsets.numel() == 0:
+        raise ValueError(
+            f"{name}: expected 'source' and 'offsets' of shapes [E] and [U + 1] (got "
+            f"{list(source.shape)} and {list(offsets.shape)})"
+        )
+    if targets is not None and list(targets.shape) != [offsets.numel() - 1]:
+        raise ValueError(
+            f"{name}: expected 'targets' of shape [{offsets.numel() - 1}] (got "
+            f"{list(targets.shape)})"
+        )
+    if weight is not None and weight.shape != source.shape:
+        raise ValueError(
+            f"{name}: expected a 'weight' for each of the {source.numel()} edges (got shape "
+            f"{list(weight.shape)})"
+        )
+    check_offsets(name, source, offsets)

@@ -1,17 +1,23 @@
-"""The C++ kernels' Python face (sources in ``extensions/``), and the same in PyTorch."""
+"""The C++ kernels' Python face (sources in ``extensions/``), and the same in PyTorch.
+
+``ops.built`` tells whether the kernels are there, and loads them: an attribute that is looked up
+when it is read, so that TorchScript and ``torch.compile`` take it for a constant, and importing
+this module loads nothing.
+"""
 
 from __future__ import annotations
 
 import warnings
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyg_sar.kernels import fallback
+
 _LIBRARY = "_kernels.so"
-_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
-_BLOCK = 2**18  # values that the PyTorch implementation gathers at a time
 
 
 class KernelWarning(UserWarning):
@@ -20,7 +26,7 @@ class KernelWarning(UserWarning):
 
 @cache
 def why_missing() -> str | None:
-    """Loads the kernels on first use; says why there are none, or ``None`` where there are."""
+    """Loads the kernels on first use; returns why there are none, or ``None`` where there are."""
     path = Path(__file__).parent.parent / _LIBRARY
     if not path.exists():
         return "they were not built when it was installed"
@@ -32,6 +38,12 @@ def why_missing() -> str | None:
     if built_with != torch.__version__.partition("+")[0]:
         return f"they were built with PyTorch {built_with}, and this is {torch.__version__}"
     return None
+
+
+def __getattr__(name: str) -> Any:
+    if name == "built":
+        return why_missing() is None
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 @cache
@@ -49,12 +61,16 @@ def warn_if_missing() -> None:
 
 
 def takes(rows: Tensor) -> bool:
-    """Whether the kernels are made for tensors of this device and dtype."""
-    return rows.device.type == "cpu" and rows.dtype in _DTYPES
+    """Tells whether the kernels are made for tensors of this device and dtype."""
+    return rows.device.type == "cpu" and rows.dtype in (
+        torch.float32,
+        torch.float64,
+        torch.bfloat16,
+    )
 
 
 def use_kernel(native: bool | None, fits: bool) -> bool:
-    """Whether to call the kernel: where it is asked for, or there and made for the tensors."""
+    """Tells whether to call the kernel: asked for, or there and made for the tensors."""
     if native is None:
         return fits and why_missing() is None
     if native and (reason := why_missing()) is not None:
@@ -95,11 +111,7 @@ def sort_edges(
         return found
     if key.numel() and not (0 <= int(key.min()) and int(key.max()) < num_keys):
         raise IndexError(f"sort_edges: expected keys in [0, {num_keys})")
-    keys = key if order is None else key[order]
-    place = keys.argsort(stable=True)
-    offsets = torch.zeros(num_keys + 1, dtype=narrow, device=key.device)
-    offsets[1:] = torch.bincount(keys, minlength=num_keys).cumsum(0)
-    return place.to(narrow) if order is None else order[place], offsets
+    return fallback.sort_edges(key, num_keys, order)
 
 
 def transpose(
@@ -139,10 +151,11 @@ def transpose(
             source, offsets, targets, None, num_rows, num_targets, numbered
         )
         return rows, first, numbers if numbered else None
-    order, first = sort_edges(source, num_rows, native=native)
-    place = torch.arange(offsets.numel() - 1, device=order.device) if targets is None else targets
-    rows = place.to(source.dtype).repeat_interleave(offsets.diff())[order]
-    return rows, first.to(source.dtype), order.to(source.dtype) if numbered else None
+    if source.numel() and not (0 <= int(source.min()) and int(source.max()) < num_rows):
+        raise IndexError(f"transpose: expected rows in [0, {num_rows})")
+    given = (source, offsets, targets, None, num_rows, num_targets, numbered)
+    rows, first, numbers = fallback.transpose(*given)
+    return rows, first, numbers if numbered else None
 
 
 def gather_sum_(
@@ -198,7 +211,7 @@ def gather_sum_(
     if use_kernel(native, takes(out)):
         torch.ops.pyg_sar.gather_sum_(out, rows, source, offsets, targets, weight, edges)
     else:
-        _gather_sum(out, rows, source, offsets, targets, weight, edges)
+        fallback.gather_sum_(out, rows, source, offsets, targets, weight, edges)
     return out
 
 
@@ -238,18 +251,7 @@ def edge_dot(
     if use_kernel(native, takes(rows)):
         found: Tensor = torch.ops.pyg_sar.edge_dot(rows, gradient, source, offsets, targets, edges)
         return found
-    _check("edge_dot", gradient, rows, source, offsets, targets, None)
-    wide = torch.float32 if rows.dtype in (torch.bfloat16, torch.float16) else rows.dtype
-    out = rows.new_zeros(source.numel(), dtype=wide)
-    place = torch.arange(offsets.numel() - 1, device=out.device) if targets is None else targets
-    place = place.repeat_interleave(offsets.diff())
-    block = max(_BLOCK // max(rows.size(1), 1), 1)
-    for start in range(0, source.numel(), block):
-        run = slice(start, start + block)
-        part = rows.index_select(0, source[run]).to(wide)
-        part *= gradient.index_select(0, place[run])
-        out[run if edges is None else edges[run].long()] = part.sum(1)
-    return out
+    return fallback.edge_dot(rows, gradient, source, offsets, targets, edges)
 
 
 def extremum_(
@@ -321,74 +323,3 @@ def extremum_backward_(
         total, rows, gradient, best, source, offsets, targets
     )
     return found
-
-
-def _check(
-    name: str,
-    out: Tensor,
-    rows: Tensor,
-    source: Tensor,
-    offsets: Tensor,
-    targets: Tensor | None,
-    weight: Tensor | None,
-) -> None:
-    """Shapes and dtypes, and that ``offsets`` say where each edge belongs."""
-    if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
-        raise ValueError(
-            f"{name}: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
-            f"{list(out.shape)} and {list(rows.shape)})"
-        )
-    if out.dtype != rows.dtype:
-        raise TypeError(
-            f"{name}: expected 'out' and 'rows' of one dtype (got {out.dtype} and {rows.dtype})"
-        )
-    if source.dim() != 1 or offsets.dim() != 1 or offsets.numel() == 0:
-        raise ValueError(
-            f"{name}: expected 'source' and 'offsets' of shapes [E] and [U + 1] (got "
-            f"{list(source.shape)} and {list(offsets.shape)})"
-        )
-    if targets is not None and list(targets.shape) != [offsets.numel() - 1]:
-        raise ValueError(
-            f"{name}: expected 'targets' of shape [{offsets.numel() - 1}] (got "
-            f"{list(targets.shape)})"
-        )
-    if weight is not None and weight.shape != source.shape:
-        raise ValueError(
-            f"{name}: expected a 'weight' for each of the {source.numel()} edges (got shape "
-            f"{list(weight.shape)})"
-        )
-    counts = offsets.diff()
-    if int(offsets[0]) != 0 or int(offsets[-1]) != source.numel() or bool((counts < 0).any()):
-        raise ValueError(
-            f"{name}: expected 'offsets' that ascend from 0 to the number of edges, "
-            f"{source.numel()}"
-        )
-
-
-def _gather_sum(
-    out: Tensor,
-    rows: Tensor,
-    source: Tensor,
-    offsets: Tensor,
-    targets: Tensor | None,
-    weight: Tensor | None,
-    edges: Tensor | None,
-) -> None:
-    """:func:`gather_sum_` in PyTorch, a block of edges at a time."""
-    _check("gather_sum", out, rows, source, offsets, targets, weight)
-    wide = torch.float32 if out.dtype in (torch.bfloat16, torch.float16) else out.dtype
-    block = max(_BLOCK // max(out.size(1), 1), 1)
-    count = offsets.numel() - 1
-    # One row for each target: its sum is rounded once.
-    sums = out.new_zeros(count, out.size(1), dtype=wide)
-    place = torch.arange(count, device=out.device).repeat_interleave(offsets.diff())
-    for start in range(0, source.numel(), block):
-        run = slice(start, start + block)
-        part = rows.index_select(0, source[run]).to(wide)
-        if weight is not None:
-            part *= (weight[run] if edges is None else weight[edges[run]]).view(-1, 1)
-        sums.scatter_add_(0, place[run].view(-1, 1).expand_as(part), part)
-    if targets is None:
-        out[:count] += sums.to(out.dtype)
-    else:
-        out.index_add_(0, targets, sums.to(out.dtype))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import cache, partial
 from inspect import Parameter
@@ -34,6 +34,7 @@ from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_valu
 from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
+from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
@@ -82,6 +83,8 @@ class DistMessagePassing(MessagePassing):
     policy: SARPolicy = SARPolicy()
     ledger_name: str = ""
     _one_shot_call: bool = False
+    own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
+    compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
 
     # [Note: pinned] PyG compiles `propagate` and `edge_updater` from templates when a layer is
     # built, copied or unpickled, and installs them on the class, over an inherited override.
@@ -95,6 +98,11 @@ class DistMessagePassing(MessagePassing):
         if any(isinstance(a, dict) for a in given):
             given += tuple(r for a in given if isinstance(a, dict) for r in a.values())
         edges = [a for a in given if isinstance(a, DistEdgeIndex)]
+        if torch.compiler.is_compiling():
+            if edges:
+                return self._uncompiled(*args, **kwargs)
+            self._one_shot_call = kwargs.get("return_attention_weights") is not None
+            return super().__call__(*args, **kwargs)
         if not edges:
             fused = self._own_graph(args, kwargs)
             if fused is not None:
@@ -103,6 +111,11 @@ class DistMessagePassing(MessagePassing):
             return super().__call__(*args, **kwargs)
         with self._call_scope(edges, args, kwargs):
             return super().__call__(*args, **kwargs)
+
+    @between_graphs
+    def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
+        """A call on distributed edges, whose worker is the only one."""
+        return self(*args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         """Propagates messages; see :meth:`torch_geometric.nn.MessagePassing.propagate`.
@@ -117,6 +130,9 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
+            compiled = self.compiled_propagate
+            if compiled and torch.compiler.is_compiling() and not self._one_shot_call:
+                return compiled(self, edge_index, size=size, **kwargs)
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
@@ -372,7 +388,7 @@ class DistMessagePassing(MessagePassing):
         self, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Tensor, DistEdgeIndex] | None:
         """Returns the call's plain edges and what stands for them, where the kernels are faster."""
-        graphs: OwnGraphs | None = self.__dict__.get("own_graphs")
+        graphs = self.own_graphs
         eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn.functional import batch_norm, instance_norm
 
 from pyg_sar.comm.group import current
+from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.reduction.moments import (
     Moments,
     check_batch,
@@ -60,6 +61,7 @@ class DistGraphNorm(gnn.GraphNorm):
     which is the paper's, with the variance about :math:`\alpha \odot \mu` split into its two parts.
     """
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -78,6 +80,7 @@ class DistGraphNorm(gnn.GraphNorm):
 class DistGraphSizeNorm(gnn.GraphSizeNorm):
     """:class:`torch_geometric.nn.GraphSizeNorm` by the graphs' nodes on all workers."""
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -93,6 +96,7 @@ class DistGraphSizeNorm(gnn.GraphSizeNorm):
 class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
     """:class:`torch_geometric.nn.MeanSubtractionNorm` over the nodes of all workers."""
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, dim_size: int | None = None
     ) -> Tensor:
@@ -108,6 +112,7 @@ class DistMeanSubtractionNorm(gnn.MeanSubtractionNorm):
 class DistPairNorm(gnn.PairNorm):
     """:class:`torch_geometric.nn.PairNorm` over the nodes of all workers."""
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -132,6 +137,7 @@ class DistLayerNorm(gnn.LayerNorm):
     deviation, with ``batch`` to the variance; so does this.
     """
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -162,6 +168,7 @@ class DistInstanceNorm(gnn.InstanceNorm):
         ValueError: Without ``batch``, when all workers together have at most one node, as in PyG.
     """
 
+    @between_graphs
     def forward(
         self, x: Tensor, batch: Tensor | None = None, batch_size: int | None = None
     ) -> Tensor:
@@ -218,6 +225,7 @@ class DistInstanceNorm1d(torch.nn.InstanceNorm1d):
             torch, where nodes would be channels that have parameters or running statistics.
     """
 
+    @between_graphs
     def forward(self, input: Tensor) -> Tensor:
         """See :class:`torch.nn.InstanceNorm1d`."""
         if current().world_size == 1:
@@ -302,6 +310,7 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
         ValueError: When all workers together have at most one row in training.
     """
 
+    @between_graphs
     def forward(self, input: Tensor, allow_single_element: bool = False) -> Tensor:
         """See :class:`torch.nn.BatchNorm1d`.
 
@@ -321,6 +330,7 @@ class DistBatchNorm1d(torch.nn.BatchNorm1d):
 class DistSyncBatchNorm(torch.nn.SyncBatchNorm):
     """:class:`torch.nn.SyncBatchNorm` over this run's workers, as :class:`DistBatchNorm1d`."""
 
+    @between_graphs
     def forward(self, input: Tensor, allow_single_element: bool = False) -> Tensor:
         """See :meth:`DistBatchNorm1d.forward`; ``[N, C, *]``."""
         if not reduces_over_rows(self):
@@ -378,6 +388,7 @@ def _track(norm: Any, mean: Tensor, unbiased: Tensor) -> None:
 class DistBatchNorm(gnn.BatchNorm):
     """:class:`torch_geometric.nn.BatchNorm` over the nodes of all workers."""
 
+    @between_graphs
     def forward(self, x: Tensor) -> Tensor:
         """See :meth:`torch_geometric.nn.BatchNorm.forward`."""
         return self.module(x, True) if self.allow_single_element else self.module(x)
@@ -390,6 +401,7 @@ class DistHeteroBatchNorm(gnn.HeteroBatchNorm):
     statistics move for the types that any worker holds.
     """
 
+    @between_graphs
     def forward(self, x: Tensor, type_vec: Tensor) -> Tensor:
         """See :meth:`torch_geometric.nn.HeteroBatchNorm.forward`."""
         comm = current()

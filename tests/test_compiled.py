@@ -1,0 +1,406 @@
+"""``torch.jit.script``, ``torch.compile`` and ``torch.export``: functions, layers, workers."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import io
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from oracle import Partitions
+from torch import Tensor
+from torch._dynamo.utils import counters
+from torch.export import Dim
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar.functional import attention, gather_sum, sorted_edges
+from pyg_sar.kernels import fallback, ops
+from pyg_sar.nn.compiled import FORWARD, PROPAGATE
+
+NODES, EDGES, WIDTH = 30, 170, 6
+needs_kernels = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
+
+
+@pytest.fixture(autouse=True)
+def compile_anew() -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graph(nodes: int = NODES, edges: int = EDGES) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Node rows, edges with loops and duplicates among them, their weights and features."""
+    draw = torch.Generator().manual_seed(nodes)
+    edge_index = torch.randint(nodes - 3, (2, edges), generator=draw)
+    edge_index[:, :4] = torch.tensor([[1, 1, 2, 0], [1, 1, 2, 3]])
+    x = torch.randn(nodes, WIDTH, generator=draw, dtype=torch.float64)
+    features = torch.randn(edges, 3, generator=draw, dtype=torch.float64)
+    return x, edge_index, features[:, 0].abs() + 0.1, features
+
+
+def gradients(f: Callable[..., Tensor], *given: Tensor, over: Any = ()) -> list[Tensor]:
+    """Output, and gradients of the floating-point arguments and of parameters."""
+    given = tuple(t.clone().requires_grad_(t.is_floating_point()) for t in given)
+    out = f(*given)
+    leaves = [*(t for t in given if t.requires_grad), *over]
+    found = torch.autograd.grad(out.square().sum(), leaves, allow_unused=True)
+    return [out.detach(), *(g for g in found if g is not None)]
+
+
+def assert_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    for one, other in zip(found, expected, strict=True):
+        # Of sums that are 0 in exact arithmetic, both have rounding alone.
+        scale = max(float(other.abs().max()), 1e-2)
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12 * scale)
+
+
+# Functions ####################################################################
+
+
+def by_kernel(x: Tensor, edge_index: Tensor, weight: Tensor, attr: Tensor) -> Tensor:
+    source, offsets, edges = sorted_edges(edge_index, x.size(0), x.size(0))
+    x = gather_sum(x, source, offsets, weight[edges]).view(-1, 2, 3)
+    key = x.sum(-1)
+    flat = torch.ones(3, 2, dtype=x.dtype)
+    x = attention("additive", x, key, key, source, offsets, edges, None, attr, flat, 0.2)
+    keys = torch.arange(edge_index.size(1))
+    x = attention(
+        "dot", x, None, x, source, offsets, edges, scale=0.5, drop_key=keys, seed=7, p=0.3
+    )
+    att = torch.linspace(-1, 1, 12, dtype=x.dtype).view(2, 2, 3)
+    x = attention("gatv2", x, None, x, source, offsets, att=att[0], slope=0.2)
+    x = attention("mixed", x, None, x, source, offsets, att=att, slope=0.2)
+    one = x[:, :1]
+    return attention("tanh", one, key[:, :1], key[:, 1:], source, offsets).flatten(1)
+
+
+def by_pytorch(x: Tensor, edge_index: Tensor, weight: Tensor, attr: Tensor) -> Tensor:
+    source, offsets, edges = sorted_edges(edge_index, x.size(0), x.size(0), False)
+    x = gather_sum(x, source, offsets, weight[edges], False).view(-1, 2, 3)
+    key = x.sum(-1)
+    keys = torch.arange(edge_index.size(1))
+    flat = torch.ones(3, 2, dtype=x.dtype)
+    x = attention(
+        "additive",
+        x,
+        key,
+        key,
+        source,
+        offsets,
+        edges,
+        edge_attr=attr,
+        edge_weight=flat,
+        slope=0.2,
+        drop_key=keys,
+        seed=4611686018427387909,
+        p=0.4,
+        native=False,
+    )
+    return attention("dot", x, None, x, source, offsets, native=False).flatten(1)
+
+
+FUNCTIONS = {"kernels": by_kernel, "PyTorch": by_pytorch}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_script(name: str) -> None:
+    expected = gradients(FUNCTIONS[name], *graph())
+    scripted = torch.jit.script(FUNCTIONS[name])
+    for _ in range(3):  # it is optimised after the first calls
+        assert_equal(gradients(scripted, *graph()), expected)
+    stored = io.BytesIO()
+    torch.jit.save(scripted, stored)
+    stored.seek(0)
+    assert_equal(gradients(torch.jit.load(stored), *graph()), expected)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_compile_once_for_all_sizes(name: str) -> None:
+    compiled = torch.compile(FUNCTIONS[name], backend="aot_eager", fullgraph=True, dynamic=True)
+    for nodes, edges in ((30, 170), (41, 230), (20, 300)):
+        given = graph(nodes, edges)
+        assert_equal(gradients(compiled, *given), gradients(FUNCTIONS[name], *given))
+    assert counters["stats"]["unique_graphs"] == 1
+
+
+class Module(torch.nn.Module):
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, x: Tensor, edge_index: Tensor, weight: Tensor, attr: Tensor) -> Tensor:
+        return self.function(x, edge_index, weight, attr)
+
+
+@pytest.mark.parametrize("strict", [False, True])
+def test_functions_export(strict: bool) -> None:
+    nodes, edges = Dim("nodes", max=2**31 - 1), Dim("edges", max=2**31 - 1)
+    shapes = ({0: nodes}, {1: edges}, {0: edges}, {0: edges})
+    module = Module(by_kernel)
+    found = torch.export.export(module, graph(), dynamic_shapes=shapes, strict=strict)
+    for given in (graph(), graph(41, 230)):
+        torch.testing.assert_close(found.module()(*given), by_kernel(*given), rtol=1e-12, atol=0)
+
+
+def test_all_of_the_fallback_is_torchscript() -> None:
+    """By PyTorch, compiled, the seed's words are those of Python's numbers of any length."""
+    functions = inspect.getmembers(fallback, inspect.isfunction)
+    scripted = {n: torch.jit.script(f) for n, f in functions if f.__module__ == fallback.__name__}
+    assert {"attention_", "attention_backward_", "gather_sum_", "transpose"} <= scripted.keys()
+
+    def split(seed: int) -> tuple[int, int]:
+        z = (seed + 0x9E3779B97F4A7C15) % 2**64
+        z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9 % 2**64
+        z = (z ^ z >> 27) * 0x94D049BB133111EB % 2**64
+        z ^= z >> 31
+        return z & 0xFFFFFFFF, z >> 32
+
+    draw = torch.Generator().manual_seed(0)
+    for seed in [0, 1, -1, 2**63 - 1, *torch.randint(2**62, (50,), generator=draw).tolist()]:
+        assert fallback.split_seed(seed) == scripted["split_seed"](seed) == split(seed)
+    assert fallback.split_seed(2**64 - 3) == split(2**64 - 3)
+
+
+def test_wrong_arguments_are_named_by_scripted_code_too() -> None:
+    x, edge_index, *_ = graph()
+    source, offsets, _ = sorted_edges(edge_index, NODES, NODES)
+    with pytest.raises(torch.jit.Error, match="each of the 170 edges"):
+        torch.jit.script(gather_sum)(x, source, offsets, torch.ones(3))
+    value = x.view(-1, 2, 3)
+    with pytest.raises(torch.jit.Error, match="one of \\('additive'"):
+        torch.jit.script(attention)("cosine", value, None, value, source, offsets)
+
+
+def test_no_kernel_no_operator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As without a compiler: TorchScript sees the functions of PyTorch alone."""
+    monkeypatch.setattr(ops, "why_missing", lambda: "not built")
+    monkeypatch.setattr(torch.jit._state, "_jit_caching_layer", weakref.WeakKeyDictionary())
+    assert not ops.built
+    scripted = torch.jit.script(by_kernel)
+    assert "pyg_sar::" not in str(scripted.inlined_graph)
+    assert_equal(gradients(scripted, *graph()), gradients(by_kernel, *graph()))
+    with pytest.raises(RuntimeError, match="no C\\+\\+ kernels"):
+        sorted_edges(graph()[1], NODES, NODES, native=True)
+
+
+# Layers #######################################################################
+
+LAYERS: dict[str, tuple[Callable[[], Any], str]] = {
+    "SAGEConv": (lambda: gnn.SAGEConv(WIDTH, 4), ""),
+    "SAGEConv sum": (lambda: gnn.SAGEConv(WIDTH, 4, aggr="sum", project=True), ""),
+    "SAGEConv max": (lambda: gnn.SAGEConv(WIDTH, 4, aggr="max"), ""),
+    "GINConv": (lambda: gnn.GINConv(torch.nn.Linear(WIDTH, 4), train_eps=True), ""),
+    "GraphConv": (lambda: gnn.GraphConv(WIDTH, 4), "weight"),
+    "TAGConv": (lambda: gnn.TAGConv(WIDTH, 4, K=2), "weight"),
+    "LGConv": (lambda: gnn.LGConv(), ""),
+    "TransformerConv": (lambda: gnn.TransformerConv(WIDTH, 4, heads=2, beta=True), ""),
+    "TransformerConv edges": (lambda: gnn.TransformerConv(WIDTH, 4, edge_dim=3), "attr"),
+    "GCNConv": (lambda: gnn.GCNConv(WIDTH, 4), ""),
+    "GCNConv weights": (lambda: gnn.GCNConv(WIDTH, 4), "weight"),
+    "GCNConv no loops": (lambda: gnn.GCNConv(WIDTH, 4, add_self_loops=False), "weight"),
+    "GCNConv plain": (lambda: gnn.GCNConv(WIDTH, 4, normalize=False), "weight"),
+    "GATConv": (lambda: gnn.GATConv(WIDTH, 4, heads=2), ""),
+    "GATConv edges": (
+        lambda: gnn.GATConv(WIDTH, 4, heads=2, edge_dim=3, concat=False, residual=True),
+        "attr",
+    ),
+    "GATConv fill": (lambda: gnn.GATConv(WIDTH, 4, edge_dim=3, fill_value=0.5), "attr"),
+    "GATConv no loops": (lambda: gnn.GATConv(WIDTH, 4, add_self_loops=False, bias=False), ""),
+    "GATv2Conv": (lambda: gnn.GATv2Conv(WIDTH, 4, heads=2), ""),
+    "GATv2Conv edges": (
+        lambda: gnn.GATv2Conv(WIDTH, 4, edge_dim=3, share_weights=True, residual=True),
+        "attr",
+    ),
+    "AGNNConv": (lambda: gnn.AGNNConv(), ""),
+    "GraphSAGE": (lambda: gnn.GraphSAGE(WIDTH, 8, 2, norm="BatchNorm", jk="cat"), ""),
+    "GAT": (lambda: gnn.GAT(WIDTH, 8, 2, heads=2), ""),
+    "GCN": (lambda: gnn.GCN(WIDTH, 8, 2), "weight"),
+}
+WITHOUT = ("SAGEConv max",)  # which no kernel compiles
+
+
+def layer(name: str) -> tuple[Any, Any, tuple[Tensor, ...]]:
+    """PyG's layer, the same converted, and the arguments."""
+    make, wants = LAYERS[name]
+    torch.manual_seed(0)
+    plain = make().double()
+    x, edge_index, weight, attr = graph()
+    more = {"": (), "weight": (weight,), "attr": (attr,)}[wants]
+    return plain, pyg_sar.distribute(copy.deepcopy(plain)), (x, edge_index, *more)
+
+
+def test_every_compiled_layer_is_tried() -> None:
+    kinds = {type(make()) for make, _ in LAYERS.values()}
+    assert PROPAGATE.keys() | FORWARD.keys() <= kinds
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_compile_without_a_break(name: str) -> None:
+    plain, model, given = layer(name)
+    operators: set[str] = set()
+
+    def backend(module: torch.fx.GraphModule, inputs: Any) -> Any:
+        operators.update(str(node.target) for node in module.graph.nodes)
+        return module.forward
+
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    found = gradients(compiled, *given, over=list(model.parameters()))
+    assert_equal(found, gradients(plain, *given, over=list(plain.parameters())))
+    taken = {op for op in operators if "gather_sum" in op or "attention" in op}
+    assert bool(taken) == (name not in WITHOUT)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", LAYERS)
+def test_layers_script(name: str) -> None:
+    plain, model, given = layer(name)
+    kinds = [type(m) for m in model.modules()]
+    scripted = torch.jit.script(model)
+    assert [type(m) for m in model.modules()] == kinds  # and stay what they were
+    assert scripted.state_dict().keys() == model.state_dict().keys()
+    expected = gradients(plain, *given, over=list(plain.parameters()))
+    assert_equal(gradients(scripted, *given, over=list(scripted.parameters())), expected)
+    text = str(scripted.inlined_graph)
+    assert ("pyg_sar::gather_sum" in text or "pyg_sar::attention" in text) == (name not in WITHOUT)
+
+
+@needs_kernels
+@pytest.mark.parametrize("name", ["GraphSAGE", "GAT", "GCN"])
+def test_models_export_and_compile_once_for_all_sizes(name: str) -> None:
+    plain, model, given = layer(name)
+    explained = torch._dynamo.explain(model)(*given)
+    assert explained.graph_break_count == 0 and explained.graph_count == 1
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True, dynamic=True)
+    for nodes, edges in ((30, 170), (41, 20000)):  # beyond what is worth it without compiling
+        x, edge_index, weight, _ = graph(nodes, edges)
+        given = (x, edge_index, weight)[: len(given)]
+        expected = gradients(plain, *given, over=list(plain.parameters()))
+        assert_equal(gradients(compiled, *given, over=list(model.parameters())), expected)
+    assert counters["stats"]["unique_graphs"] == 1
+    plain.load_state_dict(model.state_dict())  # running statistics, of other calls too
+    model.eval()
+    exported = torch.export.export(model, given, strict=False)
+    expected_out = plain.eval()(*given)
+    torch.testing.assert_close(exported.module()(*given), expected_out, rtol=1e-12, atol=1e-12)
+
+
+def test_two_kinds_of_nodes_compile() -> None:
+    torch.manual_seed(0)
+    x, edge_index, *_ = graph()
+    edges = torch.stack([edge_index[0], edge_index[1] % 9])
+    for make in (
+        lambda: gnn.SAGEConv((WIDTH, WIDTH), 4),
+        lambda: gnn.GATConv((WIDTH, WIDTH), 4, heads=2),
+        lambda: gnn.GATv2Conv((WIDTH, WIDTH), 4, add_self_loops=False),
+        lambda: gnn.TransformerConv((WIDTH, WIDTH), 4),
+    ):
+        plain = make().double()
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
+            found = gradients(lambda a, b, f=f: f((a, b), edges), x, x[:9])
+            assert_equal(found, gradients(lambda a, b, f=plain: f((a, b), edges), x, x[:9]))
+
+
+@pytest.mark.parametrize("make", [lambda: gnn.GCNConv(WIDTH, 4), lambda: gnn.GATConv(WIDTH, 4)])
+def test_a_target_that_is_no_node_is_an_error(make: Any) -> None:
+    """Compiled layers add to one row more, for loops: not for a wrong target."""
+    x, edge_index, *_ = graph()
+    edge_index[1, 5] = NODES
+    model = pyg_sar.distribute(make().double())
+    for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
+        with pytest.raises((IndexError, RuntimeError, torch.jit.Error), match="range|bounds|keys"):
+            f(x, edge_index)
+
+
+@pytest.mark.parametrize("kind", [gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv])
+def test_dropout_is_drawn_in_each_call(kind: Any) -> None:
+    x, edge_index, *_ = graph()
+    model = pyg_sar.distribute(kind(WIDTH, 4, dropout=0.5).double())
+    for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
+        first, second = f(x, edge_index), f(x, edge_index)
+        assert not torch.equal(first, second)
+        torch.manual_seed(3)
+        again = f(x, edge_index)
+        torch.manual_seed(3)
+        assert torch.equal(f(x, edge_index), again)
+        first = first.detach()
+        mean = torch.stack([f(x, edge_index) for _ in range(400)]).mean(0).detach()
+        expected = model.eval()(x, edge_index).detach()
+        model.train()
+        assert float((mean - expected).abs().max()) < 0.5 * float((first - expected).abs().max())
+
+
+def test_layers_without_a_kernel_are_pygs() -> None:
+    """Their own way to the numbers, to the bit; ``improved`` is one that is left to PyG."""
+    x, edge_index, *_ = graph()
+    for make in (
+        lambda: gnn.EdgeConv(torch.nn.Linear(2 * WIDTH, 4)),
+        lambda: gnn.GCNConv(WIDTH, 4, improved=True, add_self_loops=False),
+    ):
+        plain = make().double()
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
+            assert torch.equal(f(x, edge_index), plain(x, edge_index))
+
+
+def test_attention_weights_are_pygs() -> None:
+    x, edge_index, *_ = graph()
+    for kind in (gnn.GATConv, gnn.TransformerConv):
+        plain = kind(WIDTH, 4, add_self_loops=False) if kind is gnn.GATConv else kind(WIDTH, 4)
+        plain = plain.double()
+        model = pyg_sar.distribute(copy.deepcopy(plain))
+        compiled = torch.compile(model, backend="eager")
+        out, (_, weights) = compiled(x, edge_index, return_attention_weights=True)
+        expected, (_, others) = plain(x, edge_index, return_attention_weights=True)
+        torch.testing.assert_close(out, expected)
+        torch.testing.assert_close(weights, others)
+
+
+# Workers ######################################################################
+
+
+class Net(torch.nn.Module):
+    def __init__(self, kind: Any) -> None:
+        super().__init__()
+        self.first, self.norm = kind(WIDTH, 8), gnn.BatchNorm(8)
+        self.second = kind(8, 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.first(x, edge_index)
+        x = self.norm(x).relu() * 2
+        x = self.second(x, edge_index)
+        return x.sigmoid() + 1
+
+
+def compiled_worker(root: Path, kind: Any) -> tuple[list[Tensor], list[Tensor], list[str], int]:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(Net(kind).double())
+    expected = gradients(lambda x: model(x, data.edge_index), data.x, over=list(model.parameters()))
+    compiled = torch.compile(model, backend="aot_eager")
+    found = gradients(lambda x: compiled(x, data.edge_index), data.x, over=list(model.parameters()))
+    breaks = [text for text, count in counters["graph_break"].items() for _ in range(count)]
+    return found, expected, breaks, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("kind", [gnn.SAGEConv, gnn.GATConv])
+def test_distributed_layers_break_the_graph_once(kind: Any, tmp_path: Path) -> None:
+    """Two layers and a norm: three breaks, and what stands between them compiles."""
+    x, edge_index, *_ = graph()
+    partitions = Partitions(tmp_path)
+    root = partitions(Data(x=x, edge_index=edge_index), 2, "random")
+    for found, expected, breaks, graphs in pyg_sar.launch(compiled_worker, 2, root, kind):
+        assert_equal(found, expected)
+        assert len(breaks) == 3 and graphs == 2
+        assert all("pyg_sar talks to other workers" in text for text in breaks)
