@@ -152,6 +152,9 @@ void checked_run(const ArgumentsOf<kRun>& a) {
   kRun(a);
 }
 
+template <class Arguments>
+void unchecked(const Arguments&) {}
+
 #define PYG_SAR_SCHEMA                                                                          \
   "int kind, Tensor value, Tensor? key, Tensor? query, Tensor? att, Tensor? edge_attr, "        \
   "Tensor? edge_weight, float slope, float scale, Tensor source, Tensor offsets, "              \
@@ -181,11 +184,12 @@ TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {
   m.impl("attention_backward_sources_", kernel<&checked_run<&check_sources, &backward_sources>>());
   m.impl("attention_backward_targets_", kernel<&checked_run<&check_targets, &backward_targets>>());
 }
-// Shapes alone.
+
+// Shapes alone: arguments are checked when a kernel runs, and sizes may be symbols here.
 TORCH_LIBRARY_IMPL(pyg_sar, Meta, m) {
-  m.impl("attention_", kernel<&check_state>());
-  m.impl("attention_backward_sources_", kernel<&check_sources>());
-  m.impl("attention_backward_targets_", kernel<&check_targets>());
+  m.impl("attention_", kernel<&unchecked<ForwardArguments>>());
+  m.impl("attention_backward_sources_", kernel<&unchecked<SourcesArguments>>());
+  m.impl("attention_backward_targets_", kernel<&unchecked<TargetsArguments>>());
 }
 
 }  // namespace pyg_sar::attention
