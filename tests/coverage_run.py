@@ -163,7 +163,7 @@ def look(module: torch.nn.Module) -> tuple[list[str], bool]:
     """Strategies that the layers took, and whether any backward pass needs source values."""
     found, case_2 = [], False
     for layer in module.modules():
-        for verdict in layer.__dict__.get("_verdicts", {}).values():
+        for verdict in layer.__dict__.get("_choices", {}).values():
             found.append(verdict.strategy)
             case_2 |= verdict.needs is not None and verdict.needs.needs_sources
     return sorted(set(found)), case_2

@@ -14,7 +14,7 @@ from pyg_sar.tools import load_graph
 
 SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "calls.py"
 # files and functions of the package that are entered, and their calls, forward and backward
-BOUNDS = {"SAGE": (28, 150, 330), "GCN": (28, 150, 360), "GAT": (34, 230, 700)}
+BOUNDS = {"SAGE": (28, 140, 300), "GCN": (28, 140, 330), "GAT": (36, 240, 700)}
 
 pytestmark = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
 

@@ -483,7 +483,7 @@ def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
         assert all(p is parameters[name] for name, p in layer.named_parameters())
         assert all(type(p) is Parameter for p in layer.parameters())
         assert layer.kept is None or isinstance(layer.kept, TileValue)  # nothing of a tile
-        assert data.edge_index.plan.scope == ""
+        assert data.edge_index.plan.context.layer == ""
         assert torch.is_grad_enabled()
         out = layer(x, data.edge_index)
         assert error(out, plain(graph.x, graph.edge_index)[data.n_id]) <= TOLERANCE

@@ -47,8 +47,8 @@ class Squares(Kernel):
     def saved(self, tensors: Sequence[Tensor], done: Any) -> Sequence[Tensor]:
         return tensors
 
-    def backward(self, gradients: Any, saved: Any, output: Any, wanted: Any, last: bool) -> Any:
-        return Backward(gradients[0], saved[0])
+    def backward(self, cotangent: Any, saved: Any, wanted: Any, last: bool) -> Any:
+        return Backward(cotangent[0], saved[0])
 
 
 class Forward(Pass):
@@ -146,7 +146,7 @@ class FileRows:
         tensors: Sequence[Tensor],
         label: Label,
         prefetch: int,
-        wire: Wire,
+        wire: Wire | None,
         use: Use,
         scale: Tensor | None = None,
     ) -> RowSource:
@@ -157,7 +157,7 @@ class FileRows:
         totals: Sequence[Tensor],
         label: Label,
         in_flight: bool | None,
-        wire: Wire,
+        wire: Wire | None,
         merge: Merge | None = None,
     ) -> RowSink:
         sink: RowSink = self.exchange.sink(totals, label, in_flight, wire, merge)

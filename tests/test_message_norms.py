@@ -226,7 +226,7 @@ def test_one_shot_warns_and_says_why(graph: Data, partitions: Partitions):
     def worker() -> None:
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(EdgeMLP(gnn.GraphNorm(8)).double())
-        with pytest.warns(pyg_sar.errors.OneShotWarning, match=r"over all edges \(DistGraphNorm\)"):
+        with pytest.warns(pyg_sar.errors.OneShotWarning, match=r"over all edges \(GraphNorm\)"):
             model(data.x, data.edge_index, data.edge_attr)
 
     threads(worker, 1)

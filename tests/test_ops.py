@@ -569,17 +569,17 @@ def transposed(root: Path) -> None:
     data = pyg_sar.load_partition(root)
     shards = shards_of(data.edge_index)
     source, target = data.edge_index.ends()
-    for owner in range(data.edge_index.plan.world_size):
-        forward, back = shards.segments(owner), shards.transposed(owner, numbered=True)
+    for shard in shards.blocks:
+        forward, back = shard.segments, shard.transposed(numbered=True)
         there, here = ends_of(forward), ends_of(back)
         assert here == [tuple(there[int(e)][::-1]) for e in back.edges]
         assert sorted(there, key=lambda end: end[::-1]) == there
         assert sorted(here, key=lambda end: end[::-1]) == here
-        assert shards.transposed(owner, numbered=True) is back
-        tile = shards.tile(owner, shards.edges(owner))
+        assert shard.transposed(numbered=True) is back
+        tile = shard.tile(shard.edges)
         assert target[tile.columns].tolist() == [end[1] for end in there]
         assert list(zip(tile.source.tolist(), tile.target_rows.tolist(), strict=True)) == there
-    assert sum(len(ends_of(shards.segments(q))) for q in range(3)) == source.numel()
+    assert sum(len(ends_of(shard.segments)) for shard in shards.blocks) == source.numel()
 
 
 def ends_of(segments: Segments) -> list[tuple[int, int]]:

@@ -269,7 +269,7 @@ def test_mode_3_is_one_shot_for_every_aggregation(tmp_path: Path):
             x = mine.x.clone().requires_grad_()
             out = layer(x, mine.edge_index, mine.edge_weight[order], mine.edge_attr[order])
             out.square().sum().backward()
-            assert {v.strategy for v in layer._verdicts.values()} == {"one_shot"}
+            assert {c.strategy for c in layer._choices.values()} == {"one_shot"}
             found.append([mine.n_id, out.detach(), x.grad])
         return found
 

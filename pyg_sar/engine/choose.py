@@ -164,7 +164,7 @@ def sums_kernel(
         if plan.rank == 0:
             warn_if_missing()
         return None
-    if not getattr(layer.message, "__module__", "").startswith("torch_geometric."):
+    if not (getattr(layer.message, "__module__", None) or "").startswith("torch_geometric."):
         _check_message(layer, edge_index, kwargs, choice, title)
     rest = policy.prefetch, Wire(policy.wire), found.kinds, extrema or learnt, there
     kernel = Sums(layer.ledger_name, title, schedule, *rest)

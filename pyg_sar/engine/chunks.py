@@ -144,7 +144,7 @@ class Chunks:
         tensors: Sequence[Tensor],
         label: Label,
         prefetch: int,
-        wire: Wire,
+        wire: Wire | None,
         use: Use,
         scale: Tensor | None = None,
     ) -> ChunkSource:
@@ -158,7 +158,7 @@ class Chunks:
         totals: Sequence[Tensor],
         label: Label,
         in_flight: bool | None,
-        wire: Wire,
+        wire: Wire | None,
         merge: Merge | None = None,
     ) -> ChunkSink:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`; ``merge`` is not taken."""
@@ -236,10 +236,15 @@ class ChunkSource(RowSource):
     """
 
     def __init__(
-        self, chunks: Chunks, tensors: Sequence[Tensor], label: Label, prefetch: int, wire: Wire
+        self,
+        chunks: Chunks,
+        tensors: Sequence[Tensor],
+        label: Label,
+        prefetch: int,
+        wire: Wire | None,
     ) -> None:
         self.chunks, self.tensors, self.label = chunks, list(tensors), label
-        self.prefetch, self.wire = prefetch, wire
+        self.prefetch, self.wire = prefetch, wire or Wire()
         self.layout = RowLayout(tensors)
         self._posted = 0
         self._pending: deque[tuple[list[Tensor], list[Work]]] = deque()
@@ -291,8 +296,11 @@ class ChunkSink(RowSink):
         wire: How rows travel.
     """
 
-    def __init__(self, chunks: Chunks, totals: Sequence[Tensor], label: Label, wire: Wire) -> None:
-        self.chunks, self.totals, self.label, self.wire = chunks, list(totals), label, wire
+    def __init__(
+        self, chunks: Chunks, totals: Sequence[Tensor], label: Label, wire: Wire | None
+    ) -> None:
+        self.chunks, self.totals, self.label = chunks, list(totals), label
+        self.wire = wire or Wire()
         self.layout = RowLayout(totals)
         self._packed: list[Tensor] = []
 

@@ -23,9 +23,6 @@ from pyg_sar.exchange.rows import RowSink, RowSource, UnitRows, Use
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.space.shard import Block
 
-_EXACT = Wire()
-_NOTHING = UnitRows([])
-
 
 class Pass:
     """One direction of one call. Rows are lists of tensors, the first axis along nodes.
@@ -92,7 +89,7 @@ class Kernel(ABC):
         title: The layer and the rank, for messages.
         schedule: The way through the edges.
         prefetch: Units fetched ahead, 0 or 1.
-        wire: How rows travel.
+        wire: How rows travel; ``None``: exactly.
         reads_output: The backward pass reads the output. It is kept as an alias; where it was
             changed in place since, which PyG's own layers allow too, it is computed again.
         needs_gradient: An input may want a gradient.
@@ -102,7 +99,7 @@ class Kernel(ABC):
     name = ""
     schedule: Schedule
     prefetch = 1
-    wire = _EXACT
+    wire: Wire | None = None
     reads_output = False
     needs_gradient = True
     second_derivative = "need SARPolicy(mode=3)"
@@ -123,21 +120,27 @@ class Kernel(ABC):
     def saved(self, tensors: Sequence[Tensor], done: Any) -> Iterable[Tensor]:
         """Of inputs and of a forward pass that is done, what the backward pass needs."""
 
-    @abstractmethod
-    def backward(
-        self,
-        gradients: Sequence[Tensor],
-        saved: Sequence[Tensor],
-        output: Tensor | None,
-        wanted: Sequence[bool],
-        last: bool,
+    def cotangent(
+        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor | None
     ) -> Any:
-        """The backward :class:`Pass`; its ``finish()`` gives the inputs' gradients.
+        """All that the backward pass knows of targets; by default the outputs' gradients.
 
         Args:
             gradients: Of the outputs, contiguous.
             saved: What :meth:`saved` gave, detached.
-            output: The first output, where the kernel :attr:`reads_output`.
+            output: The first output, where the kernel :attr:`reads_output`; freed afterwards.
+        """
+        return gradients
+
+    @abstractmethod
+    def backward(
+        self, cotangent: Any, saved: Sequence[Tensor], wanted: Sequence[bool], last: bool
+    ) -> Any:
+        """The backward :class:`Pass`; its ``finish()`` gives the inputs' gradients.
+
+        Args:
+            cotangent: What :meth:`cotangent` gave.
+            saved: What :meth:`saved` gave, detached.
             wanted: Which inputs want a gradient.
             last: What was kept for this pass may be freed.
         """
@@ -160,7 +163,7 @@ def _go(kernel: Kernel, todo: Pass, stage: Stage) -> None:
     units = range(exchange.num_units)
     for unit in _own_last(units, kernel.prefetch) if source is None and todo.own_last else units:
         block = stage.blocks[unit]
-        rows = _NOTHING if source is None else source.open(unit)
+        rows = UnitRows([]) if source is None else source.open(unit)
         into = [] if sink is None else sink.open(unit)
         if block is not None and there and unit:
             todo.add_there_(block, rows, into)
@@ -239,9 +242,10 @@ class _Run(torch.autograd.Function):
             if last:
                 ctx.out = None
             rows = [gradient.contiguous() for gradient in gradients]
-            wanted = ctx.needs_input_grad[1:]
-            todo = kernel.backward(rows, saved, out, wanted, last)
-            del rows, saved, out
+            cotangent = kernel.cotangent(rows, saved, out)
+            del rows, out
+            todo = kernel.backward(cotangent, saved, ctx.needs_input_grad[1:], last)
+            del cotangent, saved
             go(kernel, todo, kernel.schedule.backward)
             return (None, *todo.finish())
 

@@ -68,7 +68,7 @@ class HaloRows:
         tensors: Sequence[Tensor],
         label: Label,
         prefetch: int,
-        wire: Wire,
+        wire: Wire | None,
         use: Use,
         scale: Tensor | None = None,
     ) -> HaloSource:
@@ -80,7 +80,7 @@ class HaloRows:
         totals: Sequence[Tensor],
         label: Label,
         in_flight: bool | None,
-        wire: Wire,
+        wire: Wire | None,
         merge: Merge | None = None,
     ) -> HaloSink:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`."""

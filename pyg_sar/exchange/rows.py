@@ -164,7 +164,7 @@ class Exchange(Protocol):
         tensors: Sequence[Tensor],
         label: Label,
         prefetch: int,
-        wire: Wire,
+        wire: Wire | None,
         use: Use,
         scale: Tensor | None = None,
     ) -> RowSource:
@@ -174,7 +174,7 @@ class Exchange(Protocol):
             tensors: Of this worker's nodes.
             label: Whom the ledger charges.
             prefetch: Units fetched ahead, 0 or 1.
-            wire: How rows travel.
+            wire: How rows travel; ``None``: exactly.
             use: How they will be used.
             scale: A number for each row.
         """
@@ -184,7 +184,7 @@ class Exchange(Protocol):
         totals: Sequence[Tensor],
         label: Label,
         in_flight: bool | None,
-        wire: Wire,
+        wire: Wire | None,
         merge: Merge | None = None,
     ) -> RowSink:
         """Takes rows to their owners.
@@ -194,7 +194,7 @@ class Exchange(Protocol):
             label: Whom the ledger charges.
             in_flight: Whether a unit's rows may travel over a network while the next one is worked
                 on; ``None``: not even between workers of one host.
-            wire: How rows travel.
+            wire: How rows travel; ``None``: exactly.
             merge: Takes in what comes; ``None``: adds it to ``totals``.
         """
 

@@ -37,7 +37,7 @@ Premap = Callable[[Tensor, Tensor, int], Tensor]
 Finish = Callable[[Sequence[Tensor], Tensor, int], Tensor]
 """``(results, in-degrees [num_targets], node axis)`` to the aggregate."""
 
-_PLAIN = {
+PLAIN = {
     aggr.SumAggregation: "sum",
     aggr.MeanAggregation: "mean",
     aggr.MaxAggregation: "max",
@@ -130,8 +130,8 @@ class _Parts:
 
     def add(self, module: Any) -> Finish | None:
         kind = type(module)
-        if kind in _PLAIN:
-            return _taken(self._reserve(_PLAIN[kind]))
+        if kind in PLAIN:
+            return _taken(self._reserve(PLAIN[kind]))
         make = {
             aggr.VarAggregation: self._variance,
             aggr.StdAggregation: self._deviation,

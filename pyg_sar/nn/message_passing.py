@@ -29,7 +29,7 @@ from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import warn_if_missing
-from pyg_sar.message.decompose import decompose
+from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_value
 from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
@@ -333,8 +333,9 @@ class DistMessagePassing(MessagePassing):
             return None
         kernel, tensors = found
         results = run(kernel, tensors, torch.is_grad_enabled() and kernel.needs_gradient)
-        axis, (out, *others) = self.node_dim, results
-        if not others:
+        axis = self.node_dim
+        if type(self.aggr_module) in PLAIN:  # Nothing becomes of the sum any more.
+            (out,) = results
             return out.movedim(0, axis) if axis % out.dim() else out
         results = [out.movedim(0, axis) if axis % out.dim() else out for out in results]
         in_degree = kernel.schedule.in_degree

@@ -132,21 +132,19 @@ class SoftmaxAttention(Kernel):
     def inputs(self, saved: Sequence[Tensor]) -> list[Tensor]:
         return list(saved[: len(self.names)])
 
+    def cotangent(
+        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor | None
+    ) -> Cotangent:
+        return Cotangent.of(gradients[0], _present(output), *saved[-2:])
+
     def backward(
-        self,
-        gradients: Sequence[Tensor],
-        saved: Sequence[Tensor],
-        output: Tensor | None,
-        wanted: Sequence[bool],
-        last: bool,
+        self, cotangent: Cotangent, saved: Sequence[Tensor], wanted: Sequence[bool], last: bool
     ) -> AttentionBackward:
-        *tensors, maximum, normaliser = saved
-        cotangent = Cotangent.of(gradients[0], _present(output), maximum, normaliser)
         names = [name for name, need in zip(self.names, wanted, strict=True) if need]
         kept = dict(self.kept)
         if last:
             self.kept.clear()
-        return AttentionBackward(self, self.given(tensors), cotangent, names, kept)
+        return AttentionBackward(self, self.given(saved[:-2]), cotangent, names, kept)
 
     # One block ###############################################################
 

@@ -176,15 +176,23 @@ class DenseAttention(Kernel):
     def inputs(self, saved: Sequence[Tensor]) -> list[Tensor]:
         return list(saved[:3])
 
+    def cotangent(
+        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The output's gradient, and its product with the output, ``D [heads, n]``."""
+        if output is None:
+            raise RuntimeError("The output of the attention was not kept")
+        given = gradients[0].to(_wide(saved[0].dtype))
+        return given, (given * output.to(given.dtype)).sum(-1).t()
+
     def backward(
         self,
-        gradients: Sequence[Tensor],
+        cotangent: tuple[Tensor, Tensor],
         saved: Sequence[Tensor],
-        output: Tensor | None,
         wanted: Sequence[bool],
         last: bool,
     ) -> DenseBackward:
-        return DenseBackward(self.call, gradients[0], saved, output)
+        return DenseBackward(self.call, cotangent, saved)
 
 
 def _source_rows(call: _Call, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -238,16 +246,14 @@ class DenseBackward(Pass):
     kinds = ("refetch", "gradient", "query", "gradient")
 
     def __init__(
-        self, call: _Call, gradient: Tensor, saved: Sequence[Tensor], output: Tensor | None
+        self, call: _Call, cotangent: tuple[Tensor, Tensor], saved: Sequence[Tensor]
     ) -> None:
         q, k, v, self._norm = saved
-        if output is None:
-            raise RuntimeError("The output of the attention was not kept")
+        self._given, self._inner = cotangent
         dtype = _wide(q.dtype)
         self._call, self._dtypes = call, (q.dtype, k.dtype, v.dtype)
         self.sources = _source_rows(call, k, v)
-        self._q, self._given = q.to(dtype), gradient.to(dtype)
-        self._inner = (self._given * output.to(dtype)).sum(-1).t()  # D [heads, n]
+        self._q = q.to(dtype)
         self._q_grad = torch.zeros_like(self._q)
         self.returned = [torch.zeros_like(t, dtype=dtype) for t in (k, v)]
 

@@ -159,9 +159,8 @@ class Messages(Kernel):
 
     def backward(
         self,
-        gradients: Sequence[Tensor],
+        cotangent: Sequence[Tensor],
         saved: Sequence[Tensor],
-        output: Tensor | None,
         wanted: Sequence[bool],
         last: bool,
     ) -> MessagesBackward:
@@ -169,7 +168,7 @@ class Messages(Kernel):
         operands = [t if self._saves(k) else None for k, t in enumerate(saved[:count])]
         rest = iter(saved[count + len(self.parameters) :])
         states = [[next(rest) for _ in range(length)] for length in self._lengths]
-        return MessagesBackward(self, gradients, operands, states, last)
+        return MessagesBackward(self, cotangent, operands, states, last)
 
     def check_source(self, graph: _Graph, rows: Tensor | None) -> None:
         """Raises where a message that was the source row when it was analysed is not."""

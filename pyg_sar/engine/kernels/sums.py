@@ -76,13 +76,12 @@ class Sums(Kernel):
 
     def backward(
         self,
-        gradients: Sequence[Tensor],
+        cotangent: Sequence[Tensor],
         saved: Sequence[Tensor],
-        output: Tensor | None,
         wanted: Sequence[bool],
         last: bool,
     ) -> SumsBackward:
-        return SumsBackward(self, gradients, saved, wanted)
+        return SumsBackward(self, cotangent, saved, wanted)
 
     def degrees(self, like: Tensor) -> Tensor:
         """In-degrees, at least 1, to divide by; in float32 at least, to count so far."""
