@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,9 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from oracle import Partitions, apart, assemble, make_graph, threads
+from oracle import CHANNELS, OUT, Partitions, apart, assemble, make_graph, threads
 from test_pushed import stars
 from torch import Tensor
+from torch_geometric import nn as gnn
 from torch_geometric.utils import scatter
 
 import pyg_sar
@@ -209,3 +211,41 @@ def test_a_row_source_over_a_file(tmp_path: Path) -> None:
         found = assemble([(worker[0], worker[k]) for worker in workers], data.num_nodes)
         assert torch.allclose(found, right, rtol=1e-12, atol=1e-12)
     assert [worker[3] for worker in workers] == [0] * WORLD
+
+
+# What is left ################################################################
+
+
+def left_over(root: Path, name: str) -> int:
+    """Objects in reference cycles after a step, which the collector alone would free."""
+    data = pyg_sar.load_partition(root)
+    layer = pyg_sar.distribute(LAYERS[name]().double())
+    x = data.x.requires_grad_()
+    for _ in range(2):
+        layer(x, data.edge_index).sum().backward()
+    gc.collect()
+    gc.disable()
+    try:
+        layer(x, data.edge_index).sum().backward()
+        return gc.collect()
+    finally:
+        gc.enable()
+
+
+LAYERS: dict[str, Any] = {
+    "sums": lambda: gnn.SAGEConv(CHANNELS, OUT),
+    "extrema": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"),
+    "attention": lambda: gnn.GATConv(CHANNELS, OUT, heads=2),
+    "messages": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="var"),
+    "chunks": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="median"),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_a_step_leaves_no_cycles(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tensors that a step is done with are freed then, not when the collector comes by."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    root = Partitions(tmp_path)(make_graph(), 2, "random")
+    assert pyg_sar.launch(left_over, 2, root, name) == [0, 0]

@@ -354,7 +354,7 @@ class HaloSink(RowSink):
     ) -> None:
         self.plan, self.totals, self.label = plan, list(totals), label
         self.wire, self._in_flight = wire or Wire(), in_flight
-        self._merge = merge or self._add
+        self._merge = merge
         self.layout = RowLayout(totals)
         self._packed: list[Tensor | SendBuffer] = []
         self._pending: tuple[int, list[Tensor], list[Incoming], list[Work]] | None = None
@@ -362,7 +362,10 @@ class HaloSink(RowSink):
         self._sharing = plan.comm.sharing if self.wire.is_exact else None
         self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
-    def _add(self, index: Tensor, rows: Sequence[Tensor]) -> None:
+    def _take(self, index: Tensor, rows: Sequence[Tensor]) -> None:
+        if self._merge is not None:
+            self._merge(index, rows)
+            return
         for total, part in zip(self.totals, rows, strict=True):
             add_distinct_rows(total, index, part)
 
@@ -441,12 +444,12 @@ class HaloSink(RowSink):
         if far and self.plan.send_counts[peer]:
             for buffer in far:
                 self.wire.land(buffer)
-            self._merge(self.plan.send_rows(peer), self.layout.unpack(far))
+            self._take(self.plan.send_rows(peer), self.layout.unpack(far))
         elif near and self.plan.send_counts[peer]:
             own = self.plan.send_rows(peer)
             for piece in pieces_of(near[0].rows):
                 parts = [arrival.rows[piece] for arrival in near]
-                self._merge(own[piece], self.layout.unpack(parts))
+                self._take(own[piece], self.layout.unpack(parts))
                 del parts
                 for arrival in near:
                     arrival.pause()
