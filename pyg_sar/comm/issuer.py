@@ -133,7 +133,7 @@ class StreamOrder:
 
 Task = Callable[[], None]
 
-SETTLE = 1.0  # Seconds to wait for an aborted task to come back.
+SETTLE = 3.0  # Seconds to wait for an aborted task to come back.
 GRACE = 5.0  # Seconds a waiter leaves the issuer to report a timeout first, and to end.
 
 
