@@ -214,7 +214,8 @@ def attention(
     else:
         drop_key = None
     if kind == "tanh":
-        assert key is not None and query is not None
+        if key is None or query is None:
+            raise ValueError("attention: kind 'tanh' needs 'key' and 'query'")
         place = fallback.targets_of(offsets, None, source.numel())
         weight = key.to(wide).view(-1).index_select(0, source)
         weight = (weight + query.to(wide).view(-1).index_select(0, place)).tanh()

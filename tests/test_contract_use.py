@@ -512,3 +512,47 @@ def test_layers_in_containers_of_all_kinds(graph: Data, root: Path):
     for name, model in models.items():
         sweep.add(name, Job(model.double(), root, policies=MODES[:1]), graph)
     sweep.check()
+
+
+def tripled(inputs: Tensor, index: Tensor, ptr: Any = None, dim_size: Any = None) -> Tensor:
+    out = inputs.new_zeros(dim_size, inputs.size(1))
+    return 3 * out.index_add(0, index, inputs)
+
+
+def doubled(inputs: Tensor) -> Tensor:
+    return inputs * 2
+
+
+def squared(x_j: Tensor) -> Tensor:
+    return x_j.square()
+
+
+METHODS = {"message": squared, "aggregate": tripled, "update": doubled}
+
+
+def with_own_method(root: Path, name: str, moment: int) -> Any:
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double())
+    for call in range(3):
+        if call == moment:
+            setattr(layer, name, METHODS[name])
+        x = data.x.clone().requires_grad_()
+        out = layer(x, data.edge_index)
+        out.square().sum().backward()
+    return data.n_id, out.detach(), x.grad
+
+
+@pytest.mark.parametrize("moment", [0, 2])
+@pytest.mark.parametrize("name", METHODS)
+def test_methods_of_a_layer_itself(name: str, moment: int, graph: Data, root: Path):
+    """Put there before the first call, or after calls without them."""
+    torch.manual_seed(0)
+    plain = gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double()
+    setattr(plain, name, METHODS[name])
+    x = graph.x.clone().requires_grad_()
+    expected = plain(x, graph.edge_index)
+    expected.square().sum().backward()
+    for ids, out, gradient in threads(with_own_method, WORLD, root, name, moment):
+        assert error(out, expected.detach()[ids]) <= TOLERANCE
+        assert error(gradient, x.grad[ids]) <= TOLERANCE

@@ -153,11 +153,11 @@ class GroupTransport(Transport):
     """
 
     uses_store: ClassVar[bool] = True
-    """Whether the workers meet in torchrun's store (MPI brings its own)."""
+    """True where the workers meet in torchrun's store (MPI brings its own)."""
     stand_in: ClassVar[dict[torch.dtype, torch.dtype]] = {torch.bool: torch.uint8}
     """dtypes that the backend can't (or shouldn't) reduce: which one is used instead."""
     tagged: ClassVar[bool] = False
-    """Whether messages have tags made of their names."""
+    """True where messages have tags made of their names."""
 
     def __init__(self, setting: Setting) -> None:
         self.owns_world = not dist.is_initialized()

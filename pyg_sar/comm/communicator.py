@@ -67,7 +67,7 @@ class Communicator(ABC):
         self.timeout = timeout
         self.ledgers: list[Any] = []
         self.sharing: Sharing | None = None
-        """What there is between workers that read each other's memory, if any."""
+        """Operations between workers that read each other's memory, if there are such."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0

@@ -43,7 +43,7 @@ from pyg_sar.errors import CommTimeoutError, PygSarError
 
 T = TypeVar("T")
 Delivery = tuple[Tensor, threading.Event, str]
-"""What lies in a mailbox: the sender's tensor, the event that says it was read, and its name."""
+"""Content of a mailbox: the sender's tensor, the event that says it was read, and its name."""
 
 
 class Hub:

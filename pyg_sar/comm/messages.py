@@ -37,7 +37,7 @@ from pyg_sar.ledger import Label
 # Values as bytes ##############################################################
 
 Outgoing = Tensor | Callable[[], Tensor | None] | None
-"""What to send: a tensor, a function that packs it on the issuing thread, or nothing."""
+"""Content of a message: a tensor, a function that packs it on the issuing thread, or nothing."""
 
 COLLECTIVE = -1
 """The peer that ledgers are told for collectives."""
@@ -182,7 +182,7 @@ class Posts:
         self.since = 0.0
         self.waits: tuple[Post, ...] = ()
         self.failed: tuple[Post, ...] = ()
-        """What was waited for when a wait failed."""
+        """The messages that were waited for when a wait failed."""
         self._posted: dict[tuple[str, int], tuple[int, int]] = {}
 
     def note(self, channel: str, peer: int, name: str) -> Post:

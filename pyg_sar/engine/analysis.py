@@ -51,6 +51,7 @@ _ORDERED = (
 _UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by value
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
+_METHODS = ("message", "aggregate", "update", "edge_update")
 _FLAGS = (bool, str, type(None))
 _SWITCHES = (*_FLAGS, int, float)
 _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
@@ -168,7 +169,8 @@ def choices_of(layer: Any) -> Choices:
 def call_key(layer: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """A call's kind, which is the same on all workers, and what may change a message besides.
 
-    That is the flags, names and numbers among the attributes of the layer and its modules.
+    That is the flags, names and numbers among the attributes of the layer and its modules, and
+    methods that were put on the layer itself.
 
     Args:
         layer: The layer.
@@ -184,7 +186,8 @@ def call_key(layer: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple
     aggregation = type(layer.aggr_module)
     grad = torch.is_grad_enabled()
     kind = layer.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
-    switches: list[Any] = []
+    # A method of the layer's own, not of its class: others may stand there tomorrow.
+    switches: list[Any] = [layer.__dict__.get(name) for name in _METHODS]
     wanted = _SWITCHES if len(choices_of(layer)) < _MANY_CHOICES else _FLAGS
     for module in layer.modules():
         switches.append(type(module))

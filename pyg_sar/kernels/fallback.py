@@ -270,7 +270,7 @@ def edge_gradients(
 
 
 def term_of(edge_attr: Tensor | None, edge_weight: Tensor | None, at: Tensor) -> Tensor | None:
-    """What edges' features add to their scores, ``[B, H]`` or ``[B, H, C]``."""
+    """The term of edges' features in their scores, ``[B, H]`` or ``[B, H, C]``."""
     if edge_attr is None or edge_weight is None:
         return None
     product = edge_attr.index_select(0, at) @ edge_weight.flatten(1)

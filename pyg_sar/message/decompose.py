@@ -277,11 +277,12 @@ _TOLERANCE = {8: 1e-9, 4: 1e-4}
 
 def is_known(layer: MessagePassing) -> bool:
     """Says if a layer aggregates as PyG does."""
-    if not str(type(layer).aggregate.__module__).startswith("torch_geometric"):
+    own = "aggregate" in layer.__dict__
+    if own or not str(type(layer).aggregate.__module__).startswith("torch_geometric"):
         return False
     modules = layer.aggr_module.modules() if layer.aggr_module is not None else ()
-    own = [m for m in modules if isinstance(m, aggr.Aggregation)]
-    return all(type(m).__module__.startswith("torch_geometric") for m in own)
+    used = [m for m in modules if isinstance(m, aggr.Aggregation)]
+    return all(type(m).__module__.startswith("torch_geometric") for m in used)
 
 
 class AggregateCheck:

@@ -179,6 +179,8 @@ class DistMessagePassing(MessagePassing):
             return None
         if self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks:
             return None
+        if "aggregate" in self.__dict__:
+            return None
         return "steady", self.policy, *call_key(self, kwargs)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
@@ -240,6 +242,7 @@ class DistMessagePassing(MessagePassing):
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
         merges = type(self).aggregate is MessagePassing.aggregate
+        merges &= "aggregate" not in self.__dict__
         merges &= decompose(self.aggr_module) is not None
         merges &= not (self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks)
         merges &= self.policy.strategy != "chunked"
@@ -315,7 +318,8 @@ class DistMessagePassing(MessagePassing):
             out = self._aggregated(edge_index, kwargs, choice)
         for name in choice.sets:
             self.__dict__[name] = tile_value(name)
-        if type(self).update is MessagePassing.update and not self._propagate_forward_hooks:
+        own = "update" in self.__dict__ or type(self).update is not MessagePassing.update
+        if not own and not self._propagate_forward_hooks:
             return out
         data = {n: kwargs.get(n, Parameter.empty) for n in self.inspector.get_param_names("update")}
         out = self.update(out, **self.inspector.collect_param_data("update", data))
