@@ -19,7 +19,7 @@ Errors are in :mod:`pyg_sar.errors`; all other public names in the subpackages: 
 from pyg_sar import errors as errors
 from pyg_sar import functional as functional
 from pyg_sar.comm.group import init
-from pyg_sar.comm.launch import launch
+from pyg_sar.comm.launch import launch, run
 from pyg_sar.convert import distribute
 from pyg_sar.ledger import Ledger
 from pyg_sar.nn import DistMessagePassing
@@ -44,6 +44,7 @@ __all__ = [
     "launch",
     "load_partition",
     "mean",
+    "run",
     "verify",
     "write_partitions",
 ]

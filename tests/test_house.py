@@ -357,7 +357,16 @@ def test_importing_the_package_has_no_side_effect():
 
 TOP = {
     *("DistMessagePassing", "Ledger", "SARPolicy", "Trainer", "accuracy", "distribute"),
-    *("gather_nodes", "init", "launch", "load_partition", "mean", "verify", "write_partitions"),
+    *(
+        "gather_nodes",
+        "init",
+        "launch",
+        "load_partition",
+        "mean",
+        "run",
+        "verify",
+        "write_partitions",
+    ),
 }
 
 

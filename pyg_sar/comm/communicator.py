@@ -68,6 +68,8 @@ class Communicator(ABC):
         self.ledgers: list[Any] = []
         self.sharing: Sharing | None = None
         """Operations between workers that read each other's memory, if there are such."""
+        self.host: Any = None
+        """What the parts of this process share, where a worker hosts several (``hosting.py``)."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0
@@ -409,6 +411,21 @@ class GroupCommunicator(Communicator):
         # Packing failed: this worker's own mistake, whose type and traceback are to be kept.
         self._watch.report(error)
         return error
+
+    def check(self) -> None:
+        """Raises the error that broke this communicator, if one has."""
+        self._issuer.check()
+
+    def diagnose(self, error: BaseException, doing: str) -> BaseException:
+        """Returns why a transfer beside the issuer's failed, having told the other workers."""
+        reason = self._diagnose(TransportError(str(error)), doing)
+        self._issuer.fail(reason)
+        return reason
+
+    @property
+    def group(self) -> Any:
+        """The process group of :mod:`torch.distributed`."""
+        return getattr(self._transport, "group", None)
 
     def _explain_termination(self) -> PygSarError | None:
         error = self._watch.cause()

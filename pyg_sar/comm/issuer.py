@@ -271,12 +271,13 @@ class Issuer:
                 context.run(task)
 
         with self._lock:
-            self._check()
+            self.check()
             self._open[id(work)] = work
             self._queue.put((work, run))
         return work
 
-    def _check(self) -> None:
+    def check(self) -> None:
+        """Raises where nothing more can be submitted."""
         if isinstance(self.broken, PygSarError):
             raise self.broken
         if self.broken is not None:

@@ -30,6 +30,7 @@ import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
 from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init
+from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
@@ -48,12 +49,16 @@ def launch(
     fn: Callable[..., T],
     num_workers: int,
     *args: Any,
+    parts: int | None = None,
     backend: str | None = None,
     threads_per_worker: int | None = None,
     timeout: float = 1800.0,
     env: Mapping[str, str] | None = None,
 ) -> list[T]:
     """Runs ``fn(*args)`` on workers of this machine, and returns their results in rank order.
+
+    With ``parts``, each worker hosts several parts of the graph in turn: ``fn`` runs once for each
+    part, and its rank is the part (:func:`pyg_sar.run`).
 
     In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.comm.current()`` is its
     communicator. Functions and arguments may come from a notebook or a script's ``__main__``,
@@ -63,6 +68,7 @@ def launch(
         fn: What each worker runs.
         num_workers: Number of workers.
         *args: Its arguments.
+        parts: Parts of the graph, at least ``num_workers``. By default one for each worker.
         backend: As for :func:`pyg_sar.init`, or ``'threads'``: the workers are threads of this
             process, for debugging.
         threads_per_worker: Threads that each worker computes with. By default
@@ -71,7 +77,7 @@ def launch(
         env: Further environment variables of the workers.
 
     Returns:
-        One result per rank.
+        One result per rank, in their order.
 
     Raises:
         ValueError: When an argument makes no sense.
@@ -80,13 +86,15 @@ def launch(
         LostWorkerError: When a worker was killed or crashed; names the rank and the signal.
     """
     _check(num_workers, backend, threads_per_worker, timeout)
+    if parts is not None:
+        check_parts(parts, num_workers, backend)
     if backend == "threads":
         if env is not None or threads_per_worker is not None:
             raise ValueError(
                 "'env' and 'threads_per_worker' are for processes: not with backend='threads'"
             )
         return _run_threads(fn, num_workers, args, timeout)
-    work = _pack((fn, args, backend, timeout), "fn or an argument", -1)
+    work = _pack((fn, args, backend, timeout, parts), "fn or an argument", -1)
     store = host_store("127.0.0.1", 0)
     common = _environment(num_workers, store.port, threads_per_worker, env)
     workers: list[_Worker] = []
@@ -98,9 +106,49 @@ def launch(
         results = _collect(workers)
         for worker in workers:
             worker.see_off()
-        return results
+        return results if parts is None else [found for hosted in results for found in hosted]
     finally:
         _end(workers)
+
+
+def run(
+    fn: Callable[..., T],
+    *args: Any,
+    parts: int | None = None,
+    backend: str | None = None,
+    timeout: float = 1800.0,
+) -> list[T]:
+    """Runs ``fn(*args)`` for each part that this process hosts, under torchrun or alone.
+
+    A graph that was cut into P parts runs on any number W of worker processes from 1 to P. Each
+    process hosts P / W of them in turn: ``fn`` runs once for each part, in a thread of its own, and
+    sees what a worker sees; its rank is the part. Where a part waits for the others, the next one
+    goes on. Results are the same to the bit for every W, random numbers included: each
+    part has the random states of a process of its own.
+
+    Args:
+        fn: What each part runs.
+        *args: Its arguments; all parts of a process get the same objects.
+        parts: Parts of the graph. By default one for each worker.
+        backend: As for :func:`pyg_sar.init`; several parts need ``'gloo'`` between processes.
+        timeout: Seconds that one operation between workers may take.
+
+    Returns:
+        The results of the parts of this process, in their order.
+
+    Raises:
+        ValueError: More workers than parts, or another backend.
+    """
+    comm = init(backend, timeout=timeout)
+    if parts is None:
+        return [fn(*args)]
+    check_parts(parts, comm.world_size, comm.backend)
+    try:
+        return host_parts(fn, args, parts, comm)
+    except PartError as failure:
+        failure.error.add_note(f"in part {failure.part}")
+        comm.report(failure.error)
+        raise failure.error from None
 
 
 def _check(
@@ -299,16 +347,20 @@ def _worker_main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     rank = int(os.environ["RANK"])
     try:
-        fn, args, backend, timeout = cloudpickle.loads(pipe.recv_bytes())
+        fn, args, backend, timeout, parts = cloudpickle.loads(pipe.recv_bytes())
         # What is imported by now stays: going through it time and again takes a second.
         gc.freeze()
         gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-        init(backend, timeout=timeout)
-        message = _pack(("result", fn(*args)), "the result", rank)
+        comm = init(backend, timeout=timeout)
+        result = fn(*args) if parts is None else host_parts(fn, args, parts, comm)
+        message = _pack(("result", result), "the result", rank)
         finalize()
         pipe.send_bytes(message)
-    except BaseException as error:  # SystemExit and KeyboardInterrupt included: somebody waits.
+    except BaseException as caught:  # SystemExit and KeyboardInterrupt included: somebody waits.
+        error = caught
+        if isinstance(caught, PartError):
+            error, rank = caught.error, caught.part
         current().report(error)
         pipe.send_bytes(_pack(("failure", *_describe(error, rank)), "the error", rank))
         _flush()

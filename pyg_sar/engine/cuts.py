@@ -291,7 +291,7 @@ def split_edges(
         numbered: Whether the edges' numbers will be asked for.
         by_source: Whether the edges will be asked for by source alone.
     """
-    if edge_index.plan.world_size == 1:
+    if edge_index.plan.world_size == 1 or edge_index.plan.comm.host is not None:
         return None
 
     def make() -> tuple[SplitEdges | None]:

@@ -29,6 +29,7 @@ from pyg_sar.engine.chunks import Chunks
 from pyg_sar.engine.cuts import SplitEdges
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.halo_rows import HaloRows
+from pyg_sar.exchange.part_rows import PartRows, is_hosted
 from pyg_sar.exchange.rows import Exchange
 from pyg_sar.space.shard import Block, Shards
 
@@ -83,12 +84,17 @@ def by_shards(
 def _stages(shards: Shards, split: SplitEdges | None) -> tuple[Stage, ...]:
     """Own edges first, while the first slots travel; then slots; then rows that come here."""
     if split is None:
-        return (Stage(HaloRows(shards.plan), shards.blocks),)
+        return (Stage(rows_of(shards.plan), shards.blocks),)
     own = shards.blocks[0]
     there = Stage(HaloRows(split.slots), [own, *split.pushed], there=True)
     if not split.pulls:
         return (there,)
     return there, Stage(HaloRows(split.plan), [None, *split.pulled])
+
+
+def rows_of(plan: HaloPlan) -> Exchange:
+    """The exchange of a plan's halo rows."""
+    return PartRows(plan) if is_hosted(plan) else HaloRows(plan)
 
 
 def by_chunks(chunks: Chunks) -> Schedule:

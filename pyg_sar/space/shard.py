@@ -247,7 +247,7 @@ class Shard:
         found = self._transposed
         if found is None or (numbered and found.edges is None):
             given, shards = self.segments, self._shards
-            sizes = shards.plan.num_rows(self.unit), shards.num_targets
+            sizes = shards.num_rows[self.unit], shards.num_targets
             ends = given.source, given.offsets, given.targets
             found = _grouped(*transpose(*ends, *sizes, numbered=numbered))
             self._transposed = found
@@ -275,7 +275,8 @@ class Shards:
     r"""The edges of one worker as shards.
 
     Shard 0 holds those from its own nodes, shard u those from the owner of unit u
-    (:class:`~pyg_sar.exchange.halo.HaloPlan`).
+    (:class:`~pyg_sar.exchange.halo.HaloPlan`); where a process hosts several parts, shard 1 those
+    from all halo nodes (``exchange/part_rows.py``).
 
     Within a shard edges are sorted by target, so that tiles of it touch few targets.
 
@@ -284,6 +285,7 @@ class Shards:
 
     Attributes:
         in_degree: Edges into each target node, ``[num_targets]``.
+        num_rows: Rows of each unit.
         segments: Each shard by target: local ids add up rows of the unit's buffer.
         blocks: The shards.
     """
@@ -297,6 +299,11 @@ class Shards:
         source, target = self._ends
         self.num_edges, self.num_targets = source.numel(), edge_index.num_targets
         self.in_degree = torch.bincount(target, minlength=self.num_targets)
+        self._joined = plan.comm.host is not None and plan.world_size > 1
+        units = range(2 if self._joined else plan.world_size)
+        self.num_rows = [plan.num_local, plan.num_halo]
+        if not self._joined:
+            self.num_rows = [plan.num_rows(unit) for unit in units]
         rows, order, starts = self._sort()
         # Columns of edges are asked for by edge-level data alone; see columns().
         self._in_order = bool((order[1:] > order[:-1]).all())
@@ -307,7 +314,7 @@ class Shards:
             rows = rows[order]
         del order
         rows, starts = rows.to(index), starts.to(index)
-        count, units = self.num_targets, range(plan.world_size)
+        count = self.num_targets
         self._offsets: list[int] = starts[:: max(count, 1)].tolist() if count else [0, 0]
         self._offsets += [self._offsets[-1]] * (len(units) + 1 - len(self._offsets))
         self.segments = [
@@ -318,9 +325,9 @@ class Shards:
     def _sort(self) -> tuple[Tensor, Tensor, Tensor]:
         """Each edge's row in its unit's buffer; edges by unit, target and row; each one's start."""
         source, target = self._ends
-        world = self.plan.world_size
+        world = len(self.num_rows)
         rows, unit = self._place(source)
-        order = sort_edges(rows, max(self.plan.num_rows(u) for u in range(world)))[0]
+        order = sort_edges(rows, max(self.num_rows))[0]
         keys = self.num_targets * world
         # By target, and a target's edges by row: rows that are near are read one after another.
         if world == 1:
@@ -334,6 +341,9 @@ class Shards:
         plan = self.plan
         if plan.world_size == 1:
             return narrowed(source, plan.num_ids), source[:0]
+        if self._joined:
+            halo = source >= plan.num_local
+            return narrowed(source, plan.num_ids) - plan.num_local * halo.int(), halo.int()
         ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
         owner = torch.bucketize(source.contiguous(), ends[1:], right=True, out_int32=True)
         owner[source < plan.num_local] = plan.rank

@@ -1,0 +1,463 @@
+"""Several parts of a graph in one worker process: each is a rank, they compute in turn.
+
+[Note: parts and workers] A graph is cut once into P parts; W processes host them, a run of parts
+each. Every part is a rank of its own: a thread with its own call stack, model and communicator,
+whose world has P ranks. Where a part waits for others, the next one computes (see turns). So a
+model's layers are gone through part by part, without its knowing.
+
+[Note: meetings] All parts run the same operations in the same order. The n-th operation of each
+part is one *meeting*: every part brings something, the last one of a process to come combines what
+its parts have brought, with the other processes if there are any, and then each takes the result.
+The last ones of all processes come to the n-th meeting before they come to the next: so processes
+call each other in the same order, too.
+
+[Note: the order of sums] What parts bring is added up in the order of the parts, wherever they
+are. So results are the same to the bit for any number of processes that host the same parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.comm.backends import TAGS, PeerTensor, reduced, to_bytes
+from pyg_sar.comm.communicator import Communicator, GroupCommunicator
+from pyg_sar.comm.group import adopt
+from pyg_sar.comm.issuer import Work
+from pyg_sar.comm.messages import (
+    BROADCAST,
+    GATHER,
+    Outgoing,
+    count,
+    count_all,
+    failed,
+    is_consequence,
+    mark_of,
+    name_of,
+    num_bytes,
+    pack,
+    spoken,
+    unlike,
+)
+from pyg_sar.comm.turns import Turns
+from pyg_sar.errors import PygSarError
+from pyg_sar.ledger import Label
+
+T = TypeVar("T")
+Combine = Callable[[dict[int, Any]], Any]
+"""Takes what the parts of this process have brought, and returns the result."""
+
+TRANSPORT = "parts"
+"""What ledgers call transfers between parts."""
+MOST_SENT = 256  # Messages on their way to other processes before one waits for the first.
+
+
+def split_parts(num_parts: int, num_workers: int) -> list[range]:
+    """Returns which parts each worker hosts: runs that differ by at most one part."""
+    bounds = [worker * num_parts // num_workers for worker in range(num_workers + 1)]
+    return [range(*pair) for pair in itertools.pairwise(bounds)]
+
+
+def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
+    """Raises ``ValueError`` where workers can't host parts."""
+    if not isinstance(parts, int) or isinstance(parts, bool):
+        raise ValueError(f"parts={parts!r} must be an integer")
+    if not 1 <= num_workers <= parts:
+        raise ValueError(
+            f"parts={parts} can be hosted by 1 to {parts} workers (got {num_workers}); start "
+            "fewer workers, or partition the graph into more parts"
+        )
+    if backend not in (None, "gloo", "local"):
+        raise ValueError(f"parts={parts} needs backend='gloo' (got {backend!r})")
+
+
+class Started(NamedTuple):
+    """A result that is there when transfers between processes have ended."""
+
+    works: list[Work]
+    result: Any
+
+
+class Meeting:
+    """One operation of all parts. See [Note: meetings].
+
+    Attributes:
+        name: What it is; the same for all parts.
+        first: The part that came first.
+        brought: What each part has brought.
+        result: What came out of it, once it is :meth:`over`.
+        works: Transfers between processes that end it.
+    """
+
+    def __init__(self, name: str, first: int, size: int) -> None:
+        self.name, self.first = name, first
+        self.brought: dict[int, Any] = {}
+        self.result: Any = None
+        self.works: list[Work] = []
+        self._missing = self._guests = size
+
+    def come(self, part: int, thing: Any) -> bool:
+        """Returns whether this part is the last one."""
+        self.brought[part] = thing
+        self._missing -= 1
+        return self._missing == 0
+
+    def over(self) -> bool:
+        """Returns whether the result is there."""
+        return self._missing == 0 and all(work.done() for work in self.works)
+
+    def leave(self) -> bool:
+        """Returns whether all parts have left."""
+        self._guests -= 1
+        return self._guests == 0
+
+
+class Host:
+    """Holds all that the parts of one process share.
+
+    Args:
+        num_parts: Parts of the graph.
+        outer: The communicator of the worker processes.
+    """
+
+    def __init__(self, num_parts: int, outer: Communicator) -> None:
+        self.num_parts, self.outer = num_parts, outer
+        self.hosted = split_parts(num_parts, outer.world_size)
+        self.parts = self.hosted[outer.rank]
+        self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
+        check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
+        self.turns = Turns(self.parts, check, self._under_way, _ignore, _ignore)
+        self._numbers = dict.fromkeys(self.parts, 0)
+        self._meetings: dict[int, Meeting] = {}
+        self._boxes: defaultdict[tuple[int, int], deque[tuple[Tensor, str]]] = defaultdict(deque)
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def _under_way(self) -> bool:
+        return any(not work.done() for m in self._meetings.values() for work in m.works)
+
+    # Meetings ----------------------------------------------------------------
+
+    def come(self, part: int, name: str, thing: Any, combine: Combine) -> Callable[[], Any]:
+        """Has a part come to its next meeting.
+
+        Args:
+            part: The part.
+            name: What it does there.
+            thing: What it brings.
+            combine: Called by the last part of this process. Where it returns :class:`Started`,
+                the meeting is over when these transfers are.
+
+        Returns:
+            A function that waits and returns the result.
+
+        Raises:
+            MismatchError: Another part does something else.
+        """
+        number = self._numbers[part]
+        self._numbers[part] += 1
+        meeting = self._meetings.setdefault(number, Meeting(name, part, len(self.parts)))
+        if meeting.name != name:
+            raise unlike(part, meeting.first, name, meeting.name)
+        if meeting.come(part, thing):
+            found = combine(meeting.brought)
+            if isinstance(found, Started):
+                meeting.works, found = found.works, found.result
+            meeting.result, meeting.brought = found, {}
+
+        def take() -> Any:
+            self.turns.wait(part, meeting.over, name)
+            for work in meeting.works:
+                work.wait()
+            if meeting.leave():
+                del self._meetings[number]
+            return meeting.result
+
+        return take
+
+    def everyone(self, mine: Mapping[int, Tensor]) -> list[Tensor]:
+        """Tensors of all parts, in their order, of equal shapes: those of this process are given.
+
+        The last part of each process calls it.
+        """
+        own = [mine[part] for part in self.parts]
+        if self.outer.world_size == 1:
+            return own
+        like, most = own[0], max(len(parts) for parts in self.hosted)
+        rows = [to_bytes(tensor.contiguous()) for tensor in own]
+        rows += [torch.zeros_like(rows[0])] * (most - len(rows))
+        gathered = self.outer.all_gather(torch.stack(rows), label=GATHER)
+        pairs = zip(gathered, self.hosted, strict=True)
+        parts = [found[k] for found, parts in pairs for k in range(len(parts))]
+        return [part.view(like.dtype).view(like.shape) for part in parts]
+
+    # Messages ----------------------------------------------------------------
+
+    def send(self, src: int, dst: int, tensor: Tensor, name: str) -> None:
+        """Sends a part's tensor to another part, without waiting."""
+        if self.worker_of[dst] == self.outer.rank:
+            self._boxes[src, dst].append((tensor.clone(), name))
+            return
+        copy, tag = to_bytes(tensor.clone()), _tag(src, dst, name)
+        work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
+        self._sent.append((copy, work))
+        if len(self._sent) > MOST_SENT:
+            # All that its receiver needs before it was posted before: it will be received.
+            _, oldest = self._sent.popleft()
+            self._outside(src, oldest.wait, f"{name} to part {dst}")
+
+    def receive(self, src: int, dst: int, into: Tensor, name: str) -> None:
+        """Waits for the next tensor from a part to another one of this process."""
+        worker = self.worker_of[src]
+        if worker == self.outer.rank:
+            box = self._boxes[src, dst]
+            self.turns.wait(dst, lambda: bool(box), f"{name} from part {src}")
+            tensor, sent = box.popleft()
+            if sent != name:
+                raise unlike(dst, src, name, sent)
+            into.reshape(-1).view(torch.uint8).copy_(to_bytes(tensor))
+            return
+        tag = _tag(src, dst, name)
+
+        def block() -> None:
+            work = dist.irecv(to_bytes(into), worker, group=self._group(), tag=tag)
+            if work is not None:
+                work.wait()
+
+        self._outside(dst, block, f"{name} from part {src}")
+
+    def _outside(self, part: int, block: Callable[[], None], doing: str) -> None:
+        """Lets other parts compute while ``block()`` waits for another process."""
+        try:
+            self.turns.outside(part, block)
+        except RuntimeError as error:
+            if isinstance(error, PygSarError):
+                raise
+            self._explain(error, doing)
+
+    def _explain(self, error: RuntimeError, doing: str) -> None:
+        """Raises why a transfer broke, as soon as the workers' communicator knows it."""
+        outer = self.outer
+        if isinstance(outer, GroupCommunicator):
+            raise outer.diagnose(error, doing) from error
+        raise error
+
+    def _group(self) -> Any:
+        outer = self.outer
+        if not isinstance(outer, GroupCommunicator) or outer.backend != "gloo":
+            raise PygSarError(
+                f"Several parts in a worker need the backend 'gloo' (this is {outer.backend!r})"
+            )
+        return outer.group
+
+    def settle(self) -> None:
+        """Waits until all that was sent to other processes has gone."""
+        while self._sent:
+            self._sent.popleft()[1].wait()
+
+
+def _tag(src: int, dst: int, name: str) -> int:
+    return TAGS + mark_of(f"part {src} to part {dst}: {name}")
+
+
+def _nothing() -> None:
+    pass
+
+
+def _ignore(part: int) -> None:
+    pass
+
+
+class PartWork(Work):
+    """A transfer that is carried out when it is waited for."""
+
+    def __init__(self, finish: Callable[[], None], doing: str) -> None:
+        super().__init__(None, doing)
+        self._finish = finish
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the data is there."""
+        if not self.done():
+            self._finish()
+            self._end()
+
+
+class PartCommunicator(Communicator):
+    """The communicator of a part.
+
+    Args:
+        host: What the parts of this process share.
+        part: The part: its rank.
+    """
+
+    backend = TRANSPORT
+
+    def __init__(self, host: Host, part: int) -> None:
+        outer = host.outer
+        super().__init__(part, host.num_parts, outer.device, outer.timeout)
+        self.host = host
+
+    def come(
+        self, kind: str, label: Label, shape: str, thing: Any, combine: Combine
+    ) -> Callable[[], Any]:
+        """Has this part come to its next meeting: :meth:`Host.come`."""
+        self._check()
+        where = f" [{spoken(label)}]" if any(label) else ""
+        return self.host.come(self.rank, f"{kind}{where}, {shape}", thing, combine)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise PygSarError("The communicator is closed; call pyg_sar.init() again")
+
+    def _post(
+        self,
+        sends: Sequence[tuple[int, Outgoing]],
+        recvs: Sequence[PeerTensor],
+        label: Label,
+        doing: str,
+    ) -> Work:
+        self._check()
+        where, out = spoken(label), {}
+        for dst, send in sends:
+            with torch.no_grad():
+                tensor = pack(send)
+            if tensor.numel():
+                self.host.send(self.rank, dst, tensor, name_of(where, tensor.dtype, tensor.shape))
+                out[dst] = num_bytes(tensor)
+        wanted = [(src, tensor) for src, tensor in recvs if tensor.numel()]
+        back = {src: num_bytes(tensor) for src, tensor in wanted}
+        count(self.ledgers, label, out, back, TRANSPORT)
+
+        def finish() -> None:
+            with torch.no_grad():
+                for src, tensor in wanted:
+                    name = name_of(where, tensor.dtype, tensor.shape)
+                    self.host.receive(src, self.rank, tensor, name)
+
+        return PartWork(finish, doing)
+
+    def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
+        target = tensor.detach()
+
+        def combine(brought: dict[int, Tensor]) -> Tensor:
+            with torch.no_grad():
+                return reduced(self.host.everyone(brought), op)
+
+        copy = target.clone(memory_format=torch.contiguous_format)
+        take = self.come(f"all_reduce ({op})", label, _form(target), copy, combine)
+        count_all(self.ledgers, label, num_bytes(copy), num_bytes(copy), TRANSPORT)
+
+        def finish() -> None:
+            with torch.no_grad():
+                target.copy_(take())
+
+        return PartWork(finish, f"all_reduce ({op})")
+
+    def all_gather(self, tensor: Tensor, *, label: Label = GATHER) -> list[Tensor]:
+        copy = pack(tensor).clone()
+        take = self.come("all_gather", label, _form(copy), copy, self.host.everyone)
+        size = num_bytes(copy)
+        count_all(self.ledgers, label, size, size * (self.world_size - 1), TRANSPORT)
+        return [found.clone() for found in take()]
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"'src'={src} must be a rank of the {self.world_size} part(s)")
+        host, target = self.host, tensor.detach()
+        worker = host.worker_of[src]
+
+        def combine(brought: dict[int, Tensor]) -> Tensor:
+            like = brought[src] if src in brought else next(iter(brought.values()))
+            value = like.clone(memory_format=torch.contiguous_format)
+            return host.outer.broadcast(value, worker, label=label)
+
+        take = self.come(f"broadcast from rank {src}", label, _form(target), target, combine)
+        found = take()
+        if self.rank != src:
+            with torch.no_grad():
+                target.copy_(found)
+        mine, size = self.rank == src, num_bytes(target)
+        count_all(self.ledgers, label, size if mine else 0, 0 if mine else size, TRANSPORT)
+        return tensor
+
+    def report(self, error: BaseException) -> None:
+        if not is_consequence(error, self.rank):
+            self.host.turns.fail(failed(self.rank, error))
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
+
+
+# The parts of a process ######################################################
+
+
+class PartError(Exception):
+    """A part of this process failed.
+
+    Args:
+        part: Which one.
+        error: By what.
+    """
+
+    def __init__(self, part: int, error: BaseException) -> None:
+        super().__init__(f"part {part}")
+        self.part, self.error = part, error
+
+
+def host_parts(
+    fn: Callable[..., T], args: Sequence[Any], num_parts: int, outer: Communicator
+) -> list[T]:
+    """Runs ``fn(*args)`` for each part that this worker hosts, and returns their results in order.
+
+    Args:
+        fn: What each part runs.
+        args: Its arguments.
+        num_parts: Parts of all workers.
+        outer: The communicator of the workers.
+
+    Raises:
+        ValueError: More workers than parts.
+        PartError: A part failed.
+    """
+    host = Host(num_parts, outer)
+    results: dict[int, T] = {}
+    failures: list[tuple[bool, int, BaseException]] = []
+
+    def run(part: int) -> None:
+        comm = PartCommunicator(host, part)
+        adopt(comm)
+        try:
+            host.turns.begin(part)
+            results[part] = fn(*args)
+        except BaseException as error:  # SystemExit included: the caller must learn of it.
+            comm.report(error)
+            failures.append((is_consequence(error, part), part, error))
+        finally:
+            comm.close()
+            host.turns.leave(part)
+
+    threads = [
+        threading.Thread(target=run, args=(part,), name=f"pyg_sar part {part}", daemon=True)
+        for part in host.parts
+    ]
+    for thread in threads:
+        thread.start()
+    try:
+        for thread in threads:
+            while thread.is_alive():
+                thread.join(0.2)
+    except BaseException as error:  # KeyboardInterrupt: the parts must not run on.
+        host.turns.fail(failed(-1, error))
+        raise
+    if failures:
+        _, part, cause = min(failures, key=lambda found: found[:2])
+        raise PartError(part, cause) from cause
+    host.settle()
+    return [results[part] for part in host.parts]

@@ -1,0 +1,164 @@
+"""Turns: which of the parts of one process computes now."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyg_sar.comm.messages import REMEDY, to_error, unmatched
+from pyg_sar.errors import MismatchError
+
+POLL = 0.02  # Seconds between two looks at what other processes may have done.
+STEP = 0.5  # The same where only threads of this process can change anything.
+
+
+class RandomState:
+    """The states of the default random generators: PyTorch's (CPU), NumPy's and Python's."""
+
+    def __init__(self) -> None:
+        self.torch = torch.random.get_rng_state()
+        self.numpy = np.random.get_state()
+        self.python = random.getstate()
+
+    def restore(self) -> None:
+        """Makes the generators go on from here."""
+        torch.random.set_rng_state(self.torch)
+        np.random.set_state(self.numpy)
+        random.setstate(self.python)
+
+
+class Turns:
+    """Lets the threads of some parts compute one at a time, in a fixed cyclic order.
+
+    A part computes until it waits for something. Then the next part behind it, in cyclic order,
+    whose wait is over computes; the part itself comes last. So the order of turns depends on the
+    program alone, not on the system's scheduling, and is the same in each pass. Each part has
+    random states of its own: they are exchanged with the turn.
+
+    Args:
+        parts: The parts of this process, ascending.
+        check: Raises once something outside this process has failed.
+        outside: Returns whether something outside this process may still end a wait.
+        begin: Called when a part's turn begins, with the part, on its thread.
+        end: The same when its turn ends.
+    """
+
+    def __init__(
+        self,
+        parts: Sequence[int],
+        check: Callable[[], None],
+        outside: Callable[[], bool],
+        begin: Callable[[int], None],
+        end: Callable[[int], None],
+    ) -> None:
+        self._parts = list(parts)
+        self._check, self._outside = check, outside
+        self._begin, self._end = begin, end
+        self._changed = threading.Condition()
+        self._current: int | None = None
+        self._last = self._parts[-1]
+        self._waiting: dict[int, Callable[[], bool]] = {}
+        self._doing: dict[int, str] = {}
+        self._begun: set[int] = set()
+        self._ended: set[int] = set()
+        start = RandomState()
+        self._random = dict.fromkeys(self._parts, start)
+        self.record: Mapping[str, Any] | None = None
+        """The failure that ends all parts, if one does."""
+        self.count = 0
+        """Turns so far."""
+
+    def begin(self, part: int) -> None:
+        """Waits for a part's first turn."""
+        with self._changed:
+            self._begun.add(part)
+            self._await(part, lambda: True, "the start")
+
+    def wait(self, part: int, ready: Callable[[], bool], doing: str) -> None:
+        """Ends a part's turn, and waits until ``ready()`` and its next one.
+
+        Args:
+            part: The part whose turn it is.
+            ready: Called by any thread, time and again; must be quick.
+            doing: What it waits for, for messages.
+
+        Raises:
+            MismatchError: All parts wait, and nothing can end that.
+            PygSarError: Another part or worker has failed.
+        """
+        with self._changed:
+            self._release(part)
+            self._await(part, ready, doing)
+
+    def outside(self, part: int, block: Callable[[], Any]) -> Any:
+        """Ends a part's turn while ``block()`` waits for another process; then waits for a turn."""
+        with self._changed:
+            self._release(part)
+            self._choose()
+        try:
+            return block()
+        finally:
+            with self._changed:
+                self._await(part, lambda: True, "its turn")
+
+    def leave(self, part: int) -> None:
+        """Ends the last turn of a part."""
+        with self._changed:
+            self._ended.add(part)
+            if self._current == part:
+                self._release(part)
+            self._choose()
+
+    def fail(self, record: Mapping[str, Any]) -> None:
+        """Ends all waits by a failure (:mod:`pyg_sar.comm.messages`); the first call counts."""
+        with self._changed:
+            if self.record is None:
+                self.record = record
+            self._changed.notify_all()
+
+    def _release(self, part: int) -> None:
+        self._end(part)
+        self._random[part] = RandomState()
+        self._current, self._last = None, part
+
+    def _await(self, part: int, ready: Callable[[], bool], doing: str) -> None:
+        self._waiting[part], self._doing[part] = ready, doing
+        self._choose()
+        try:
+            while self._current != part:
+                if self.record is not None:
+                    raise to_error(self.record, part)
+                self._check()
+                self._changed.wait(POLL if self._outside() else STEP)
+                self._choose()
+        finally:
+            self._waiting.pop(part, None)
+        self._random[part].restore()
+        self.count += 1
+        self._begin(part)
+
+    def _choose(self) -> None:
+        """Gives the turn to the next part that can go on."""
+        if self._current is not None or len(self._begun) < len(self._parts):
+            return
+        place = self._parts.index(self._last) + 1
+        for part in self._parts[place:] + self._parts[:place]:
+            ready = self._waiting.get(part)
+            if ready is not None and ready():
+                self._current = part
+                self._changed.notify_all()
+                return
+        left = len(self._parts) - len(self._ended) - len(self._waiting)
+        if self._waiting and not left and not self._outside() and self.record is None:
+            waits = [f"part {k} waits for {self._doing[k]}" for k in sorted(self._waiting)[:8]]
+            over = [f"part {k}'s program has ended" for k in sorted(self._ended)[:8]]
+            error = MismatchError(
+                f"The parts run different operations: {'; '.join(waits + over)}. {REMEDY}"
+            )
+            self.record = unmatched(error, self._last)
+            self._changed.notify_all()
