@@ -222,38 +222,46 @@ class _Contents:
         slot: The slot of each row, or -1, ``[M]``.
         row: The row in each slot, ``[C]``; of free slots it means nothing.
         use: The turn at which the row of each slot is needed next; ``never``: the slot is free.
+        free: The free slots, in the first ``num_free`` entries, ``[C]``.
     """
 
     def __init__(self, num_rows: int, num_slots: int, never: int) -> None:
         self.slot = np.full(num_rows, -1, np.int32)
         self.row = np.zeros(num_slots, np.int32)
         self.use = np.full(num_slots, never, np.int32)
-        self.never = never
+        self.free = np.arange(num_slots, dtype=np.int32)[::-1].copy()
+        self.num_free, self.never = num_slots, never
 
     def enter(self, rows: _Ints, uses: _Ints) -> _Ints:
         """Puts rows into free slots, and returns these."""
-        slots = np.flatnonzero(self.use == self.never)[: rows.size].astype(np.int32)
+        end, self.num_free = self.num_free, self.num_free - rows.size
+        slots: _Ints = np.sort(self.free[self.num_free : end])
         self.slot[rows], self.row[slots], self.use[slots] = slots, rows, uses
         return slots
+
+    def leave(self, slots: _Ints) -> None:
+        """Frees slots."""
+        self.slot[self.row[slots]], self.use[slots] = -1, self.never
+        begin, self.num_free = self.num_free, self.num_free + slots.size
+        self.free[begin : self.num_free] = slots
 
     def turn(self, part: int, rows: _Ints, uses: _Ints) -> Turn:
         """Plans the gather of ``rows``, which are needed next at ``uses``."""
         slot = self.slot[rows]
         found = np.flatnonzero(slot >= 0).astype(np.int32)
-        loaded = np.flatnonzero(slot < 0)
+        loaded = np.flatnonzero(slot < 0).astype(np.int32)
         start, stop, place = _runs(rows, loaded)
         found_slot = slot[found]
         self.use[found_slot] = uses[found]
-        self.slot[rows[found[uses[found] == self.never]]] = -1
-        held = np.flatnonzero(self.use != self.never)
+        self.leave(found_slot[uses[found] == self.never])
         fresh = loaded[uses[loaded] != self.never]
-        chosen = _nearest(np.concatenate([self.use[held], uses[fresh]]), self.use.size)
-        dropped = held[~chosen[: held.size]]
-        self.slot[self.row[dropped]] = -1
-        self.use[dropped] = self.never
-        entering = fresh[chosen[held.size :]].astype(np.int32)
-        slots = self.enter(rows[entering], uses[entering])
-        return Turn(part, rows.size, found_slot, found, start, stop, place, slots, entering)
+        if fresh.size > self.num_free:
+            held = np.flatnonzero(self.use != self.never)
+            kept = _nearest(np.concatenate([self.use[held], uses[fresh]]), self.use.size)
+            self.leave(held[~kept[: held.size]])
+            fresh = fresh[kept[held.size :]]
+        slots = self.enter(rows[fresh], uses[fresh])
+        return Turn(part, rows.size, found_slot, found, start, stop, place, slots, fresh)
 
 
 def _runs(rows: _Ints, places: _Ints) -> tuple[_Ints, _Ints, _Ints]:
@@ -268,6 +276,13 @@ def _runs(rows: _Ints, places: _Ints) -> tuple[_Ints, _Ints, _Ints]:
     return positions[begin], positions[end - 1] + 1, places[begin].astype(np.int64)
 
 
+def _spread(starts: _Ints, sizes: _Ints) -> _Ints:
+    """Returns ``starts[i], starts[i] + 1, ...``, ``sizes[i]`` numbers for each i."""
+    before = np.cumsum(sizes) - sizes
+    numbers: _Ints = np.repeat(starts - before, sizes) + np.arange(sizes.sum())
+    return numbers
+
+
 def check_plan(plan: RowPlan, needs: Sequence[_Ints]) -> None:
     """Simulates a pass with the numbers of rows in place of rows.
 
@@ -276,11 +291,9 @@ def check_plan(plan: RowPlan, needs: Sequence[_Ints]) -> None:
             when a slot is out of range or taken twice at once.
     """
     slots = np.full(plan.num_slots, -1, np.int64)
-    sizes = np.diff(plan.first)
-    for start, size, row, slot in zip(
-        plan.first, sizes, plan.publish_row, plan.publish_slot, strict=False
-    ):
-        assert row.size == 0 or (row.min() >= 0 and row.max() < size)
+    published = zip(pairwise(plan.first), plan.publish_row, plan.publish_slot, strict=True)
+    for (start, stop), row, slot in published:
+        assert row.size == 0 or (row.min() >= 0 and row.max() < stop - start)
         assert (slots[slot] == -1).all() and np.unique(slot).size == slot.size
         slots[slot] = start + row
     assert sorted(turn.part for turn in plan.turns) == list(range(len(needs)))
@@ -288,11 +301,10 @@ def check_plan(plan: RowPlan, needs: Sequence[_Ints]) -> None:
         out = np.full(turn.num_halo, -1, np.int64)
         assert (turn.found_slot >= 0).all() and (turn.enter_slot >= 0).all()
         out[turn.found_place] = slots[turn.found_slot]
-        filled = turn.found_place.size
-        for start, stop, place in zip(turn.run_start, turn.run_stop, turn.run_place, strict=True):
-            out[place : place + stop - start] = np.arange(start, stop)
-            filled += stop - start
-        assert filled == turn.num_halo and np.array_equal(out, needs[turn.part])
+        sizes = turn.run_stop - turn.run_start
+        out[_spread(turn.run_place, sizes)] = _spread(turn.run_start, sizes)
+        assert turn.found_place.size + turn.num_loaded == turn.num_halo
+        assert np.array_equal(out, needs[turn.part])
         assert np.unique(turn.enter_slot).size == turn.enter_slot.size
         slots[turn.enter_slot] = out[turn.enter_place]
 
@@ -443,21 +455,19 @@ class RowCache:
         self.loaded += turn.num_loaded
 
     def _load(self, turn: Turn, out: Tensor) -> None:
+        sizes = turn.run_stop - turn.run_start
         begin, end = joined_runs(turn, self.gap)
         self.requests += begin.size
         for i, j in zip(begin.tolist(), end.tolist(), strict=True):
             start, stop = int(turn.run_start[i]), int(turn.run_stop[j - 1])
-            place = int(turn.run_place[i])
-            last = int(turn.run_place[j - 1] + turn.run_stop[j - 1] - turn.run_start[j - 1])
+            place, last = int(turn.run_place[i]), int(turn.run_place[j - 1] + sizes[j - 1])
             if last - place == stop - start:  # What lies between is found: the same rows again.
                 self.read(start, stop, out[place:last])
                 continue
             rows = out.new_empty((stop - start, *out.shape[1:]))
             self.read(start, stop, rows)
-            for k in range(i, j):
-                a, b = int(turn.run_start[k]), int(turn.run_stop[k])
-                to = int(turn.run_place[k])
-                out[to : to + b - a] = rows[a - start : b - start]
+            among = _spread(turn.run_start[i:j] - start, sizes[i:j])
+            _move(rows, among, out, _spread(turn.run_place[i:j], sizes[i:j]))
 
     def _check(self, rows: Tensor, count: int, name: str) -> None:
         expected = (count, *self.slots.shape[1:])
