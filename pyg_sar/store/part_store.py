@@ -60,7 +60,6 @@ class PartStore:
         self.cache_bytes = memory // CACHES
         self._start = resident_bytes()
         self._pager = Pager(parts, memory, directory)
-        self._parts = parts
         self._spare: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._arena: int | None = None
 
@@ -70,8 +69,6 @@ class PartStore:
         self._pager.turn(arena)
         self._limit()
         self._pager.enter(arena)
-        if self._parts > 1:
-            self._pager.prefetch((arena + 1) % self._parts, self.memory // 2)
 
     def end(self) -> None:
         """Ends the turn."""
