@@ -213,7 +213,7 @@ def markdown(arguments: argparse.Namespace) -> str:
         "",
         f"{date.today()}, `python benchmarks/row_cache.py --data ../shared/data`, "
         f"{platform.machine()}, one thread, torch {torch.__version__}, torch-geometric "
-        f"{torch_geometric.__version__}. {arguments.parts} parts by METIS with its default options, "
+        f"{torch_geometric.__version__}. {arguments.parts} parts by METIS, default options, "
         "unless another partitioner is named.",
         "",
         "## HongTu's count",
