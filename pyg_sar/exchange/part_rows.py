@@ -37,6 +37,7 @@ from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label
 
 _PLAN: Label = ("", "", "plan")
+_BITS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class Published:
     """A plan's published rows, agreed once by all parts together. See [Note: published rows].
 
     Attributes:
-        rows: Own rows that the part publishes, ascending.
+        rows: Own rows that the part publishes, those with the same readers one after another.
         routes: The same for all parts of a process.
     """
 
@@ -99,8 +100,10 @@ def published_rows(plan: HaloPlan) -> Published:
     if plan.agreed.published is None:
         comm: Any = plan.comm
         sends = [plan.send_rows(q) for q in range(plan.world_size)]
-        rows = torch.unique(torch.cat(sends))
-        positions = [torch.searchsorted(rows, found) for found in sends]
+        rows = _by_readers(sends)
+        places = torch.empty(plan.num_local, dtype=torch.long)
+        places[rows] = torch.arange(rows.numel())
+        positions = [places[found] for found in sends]
         thing = positions, plan.halo_counts, rows.numel()
 
         def combine(brought: dict[int, Any]) -> Any:
@@ -110,6 +113,23 @@ def published_rows(plan: HaloPlan) -> Published:
         plan.agreed.published = Published(rows, routes)
     found: Published = plan.agreed.published
     return found
+
+
+def _by_readers(sends: Sequence[Tensor]) -> Tensor:
+    """Rows that are sent to anyone: those with the same readers one after another.
+
+    What a part reads of a table that is in a file are then few runs.
+    """
+    rows, place = torch.unique(torch.cat(list(sends)), return_inverse=True)
+    order = torch.arange(rows.numel())
+    reader = torch.arange(len(sends)).repeat_interleave(torch.tensor([s.numel() for s in sends]))
+    # By sets of readers as numbers of 60 bits, the first readers' at last.
+    for start in reversed(range(0, len(sends), _BITS)):
+        some = (reader >= start) & (reader < start + _BITS)
+        bits = torch.ones((), dtype=torch.long) << (_BITS - 1 - (reader[some] - start))
+        key = torch.zeros(rows.numel(), dtype=torch.long).index_add_(0, place[some], bits)
+        order = order[key[order].argsort(descending=True, stable=True)]
+    return rows[order]
 
 
 def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) -> Routes:

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.hosting import Host
-from pyg_sar.exchange.row_cache import RowCache, RowPlan, gap_of, plan_rows
+from pyg_sar.exchange.row_cache import RowCache
+from pyg_sar.exchange.row_plan import RowPlan, gap_of, plan_rows
 from pyg_sar.ledger import Label
 from pyg_sar.store.part_store import PartStore
 from pyg_sar.store.row_file import RowFile, as_bytes
@@ -84,7 +85,11 @@ class StoredPlan:
             needs[part] = need
             self.order[part] = None if order is None else torch.from_numpy(order)
         others = [q for q in range(host.num_parts) if q not in host.parts]
-        self.rows = plan_rows(needs, first, capacity, order=[*host.parts, *others])
+        # Passes overlap: rows of the next one are published before the last are gathered. So rows
+        # are cached from their publication on only where all of them are.
+        stay = bool(first[-1] <= capacity)
+        turns = [*host.parts, *others]
+        self.rows = plan_rows(needs, first, capacity, order=turns, published_stay=stay)
         used = np.zeros(len(routes.sizes) + 1, np.int64)
         for turn in self.rows.turns:
             begin = np.searchsorted(first, turn.run_start, side="right") - 1
