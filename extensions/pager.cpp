@@ -161,6 +161,11 @@ std::string Pager::refusal(int64_t bytes) const {
          (last_error_ != 0 ? ", or a directory with more space" : "");
 }
 
+Region* Pager::unused() {
+  if (unused_.empty()) unused_.push_back(new Region);
+  return unused_.back();
+}
+
 // A freed region that is at most an eighth larger, with its pages.
 Region* Pager::reuse(int64_t bytes) {
   const auto found = cached_.lower_bound(bytes);
@@ -184,21 +189,32 @@ bool Pager::drop_cached() {
   cached_bytes_ -= r.bytes;
   count_.resident -= r.bytes;
   --maps_;
-  reservation_.give(r.base, r.slots);
-  r.state = State::kFree;
-  unused_.push_back(&r);
+  let_go(r);
   return true;
+}
+
+// Its pages stay for others.
+void Pager::keep(Region& r) {
+  r.state = State::kCached;
+  cached_.emplace(r.bytes, &r);
+  cached_bytes_ += r.bytes;
+}
+
+// Its pages are gone.
+void Pager::let_go(Region& r) {
+  r.state = State::kFree;
+  reservation_.give(r.base, r.slots);
+  unused_.push_back(&r);
 }
 
 void* Pager::allocate(int64_t wanted, int64_t arena) {
   const int64_t bytes = whole_pages(wanted);
   Lock lock(mutex_);
-  Region* r = reuse(bytes);
+  Region* r = nullptr;
+  last_error_ = 0;
+  if (!make_room(lock, bytes, 0, &r)) C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
   if (r == nullptr) {
-    last_error_ = 0;
-    if (!make_room(lock, bytes, 0)) C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
-    if (unused_.empty()) unused_.push_back(new Region);
-    r = unused_.back();
+    r = unused();
     r->base = reservation_.take(bytes, r, &r->slots);
     if (r->base == nullptr || !fresh_pages(r->base, bytes)) {
       const int error = errno;
@@ -243,9 +259,7 @@ void Pager::retire(Region& r) {
     if (r.place >= 0) store_->give(r.place, r.bytes);
     r.place = -1;
     if (r.state != State::kOut) {
-      r.state = State::kCached;
-      cached_.emplace(r.bytes, &r);
-      cached_bytes_ += r.bytes;
+      keep(r);
       const int64_t most = std::min(budget_ / 8, kMostCached);
       while (cached_bytes_ > most && drop_cached()) {
       }
@@ -255,9 +269,7 @@ void Pager::retire(Region& r) {
   } else if (!drop_pages(r.base, r.bytes)) {
     madvise(r.base, r.bytes, MADV_DONTNEED);
   }
-  r.state = State::kFree;
-  reservation_.give(r.base, r.slots);
-  unused_.push_back(&r);
+  let_go(r);
 }
 
 // From Python ##################################################################
@@ -296,7 +308,7 @@ void Pager::move_out(int64_t arena) {
         continue;
       }
       from = next->first + 1;
-      if (r.pins == 0 && !evict(lock, r))
+      if (r.pins == 0 && !evict(lock, r, 0))
         throw std::runtime_error("the store takes no more: " +
                                  std::string(std::strerror(last_error_)));
     }

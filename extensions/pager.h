@@ -82,17 +82,22 @@ class Pager {
   void retire(Region& r);
   void forget(Region& r);
   Region* reuse(int64_t bytes);
+  void keep(Region& r);
+  void let_go(Region& r);
   bool drop_cached();
+  Region* unused();
   void hold(int64_t bytes);
   std::string refusal(int64_t bytes) const;
 
   // pager_moves.cpp
-  bool make_room(Lock& lock, int64_t bytes, int64_t nearest);
+  bool make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare = nullptr);
   Region* victim(int64_t nearest, bool has_place) const;
-  bool evict(Lock& lock, Region& r);
+  bool evict(Lock& lock, Region& r, int64_t wanted);
+  bool lift(Region& r);
   bool write(Lock& lock, Region& r, bool yields);
-  bool read(Lock& lock, Region& r, bool writable);
+  bool read(Lock& lock, Region& r, bool writable, Region* spare);
   bool bring_in(Lock& lock, Region& r, Access access, bool demand);
+  bool fill(Lock& lock, Region& r, bool writable, bool demand);
   bool thrashes(Region& r) const;
   bool exceeds(int64_t bytes) const { return count_.resident + bytes > budget_; }
 

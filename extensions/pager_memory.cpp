@@ -12,6 +12,15 @@ namespace {
 
 constexpr int kAnonymous = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
 constexpr int kReadWrite = PROT_READ | PROT_WRITE;
+constexpr int kMove = MREMAP_MAYMOVE | MREMAP_FIXED;
+constexpr int kKeepAddresses = 4;  // MREMAP_DONTUNMAP, since Linux 5.7: no hole is left to others
+
+// In one step. What was at 'to' may be gone where that fails.
+bool remap(char* from, char* to, int64_t bytes, int flags) {
+  if (mremap(from, bytes, bytes, flags, to) != MAP_FAILED) return true;
+  drop_pages(to, bytes);
+  return false;
+}
 
 int64_t slots_of(int64_t bytes) { return (bytes + kSlot - 1) / kSlot; }
 
@@ -86,8 +95,19 @@ bool drop_pages(char* base, int64_t bytes) {
   return mmap(base, bytes, PROT_NONE, kAnonymous | MAP_FIXED, -1, 0) != MAP_FAILED;
 }
 
+bool move_pages(char* from, char* to, int64_t bytes) {
+  if (mprotect(from, bytes, PROT_NONE) != 0 || !remap(from, to, bytes, kMove | kKeepAddresses)) return false;
+  drop_pages(from, bytes);
+  return true;
+}
+
 // Huge pages, and whole tables of pages, move at once where both places lie alike.
-Scratch::Scratch(char* target, int64_t bytes) : target_(target), bytes_(bytes) {
+Scratch::Scratch(char* target, int64_t bytes, char* spare)
+    : target_(target), data_(spare), bytes_(bytes), own_(spare == nullptr) {
+  if (!own_) {
+    madvise(data_, bytes, MADV_DONTFORK);
+    return;
+  }
   void* all = mmap(nullptr, bytes + kHugePage, kReadWrite, kAnonymous, -1, 0);
   if (all == MAP_FAILED) return;
   const auto here = reinterpret_cast<uintptr_t>(all), there = reinterpret_cast<uintptr_t>(target);
@@ -101,16 +121,12 @@ Scratch::Scratch(char* target, int64_t bytes) : target_(target), bytes_(bytes) {
 }
 
 Scratch::~Scratch() {
-  if (data_ != nullptr) munmap(data_, bytes_);
+  if (own_ && data_ != nullptr) munmap(data_, bytes_);
 }
 
 bool Scratch::move(bool writable) {
   if (!writable && mprotect(data_, bytes_, PROT_READ) != 0) return false;
-  void* moved = mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, target_);
-  if (moved == MAP_FAILED) {
-    drop_pages(target_, bytes_);  // the kernel may have removed what was there
-    return false;
-  }
+  if (!remap(data_, target_, bytes_, own_ ? kMove : kMove | kKeepAddresses)) return false;
   data_ = nullptr;
   madvise(target_, bytes_, MADV_DOFORK);
   return true;

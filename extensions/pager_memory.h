@@ -43,11 +43,13 @@ class Reservation {
 bool protect_pages(char* base, int64_t bytes, bool writable);
 bool fresh_pages(char* base, int64_t bytes);  // of no access before: readable, writable, zero
 bool drop_pages(char* base, int64_t bytes);   // gives the memory back; no access after
+bool move_pages(char* from, char* to, int64_t bytes);  // no access from then on, at either place
 
 // Memory at another place that is filled first and moved in one step: no thread sees a page half filled.
 class Scratch {
  public:
-  explicit Scratch(char* target, int64_t bytes);
+  // At 'spare', whose pages are used, or at a place of its own where there is none.
+  Scratch(char* target, int64_t bytes, char* spare);
   ~Scratch();
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -57,6 +59,7 @@ class Scratch {
  private:
   char *target_, *data_ = nullptr;
   int64_t bytes_;
+  bool own_;
 };
 
 }  // namespace pyg_sar::pager

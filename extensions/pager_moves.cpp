@@ -35,14 +35,17 @@ Region* Pager::victim(int64_t nearest, bool has_place) const {
   return nullptr;
 }
 
-// Evicts until 'bytes' more fit. False: nothing else may go.
-bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest) {
+// Evicts until 'bytes' more fit, or 'spare' has pages for them that are counted already: fresh ones cost
+// the kernel as much time as half a read does. False: nothing else may go.
+bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare) {
   if (bytes > budget_) return false;
   bool full = false;
-  while (exceeds(bytes) || maps_ >= most_maps_) {
+  for (;;) {
+    if (spare != nullptr && (*spare = reuse(bytes)) != nullptr) return true;
+    if (!exceeds(bytes) && maps_ < most_maps_) return true;
     if (drop_cached()) continue;
     if (Region* r = victim(nearest, full)) {
-      if (!evict(lock, *r)) {
+      if (!evict(lock, *r, spare != nullptr ? bytes : 0)) {
         if (full) return false;
         full = true;
       }
@@ -55,18 +58,37 @@ bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest) {
   return true;
 }
 
-bool Pager::evict(Lock& lock, Region& r) {
+// 'wanted': its pages are kept for so many bytes, where they are of about that size.
+bool Pager::evict(Lock& lock, Region& r, int64_t wanted) {
   if (r.state == State::kDirty && !write(lock, r, false)) return false;
   if (r.state != State::kClean || r.busy != Busy::kNo || r.pins > 0) return true;
-  if (!drop_pages(r.base, r.bytes)) {
-    last_error_ = errno;
-    return false;
+  const bool fits = wanted <= r.bytes && r.bytes <= wanted + wanted / 8;
+  if (!fits || !lift(r)) {
+    if (!drop_pages(r.base, r.bytes)) {
+      last_error_ = errno;
+      return false;
+    }
+    count_.resident -= r.bytes;
+    --maps_;
   }
   place(r, State::kOut);
-  count_.resident -= r.bytes;
-  --maps_;
   ++count_.evictions;
   changed_.notify_all();
+  return true;
+}
+
+// Moves a region's pages to a cached region.
+bool Pager::lift(Region& r) {
+  Region* spare = unused();
+  spare->base = reservation_.take(r.bytes, spare, &spare->slots);
+  if (spare->base == nullptr) return false;
+  if (!move_pages(r.base, spare->base, r.bytes)) {
+    reservation_.give(spare->base, spare->slots);
+    return false;
+  }
+  unused_.pop_back();
+  spare->bytes = r.bytes;
+  keep(*spare);
   return true;
 }
 
@@ -102,21 +124,23 @@ bool Pager::write(Lock& lock, Region& r, bool yields) {
   return true;
 }
 
-// Fills a region that is out; the caller has made room.
-bool Pager::read(Lock& lock, Region& r, bool writable) {
+// Fills a region that is out; the caller has made room, or gives pages.
+bool Pager::read(Lock& lock, Region& r, bool writable, Region* spare) {
   r.busy = Busy::kReading;
   ++in_flight_;
-  hold(r.bytes);
+  if (spare == nullptr) hold(r.bytes);
   lock.unlock();
   int error = ENOMEM;
   {
-    Scratch scratch(r.base, r.bytes);
+    Scratch scratch(r.base, r.bytes, spare != nullptr ? spare->base : nullptr);
     if (scratch.data() != nullptr) {
       error = store_->read(scratch.data(), r.bytes, r.place);
       if (error == 0 && !scratch.move(writable)) error = ENOMEM;
     }
   }
+  if (spare != nullptr) drop_pages(spare->base, spare->bytes);
   lock.lock();
+  if (spare != nullptr) let_go(*spare);
   --in_flight_;
   r.busy = Busy::kNo;
   changed_.notify_all();
@@ -143,7 +167,6 @@ bool Pager::thrashes(Region& r) const {
 // room, the budget is exceeded.
 bool Pager::bring_in(Lock& lock, Region& r, Access access, bool demand) {
   const bool changes = access == Access::kWrite || (access == Access::kUnknown && r.state == State::kClean);
-  bool room = false, counted = false;
   for (;;) {
     if (r.state == State::kFree || r.state == State::kCached || r.arena < 0) return true;
     if (r.busy == Busy::kReading || (r.busy == Busy::kWriting && changes && !r.yields)) {
@@ -162,23 +185,28 @@ bool Pager::bring_in(Lock& lock, Region& r, Access access, bool demand) {
       }
       return true;
     }
-    if (demand && !counted) {
-      counted = true;
-      ++count_.demand_faults;
-      count_.demand_bytes += r.bytes;
-      room = thrashes(r);
-      r.missed_at = count_.demand_faults;
-    }
-    if (!room) {  // which may have given up the lock: so look again
-      room = true;
-      if (!make_room(lock, r.bytes, 0) && !demand) return false;
-      continue;
-    }
-    if (exceeds(r.bytes)) count_.overrun += r.bytes;
-    if (!read(lock, r, changes)) return false;
-    if (r.state == State::kClean || r.state == State::kDirty) renew(r);
+    if (!fill(lock, r, changes, demand)) return false;
+  }
+}
+
+// One try to bring a region in that is out; the lock may be given up before it begins.
+bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
+  Region* spare = nullptr;
+  const uint64_t stamp = r.stamp;
+  if (demand) {
+    ++count_.demand_faults;
+    count_.demand_bytes += r.bytes;
+  }
+  if (!(demand && thrashes(r)) && !make_room(lock, r.bytes, 0, &spare) && !demand) return false;
+  r.missed_at = count_.demand_faults;
+  if (r.state != State::kOut || r.busy != Busy::kNo || r.stamp != stamp) {  // another thread was faster
+    if (spare != nullptr) keep(*spare);
     return true;
   }
+  if (spare == nullptr && exceeds(r.bytes)) count_.overrun += r.bytes;
+  if (!read(lock, r, writable, spare)) return false;
+  if (r.state == State::kClean || r.state == State::kDirty) renew(r);
+  return true;
 }
 
 }  // namespace pyg_sar::pager

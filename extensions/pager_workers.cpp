@@ -65,16 +65,18 @@ bool Pager::prefetch_one(Lock& lock) {
     }
     const uint64_t stamp = next->stamp;
     wanted_[arena] -= next->bytes;
-    if (!make_room(lock, next->bytes, distance + 1)) {
+    Region* spare = nullptr;
+    if (!make_room(lock, next->bytes, distance + 1, &spare)) {
       wanted_[arena] = 0;
       continue;
     }
-    const auto found = arenas_[arena][static_cast<int>(State::kOut)].find(stamp);
-    const bool there = found != arenas_[arena][static_cast<int>(State::kOut)].end();
-    if (!there || found->second->busy != Busy::kNo) return true;
+    const auto found = out.find(stamp);  // the lock was given up
+    if (found == out.end() || found->second->busy != Busy::kNo) {
+      if (spare != nullptr) keep(*spare);
+      return true;
+    }
     const int64_t bytes = found->second->bytes;
-    if (exceeds(bytes)) return true;
-    if (read(lock, *found->second, false)) count_.prefetched += bytes;
+    if (read(lock, *found->second, false, spare)) count_.prefetched += bytes;
     else wanted_[arena] = 0;
     return true;
   }
