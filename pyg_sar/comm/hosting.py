@@ -179,7 +179,8 @@ class Host:
         self.turns = Turns(self.parts, check, self._under_way, self._begin, self._end)
         self._numbers = dict.fromkeys(self.parts, 0)
         self._meetings: dict[int, Meeting] = {}
-        self._boxes: defaultdict[tuple[int, int], deque[tuple[Tensor, str]]] = defaultdict(deque)
+        self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
+        self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
         self._sent: deque[tuple[Tensor, Any]] = deque()
 
     def _begin(self, part: int) -> None:
@@ -284,11 +285,13 @@ class Host:
 
     def send(self, src: int, dst: int, tensor: Tensor, name: str) -> None:
         """Sends a part's tensor to another part, without waiting."""
+        number = self._next("send", src, dst)
         if self.worker_of[dst] == self.outer.rank:
-            self._boxes[src, dst].append((tensor.clone(), name))
+            self._boxes[src, dst][number] = tensor.clone(), name
             return
         with self.unpaged():
-            copy, tag = to_bytes(tensor.clone()), _tag(src, dst, name)
+            copy = to_bytes(tensor.clone())
+        tag = _tag(src, dst, number, name)
         work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
         self._sent.append((copy, work))
         if len(self._sent) > MOST_SENT:
@@ -296,18 +299,31 @@ class Host:
             _, oldest = self._sent.popleft()
             self._outside(src, oldest.wait, f"{name} to part {dst}")
 
-    def receive(self, src: int, dst: int, into: Tensor, name: str) -> None:
-        """Waits for the next tensor from a part to another one of this process."""
+    def expect(self, src: int, dst: int) -> int:
+        """Returns the number of the message that a part expects next from another one.
+
+        Messages are matched in the order in which they are posted, which need not be the order in
+        which they are waited for.
+        """
+        return self._next("receive", src, dst)
+
+    def _next(self, way: str, src: int, dst: int) -> int:
+        number = self._posted[way, src, dst]
+        self._posted[way, src, dst] = number + 1
+        return number
+
+    def receive(self, src: int, dst: int, number: int, into: Tensor, name: str) -> None:
+        """Waits for a message (:meth:`expect`) from a part to another one of this process."""
         worker = self.worker_of[src]
         if worker == self.outer.rank:
             box = self._boxes[src, dst]
-            self.turns.wait(dst, lambda: bool(box), f"{name} from part {src}")
-            tensor, sent = box.popleft()
+            self.turns.wait(dst, lambda: number in box, f"{name} from part {src}")
+            tensor, sent = box.pop(number)
             if sent != name:
                 raise unlike(dst, src, name, sent)
             into.reshape(-1).view(torch.uint8).copy_(to_bytes(tensor))
             return
-        tag = _tag(src, dst, name)
+        tag = _tag(src, dst, number, name)
 
         with self.unpaged():
             arrived = torch.empty_like(into, memory_format=torch.contiguous_format)
@@ -350,8 +366,8 @@ class Host:
             self._sent.popleft()[1].wait()
 
 
-def _tag(src: int, dst: int, name: str) -> int:
-    return TAGS + mark_of(f"part {src} to part {dst}: {name}")
+def _tag(src: int, dst: int, number: int, name: str) -> int:
+    return TAGS + mark_of(f"message {number} of part {src} to part {dst}: {name}")
 
 
 def _nothing() -> None:
@@ -417,15 +433,19 @@ class PartCommunicator(Communicator):
             if tensor.numel():
                 self.host.send(self.rank, dst, tensor, name_of(where, tensor.dtype, tensor.shape))
                 out[dst] = num_bytes(tensor)
-        wanted = [(src, tensor) for src, tensor in recvs if tensor.numel()]
-        back = {src: num_bytes(tensor) for src, tensor in wanted}
+        wanted = [
+            (src, self.host.expect(src, self.rank), tensor)
+            for src, tensor in recvs
+            if tensor.numel()
+        ]
+        back = {src: num_bytes(tensor) for src, _, tensor in wanted}
         count(self.ledgers, label, out, back, TRANSPORT)
 
         def finish() -> None:
             with torch.no_grad():
-                for src, tensor in wanted:
+                for src, number, tensor in wanted:
                     name = name_of(where, tensor.dtype, tensor.shape)
-                    self.host.receive(src, self.rank, tensor, name)
+                    self.host.receive(src, self.rank, number, tensor, name)
 
         return PartWork(finish, doing)
 
