@@ -3,15 +3,22 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from small_graphs import CLASSES, FEATURES, small_graph
 from torch import Tensor, nn
 from torch_geometric.data import Data
@@ -20,6 +27,7 @@ import pyg_sar
 from pyg_sar.comm.group import finalize
 from pyg_sar.errors import CheckpointError
 from pyg_sar.tools.models import build_model
+from pyg_sar.train.callbacks import CheckpointEvery
 from pyg_sar.train.config import EpochRecord, TrainConfig
 from pyg_sar.train.trainer import Callback, Trainer
 
@@ -118,6 +126,60 @@ def test_the_parts_of_a_checkpoint_go_on_in_any_number_of_workers(tmp_path):
             assert len(set(expected[dtype][0])) == CONFIG.epochs
             for workers, run in zip((3, 2, 1), runs, strict=True):
                 assert same(run[part][dtype], expected[dtype]), (part, dtype, workers)
+
+
+# Under torchrun, with hosts that come and go ##################################
+
+
+def elastic_worker(folder: str) -> None:
+    """A worker as torchrun starts it; with two of them, the second one's host is lost."""
+
+    def train() -> None:
+        comm = pyg_sar.comm.current()
+        workers = len(set(comm.host.worker_of))
+
+        class LoseHost(Callback):
+            def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+                if workers == 2 and comm.rank == PARTS - 1 and record.epoch == 3:
+                    os.kill(os.getppid(), signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        data, path = pyg_sar.load_partition(f"{folder}/parts"), Path(folder) / "run.ckpt"
+        callbacks = [CheckpointEvery(path, every=2), LoseHost()]
+        trainer = make_trainer(data, 0.4, callbacks=callbacks)
+        if path.exists():
+            trainer.resume(path)
+        found = [workers, trainer.epoch, trainer.fit().losses]
+        (Path(folder) / f"part{comm.rank}").write_text(json.dumps(found))
+
+    pyg_sar.run(train, parts=PARTS)
+
+
+def test_the_hosts_that_are_left_go_on_with_all_parts(tmp_path):
+    graph = small_graph(NODES, dtype=torch.float64)
+    pyg_sar.write_partitions(graph, PARTS, tmp_path / "parts", method="random")
+    script = tmp_path / "script.py"
+    script.write_text(f"import test_resume\ntest_resume.elastic_worker({str(tmp_path)!r})")
+    limit = timedelta(seconds=150)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+    command += ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-id", "resume", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
+    quick = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
+    command += ["--rdzv-conf", quick, str(script)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    hosts = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        codes = sorted(host.wait(timeout=150) for host in hosts)
+    finally:
+        for host in hosts:
+            host.terminate()  # It ends its workers.
+    assert codes == [-signal.SIGKILL, 0]
+    parts = tmp_path / "parts"
+    whole = hosted(PARTS, lambda: curve(make_trainer(pyg_sar.load_partition(parts), 0.4)))[0][0]
+    for part in range(PARTS):
+        workers, start, losses = json.loads((tmp_path / f"part{part}").read_text())
+        assert (workers, start) == (1, 2) and losses == whole
 
 
 # Another partition ###########################################################
