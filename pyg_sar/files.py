@@ -1,4 +1,4 @@
-"""Files written all or nothing, with the access that the umask gives; errors say what to do."""
+"""Files written all or nothing, with the umask's access; sizes in bytes; errors that help."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import re
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from fractions import Fraction
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -48,6 +49,41 @@ REMEDIES: Mapping[int, str] = {
     errno.EROFS: "choose a folder that can be written",
     errno.EIO: f"check the disk {_OTHER}",
 }
+
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**k for k, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**k for k, letter in enumerate("KMGT", 1)},
+}
+
+
+def parse_bytes(size: int | str, name: str) -> int:
+    """Returns a number of bytes.
+
+    Args:
+        size: Bytes, or a number with a unit: ``'500MB'`` (:math:`500 \\cdot 10^6`), ``'2GiB'``
+            (:math:`2 \\cdot 2^{30}`), ``'1.5 TiB'``. Small letters will do.
+        name: The argument that it was given as, for errors.
+
+    Raises:
+        ValueError: When it is no such size, or less than one byte.
+    """
+    found = None
+    if isinstance(size, int) and not isinstance(size, bool):
+        found = size
+    elif isinstance(size, str):
+        match = re.fullmatch(r"(\d+(?:\.\d+)?) ?([A-Za-z]*)", size.strip(), re.ASCII)
+        unit = None if match is None else _UNITS.get(match[2].upper())
+        if match is not None and unit is not None:
+            found = int(Fraction(match[1]) * unit)
+    if found is None or found < 1:
+        raise ValueError(
+            f"{name}={size!r} must be a number of bytes of at least 1, or one with a unit (kB, MB, "
+            "GB, TB of 1000, KiB, MiB, GiB, TiB of 1024), such as '2GiB'"
+        )
+    return found
 
 
 def explained(error: Exception, path: Path) -> Exception:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -128,7 +129,13 @@ def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
 
 def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatch):
     train = ["train", "--parts", parts, *SMALL]
-    assert "2 parts, one for each worker" in usage_error(capsys, *train, "--workers", "3")
+    for workers in ("0", "3"):
+        error = usage_error(capsys, *train, "--workers", workers)
+        assert f"--workers {workers}: the folder" in error and "start 1 to 2 workers" in error
+    error = usage_error(capsys, *train, "--memory", "2 apples")
+    assert "--memory='2 apples' must be a number of bytes" in error and "'2GiB'" in error
+    error = usage_error(capsys, *train, "--store", str(tmp_path / "no" / "s"))
+    assert "--store" in error and "no such folder" in error
     assert "holds no partition" in usage_error(capsys, "train", "--parts", str(tmp_path))
     assert "'lr' to be a positive number" in usage_error(capsys, *train, "--lr", "-1")
     with pytest.raises(SystemExit):
@@ -142,6 +149,50 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     assert "WORLD_SIZE" in usage_error(capsys, *train)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "leave it out" in usage_error(capsys, *train, "--workers", "1")
+
+
+def test_fewer_workers_than_parts(parts, tmp_path, capsys):
+    checkpoint, report = tmp_path / "c", tmp_path / "r"
+    train = ["train", "--parts", parts, *SMALL, "--quiet", "--checkpoint", str(checkpoint)]
+    train += ["--report", str(report), "--workers"]
+    assert cli.main([*train, "1", "--epochs", "2"]) == 0
+    assert cli.main([*train, "2", "--epochs", "3", "--resume"]) == 0
+    assert "3 epochs, last loss" in capsys.readouterr().out
+    metrics = read_metrics(report)
+    assert [len(m["sent_bytes"]) for m in metrics] == [2, 2, 2]
+    assert [len(m["memory_bytes"]) for m in metrics] == [1, 1, 2]
+    settings = json.loads((report / "config.json").read_text())
+    assert (settings["workers"], settings["num_parts"]) == (2, 2)
+    # The file of two parts goes on in one.
+    other = ["train", "--parts", f"{parts}1", *SMALL, "--quiet", "--resume", str(checkpoint)]
+    assert cli.main([*other, "--epochs", "4", "--report", str(report)]) == 0
+    assert "4 epochs, last loss" in capsys.readouterr().out
+    assert [len(m["sent_bytes"]) for m in read_metrics(report)] == [2, 2, 2, 1]
+    assert (report / "report.png").exists()
+
+
+def test_what_parts_are_hosted_with(parts, tmp_path, monkeypatch):
+    calls = []
+
+    def launched(fn, workers, config, **options):
+        calls.append((workers, options))
+        return [train_worker(replace(config, parts=f"{parts}1"))]
+
+    monkeypatch.setattr(cli, "launch", launched)
+    train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "1"]
+    assert cli.main(train) == 0
+    assert cli.main([*train, "--workers", "1"]) == 0
+    store = str(tmp_path / "s")
+    assert cli.main([*train, "--memory", "1.5GiB", "--store", store, "--backend", "gloo"]) == 0
+    common = {"backend": None, "timeout": 1800.0}
+    assert calls == [
+        (2, common),
+        (1, {**common, "parts": 2}),
+        (
+            2,
+            {"backend": "gloo", "timeout": 1800.0, "parts": 2, "memory": 3 * 2**29, "store": store},
+        ),
+    ]
 
 
 def config_of(parts: str, **changes) -> RunConfig:

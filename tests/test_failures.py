@@ -21,7 +21,7 @@ import torch.distributed as dist
 import pyg_sar
 import pyg_sar.comm.watch as watch_module
 from pyg_sar.comm.backends import TransportError, WorkerInfo
-from pyg_sar.comm.group import claim_rank, current, wait_for_workers
+from pyg_sar.comm.group import claim_rank, current, name_start, wait_for_workers
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch
 from pyg_sar.comm.messages import Posts, is_consequence, to_text
@@ -514,6 +514,21 @@ def test_roll_call():
         wait_for_workers(store, place_of(0), "gloo", 0.05)
     with pytest.raises(ValueError, match="backend: rank 1 wants 'nccl', rank 0 'gloo'"):
         wait_for_workers(store, place_of(1), "nccl", 5)
+
+
+def test_workers_of_one_start_agree_on_its_name():
+    store = dist.HashStore()
+    assert name_start(store, place_of(0), 5) == "start 1"
+    store.add("beat/start 1", 1)
+    with pytest.raises(CommTimeoutError, match=r"Rank 1 waited 0.05 s for rank 0 of 2 to start"):
+        name_start(store, place_of(1), 0.05)  # A name of workers before: nobody beats.
+    found: queue.Queue[str] = queue.Queue()
+    other = threading.Thread(target=lambda: found.put(name_start(store, place_of(1), PATIENCE)))
+    other.start()
+    name = name_start(store, place_of(0), 5)
+    while other.is_alive():
+        store.add(f"beat/{name}", 1)
+    assert found.get() == name == "start 2"
 
 
 def test_which_process_is_dead():

@@ -177,3 +177,20 @@ def test_a_report_that_cannot_start_says_why(tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr(os, "fsync", broken_disk)
     with pytest.raises(ReportError, match="Input/output error; check the disk"):
         make_trainer(Report(tmp_path / "report")).fit()
+
+
+def test_sizes_in_bytes():
+    sizes = {
+        12: 12,
+        "12": 12,
+        "7 B": 7,
+        "500MB": 5 * 10**8,
+        "2GiB": 2**31,
+        "1.5 tib": 3 * 2**39,
+        "0.1kB": 100,
+        "64KiB": 2**16,
+    }
+    assert {size: files.parse_bytes(size, "memory") for size in sizes} == sizes
+    for wrong in (0, -1, True, 1.5, None, "", "GiB", "2 apples", "-2GB", "1e3", "0.5B", "\u0663"):
+        with pytest.raises(ValueError, match=r"^memory=.* must be a number of bytes of at least 1"):
+            files.parse_bytes(wrong, "memory")  # type: ignore[arg-type]

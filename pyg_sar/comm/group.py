@@ -1,4 +1,10 @@
-"""How a process becomes a worker: the environment, the store, the rendezvous, and ``init``."""
+"""How a process becomes a worker: the environment, the store, the rendezvous, and ``init``.
+
+[Note: starts] torchrun keeps the store when it starts workers anew, and how often it did differs
+between hosts: one that joins a job, or whose workers still ran, counts no restart. So rank 0 gives
+each start a name, and beats until all have come. Whoever comes waits for a beat: names of starts
+before have none.
+"""
 
 from __future__ import annotations
 
@@ -145,7 +151,7 @@ def connect(info: WorkerInfo, timeout: float) -> dist.Store:
         return reconnect(info, timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     try:
-        return _of_this_attempt(host_store(address, port, timeout))
+        return host_store(address, port, timeout)
     except OSError as error:
         raise ValueError(f"MASTER_ADDR={address!r} can't be resolved: {error}") from error
     except dist.DistError as error:
@@ -165,10 +171,9 @@ def reconnect(info: WorkerInfo, timeout: float) -> dist.Store:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     limit = timedelta(seconds=timeout)
     try:
-        store = dist.TCPStore(address, port, is_master=False, timeout=limit)
+        return dist.TCPStore(address, port, is_master=False, timeout=limit)
     except dist.DistError as error:
         raise _unreached(info, timeout, error) from error
-    return _of_this_attempt(store)
 
 
 def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTimeoutError:
@@ -181,9 +186,33 @@ def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTi
     )
 
 
-def _of_this_attempt(store: dist.Store) -> dist.Store:
-    """Returns the store's part for this attempt: torchrun keeps the store when it starts anew."""
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+def name_start(store: dist.Store, info: WorkerInfo, timeout: float) -> str:
+    """Returns the name of this start of the workers. See [Note: starts].
+
+    Args:
+        store: The workers' store, which may have been that of workers before.
+        info: This worker.
+        timeout: Seconds to wait for rank 0.
+
+    Raises:
+        CommTimeoutError: When rank 0 has not come after ``timeout`` seconds.
+    """
+    if info.rank == 0:
+        name = f"start {store.add('starts', 1)}"
+        store.set("start", name)
+        return name
+    end, seen = time.monotonic() + timeout, ("", b"")
+    while time.monotonic() < end:
+        if store.check(["start"]):
+            name = store.get("start").decode()
+            beat = store.get(f"beat/{name}") if store.check([f"beat/{name}"]) else b""
+            if seen[0] == name and seen[1] != beat:
+                return name
+            seen = name, beat
+        time.sleep(0.01)
+    raise CommTimeoutError(
+        f"Rank {info.rank} waited {timeout:g} s for rank 0 of {info.world_size} to start"
+    )
 
 
 def _first_line(error: BaseException) -> str:
@@ -361,10 +390,19 @@ def _open(
         return LocalCommunicator(device, timeout)
     kind = TRANSPORTS[backend or default_backend(found)]
     device = device or kind.choose_device(found)
-    store = dist.PrefixStore(f"pyg_sar/{generation}", connect(found, timeout))
+    root = connect(found, timeout)
+    again = found.agent_store and "TORCHELASTIC_RUN_ID" in os.environ
+    start = name_start(root, found, timeout) if again else "start"
+    prefix = f"{start}/pyg_sar/{generation}"
+    store = dist.PrefixStore(prefix, root)
     # A connection of its own: it must not queue behind a backend that waits for a key.
-    told = dist.PrefixStore(f"pyg_sar/{generation}/watch", reconnect(found, ASK))
-    watch = StoreWatch(told, found)
+    watch = StoreWatch(dist.PrefixStore(f"{prefix}/watch", reconnect(found, ASK)), found)
+
+    def meet(known: Mapping[int, Mapping[str, Any]]) -> None:
+        if again and found.rank == 0:
+            root.add(f"beat/{start}", 1)
+        watch.meet(known)
+
     try:
         claim_rank(store, found.rank)
     except dist.DistError as error:
@@ -374,7 +412,7 @@ def _open(
         info=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
     )
     try:
-        return _join(store, kind, setting, switch, watch)
+        return _join(store, kind, setting, switch, watch, meet)
     except BaseException as error:
         # A connection that broke: who was lost?
         named = isinstance(error, PygSarError) or not isinstance(error, RuntimeError)
@@ -393,10 +431,11 @@ def _join(
     setting: Setting,
     switch: str,
     watch: StoreWatch,
+    meet: Callable[[Mapping[int, Mapping[str, Any]]], None],
 ) -> Communicator:
     """Meets the others. Ends with the error of one that fails meanwhile."""
     info, timeout = setting.info, setting.timeout
-    everyone = wait_for_workers(store, info, kind.name, timeout, watch.meet)
+    everyone = wait_for_workers(store, info, kind.name, timeout, meet)
     if len({who["host"] for who in everyone}) > 1:
         watch.serve_status(addresses_from(os.environ["MASTER_ADDR"]))
     if setting.device.type != "cpu":

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
-from pyg_sar.comm.group import current, init
-from pyg_sar.comm.launch import launch
+from pyg_sar.comm.group import current, finalize, init
+from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError, PygSarError, WorkerError
+from pyg_sar.files import parse_bytes
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import write_partitions
@@ -53,6 +54,8 @@ _TRAIN_EPILOG = """\
 one machine:
   pyg-sar train --parts parts --workers 4
   torchrun --nproc-per-node 4 -m pyg_sar train --parts parts
+fewer workers than parts: each computes several parts in turn
+  pyg-sar train --parts parts --workers 2
 
 several hosts, here two with two workers each; the same line on both, but for --node-rank 0 and 1
 (the partition's folder under the same path on each; rank 0's host writes checkpoint and report):
@@ -63,6 +66,7 @@ Workers talk over the interface that HOST0's name leads to; GLOO_SOCKET_IFNAME=e
 after a lost worker the same line with --resume continues the same loss curve; torchrun does it by
 itself with
   torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
+and with --nnodes 1:2 it goes on with the hosts that are left, which take over the parts
 """
 
 _VERIFY_EPILOG = """\
@@ -154,27 +158,35 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = _run_config(arguments)
-    timeout = arguments.timeout
+    options = {"backend": arguments.backend, "timeout": arguments.timeout}
+    hosting = _hosting(arguments)
+    num_parts = read_metadata(config.parts).num_parts
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         if arguments.workers is not None:
             raise ValueError(
                 "--workers starts workers, but torchrun (RANK, WORLD_SIZE) has started them: "
                 "leave it out"
             )
-        with init(arguments.backend, timeout=timeout):
-            result = train_worker(config)
-            speaks = current().rank == 0
+        started = os.environ.get("WORLD_SIZE", "")
+        if hosting or (started.isdigit() and int(started) < num_parts):
+            found = run(train_worker, config, parts=num_parts, **options, **hosting)
+            result, speaks = found[0], current().rank == 0
+            finalize()
+        else:
+            with init(**options):
+                result = train_worker(config)
+                speaks = current().rank == 0
     else:
-        num_parts = read_metadata(config.parts).num_parts
-        if arguments.workers not in (None, num_parts):
+        workers = num_parts if arguments.workers is None else arguments.workers
+        if not 1 <= workers <= num_parts:
             raise PartitionError(
-                f"--workers {arguments.workers}: the folder {config.parts!r} has {num_parts} "
-                f"parts, one for each worker; start {num_parts} workers, or partition the graph "
-                f"into {arguments.workers} parts"
+                f"--workers {workers}: the folder {config.parts!r} has {num_parts} parts, of which "
+                f"each worker takes one or more; start 1 to {num_parts} workers, or partition the "
+                f"graph into {max(workers, 1)} parts"
             )
-        result = launch(
-            train_worker, num_parts, config, backend=arguments.backend, timeout=timeout
-        )[0]
+        if hosting or workers < num_parts:
+            hosting["parts"] = num_parts
+        result = launch(train_worker, workers, config, **options, **hosting)[0]
         speaks = True
     if speaks:
         print(describe(result))
@@ -182,6 +194,18 @@ def _train(arguments: argparse.Namespace) -> int:
             if path is not None:
                 print(f"{what}: {path}")
     return 0
+
+
+def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns where parts that wait are kept, as far as it was said."""
+    options: dict[str, Any] = {}
+    if arguments.memory is not None:
+        options["memory"] = parse_bytes(arguments.memory, "--memory")
+    if arguments.store is not None:
+        if not Path(arguments.store).absolute().parent.is_dir():
+            raise ValueError(f"--store {arguments.store}: there is no such folder")
+        options["store"] = arguments.store
+    return options
 
 
 def _run_config(arguments: argparse.Namespace) -> RunConfig:
@@ -322,7 +346,7 @@ def _add_partition(commands: Any) -> None:
         commands, "partition", _partition, "cut a graph into parts", _PARTITION_EPILOG
     ).add_argument
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
-    add("--parts", type=int, required=True, metavar="N", help="number of parts: one per worker")
+    add("--parts", type=int, required=True, metavar="N", help="parts: one or more per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
     of_method = "balanced: even nodes and edges; metis: even nodes"
     add("--method", choices=METHODS, default="balanced", help=of_method)
@@ -344,6 +368,8 @@ def _add_train(commands: Any) -> None:
     group = command.add_argument_group("workers").add_argument
     group("--parts", required=True, metavar="DIR", help="folder of the partition")
     group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
+    group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
+    group("--store", metavar="DIR", help="folder for what parts that wait hold")
     group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")

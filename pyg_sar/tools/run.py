@@ -37,7 +37,7 @@ from pyg_sar.reduction.metrics import mean
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import build_model
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, Report, TqdmProgress
-from pyg_sar.train.checkpoint import load_checkpoint
+from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult, node_labels
 from pyg_sar.train.trainer import Callback, Trainer
 
@@ -207,7 +207,7 @@ def _callbacks(config: RunConfig) -> list[Callback]:
 
 
 def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
-    saved = load_checkpoint(path, comm=trainer.comm).state.get("extra", {}).get("model")
+    saved = inspect_checkpoint(path, trainer.comm).state.get("extra", {}).get("model")
     now = asdict(config.model)
     if saved is not None and saved != now and not config.allow_changes:
         changes = [

@@ -3,10 +3,10 @@
 [Note: the report folder]
 
 ================== ============================================================================
-``config.json``    settings, versions, number of workers
-``metrics.jsonl``  one JSON object per epoch: loss, learning rate, accuracies, and per worker the
-                   bytes sent and received in the epoch and the peak memory so far
-``summary.json``   the result, and each worker's ledger (bytes per layer and peer, resident rows)
+``config.json``    settings, versions, numbers of workers and of parts
+``metrics.jsonl``  one JSON object per epoch: loss, learning rate, accuracies, per part of the graph
+                   the bytes sent and received in the epoch, per worker the peak memory so far
+``summary.json``   the result, and each part's ledger (bytes per layer and peer, resident rows)
 ``report.png``     loss, accuracy, memory per worker, bytes sent per epoch
 ================== ============================================================================
 
@@ -149,8 +149,8 @@ _PICTURE = "report.png"
 class Report(Callback):
     """Writes a report folder while a :class:`pyg_sar.train.trainer.Trainer` trains.
 
-    A resumed run continues the lines of the epochs before it. The figures of each worker travel to
-    rank 0 once per epoch, 24 bytes per worker, and are not part of the bytes reported.
+    A resumed run continues the lines of the epochs before it. The figures of each part travel to
+    rank 0 once per epoch, 24 bytes per part, and are not part of the bytes reported.
 
     Args:
         folder: Made where it does not exist.
@@ -241,7 +241,8 @@ class Report(Callback):
         replace_file(path, lambda file: file.write_text(text))
         settings = {
             "train": asdict(trainer.config),
-            "workers": trainer.comm.world_size,
+            "workers": len(set(_worker_of(trainer.comm))),
+            "num_parts": trainer.comm.world_size,
             "backend": trainer.comm.backend,
             "device": str(trainer.comm.device),
             "versions": {
@@ -253,7 +254,7 @@ class Report(Callback):
         _write_json(self.folder / "config.json", settings | self.config)
 
     def _gather_figures(self, comm: Communicator) -> dict[str, list[int]]:
-        """Returns bytes of this epoch and peak memory, of every worker."""
+        """Returns bytes of this epoch of every part, and peak memory of every worker."""
         ledger = self._ledger
         sent, received = (ledger.sent, ledger.received) if ledger else (0, 0)
         own = torch.tensor(
@@ -263,7 +264,19 @@ class Report(Callback):
         rows = torch.stack(comm.all_gather(own, label=("", "", "report"))).T.tolist()
         # Read again: what this function itself sent belongs to no epoch.
         self._before = (ledger.sent, ledger.received) if ledger else (0, 0)
-        return dict(zip(("sent_bytes", "received_bytes", "memory_bytes"), rows, strict=True))
+        sent_bytes, received_bytes, memory = rows
+        peaks = dict(zip(_worker_of(comm), memory, strict=True))
+        return {
+            "sent_bytes": sent_bytes,
+            "received_bytes": received_bytes,
+            "memory_bytes": list(peaks.values()),
+        }
+
+
+def _worker_of(comm: Communicator) -> list[int]:
+    """Returns the worker of each rank: several parts may be in one."""
+    ranks = list(range(comm.world_size))
+    return ranks if comm.host is None else list(comm.host.worker_of)
 
 
 def _line(record: EpochRecord) -> dict[str, Any]:
@@ -330,12 +343,17 @@ def draw_report(folder: str | os.PathLike[str]) -> Path | None:
         peak = [value / 2**20 for value in metrics[-1]["memory_bytes"]]
         memory.bar(range(len(peak)), peak)
         memory.set_xticks(range(len(peak)))
-        for rank in range(len(peak)):
-            sent = [line["sent_bytes"][rank] / 2**20 for line in metrics]
-            traffic.plot(epochs, sent, label=f"rank {rank}")
+        for rank in range(len(metrics[-1]["sent_bytes"])):
+            # A run that was resumed may have had fewer parts before.
+            points = [
+                (line["epoch"], line["sent_bytes"][rank] / 2**20)
+                for line in metrics
+                if rank < len(line["sent_bytes"])
+            ]
+            traffic.plot(*zip(*points, strict=True), label=f"rank {rank}")
     loss.set(title="Loss", xlabel="epoch", ylabel="mean cross entropy")
     accuracy.set(title="Accuracy", xlabel="epoch", ylabel="share of nodes")
-    memory.set(title="Peak memory per worker", xlabel="rank", ylabel="MiB")
+    memory.set(title="Peak memory per worker", xlabel="worker", ylabel="MiB")
     traffic.set(title="Bytes sent per epoch", xlabel="epoch", ylabel="MiB")
     for axes in (loss, accuracy, traffic):
         if axes.lines:

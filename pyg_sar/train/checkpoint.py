@@ -45,12 +45,15 @@ class Checkpoint:
     Attributes:
         state: The JSON values given to :func:`save_checkpoint`.
         tensors: The tensors given to :func:`save_checkpoint`, on the CPU.
-        world_size: How many workers wrote it.
+        world_size: How many ranks wrote it: workers, or the parts that they hosted.
+        owned: Names of the parameters with a row per node; whether the file holds their rows by
+            global id.
     """
 
     state: dict[str, Any]
     tensors: dict[str, Tensor]
     world_size: int
+    owned: dict[str, bool]
 
 
 @dataclass
@@ -133,6 +136,10 @@ def load_checkpoint(
 
         pyg_sar.train.load_checkpoint("run.ckpt", model, weights="best")
 
+    Where a worker hosts several parts of the graph (:func:`pyg_sar.launch` with ``parts``), each
+    part is a rank, with a random state of its own. So the file fits any number of workers that
+    host as many parts.
+
     Args:
         path: The file; on several hosts each needs it under this name (a shared folder).
         model: Takes the parameters and buffers; of rows that each worker owns its own ones. If
@@ -140,14 +147,15 @@ def load_checkpoint(
         optimizer: Takes the optimizer state.
         weights: ``'last'``: as of when it was saved. ``'best'``: the weights that a
             :class:`pyg_sar.train.trainer.Trainer` found best on the validation nodes.
-        restore_rng: Whether each worker takes up its own random state again, without which dropout
-            draws other masks; default: where an optimizer is given, too. Needs as many workers as
+        restore_rng: Whether each rank takes up its own random state again, without which dropout
+            draws other masks; default: where an optimizer is given, too. Needs as many ranks as
             wrote it.
         comm: The workers (:func:`pyg_sar.comm.group.current`).
 
     Raises:
         CheckpointError: on every worker, when the file is missing, truncated, altered, newer, of
-            another model or optimizer, of another number of workers, or not the same file for all.
+            another model or optimizer, of another number of ranks where ``restore_rng``, or not
+            the same file for all.
     """
     comm = comm or current()
     restore = optimizer is not None if restore_rng is None else restore_rng
@@ -159,7 +167,7 @@ def load_checkpoint(
             _cut(content, model, optimizer, comm)
         _check(content, model, optimizer, weights, comm.world_size if restore else None)
     except CheckpointError as error:
-        problem = f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
+        problem = _not_loaded(path, error)
     _raise_everywhere(comm, problem)
     _check_same_file(comm, path, content.header["sha256"])
     if model is not None:
@@ -169,11 +177,42 @@ def load_checkpoint(
     if restore:
         _set_random_states(comm, content.group("random"))
     comm.barrier()
+    return _described(content)
+
+
+def inspect_checkpoint(
+    path: str | os.PathLike[str], comm: Communicator | None = None
+) -> Checkpoint:
+    """Returns a checkpoint without its tensors; all workers call it, and check the file.
+
+    Raises:
+        CheckpointError: on every worker, when the file is missing, truncated, altered, newer, or
+            not the same file for all.
+    """
+    comm = comm or current()
+    problem: str | None = None
+    content = _Content()
+    try:
+        # Parts of one worker come here in turn: no more than one of them holds the tensors.
+        content = _Content(header=_read(Path(path)).header)
+    except CheckpointError as error:
+        problem = _not_loaded(path, error)
+    _raise_everywhere(comm, problem)
+    _check_same_file(comm, path, content.header["sha256"])
+    return _described(content)
+
+
+def _described(content: _Content) -> Checkpoint:
     return Checkpoint(
         state=content.header["state"],
         tensors=content.group("extra"),
         world_size=content.header["world_size"],
+        owned={name: about["by_id"] for name, about in content.header.get("owned", {}).items()},
     )
+
+
+def _not_loaded(path: str | os.PathLike[str], error: CheckpointError) -> str:
+    return f"Cannot load the checkpoint {os.fspath(path)!r}: {error}"
 
 
 def _cut(
@@ -341,8 +380,9 @@ def _check(
     written_by = content.header["world_size"]
     if world_size is not None and written_by != world_size:
         raise CheckpointError(
-            f"it was written by {written_by} workers, this run has {world_size}; start "
-            f"{written_by} workers, or load the model alone"
+            f"it was written by {written_by} ranks, this run has {world_size}, and each has a "
+            f"random state: start workers that host {written_by} parts, load the model alone, or "
+            "pass restore_rng=False"
         )
     if model is not None:
         group = content.group("model" if weights == "last" else "extra/best")

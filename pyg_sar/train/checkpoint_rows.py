@@ -32,10 +32,12 @@ def gather_rows(
         On rank 0 the tensors by their names in the file, and what the header says of them.
 
     Raises:
-        ValueError: On every worker, when the modules' ids don't fit.
+        ValueError: On every worker, when the modules' ids don't fit, or a buffer or a state of the
+            optimizer has rows of a worker's own.
     """
     tensors: Tensors = {}
     header: dict[str, Any] = {}
+    _check_carried(model, optimizer, comm)
     for name, module, parameter in owned_parameters(model):
         by_id, ids = _gathered_ids(module, parameter, comm)
         header[name] = {"counts": comm.all_gather_object(parameter.size(0)), "by_id": by_id}
@@ -49,6 +51,36 @@ def gather_rows(
                 joined = torch.cat([part.cpu() for part in parts])
                 tensors[key] = in_global_order(parts, ids) if by_id else joined
     return tensors, header
+
+
+def _check_carried(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, comm: Communicator
+) -> None:
+    """Raises where the file, which has rank 0's tensors, would lack those of other workers."""
+    saved = model.state_dict()
+    shapes = {name: list(b.shape) for name, b in model.named_buffers() if name in saved}
+    problem = ""
+    for name, _, parameter in owned_parameters(model):
+        state = {} if optimizer is None else optimizer.state.get(parameter, {})
+        for key, value in state.items():
+            if isinstance(value, Tensor) and value.dim() and value.shape != parameter.shape:
+                problem = (
+                    f"the optimizer's '{key}' of '{name}' has the shape {list(value.shape)}, not "
+                    f"{list(parameter.shape)}: these are not the rows that a worker owns; take an "
+                    "optimizer with a state per element, such as Adam or SGD"
+                )
+    everyone = comm.all_gather_object([problem, shapes])
+    first = everyone[0][1]
+    for rank, (text, found) in enumerate(everyone):
+        if text:
+            raise ValueError(f"rank {rank}: {text}")
+        for name in first.keys() | found.keys():
+            if first.get(name) != found.get(name):
+                raise ValueError(
+                    f"the buffer '{name}' has the shape {first.get(name)} on rank 0, "
+                    f"{found.get(name)} on rank {rank}: rows that each worker owns can't be saved "
+                    "in buffers; register it with persistent=False, or keep it in data"
+                )
 
 
 def _gathered_ids(

@@ -21,7 +21,8 @@ from __future__ import annotations
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
@@ -34,7 +35,12 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError, DivergedError
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
-from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
+from pyg_sar.train.checkpoint import (
+    Checkpoint,
+    inspect_checkpoint,
+    load_checkpoint,
+    save_checkpoint,
+)
 from pyg_sar.train.config import (
     SPLITS,
     EpochRecord,
@@ -44,6 +50,7 @@ from pyg_sar.train.config import (
     node_labels,
     split_nodes,
 )
+from pyg_sar.train.graph_digest import DIFFERENCES, graph_digest
 from pyg_sar.train.wire_error import gradient_error, measure_every
 
 __all__ = [
@@ -134,6 +141,7 @@ class Trainer:
         self.best_state: dict[str, Tensor] = {}
         self._initial_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._waited = 0
+        self._digest: list[dict[str, Any] | None] = []
         self._labels, self._index = self._find_nodes()
         self._counts = self._count_nodes()
 
@@ -350,6 +358,7 @@ class Trainer:
         state = {
             "config": asdict(self.config),
             "counts": self._counts,
+            "graph": self._graph(),
             "epoch": self.epoch,
             "losses": self.losses,
             "best_epoch": self.best_epoch,
@@ -365,22 +374,27 @@ class Trainer:
     def resume(self, path: str | os.PathLike[str], *, allow_changes: bool = False) -> Checkpoint:
         """Takes up the training that :meth:`save` saved: :meth:`fit` continues the very same curve.
 
-        Call it on a trainer made exactly as the saved one was, before :meth:`fit`.
+        Call it on a trainer made as the saved one was, before :meth:`fit`. With the same parts of
+        the graph the curve is the same to the bit, whatever number of workers hosts them. Another
+        partition of the same graph continues it up to rounding: rows per node
+        (:class:`~pyg_sar.nn.NodeEmbedding`) go by global id. Dropout draws other masks then. With
+        another number of parts it starts from the seed and the epoch, which a warning of rank 0
+        says.
 
         Args:
             path: The file.
             allow_changes: Go on with other settings than the checkpoint's, or with another number
-                of workers (other dropout masks, then).
+                of parts where it can't be shown that they are of the same graph.
 
         Raises:
             CheckpointError: on every worker, for an unfit file (:func:`load_checkpoint`), another
-                partition of the graph, or other settings.
+                graph (nodes, edges, labels or splits), or other settings.
         """
         # The settings are compared first, by a pass that changes nothing.
-        first = load_checkpoint(path, comm=self.comm)
+        first = inspect_checkpoint(path, self.comm)
         state = first.state
-        self._check_same_run(path, state, allow_changes)
-        restore = not allow_changes or first.world_size == self.comm.world_size
+        self._check_same_run(path, first, allow_changes)
+        restore = first.world_size == self.comm.world_size
         options = [
             {k: v for k, v in group.items() if k != "params"}
             for group in self.optimizer.param_groups
@@ -390,8 +404,8 @@ class Trainer:
         )
         for group, option in zip(self.optimizer.param_groups, options, strict=True):
             group.update(option)
-        if not restore and self.config.seed is not None:
-            seed_worker(self.config.seed + state["epoch"], self.comm.rank)
+        if not restore:
+            self._start_randomly(path, first)
         self.epoch = state["epoch"]
         self.losses = list(state["losses"])
         self.best_epoch = state["best_epoch"]
@@ -405,33 +419,79 @@ class Trainer:
             self.schedule.load_state_dict(state["schedule"])
         return checkpoint
 
+    def _start_randomly(self, path: str | os.PathLike[str], saved: Checkpoint) -> None:
+        """Seeds the random state where the checkpoint's are those of other parts."""
+        seed, epoch = self.config.seed, saved.state["epoch"]
+        if seed is not None:
+            seed_worker(seed + epoch, self.comm.rank)
+        if self.comm.rank == 0:
+            start = "go on as they are" if seed is None else f"start from seed {seed} + {epoch}"
+            warnings.warn(
+                f"{os.fspath(path)!r} holds the random states of {saved.world_size} parts, this "
+                f"run has {self.comm.world_size}: they {start} (other dropout masks)",
+                stacklevel=3,
+            )
+
+    def _graph(self) -> dict[str, Any] | None:
+        """Returns what tells the graph from others; the first call is collective."""
+        if not self._digest:
+            self._digest.append(graph_digest(self.data, self._labels, self._index, self.comm))
+        return self._digest[0]
+
     def _check_same_run(
-        self, path: str | os.PathLike[str], state: Mapping[str, Any], allow_changes: bool
+        self, path: str | os.PathLike[str], saved: Checkpoint, allow_changes: bool
     ) -> None:
-        name = os.fspath(path)
+        name, state = os.fspath(path), saved.state
         if "counts" not in state or "config" not in state:
             raise CheckpointError(f"{name!r} was not saved by a Trainer")
-        if len(state["counts"]) == self.comm.world_size and state["counts"] != self._counts:
-            raise CheckpointError(
-                f"{name!r} belongs to another graph or partition: its workers held "
-                f"{[row[0] for row in state['counts']]} nodes, of which "
-                f"{[row[1] for row in state['counts']]} to train on, these hold "
-                f"{[row[0] for row in self._counts]} and {[row[1] for row in self._counts]}"
-            )
-        if allow_changes:
-            return
         free = _FREE_ON_RESUME - ({"epochs"} if self.config.schedule == "cosine" else set())
-        now, saved = asdict(self.config), state["config"]
+        now, before = asdict(self.config), state["config"]
         changes = [
-            f"{field.name}={saved[field.name]!r} is now {now[field.name]!r}"
+            f"{field.name}={before[field.name]!r} is now {now[field.name]!r}"
             for field in fields(self.config)
-            if field.name not in free and saved.get(field.name) != now[field.name]
+            if field.name not in free and before.get(field.name) != now[field.name]
         ]
-        if changes:
+        if changes and not allow_changes:
             raise CheckpointError(
                 f"{name!r} was saved with other settings: {', '.join(changes)}; give the same, or "
                 "allow changes"
             )
+        self._check_same_graph(name, saved, allow_changes)
+
+    def _check_same_graph(self, name: str, saved: Checkpoint, allow_changes: bool) -> None:
+        now, before = self._graph(), saved.state.get("graph")
+        counts, same_size = saved.state["counts"], saved.world_size == self.comm.world_size
+        if now is not None and before is not None:
+            other = [text for key, text in DIFFERENCES.items() if now[key] != before[key]]
+            moved = now["owners"] != before["owners"]
+        else:
+            moved = not same_size or counts != self._counts
+            other = ["nodes of the workers"] if moved and same_size else []
+        if other:
+            raise CheckpointError(
+                f"{name!r} belongs to another graph or other splits: its workers held "
+                f"{_shares(counts)}, these hold {_shares(self._counts)}; other "
+                f"{', '.join(other)}"
+            )
+        if moved and (now is None or before is None) and not allow_changes:
+            raise CheckpointError(
+                f"{name!r} is of {saved.world_size} parts, this run has {self.comm.world_size}, "
+                "and it can't be shown that they are of the same graph: 'data' must have 'n_id' "
+                "and 'edge_index' (as load_partition gives them) when saving and now. Start "
+                f"workers that host {saved.world_size} parts, or allow changes"
+            )
+        local = [parameter for parameter, by_id in saved.owned.items() if not by_id]
+        if moved and local:
+            raise CheckpointError(
+                f"{name!r} is of another partition of the graph, and holds the rows of "
+                f"'{local[0]}' without the global ids of its nodes: go on with the same "
+                "partition, or set 'n_id' of its module to data.n_id before saving"
+            )
+
+
+def _shares(counts: Sequence[Sequence[int]]) -> str:
+    """Returns the nodes and the training nodes of each worker as text."""
+    return f"{[row[0] for row in counts]} nodes, {[row[1] for row in counts]} to train on"
 
 
 def _shared_settings(config: TrainConfig) -> dict[str, Any]:

@@ -1,0 +1,343 @@
+"""Resuming on another number of workers, and on another partition of the same graph."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Callable
+from dataclasses import replace
+from datetime import timedelta
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from small_graphs import CLASSES, FEATURES, small_graph
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar.comm.group import finalize
+from pyg_sar.errors import CheckpointError
+from pyg_sar.tools.models import build_model
+from pyg_sar.train.callbacks import CheckpointEvery
+from pyg_sar.train.config import EpochRecord, TrainConfig
+from pyg_sar.train.trainer import Callback, Trainer
+
+PARTS, NODES, WIDTH = 4, 90, 3
+CONFIG = TrainConfig(epochs=5, lr=0.05, schedule="plateau", step_size=1, warmup=1, seed=3)
+DTYPES = {"float64": torch.float64, "float32": torch.float32}
+
+
+class WithRows(nn.Module):
+    """A GAT with batch norms whose nodes have a trained row besides their features."""
+
+    def __init__(self, data: Data, dropout: float, named: bool = True) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        n_id = data.get("n_id")
+        self.rows: nn.Module = nn.Embedding(NODES, WIDTH)
+        if n_id is not None:
+            rows = pyg_sar.nn.NodeEmbedding(data.num_nodes, WIDTH, n_id, num_nodes=NODES)
+            rows.n_id = n_id if named else None
+            self.rows = rows
+        self.gnn = build_model(
+            "gat", FEATURES + WIDTH, 4, CLASSES, heads=2, dropout=dropout, norm="batch"
+        )
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.gnn(torch.cat([x, self.rows.weight], dim=1), edge_index)
+
+
+class SaveAt(Callback):
+    """Saves after one epoch of a longer training."""
+
+    def __init__(self, path: str, epoch: int = 3) -> None:
+        self.path, self.epoch = path, epoch
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if record.epoch == self.epoch:
+            trainer.save(self.path)
+
+
+def make_trainer(
+    data: Data, dropout: float, config: TrainConfig = CONFIG, named: bool = True, **options: Any
+) -> Trainer:
+    model = WithRows(data, dropout, named).to(data.x.dtype)
+    if "n_id" in data:
+        model = pyg_sar.distribute(model)
+    return Trainer(model, data, config, **options)
+
+
+def curve(trainer: Trainer) -> tuple[list[float], Any, dict[str, Tensor]]:
+    """Losses, scores and this rank's last weights."""
+    result = trainer.fit()
+    state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+    return result.losses, (result.best_epoch, result.best, result.final), state
+
+
+def saved_at(path: str | Path, epoch: int, start: str | Path = "") -> dict[str, Any]:
+    """A part's program: it goes on from a checkpoint, and saves one after some epoch."""
+    found = {}
+    for dtype in DTYPES:
+        data = pyg_sar.load_partition(f"{Path(path).parent}/{dtype}")
+        torch.manual_seed(99)  # A process starts at another random state.
+        trainer = make_trainer(data, 0.4, callbacks=[SaveAt(f"{path}.{dtype}", epoch)])
+        if start:
+            trainer.resume(f"{start}.{dtype}")
+            assert trainer.epoch == epoch - 1
+        found[dtype] = curve(trainer)
+    return found
+
+
+def hosted(num_parts: int, fn: Callable[..., Any], *args: Any, **options: Any) -> list[Any]:
+    """Runs the parts in this very process, one worker."""
+    try:
+        return pyg_sar.run(partial(fn, **options), *args, parts=num_parts)
+    finally:
+        finalize()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Equal to the bit: losses, scores and weights."""
+    return a[:2] == b[:2] and all(torch.equal(value, b[2][name]) for name, value in a[2].items())
+
+
+def test_the_parts_of_a_checkpoint_go_on_in_any_number_of_workers(tmp_path):
+    for name, dtype in DTYPES.items():
+        graph = small_graph(NODES, dtype=dtype)
+        pyg_sar.write_partitions(graph, PARTS, tmp_path / name, method="random")
+    first, second, third = (str(tmp_path / name) for name in ("first", "second", "third"))
+    whole = hosted(PARTS, saved_at, first, 2)
+    runs = [
+        pyg_sar.launch(saved_at, 3, second, 3, first, parts=PARTS),
+        pyg_sar.launch(saved_at, 2, third, 4, second, parts=PARTS),
+        hosted(PARTS, saved_at, str(tmp_path / "last"), 5, third),
+    ]
+    for part, expected in enumerate(whole):
+        for dtype in DTYPES:
+            assert len(set(expected[dtype][0])) == CONFIG.epochs
+            for workers, run in zip((3, 2, 1), runs, strict=True):
+                assert same(run[part][dtype], expected[dtype]), (part, dtype, workers)
+
+
+# Under torchrun, with hosts that come and go ##################################
+
+
+def elastic_worker(folder: str) -> None:
+    """A worker as torchrun starts it; with two of them, the second one's host is lost."""
+
+    def train() -> None:
+        comm = pyg_sar.comm.current()
+        workers = len(set(comm.host.worker_of))
+
+        class LoseHost(Callback):
+            def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+                if workers == 2 and comm.rank == PARTS - 1 and record.epoch == 3:
+                    os.kill(os.getppid(), signal.SIGKILL)
+                    os.kill(os.getpid(), signal.SIGKILL)
+
+        data, path = pyg_sar.load_partition(f"{folder}/parts"), Path(folder) / "run.ckpt"
+        callbacks = [CheckpointEvery(path, every=2), LoseHost()]
+        trainer = make_trainer(data, 0.4, callbacks=callbacks)
+        if path.exists():
+            trainer.resume(path)
+        found = [workers, trainer.epoch, trainer.fit().losses]
+        (Path(folder) / f"part{comm.rank}").write_text(json.dumps(found))
+
+    pyg_sar.run(train, parts=PARTS)
+
+
+def test_the_hosts_that_are_left_go_on_with_all_parts(tmp_path):
+    graph = small_graph(NODES, dtype=torch.float64)
+    pyg_sar.write_partitions(graph, PARTS, tmp_path / "parts", method="random")
+    script = tmp_path / "script.py"
+    script.write_text(f"import test_resume\ntest_resume.elastic_worker({str(tmp_path)!r})")
+    limit = timedelta(seconds=150)
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=limit)
+    command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
+    command += ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
+    command += ["--rdzv-id", "resume", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
+    quick = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
+    command += ["--rdzv-conf", quick, str(script)]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
+    hosts = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) for _ in range(2)]
+    try:
+        codes = sorted(host.wait(timeout=150) for host in hosts)
+    finally:
+        for host in hosts:
+            host.terminate()  # It ends its workers.
+    assert codes == [-signal.SIGKILL, 0]
+    parts = tmp_path / "parts"
+    whole = hosted(PARTS, lambda: curve(make_trainer(pyg_sar.load_partition(parts), 0.4)))[0][0]
+    for part in range(PARTS):
+        workers, start, losses = json.loads((tmp_path / f"part{part}").read_text())
+        assert (workers, start) == (1, 2) and losses == whole
+
+
+# Another partition ###########################################################
+
+
+@pytest.fixture(scope="module")
+def partitions(tmp_path_factory) -> Path:
+    """The same graph in three parts, and in two by another method; and other graphs."""
+    folder = tmp_path_factory.mktemp("partitions")
+    graph = small_graph(NODES, dtype=torch.float64)
+    pyg_sar.write_partitions(graph, 3, folder / "three", method="random")
+    pyg_sar.write_partitions(graph, 3, folder / "other", method="random", seed=1)
+    pyg_sar.write_partitions(graph, 2, folder / "two", method="contiguous")
+    moved, named = copy.copy(graph), copy.copy(graph)
+    moved.edge_index = graph.edge_index.clone()
+    moved.edge_index[0, 5] = (moved.edge_index[0, 5] + 1) % NODES
+    pyg_sar.write_partitions(moved, 2, folder / "edge", method="contiguous")
+    named.y = graph.y.clone()
+    named.y[[1, 2]] = named.y[[2, 1]]
+    assert named.y[1] != named.y[2]
+    pyg_sar.write_partitions(named, 2, folder / "label", method="contiguous")
+    return folder
+
+
+def saved_run(root: str, path: str, dropout: float = 0.0, named: bool = True) -> Any:
+    data = pyg_sar.load_partition(root)
+    return curve(make_trainer(data, dropout, named=named, callbacks=[SaveAt(path)]))
+
+
+def resumed_run(root: str, path: str, dropout: float = 0.0) -> Any:
+    data = pyg_sar.load_partition(root)
+    trainer = make_trainer(data, dropout)
+    trainer.resume(path)
+    assert trainer.epoch == 3
+    return (data.n_id, *curve(trainer))
+
+
+def close(found: list[float], expected: list[float]) -> None:
+    assert found == pytest.approx(expected, rel=1e-11, abs=0)
+
+
+def test_another_partition_of_the_graph_continues_the_curve(partitions, tmp_path):
+    path = str(tmp_path / "c")
+    whole = hosted(3, saved_run, str(partitions / "three"), path)[0]
+    rows = torch.empty(NODES, WIDTH, dtype=torch.float64)
+    with pytest.warns(UserWarning, match=r"random states of 3 parts, this run has 2: they start"):
+        found = hosted(2, resumed_run, str(partitions / "two"), path)
+    for n_id, losses, _, state in found:
+        rows[n_id] = state["rows.weight"]
+        close(losses, whole[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # Three parts again: they take up their random states.
+        other = hosted(3, resumed_run, str(partitions / "other"), path)
+    for n_id, losses, scores, state in other:
+        close(losses, whole[0])
+        assert scores[0] == whole[1][0]
+        torch.testing.assert_close(state["rows.weight"], rows[n_id], rtol=1e-9, atol=1e-12)
+    # Plain PyG in one process.
+    alone = make_trainer(small_graph(NODES, dtype=torch.float64), 0.0)
+    with pytest.warns(UserWarning, match="3 parts, this run has 1"):
+        alone.resume(path)
+    close(alone.fit().losses, whole[0])
+    torch.testing.assert_close(alone.model.rows.weight.data, rows, rtol=1e-9, atol=1e-12)
+
+
+def test_dropout_of_other_parts_starts_from_the_seed(partitions, tmp_path):
+    path = str(tmp_path / "c")
+    hosted(3, saved_run, str(partitions / "three"), path, 0.4)
+    runs = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        with pytest.warns(UserWarning, match=r"start from seed 3 \+ 3 \(other dropout masks\)"):
+            runs.append(hosted(2, resumed_run, str(partitions / "two"), path, 0.4))
+    assert runs[0][0][1] == runs[1][0][1]
+    trainer = make_trainer(small_graph(dtype=torch.float64), 0.4, replace(CONFIG, seed=None))
+    with pytest.warns(UserWarning, match="they go on as they are"):
+        trainer.resume(path, allow_changes=True)
+
+
+# What is refused #############################################################
+
+
+def refused(root: str, path: str, named: bool = True, **options: Any) -> str:
+    data = pyg_sar.load_partition(root)
+    if options.pop("nameless", False):
+        del data["n_id"]
+        model = pyg_sar.distribute(build_model("gcn", FEATURES, 4, CLASSES).double())
+        trainer = Trainer(model, data, CONFIG)
+    else:
+        trainer = make_trainer(data, 0.0, named=named)
+    before = copy.deepcopy(trainer.model.state_dict())
+    try:
+        trainer.resume(path, **options)
+    except CheckpointError as error:
+        after = trainer.model.state_dict()
+        assert all(torch.equal(value, after[name]) for name, value in before.items())
+        return str(error)
+    return ""
+
+
+def test_other_graphs_are_refused_by_name(partitions, tmp_path):
+    path = str(tmp_path / "c")
+    hosted(3, saved_run, str(partitions / "three"), path)
+    for name, text in (("edge", "other ends of edges"), ("label", "other labels or splits")):
+        for message in hosted(2, refused, str(partitions / name), path):
+            assert "belongs to another graph or other splits" in message
+            assert message.endswith(text), message
+    smaller = small_graph(50, dtype=torch.float64)
+    model = build_model("gat", FEATURES, 4, CLASSES).double()
+    with pytest.raises(CheckpointError, match=r"other number of nodes, number of edges, labels"):
+        Trainer(model, smaller, CONFIG).resume(path)
+    with pytest.raises(CheckpointError, match="it is of another model"):
+        Trainer(model, small_graph(dtype=torch.float64), CONFIG).resume(path)
+
+
+def test_what_cannot_be_shown_to_be_the_same_graph_is_refused(partitions, tmp_path):
+    path = str(tmp_path / "c")
+    hosted(3, saved_run, str(partitions / "three"), path)
+    for message in hosted(2, refused, str(partitions / "two"), path, nameless=True):
+        assert "it can't be shown that they are of the same graph" in message
+        assert "must have 'n_id'" in message and "Start workers that host 3 parts" in message
+
+
+def test_rows_without_ids_need_the_same_partition(partitions, tmp_path):
+    path = str(tmp_path / "c")
+    hosted(3, saved_run, str(partitions / "three"), path, named=False)
+    assert hosted(3, refused, str(partitions / "three"), path, named=False) == ["", "", ""]
+    # As many rows on each part, but of other nodes.
+    for message in hosted(3, refused, str(partitions / "other"), path, allow_changes=True):
+        assert "is of another partition of the graph" in message
+        assert "'rows.weight' without the global ids" in message
+
+
+def test_state_of_one_worker_alone_is_not_saved(partitions, tmp_path):
+    def save(root: str, path: str) -> list[str]:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(WithRows(data, 0.0).double())
+        optimizer = torch.optim.Adafactor(model.parameters())
+        pyg_sar.mean(model(data.x, data.edge_index).square().sum(dim=1)).backward()
+        optimizer.step()
+        model.register_buffer("seen", torch.zeros(data.num_nodes, data.num_nodes))
+        found = []
+        for given in (optimizer, None):
+            try:
+                pyg_sar.train.save_checkpoint(path, model, given)
+            except CheckpointError as error:
+                found.append(str(error))
+        return found
+
+    uneven = torch.tensor([0] * 40 + [1] * 50)
+    graph = small_graph(NODES, dtype=torch.float64)
+    pyg_sar.write_partitions(graph, 2, tmp_path / "parts", uneven)
+    for state, buffer in hosted(2, save, str(tmp_path / "parts"), str(tmp_path / "c")):
+        assert "the optimizer's '" in state and "of 'rows.weight' has the shape [" in state
+        assert "the buffer 'seen' has the shape [40, 40] on rank 0, [50, 50] on rank 1" in buffer
+    assert not (tmp_path / "c").exists()
+
+
+def test_more_workers_than_parts():
+    with pytest.raises(ValueError, match="parts=2 can be hosted by 1 to 2 workers"):
+        pyg_sar.launch(len, 3, "", parts=2)
