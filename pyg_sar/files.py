@@ -15,30 +15,6 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-_UNITS = {"": 1, **{f"{p}B": 1000**k for k, p in enumerate(("", "K", "M", "G", "T"))}}
-_UNITS |= {f"{p}iB": 1024**k for k, p in enumerate(("K", "M", "G", "T"), start=1)}
-
-
-def parse_bytes(value: int | str, name: str) -> int:
-    """Returns a number of bytes that is given as a number, or as a text like ``'2GiB'``.
-
-    Args:
-        value: ``2000000``, ``'2000000'``, ``'500MB'`` (powers of 1000), ``'1.5GiB'`` (of 1024).
-        name: The argument's name, for the message.
-
-    Raises:
-        ValueError: When it is no number of bytes above 0.
-    """
-    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", str(value))
-    unit = None if found is None else _UNITS.get(found[2])
-    size = 0 if found is None or unit is None else int(float(found[1]) * unit)
-    if isinstance(value, bool) or size < 1:
-        raise ValueError(
-            f"{name}={value!r} must be a number of bytes, such as 2000000000, '500MB' or '2GiB'"
-        )
-    return size
-
-
 _OTHER = "or choose another folder"
 REMEDIES: Mapping[int, str] = {
     errno.ENOSPC: f"free some space {_OTHER}",
