@@ -175,7 +175,8 @@ class Host:
         check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
         self.store: PartStore | None = None
         if memory is not None or store is not None:
-            self.store = PartStore(len(self.parts), memory or available_memory(), store)
+            size = memory or available_memory()
+            self.store = PartStore(len(self.parts), num_parts, size, store)
         self.turns = Turns(self.parts, check, self._under_way, self._begin, self._end)
         self._numbers = dict.fromkeys(self.parts, 0)
         self._meetings: dict[int, Meeting] = {}
@@ -544,7 +545,10 @@ def host_parts(
         try:
             host.turns.begin(part)
             results[part] = fn(*args)
-        except BaseException as error:  # SystemExit included: the caller must learn of it.
+        except BaseException as caught:  # SystemExit included: the caller must learn of it.
+            error: BaseException = caught
+            if host.store is not None and isinstance(caught, torch.OutOfMemoryError):
+                error = host.store.explained(caught)
             comm.report(error)
             failures.append((is_consequence(error, part), part, error))
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,6 +22,8 @@ CACHES = 8
 """Rows of one pass are cached in this part of the memory; two passes overlap."""
 LEAST = 0.25
 """Share of the memory that the waiting parts' tensors need at least."""
+AT_ONCE = 3
+"""Tensors as large as the largest one that a part needs in memory together, about."""
 
 
 def resident_bytes() -> int:
@@ -42,6 +45,7 @@ class PartStore:
 
     Args:
         parts: Parts of this process.
+        all_parts: Parts of the graph.
         memory: Bytes that this process may take beyond what it has now.
         directory: Where its files lie; ``None``: nothing can be moved out.
 
@@ -54,8 +58,11 @@ class PartStore:
         StoreError: No file can be made, or there are no C++ kernels.
     """
 
-    def __init__(self, parts: int, memory: int, directory: str | os.PathLike[str] | None) -> None:
+    def __init__(
+        self, parts: int, all_parts: int, memory: int, directory: str | os.PathLike[str] | None
+    ) -> None:
         self.memory, self.directory = memory, directory
+        self._all, self._overrun = all_parts, 0
         self.rows = None if directory is None else RowFile(directory)
         self.cache_bytes = memory // CACHES
         self._start = resident_bytes()
@@ -77,15 +84,43 @@ class PartStore:
 
     def _limit(self) -> None:
         """Leaves to the pager what nothing else of this process has taken."""
-        other = resident_bytes() - self._start - self._pager.counters().resident_bytes
+        found = self._pager.counters()
+        if found.overrun_bytes > self._overrun:
+            more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
+            raise StoreError(
+                f"memory={self.memory:,} bytes: an operation of a part needed {more:,} bytes more "
+                f"at once. {self.remedy(self.memory + more)}"
+            )
+        other = resident_bytes() - self._start - found.resident_bytes
         left = int(self.memory * (1 - RESERVE)) - other
         if left < self.memory * LEAST:
             raise StoreError(
                 f"memory={self.memory:,} bytes: {other:,} of them are taken by what can't wait in "
-                "the store (edges, parameters and small tensors of all parts of this process); "
-                "allow more memory, or start more workers"
+                "the store (libraries' buffers, and small tensors and objects of all parts of this "
+                "process). Allow more memory, or start more workers"
             )
         self._pager.budget = left
+
+    def remedy(self, needed: int) -> str:
+        """Says what to do where parts need so many bytes at once."""
+        parts = max(2 * self._all, -(-self._all * needed // self.memory))
+        return (
+            f"Cut the graph into more parts (about {parts} instead of {self._all}: pyg-sar "
+            f"partition --parts {parts}), or allow more memory"
+        )
+
+    def explained(self, error: torch.OutOfMemoryError) -> StoreError:
+        """Returns the pager's refusal with the remedy."""
+        text = str(error).partition("\n")[0]
+        wanted = re.search(r"tensor of (\d+) bytes", text)
+        needed = AT_ONCE * int(wanted[1]) if wanted else 2 * self.memory
+        cause = text.partition(". Cut the graph")[0]
+        if "store takes no more" in cause:
+            return StoreError(
+                f"store={str(self.directory)!r} is full: {cause}. Free some space, or pass another "
+                "directory"
+            )
+        return StoreError(f"memory={self.memory:,} bytes: {cause}. {self.remedy(needed)}")
 
     @contextmanager
     def unpaged(self) -> Iterator[None]:
