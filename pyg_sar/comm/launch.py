@@ -147,7 +147,7 @@ def run(
         return host_parts(fn, args, parts, comm)
     except PartError as failure:
         failure.error.add_note(f"in part {failure.part}")
-        comm.report(failure.error)
+        comm.report(failure.error, failure.part)
         raise failure.error from None
 
 
@@ -358,10 +358,11 @@ def _worker_main(descriptor: int) -> None:
         finalize()
         pipe.send_bytes(message)
     except BaseException as caught:  # SystemExit and KeyboardInterrupt included: somebody waits.
-        error = caught
+        error, part = caught, None
         if isinstance(caught, PartError):
             error, rank = caught.error, caught.part
-        current().report(error)
+            part = rank
+        current().report(error, part)
         pipe.send_bytes(_pack(("failure", *_describe(error, rank)), "the error", rank))
         _flush()
         # The ordinary end would wait for what hangs in the backend.

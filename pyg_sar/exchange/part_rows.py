@@ -223,10 +223,15 @@ class PartSource(RowSource):
 
         form = ", ".join(f"{dtype} [*, {width}]" for dtype, width in layout.widths)
         self._take = comm.come("rows", self.label, form, tables, combine)
-        row = layout.row_bytes()
+        row = _row_bytes(tables)
         out = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
+
+
+def _row_bytes(tables: Sequence[Tensor]) -> int:
+    """Bytes of a row, as it travels."""
+    return sum(table.size(1) * table.element_size() for table in tables)
 
 
 def _spread(host: Host, routes: Routes, brought: dict[int, list[Tensor]], label: Label) -> Any:
@@ -313,7 +318,7 @@ class PartSink(RowSink):
         form = ", ".join(f"{dtype} [*, {width}]" for dtype, width in layout.widths)
         thing = pieces, plan.send_counts
         self._take = comm.come("gradient rows", self.label, form, thing, combine)
-        row = layout.row_bytes()
+        row = _row_bytes(widths)
         out = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
