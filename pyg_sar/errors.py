@@ -66,6 +66,10 @@ class ReportError(PygSarError, ValueError):
     """A report cannot be written to this folder."""
 
 
+class StoreError(PygSarError):
+    """Tensors can't be moved out of memory, or back: no store, no space, or a failing disk."""
+
+
 class DistributedIndexError(PygSarError):
     """An operation on a distributed index has no distributed meaning here."""
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 
 # Workers share the cores: one thread each, set before torch starts its pools; inherited by them.
@@ -15,6 +16,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 from forked_workers import Templates, templates
+from hosted_workers import hosted_workers
 from hypothesis import HealthCheck, settings
 
 from pyg_sar.comm.launch import _Worker
@@ -27,6 +29,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         metavar="FILE",
         default=None,
         help="tests/test_coverage.py writes what it found to FILE (docs/coverage.md)",
+    )
+    parser.addoption(
+        "--hosted",
+        action="store_true",
+        help="each worker of a test is a part: one of several that a process hosts",
     )
 
 
@@ -110,6 +117,13 @@ def workers_start_fast(
     """Launches fork their workers, but for the tests of starting, meeting and failing."""
     if request.module.__name__ not in START_FROM_NOTHING:
         monkeypatch.setattr(_Worker, "start", forked.start)
+
+
+@pytest.fixture(scope="session", autouse=True)
+def hosted(pytestconfig: pytest.Config) -> Iterator[None]:
+    """With ``--hosted``, launches make each worker a hosted part."""
+    with hosted_workers() if pytestconfig.getoption("--hosted") else nullcontext():
+        yield
 
 
 @pytest.fixture(autouse=True)

@@ -308,18 +308,19 @@ def shards(data: Data, parts: Sequence[Tensor], reverse: bool) -> list[list[int]
 
 
 def _laws(outcome: Outcome, case: Case, data: Data, workers: Sequence[Worker]) -> None:
-    """One shard of remote rows; the bytes, relative to the one-shot way's."""
+    """One shard of remote rows, or a hosted part's halo; bytes, relative to the one-shot way's."""
     parts = [w.exact.n_id for w in workers]
     ways = [False, True] if any(w.reverses for w in workers) else [False]
     counts = [shards(data, parts, way) for way in ways]
     for rank, w in enumerate(workers):
-        law = case.relations * max(max(of[rank]) for of in counts)
+        most = sum if w.hosted else max
+        law = case.relations * max(most(of[rank]) for of in counts)
         peak = max(w.resident.values(), default=0)
         if not outcome.resident or peak * outcome.resident[1] > outcome.resident[0] * law:
             outcome.resident = [peak, law]
         over = {k: n for k, n in w.resident.items() if n > law}
         if outcome.strategy == "sequential" and over and not w.gathers:
-            outcome.problems.append(f"rank {rank}: {over} rows resident, one shard: {law}")
+            outcome.problems.append(f"rank {rank}: {over} rows resident, at most {law}")
     outcome.gathers = any(w.gathers for w in workers)
     theirs = sum(w.one_shot_bytes for w in workers)
     if theirs:

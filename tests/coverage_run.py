@@ -157,6 +157,7 @@ class Worker:
     reverses: bool
     gathers: int
     left: int
+    hosted: bool
 
 
 def look(module: torch.nn.Module) -> tuple[list[str], bool]:
@@ -212,6 +213,7 @@ def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, A
         ),
         gathers=ledger.events("halo_gather") + ledger.events("halo_reduce"),
         left=ledger.resident_rows(),
+        hosted=pyg_sar.comm.current().host is not None,
     )
 
 

@@ -18,8 +18,20 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each wing (a folder of the package, or a module at its top) imports only wings before it.
 WINGS = (
-    *("errors", "files", "policy", "ledger", "kernels", "functional", "comm", "exchange", "space"),
-    *("reduction", "partition", "message", "engine", "nn", "convert", "train", "tools"),
+    *("errors", "files", "policy", "ledger", "kernels", "functional", "store"),
+    *(
+        "comm",
+        "exchange",
+        "space",
+        "reduction",
+        "partition",
+        "message",
+        "engine",
+        "nn",
+        "convert",
+        "train",
+        "tools",
+    ),
     *("pyg_sar", "__main__"),
 )
 
@@ -45,8 +57,8 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 # Wings whose docstrings say what comes out, in sentences.
 SENTENCES = (
-    *("errors", "files", "policy", "ledger", "comm", "exchange", "space", "reduction", "partition"),
-    *("message", "engine", "nn", "convert", "train", "tools"),
+    *("errors", "files", "policy", "ledger", "store", "comm", "exchange", "space", "reduction"),
+    *("partition", "message", "engine", "nn", "convert", "train", "tools"),
 )
 
 

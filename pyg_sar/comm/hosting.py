@@ -18,9 +18,12 @@ are. So results are the same to the bit for any number of processes that host th
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -48,7 +51,9 @@ from pyg_sar.comm.messages import (
 )
 from pyg_sar.comm.turns import Turns
 from pyg_sar.errors import PygSarError
+from pyg_sar.files import parse_bytes
 from pyg_sar.ledger import Label
+from pyg_sar.store.part_store import PartStore, available_memory
 
 T = TypeVar("T")
 Combine = Callable[[dict[int, Any]], Any]
@@ -63,6 +68,38 @@ def split_parts(num_parts: int, num_workers: int) -> list[range]:
     """Returns which parts each worker hosts: runs that differ by at most one part."""
     bounds = [worker * num_parts // num_workers for worker in range(num_workers + 1)]
     return [range(*pair) for pair in itertools.pairwise(bounds)]
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """How a worker hosts parts.
+
+    Attributes:
+        parts: Parts of the graph, of all workers.
+        memory: Bytes that a worker may take beyond its start; ``None``: no limit.
+        store: The directory where parts wait; ``None``: they wait in memory.
+    """
+
+    parts: int
+    memory: int | None = None
+    store: str | None = None
+
+    @classmethod
+    def of(
+        cls, parts: int | None, memory: int | str | None, store: str | os.PathLike[str] | None
+    ) -> Hosting | None:
+        """The hosting that arguments of ``launch`` and ``run`` ask for, if any do.
+
+        Raises:
+            ValueError: A limit or a store without a number of parts.
+        """
+        if parts is None and (memory is not None or store is not None):
+            name, value = ("memory", memory) if memory is not None else ("store", store)
+            raise ValueError(f"{name}={value!r} needs parts=, the number of the partition's parts")
+        if parts is None:
+            return None
+        size = None if memory is None else parse_bytes(memory, "memory")
+        return cls(parts, size, None if store is None else os.path.abspath(store))
 
 
 def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
@@ -94,6 +131,7 @@ class Meeting:
         brought: What each part has brought.
         result: What came out of it, once it is :meth:`over`.
         works: Transfers between processes that end it.
+        shared: Of the parts of this process: :meth:`Host.share`.
     """
 
     def __init__(self, name: str, first: int, size: int) -> None:
@@ -101,6 +139,7 @@ class Meeting:
         self.brought: dict[int, Any] = {}
         self.result: Any = None
         self.works: list[Work] = []
+        self.shared: Any = None
         self._missing = self._guests = size
 
     def come(self, part: int, thing: Any) -> bool:
@@ -123,21 +162,45 @@ class Host:
     """Holds all that the parts of one process share.
 
     Args:
-        num_parts: Parts of the graph.
+        hosting: Parts of the graph, and where they wait.
         outer: The communicator of the worker processes.
     """
 
-    def __init__(self, num_parts: int, outer: Communicator) -> None:
+    def __init__(self, hosting: Hosting, outer: Communicator) -> None:
+        num_parts, memory, store = hosting.parts, hosting.memory, hosting.store
         self.num_parts, self.outer = num_parts, outer
         self.hosted = split_parts(num_parts, outer.world_size)
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
         check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
-        self.turns = Turns(self.parts, check, self._under_way, _ignore, _ignore)
+        self.store: PartStore | None = None
+        if memory is not None or store is not None:
+            size = memory or available_memory()
+            self.store = PartStore(len(self.parts), num_parts, size, store)
+        self.turns = Turns(self.parts, check, self._under_way, self._begin, self._end)
         self._numbers = dict.fromkeys(self.parts, 0)
         self._meetings: dict[int, Meeting] = {}
-        self._boxes: defaultdict[tuple[int, int], deque[tuple[Tensor, str]]] = defaultdict(deque)
+        self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
+        self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
         self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def _begin(self, part: int) -> None:
+        if self.store is not None:
+            self.store.begin(part - self.parts.start)
+
+    def _end(self, part: int) -> None:
+        if self.store is not None:
+            self.store.end()
+
+    def unpaged(self) -> AbstractContextManager[Any]:
+        """Makes tensors that stay in memory: for all parts, and for the network."""
+        return nullcontext() if self.store is None else self.store.unpaged()
+
+    def close(self) -> None:
+        """Waits until all that was sent has gone, and removes the store."""
+        self.settle()
+        if self.store is not None:
+            self.store.close()
 
     def _under_way(self) -> bool:
         return any(not work.done() for m in self._meetings.values() for work in m.works)
@@ -160,11 +223,8 @@ class Host:
         Raises:
             MismatchError: Another part does something else.
         """
-        number = self._numbers[part]
+        meeting, number = self._meeting(part, name), self._numbers[part]
         self._numbers[part] += 1
-        meeting = self._meetings.setdefault(number, Meeting(name, part, len(self.parts)))
-        if meeting.name != name:
-            raise unlike(part, meeting.first, name, meeting.name)
         if meeting.come(part, thing):
             found = combine(meeting.brought)
             if isinstance(found, Started):
@@ -181,6 +241,30 @@ class Host:
 
         return take
 
+    def share(self, part: int, name: str, make: Callable[[], T]) -> T:
+        """An object that the parts of this process share at a part's next meeting.
+
+        Args:
+            part: The part.
+            name: What it will do there.
+            make: Makes the object, for the first part that asks.
+
+        Raises:
+            MismatchError: Another part does something else.
+        """
+        meeting = self._meeting(part, name)
+        if meeting.shared is None:
+            meeting.shared = make()
+        found: T = meeting.shared
+        return found
+
+    def _meeting(self, part: int, name: str) -> Meeting:
+        new = Meeting(name, part, len(self.parts))
+        meeting = self._meetings.setdefault(self._numbers[part], new)
+        if meeting.name != name:
+            raise unlike(part, meeting.first, name, meeting.name)
+        return meeting
+
     def everyone(self, mine: Mapping[int, Tensor]) -> list[Tensor]:
         """Tensors of all parts, in their order, of equal shapes: those of this process are given.
 
@@ -192,7 +276,8 @@ class Host:
         like, most = own[0], max(len(parts) for parts in self.hosted)
         rows = [to_bytes(tensor.contiguous()) for tensor in own]
         rows += [torch.zeros_like(rows[0])] * (most - len(rows))
-        gathered = self.outer.all_gather(torch.stack(rows), label=GATHER)
+        with self.unpaged():
+            gathered = self.outer.all_gather(torch.stack(rows), label=GATHER)
         pairs = zip(gathered, self.hosted, strict=True)
         parts = [found[k] for found, parts in pairs for k in range(len(parts))]
         return [part.view(like.dtype).view(like.shape) for part in parts]
@@ -201,10 +286,13 @@ class Host:
 
     def send(self, src: int, dst: int, tensor: Tensor, name: str) -> None:
         """Sends a part's tensor to another part, without waiting."""
+        number = self._next("send", src, dst)
         if self.worker_of[dst] == self.outer.rank:
-            self._boxes[src, dst].append((tensor.clone(), name))
+            self._boxes[src, dst][number] = tensor.clone(), name
             return
-        copy, tag = to_bytes(tensor.clone()), _tag(src, dst, name)
+        with self.unpaged():
+            copy = to_bytes(tensor.clone())
+        tag = _tag(src, dst, number, name)
         work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
         self._sent.append((copy, work))
         if len(self._sent) > MOST_SENT:
@@ -212,25 +300,42 @@ class Host:
             _, oldest = self._sent.popleft()
             self._outside(src, oldest.wait, f"{name} to part {dst}")
 
-    def receive(self, src: int, dst: int, into: Tensor, name: str) -> None:
-        """Waits for the next tensor from a part to another one of this process."""
+    def expect(self, src: int, dst: int) -> int:
+        """Returns the number of the message that a part expects next from another one.
+
+        Messages are matched in the order in which they are posted, which need not be the order in
+        which they are waited for.
+        """
+        return self._next("receive", src, dst)
+
+    def _next(self, way: str, src: int, dst: int) -> int:
+        number = self._posted[way, src, dst]
+        self._posted[way, src, dst] = number + 1
+        return number
+
+    def receive(self, src: int, dst: int, number: int, into: Tensor, name: str) -> None:
+        """Waits for a message (:meth:`expect`) from a part to another one of this process."""
         worker = self.worker_of[src]
         if worker == self.outer.rank:
             box = self._boxes[src, dst]
-            self.turns.wait(dst, lambda: bool(box), f"{name} from part {src}")
-            tensor, sent = box.popleft()
+            self.turns.wait(dst, lambda: number in box, f"{name} from part {src}")
+            tensor, sent = box.pop(number)
             if sent != name:
                 raise unlike(dst, src, name, sent)
             into.reshape(-1).view(torch.uint8).copy_(to_bytes(tensor))
             return
-        tag = _tag(src, dst, name)
+        tag = _tag(src, dst, number, name)
+
+        with self.unpaged():
+            arrived = torch.empty_like(into, memory_format=torch.contiguous_format)
 
         def block() -> None:
-            work = dist.irecv(to_bytes(into), worker, group=self._group(), tag=tag)
+            work = dist.irecv(to_bytes(arrived), worker, group=self._group(), tag=tag)
             if work is not None:
                 work.wait()
 
         self._outside(dst, block, f"{name} from part {src}")
+        into.copy_(arrived)
 
     def _outside(self, part: int, block: Callable[[], None], doing: str) -> None:
         """Lets other parts compute while ``block()`` waits for another process."""
@@ -262,15 +367,11 @@ class Host:
             self._sent.popleft()[1].wait()
 
 
-def _tag(src: int, dst: int, name: str) -> int:
-    return TAGS + mark_of(f"part {src} to part {dst}: {name}")
+def _tag(src: int, dst: int, number: int, name: str) -> int:
+    return TAGS + mark_of(f"message {number} of part {src} to part {dst}: {name}")
 
 
 def _nothing() -> None:
-    pass
-
-
-def _ignore(part: int) -> None:
     pass
 
 
@@ -308,8 +409,11 @@ class PartCommunicator(Communicator):
     ) -> Callable[[], Any]:
         """Has this part come to its next meeting: :meth:`Host.come`."""
         self._check()
-        where = f" [{spoken(label)}]" if any(label) else ""
-        return self.host.come(self.rank, f"{kind}{where}, {shape}", thing, combine)
+        return self.host.come(self.rank, self.name_of(kind, label, shape), thing, combine)
+
+    def name_of(self, kind: str, label: Label, shape: str) -> str:
+        """Names a meeting."""
+        return f"{kind}{f' [{spoken(label)}]' if any(label) else ''}, {shape}"
 
     def _check(self) -> None:
         if self.closed:
@@ -330,15 +434,19 @@ class PartCommunicator(Communicator):
             if tensor.numel():
                 self.host.send(self.rank, dst, tensor, name_of(where, tensor.dtype, tensor.shape))
                 out[dst] = num_bytes(tensor)
-        wanted = [(src, tensor) for src, tensor in recvs if tensor.numel()]
-        back = {src: num_bytes(tensor) for src, tensor in wanted}
+        wanted = [
+            (src, self.host.expect(src, self.rank), tensor)
+            for src, tensor in recvs
+            if tensor.numel()
+        ]
+        back = {src: num_bytes(tensor) for src, _, tensor in wanted}
         count(self.ledgers, label, out, back, TRANSPORT)
 
         def finish() -> None:
             with torch.no_grad():
-                for src, tensor in wanted:
+                for src, number, tensor in wanted:
                     name = name_of(where, tensor.dtype, tensor.shape)
-                    self.host.receive(src, self.rank, tensor, name)
+                    self.host.receive(src, self.rank, number, tensor, name)
 
         return PartWork(finish, doing)
 
@@ -374,7 +482,8 @@ class PartCommunicator(Communicator):
 
         def combine(brought: dict[int, Tensor]) -> Tensor:
             like = brought[src] if src in brought else next(iter(brought.values()))
-            value = like.clone(memory_format=torch.contiguous_format)
+            with host.unpaged():
+                value = like.clone(memory_format=torch.contiguous_format)
             return host.outer.broadcast(value, worker, label=label)
 
         take = self.come(f"broadcast from rank {src}", label, _form(target), target, combine)
@@ -412,21 +521,21 @@ class PartError(Exception):
 
 
 def host_parts(
-    fn: Callable[..., T], args: Sequence[Any], num_parts: int, outer: Communicator
+    fn: Callable[..., T], args: Sequence[Any], hosting: Hosting, outer: Communicator
 ) -> list[T]:
     """Runs ``fn(*args)`` for each part that this worker hosts, and returns their results in order.
 
     Args:
         fn: What each part runs.
         args: Its arguments.
-        num_parts: Parts of all workers.
+        hosting: Parts of all workers, and where they wait.
         outer: The communicator of the workers.
 
     Raises:
         ValueError: More workers than parts.
         PartError: A part failed.
     """
-    host = Host(num_parts, outer)
+    host = Host(hosting, outer)
     results: dict[int, T] = {}
     failures: list[tuple[bool, int, BaseException]] = []
 
@@ -436,7 +545,10 @@ def host_parts(
         try:
             host.turns.begin(part)
             results[part] = fn(*args)
-        except BaseException as error:  # SystemExit included: the caller must learn of it.
+        except BaseException as caught:  # SystemExit included: the caller must learn of it.
+            error: BaseException = caught
+            if host.store is not None and isinstance(caught, torch.OutOfMemoryError):
+                error = host.store.explained(caught)
             comm.report(error)
             failures.append((is_consequence(error, part), part, error))
         finally:
@@ -459,5 +571,5 @@ def host_parts(
     if failures:
         _, part, cause = min(failures, key=lambda found: found[:2])
         raise PartError(part, cause) from cause
-    host.settle()
+    host.close()
     return [results[part] for part in host.parts]

@@ -30,7 +30,7 @@ import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
 from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init
-from pyg_sar.comm.hosting import PartError, check_parts, host_parts
+from pyg_sar.comm.hosting import Hosting, PartError, check_parts, host_parts
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
@@ -50,6 +50,8 @@ def launch(
     num_workers: int,
     *args: Any,
     parts: int | None = None,
+    memory: int | str | None = None,
+    store: str | os.PathLike[str] | None = None,
     backend: str | None = None,
     threads_per_worker: int | None = None,
     timeout: float = 1800.0,
@@ -69,6 +71,11 @@ def launch(
         num_workers: Number of workers.
         *args: Its arguments.
         parts: Parts of the graph, at least ``num_workers``. By default one for each worker.
+        memory: Bytes that each worker process may take beyond its start, a number or a text like
+            ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
+            with ``store`` four fifths of the host's free memory, divided by its workers.
+        store: A directory where parts wait: in files without names, so that nothing is left of
+            them. By default all parts stay in memory.
         backend: As for :func:`pyg_sar.init`, or ``'threads'``: the workers are threads of this
             process, for debugging.
         threads_per_worker: Threads that each worker computes with. By default
@@ -86,17 +93,18 @@ def launch(
         LostWorkerError: When a worker was killed or crashed; names the rank and the signal.
     """
     _check(num_workers, backend, threads_per_worker, timeout)
-    if parts is not None:
-        check_parts(parts, num_workers, backend)
+    hosting = Hosting.of(parts, memory, store)
+    if hosting is not None:
+        check_parts(hosting.parts, num_workers, backend)
     if backend == "threads":
         if env is not None or threads_per_worker is not None:
             raise ValueError(
                 "'env' and 'threads_per_worker' are for processes: not with backend='threads'"
             )
         return _run_threads(fn, num_workers, args, timeout)
-    work = _pack((fn, args, backend, timeout, parts), "fn or an argument", -1)
-    store = host_store("127.0.0.1", 0)
-    common = _environment(num_workers, store.port, threads_per_worker, env)
+    work = _pack((fn, args, backend, timeout, hosting), "fn or an argument", -1)
+    meeting_place = host_store("127.0.0.1", 0)
+    common = _environment(num_workers, meeting_place.port, threads_per_worker, env)
     workers: list[_Worker] = []
     try:
         for rank in range(num_workers):
@@ -106,7 +114,7 @@ def launch(
         results = _collect(workers)
         for worker in workers:
             worker.see_off()
-        return results if parts is None else [found for hosted in results for found in hosted]
+        return results if hosting is None else [found for hosted in results for found in hosted]
     finally:
         _end(workers)
 
@@ -115,6 +123,8 @@ def run(
     fn: Callable[..., T],
     *args: Any,
     parts: int | None = None,
+    memory: int | str | None = None,
+    store: str | os.PathLike[str] | None = None,
     backend: str | None = None,
     timeout: float = 1800.0,
 ) -> list[T]:
@@ -130,6 +140,11 @@ def run(
         fn: What each part runs.
         *args: Its arguments; all parts of a process get the same objects.
         parts: Parts of the graph. By default one for each worker.
+        memory: Bytes that each worker process may take beyond its start, a number or a text like
+            ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
+            with ``store`` four fifths of the host's free memory, divided by its workers.
+        store: A directory where parts wait: in files without names, so that nothing is left of
+            them. By default all parts stay in memory.
         backend: As for :func:`pyg_sar.init`; several parts need ``'gloo'`` between processes.
         timeout: Seconds that one operation between workers may take.
 
@@ -139,12 +154,13 @@ def run(
     Raises:
         ValueError: More workers than parts, or another backend.
     """
+    hosting = Hosting.of(parts, memory, store)
     comm = init(backend, timeout=timeout)
-    if parts is None:
+    if hosting is None:
         return [fn(*args)]
-    check_parts(parts, comm.world_size, comm.backend)
+    check_parts(hosting.parts, comm.world_size, comm.backend)
     try:
-        return host_parts(fn, args, parts, comm)
+        return host_parts(fn, args, hosting, comm)
     except PartError as failure:
         failure.error.add_note(f"in part {failure.part}")
         comm.report(failure.error)
@@ -347,13 +363,13 @@ def _worker_main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     rank = int(os.environ["RANK"])
     try:
-        fn, args, backend, timeout, parts = cloudpickle.loads(pipe.recv_bytes())
+        fn, args, backend, timeout, hosting = cloudpickle.loads(pipe.recv_bytes())
         # What is imported by now stays: going through it time and again takes a second.
         gc.freeze()
         gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         comm = init(backend, timeout=timeout)
-        result = fn(*args) if parts is None else host_parts(fn, args, parts, comm)
+        result = fn(*args) if hosting is None else host_parts(fn, args, hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()
         pipe.send_bytes(message)

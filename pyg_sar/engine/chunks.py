@@ -3,7 +3,8 @@
 For aggregations whose partial states don't merge (median, LSTM, sort, a layer's own
 ``aggregate()``): HongTu's way through the graph (Wang et al., SIGMOD 2023), over workers. Whatever
 needs all in-edges of a target at once is right within a chunk; resident are the rows of one chunk,
-or ``1 + prefetch``. A row that several chunks need travels once for each.
+or ``1 + prefetch``. A row that several chunks need travels once for each. Where a process hosts
+several parts, a part's halo comes once for all of its chunks, and its gradients go once.
 
 Where messages are equal, PyG's median and quantiles give the gradient to those that an unstable
 sort of all edges of the graph puts first. A chunk's sort may put others first: outputs are the
@@ -22,6 +23,7 @@ from torch import Tensor
 
 from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.part_rows import PartRows, is_hosted
 from pyg_sar.exchange.rows import (
     Merge,
     RowLayout,
@@ -56,7 +58,8 @@ class Chunk:
         index: Position of each edge's target in the range, ``[E_c]``.
         source: Row of each edge's source in the chunk's buffer, ``[E_c]``.
         local_rows: Own rows that open the buffer, ``[L_c]``.
-        counts: Halo rows from each worker, which follow.
+        halo_rows: Rows of the halo that follow, ``[H_c]``.
+        counts: How many of these each worker owns.
         sends: Own rows that each worker needs for its chunk of the same number.
     """
 
@@ -67,13 +70,14 @@ class Chunk:
     index: Tensor
     source: Tensor
     local_rows: Tensor
+    halo_rows: Tensor
     counts: list[int]
     sends: list[Tensor]
 
     @property
     def num_halo(self) -> int:
         """Remote rows of the chunk."""
-        return sum(self.counts)
+        return self.halo_rows.numel()
 
     def tiles(self, max_edges: int) -> Iterator[Tile]:
         """The chunk as one tile, if it has targets."""
@@ -132,7 +136,9 @@ class Chunks:
         ranges += [(num_targets, num_targets)] * (int(most) - len(ranges))
         parts = [order[ends[a] : ends[b]] for a, b in ranges]
         needs = [torch.unique(source[columns], return_inverse=True) for columns in parts]
-        sends = self._agree([ids for ids, _ in needs])
+        self._parts = PartRows(plan) if is_hosted(plan) else None
+        ids = [found for found, _ in needs]
+        sends = self._agree(ids) if self._parts is None else [[]] * len(ids)
         self.blocks = [
             self._chunk(unit, ranges[unit], parts[unit], target, needs[unit], sends[unit])
             for unit in range(len(ranges))
@@ -147,10 +153,14 @@ class Chunks:
         wire: Wire | None,
         use: Use,
         scale: Tensor | None = None,
-    ) -> ChunkSource:
+    ) -> RowSource:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.source`; ``scale`` is not taken."""
         if scale is not None:
             raise NotImplementedError("Chunks send rows as they are")
+        if self._parts is not None:
+            return _PartSource(
+                self, self._parts.source(tensors, label, prefetch, wire, Use.IN_PLACE)
+            )
         return ChunkSource(self, tensors, label, prefetch, wire)
 
     def sink(
@@ -160,10 +170,12 @@ class Chunks:
         in_flight: bool | None,
         wire: Wire | None,
         merge: Merge | None = None,
-    ) -> ChunkSink:
+    ) -> RowSink:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`; ``merge`` is not taken."""
         if merge is not None:
             raise NotImplementedError("Chunks add rows up")
+        if self._parts is not None:
+            return _PartSink(self, totals, self._parts.sink(totals, label, in_flight, wire))
         return ChunkSink(self, totals, label, wire)
 
     @staticmethod
@@ -211,6 +223,7 @@ class Chunks:
         sends: list[Tensor],
     ) -> Chunk:
         (first, stop), (ids, inverse) = bounds, needs
+        own = self.plan.num_local
         return Chunk(
             unit=unit,
             first=first,
@@ -218,7 +231,8 @@ class Chunks:
             columns=columns,
             index=target[columns] - first,
             source=inverse,
-            local_rows=ids[ids < self.plan.num_local],
+            local_rows=ids[ids < own],
+            halo_rows=ids[ids >= own] - own,
             counts=[part.numel() for part in self._halo_parts(ids)],
             sends=sends,
         )
@@ -334,3 +348,82 @@ class ChunkSink(RowSink):
             for total, part in zip(self.totals, parts, strict=True):
                 add_rows(total, rows, part)
         self._packed = []
+
+
+# A hosted part ################################################################
+
+
+class _PartSource(RowSource):
+    """Source rows chunk by chunk, of a part whose halo comes at once.
+
+    Args:
+        chunks: The chunks.
+        rows: Own rows, and all halo rows.
+    """
+
+    def __init__(self, chunks: Chunks, rows: RowSource) -> None:
+        self._chunks, self._source = chunks, rows
+        self._rows: list[UnitRows] = []
+
+    def open(self, unit: int) -> UnitRows:
+        """The chunk's rows of each tensor, copied."""
+        if unit == 0:
+            self._rows = [self._source.open(0), self._source.open(1)]
+        chunk, (own, halo) = self._chunks.blocks[unit], self._rows
+        places = own.places(chunk.local_rows), halo.places(chunk.halo_rows)
+        pairs = zip(own.tensors, halo.tensors, strict=True)
+        return UnitRows(
+            [
+                torch.cat(
+                    [rows.index_select(0, place) for rows, place in zip(pair, places, strict=True)]
+                )
+                for pair in pairs
+            ]
+        )
+
+    def finish(self) -> None:
+        """Lets go of the rows."""
+        self._rows = []
+        for unit in range(2):
+            self._source.close(unit)
+        self._source.finish()
+
+
+class _PartSink(RowSink):
+    """Adds up the gradient rows of all chunks; those of the halo go to their owners at once.
+
+    Args:
+        chunks: The chunks.
+        totals: Gradients of own rows, ``[num_local, *]``, added to in place.
+        rows: Takes own rows, and all halo rows.
+    """
+
+    def __init__(self, chunks: Chunks, totals: Sequence[Tensor], rows: RowSink) -> None:
+        self._chunks, self._like, self._sink = chunks, totals, rows
+        self._totals: list[list[Tensor]] = []
+        self._opened: list[Tensor] = []
+
+    def open(self, unit: int) -> list[Tensor]:
+        """Zeroed gradient rows of the chunk's buffer."""
+        if unit == 0:
+            self._totals = [self._sink.open(0), self._sink.open(1)]
+        chunk = self._chunks.blocks[unit]
+        count = chunk.local_rows.numel() + chunk.num_halo
+        self._opened = [total.new_zeros(count, *total.shape[1:]) for total in self._like]
+        return list(self._opened)
+
+    def close(self, unit: int) -> None:
+        """Adds up what was opened."""
+        chunk = self._chunks.blocks[unit]
+        local = chunk.local_rows.numel()
+        for rows, own, halo in zip(self._opened, *self._totals, strict=True):
+            add_rows(own, chunk.local_rows, rows[:local])
+            add_rows(halo, chunk.halo_rows, rows[local:])
+        self._opened = []
+
+    def finish(self) -> None:
+        """Sends the halo's gradients, and takes in what comes."""
+        self._totals = []
+        for unit in range(2):
+            self._sink.close(unit)
+        self._sink.finish()

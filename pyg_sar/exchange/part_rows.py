@@ -22,6 +22,7 @@ from torch import Tensor
 from pyg_sar.comm.hosting import TRANSPORT, Host, PartCommunicator, Started
 from pyg_sar.comm.messages import count
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, narrowed
 from pyg_sar.exchange.rows import (
     Merge,
     RowLayout,
@@ -36,6 +37,7 @@ from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label
 
 _PLAN: Label = ("", "", "plan")
+_BITS = 60
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,81 +83,94 @@ class PartRows:
 
 
 @dataclass(frozen=True, slots=True)
-class Routes:
-    """Which published rows a plan's parts read. See [Note: published rows].
+class Published:
+    """A plan's published rows, agreed once by all parts together. See [Note: published rows].
 
     Attributes:
-        rows: Own rows that the part publishes, ascending.
-        index: Where in each other part's table the rows of its halo are, ``[halo_counts[q]]``.
-        leaving: By worker, the rows of the table of each part of this process that go there; the
-            same object for all parts of a process.
-        arriving: By part of another process, how many of its rows come here.
+        rows: Own rows that the part publishes, those with the same readers one after another.
+        routes: The same for all parts of a process.
     """
 
     rows: Tensor
-    index: list[Tensor]
-    leaving: dict[int, dict[int, Tensor]]
-    arriving: dict[int, int]
+    routes: Routes
 
 
-def routes_of(plan: HaloPlan) -> Routes:
-    """The plan's routes, agreed once by all parts together."""
+def published_rows(plan: HaloPlan) -> Published:
+    """The plan's published rows."""
     if plan.agreed.published is None:
         comm: Any = plan.comm
         sends = [plan.send_rows(q) for q in range(plan.world_size)]
-        rows = torch.unique(torch.cat(sends))
-        positions = [torch.searchsorted(rows, found) for found in sends]
-        thing = positions, plan.halo_counts
+        rows = _by_readers(sends)
+        places = torch.empty(plan.num_local, dtype=torch.long)
+        places[rows] = torch.arange(rows.numel())
+        positions = [places[found] for found in sends]
+        thing = positions, plan.halo_counts, rows.numel()
 
         def combine(brought: dict[int, Any]) -> Any:
             return _agree(comm.host, brought)
 
-        index, leaving, arriving = comm.come("halo plan", _PLAN, "", thing, combine)()
-        plan.agreed.published = Routes(rows, index[plan.rank], leaving, arriving)
-    found: Routes = plan.agreed.published
+        routes = comm.come("halo plan", _PLAN, "", thing, combine)()
+        plan.agreed.published = Published(rows, routes)
+    found: Published = plan.agreed.published
     return found
 
 
-def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int]]]) -> Any:
+def _by_readers(sends: Sequence[Tensor]) -> Tensor:
+    """Rows that are sent to anyone: those with the same readers one after another.
+
+    What a part reads of a table that is in a file are then few runs.
+    """
+    rows, place = torch.unique(torch.cat(list(sends)), return_inverse=True)
+    order = torch.arange(rows.numel())
+    reader = torch.arange(len(sends)).repeat_interleave(torch.tensor([s.numel() for s in sends]))
+    # By sets of readers as numbers of 60 bits, the first readers' at last.
+    for start in reversed(range(0, len(sends), _BITS)):
+        some = (reader >= start) & (reader < start + _BITS)
+        bits = torch.ones((), dtype=torch.long) << (_BITS - 1 - (reader[some] - start))
+        key = torch.zeros(rows.numel(), dtype=torch.long).index_add_(0, place[some], bits)
+        order = order[key[order].argsort(descending=True, stable=True)]
+    return rows[order]
+
+
+def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) -> Routes:
     """Index by reading part and owner; and what goes to, and comes from, other processes."""
     outer, parts = host.outer, host.parts
     index: dict[int, list[Any]] = {k: [None] * host.num_parts for k in parts}
     leaving: dict[int, dict[int, Tensor]] = {}
     sends: list[Tensor | None] = [None] * outer.world_size
     receives: list[Tensor | None] = [None] * outer.world_size
+    sizes = {k: brought[k][2] for k in parts}
     for k in parts:
         for q in parts:
-            index[k][q] = _narrowed(brought[q][0][k])
-    for w, theirs in enumerate(host.hosted):
-        if w == outer.rank:
-            continue
-        leaving[w], messages = {}, []
-        for k in parts:
-            wanted = [brought[k][0][q] for q in theirs]
-            leaving[w][k] = torch.unique(torch.cat(wanted))
-            messages += [torch.searchsorted(leaving[w][k], found) for found in wanted]
-        sends[w] = torch.cat(messages)
-        receives[w] = torch.empty(
-            sum(brought[k][1][q] for k in parts for q in theirs), dtype=torch.long
-        )
-    mine = {str(w): {str(k): t.numel() for k, t in found.items()} for w, found in leaving.items()}
-    everyone = outer.all_gather_object(mine)
-    outer.exchange_all(sends, receives, label=_PLAN).wait()
-    arriving: dict[int, int] = {}
+            index[k][q] = narrowed(brought[q][0][k])
+    with host.unpaged():
+        for w, theirs in enumerate(host.hosted):
+            if w == outer.rank:
+                continue
+            leaving[w], messages = {}, []
+            for k in parts:
+                wanted = [brought[k][0][q] for q in theirs]
+                leaving[w][k] = torch.unique(torch.cat(wanted))
+                messages += [torch.searchsorted(leaving[w][k], found) for found in wanted]
+            sends[w] = torch.cat(messages)
+            count = sum(brought[k][1][q] for k in parts for q in theirs)
+            receives[w] = torch.empty(count, dtype=torch.long)
+        mine = [
+            [found[k].numel() for k in parts] if (found := leaving.get(w)) else []
+            for w in range(outer.world_size)
+        ]
+        counts = outer.all_gather_object(mine)
+        outer.exchange_all(sends, receives, label=_PLAN).wait()
     for w, theirs in enumerate(host.hosted):
         received = receives[w]
         if received is None:
             continue
-        arriving |= {q: everyone[w][str(outer.rank)][str(q)] for q in theirs}
+        sizes |= dict(zip(theirs, counts[w][outer.rank], strict=True))
         order = [(q, k) for q in theirs for k in parts]  # as they were sent
-        sizes = [brought[k][1][q] for q, k in order]
-        for (q, k), part in zip(order, received.split(sizes), strict=True):
-            index[k][q] = _narrowed(part)
-    return index, leaving, arriving
-
-
-def _narrowed(index: Tensor) -> Tensor:
-    return index.int() if index.numel() == 0 or int(index.max()) < 2**31 else index
+        cuts = [brought[k][1][q] for q, k in order]
+        for (q, k), part in zip(order, received.split(cuts), strict=True):
+            index[k][q] = narrowed(part.clone())
+    return Routes([sizes[q] for q in range(host.num_parts)], index, leaving)
 
 
 # Rows come ####################################################################
@@ -185,7 +200,7 @@ class PartSource(RowSource):
         self.plan, self.tensors, self.label = plan, list(tensors), label
         self.wire, self.use, self.scale = wire or Wire(), use, scale
         self.layout = RowLayout(tensors)
-        self.routes = routes_of(plan)
+        self.published = published_rows(plan)
         self._take: Any = None
 
     def open(self, unit: int) -> UnitRows:
@@ -193,65 +208,44 @@ class PartSource(RowSource):
         if unit == 0:
             self._publish()
             return UnitRows(self.tensors)
-        tables, plan = self._take(), self.plan
+        plan, take, self._take = self.plan, self._take, None
+        tables: Tables = take()
         buffers = []
         for number, (dtype, width) in enumerate(self.layout.widths):
-            shape = plan.num_halo, width
             counted = plan.num_halo if number == 0 else 0
-            device = self.tensors[0].device
-            buffer = tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device)
-            landing = self.wire.landing(buffer)
-            for owner, index in enumerate(self.routes.index):
-                if index.numel():
-                    into = landing[plan.halo_slice(owner)]
-                    torch.index_select(tables[owner][number], 0, index, out=into)
+            shape, device = (plan.num_halo, width), self.tensors[0].device
+            buffers.append(tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device))
+        tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
+        for buffer in buffers:
             self.wire.land(buffer)
-            buffers.append(buffer)
         return UnitRows(self.layout.unpack(buffers))
 
     def _publish(self) -> None:
-        plan, routes, layout = self.plan, self.routes, self.layout
+        plan, layout = self.plan, self.layout
+        rows, routes = self.published.rows, self.published.routes
         comm: Any = plan.comm
+        host: Host = comm.host
         with torch.no_grad():
-            tables = [
-                self.wire.encode(layout.pack(self.tensors, routes.rows, dtype, self.scale))
+            messages = [
+                self.wire.encode(layout.pack(self.tensors, rows, dtype, self.scale))
                 for dtype, _ in layout.widths
             ]
+        kinds = [(message.dtype, message.size(1)) for message in messages]
+        store = host.store
+        name = comm.name_of("rows", self.label, str(kinds))
 
-        def combine(brought: dict[int, list[Tensor]]) -> Any:
-            return _spread(comm.host, routes, brought, self.label)
+        def make() -> Tables:
+            if store is None or store.rows is None:
+                return Tables(host, routes, kinds, self.label)
+            return StoredTables(host, routes, kinds, self.label, store, store.rows)
 
-        form = ", ".join(f"{dtype} [*, {width}]" for dtype, width in layout.widths)
-        self._take = comm.come("rows", self.label, form, tables, combine)
+        tables = host.share(plan.rank, name, make)
+        tables.publish(plan.rank, messages)
+        self._take = host.come(plan.rank, name, None, lambda _: Started(tables.exchange(), tables))
         row = layout.row_bytes()
         out = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
-
-
-def _spread(host: Host, routes: Routes, brought: dict[int, list[Tensor]], label: Label) -> Any:
-    """The tables of all parts: those of this process, and what its parts read of the others."""
-    outer = host.outer
-    if outer.world_size == 1:
-        return brought
-    tables: dict[int, Any] = dict(brought)
-    works = []
-    for number, like in enumerate(brought[host.parts[0]]):
-        sends: list[Tensor | None] = [None] * outer.world_size
-        receives: list[Tensor | None] = [None] * outer.world_size
-        for w, theirs in enumerate(host.hosted):
-            if w == outer.rank:
-                continue
-            wanted = routes.leaving[w]
-            sends[w] = torch.cat(
-                [brought[k][number].index_select(0, wanted[k]) for k in host.parts]
-            )
-            sizes = [routes.arriving[q] for q in theirs]
-            receives[w] = found = like.new_empty(sum(sizes), *like.shape[1:])
-            for q, part in zip(theirs, found.split(sizes), strict=True):
-                tables.setdefault(q, []).append(part)
-        works.append(outer.exchange_all(sends, receives, label=label))
-    return Started(works, tables)
 
 
 # Rows go ######################################################################
@@ -300,7 +294,7 @@ class PartSink(RowSink):
         plan, layout = self.plan, self.layout
         comm: Any = plan.comm
         pieces = {
-            q: [self.wire.encode(packed[plan.halo_slice(q)]) for packed in self._packed]
+            q: [self._piece(packed[plan.halo_slice(q)]) for packed in self._packed]
             for q in range(plan.world_size)
             if plan.halo_counts[q]
         }
@@ -317,6 +311,12 @@ class PartSink(RowSink):
         out = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
+
+    def _piece(self, rows: Tensor) -> Tensor:
+        """Rows for one owner; in the store each owner's are memory of their own."""
+        message = self.wire.encode(rows)
+        comm: Any = self.plan.comm
+        return message if comm.host.store is None else message.clone()
 
     def finish(self) -> None:
         """Waits for the rows of all parts, and takes them in, in their order."""
@@ -355,16 +355,16 @@ def _return(host: Host, brought: dict[int, Any], widths: Sequence[Tensor], label
             if w == outer.rank:
                 continue
             empty = like[:0]
-            sends[w] = torch.cat(
-                [
-                    brought[k][0][q][number] if q in brought[k][0] else empty
-                    for q in theirs
-                    for k in host.parts
-                ]
-            )
+            messages = [
+                brought[k][0][q][number] if q in brought[k][0] else empty
+                for q in theirs
+                for k in host.parts
+            ]
             order = [(q, k) for k in host.parts for q in theirs]  # as they were sent
             sizes = [brought[k][1][q] for q, k in order]
-            receives[w] = arrived = like.new_empty(sum(sizes), like.size(1))
+            with host.unpaged():
+                sends[w] = torch.cat(messages)
+                receives[w] = arrived = like.new_empty(sum(sizes), like.size(1))
             for pair, part in zip(order, arrived.split(sizes), strict=True):
                 if part.numel():
                     found.setdefault(pair, []).append(part)

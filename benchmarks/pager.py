@@ -1,0 +1,145 @@
+"""The pager against the disk and against PyTorch's own allocator.
+
+    python benchmarks/pager.py --directory /scratch
+
+Moves tensors of one size out, and in as others go (read ahead, and on demand), as a ratio of the
+rate of plain reads and writes of the same pieces past the page cache, alternately in one process;
+medians over the rounds. Then an allocation, with and without filling it, as a multiple of the
+usual one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import mmap
+import os
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from pyg_sar.store import Pager
+
+MB = 1 << 20
+
+
+def seconds(work: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    work()
+    return time.perf_counter() - begin
+
+
+class PlainFile:
+    """A file that is written and read past the page cache, piece by piece."""
+
+    def __init__(self, path: Path, piece: int, pieces: int) -> None:
+        self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_DIRECT)
+        os.posix_fallocate(self.file, 0, piece * pieces)
+        self.places = [piece * i for i in range(pieces)]
+        self.memory = mmap.mmap(-1, piece)
+        self.memory.write(b"x" * piece)
+
+    def write(self) -> None:
+        for place in self.places:
+            assert os.pwrite(self.file, self.memory, place) == len(self.memory)
+
+    def read(self) -> None:
+        for place in self.places:
+            assert os.preadv(self.file, [self.memory], place) == len(self.memory)
+
+
+def moves(directory: Path, total: int, piece: int, rounds: int, io_threads: int) -> None:
+    """Prints rates of the disk, and the pager's as parts of them."""
+    pieces = total // piece
+    plain = PlainFile(directory / "plain", piece, pieces)
+    plain.write()
+    times: dict[str, list[float]] = {
+        name: [] for name in ("write", "out", "read", "prefetch", "demand")
+    }
+    with Pager(2, None, directory, io_threads) as pager:
+        tensors = []
+        for arena in (0, 1):
+            pager.enter(arena)
+            tensors.append([torch.full((piece // 8,), i) for i in range(pieces)])
+            pager.move_out(arena)
+        pager.enter(None)
+        pager.budget = total
+
+        def prefetch() -> None:
+            pager.prefetch(1, total)
+            pager.wait()
+
+        def demand() -> None:
+            assert [int(x[0]) for x in tensors[0]] == [int(x[-1]) for x in tensors[0]]
+
+        for _ in range(rounds):
+            pager.turn(0)
+            demand()  # Memory is full of arena 0, as it is when all arenas don't fit.
+            pager.turn(1)
+            times["read"].append(seconds(plain.read))
+            times["prefetch"].append(seconds(prefetch))
+            pager.turn(0)
+            times["demand"].append(seconds(demand))
+            for x in tensors[0]:
+                x.add_(1)
+            times["write"].append(seconds(plain.write))
+            times["out"].append(seconds(lambda: pager.move_out(0)))
+    os.close(plain.file)
+    print(f"tensors of {piece // MB} MiB, {total // MB} MiB in all, {io_threads} I/O threads:")
+    for name, base in (("out", "write"), ("prefetch", "read"), ("demand", "read")):
+        ratio = statistics.median(b / a for a, b in zip(times[name], times[base], strict=True))
+        rate = total / statistics.median(times[base]) / 1e6
+        print(f"  {name:9} {ratio:5.2f} of a plain {base} at {rate:6.0f} MB/s")
+
+
+def allocations(directory: Path, rounds: int) -> None:
+    """Prints what an allocation costs."""
+
+    def empty(size: int) -> None:
+        for _ in range(100):
+            torch.empty(size, dtype=torch.uint8)
+
+    def filled(size: int) -> None:
+        for _ in range(100):
+            torch.empty(size, dtype=torch.uint8).fill_(1)
+
+    def kept(size: int) -> None:
+        alive = [torch.empty(size, dtype=torch.uint8).fill_(1) for _ in range(100)]
+        assert len(alive) == 100
+
+    works = {"made and freed": empty, "made, filled and freed": filled, "100 kept": kept}
+    with Pager(1, 8 << 30, directory) as pager:
+        for size in (64 << 10, MB, 16 * MB):
+            for name, work in works.items():
+                found: dict[int | None, list[float]] = {None: [], 0: []}
+                for _ in range(rounds + 1):
+                    for arena, times in found.items():
+                        pager.enter(arena)
+                        times.append(seconds(lambda work=work, size=size: work(size)))
+                usual, paged = (statistics.median(times[1:]) * 1e4 for times in found.values())
+                print(
+                    f"{size >> 10:6} KiB, {name:23} {paged:8.1f} us, "
+                    f"{paged / usual:5.2f} of the usual allocator's"
+                )
+        pager.enter(None)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--directory", type=Path, default=Path.cwd())
+    parser.add_argument("--megabytes", type=int, default=2048)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--io-threads", type=int, default=1)
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    with tempfile.TemporaryDirectory(dir=given.directory) as folder:
+        for piece in (16 * MB, MB):
+            moves(Path(folder), given.megabytes * MB, piece, given.rounds, given.io_threads)
+        allocations(Path(folder), given.rounds)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,328 @@
+#if defined(__linux__)
+
+#include "pager.h"
+
+#include <c10/util/Exception.h>
+#include <pthread.h>
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <fstream>
+#include <limits>
+#include <stdexcept>
+
+namespace pyg_sar::pager {
+namespace {
+
+constexpr int64_t kNoLimit = std::numeric_limits<int64_t>::max() / 2;
+constexpr int64_t kMostCached = 1LL << 30;
+
+// A region in memory is up to two of the kernel's mappings, and the gap to the next one a third.
+int64_t most_maps() {
+  int64_t most = 65530;
+  std::ifstream("/proc/sys/vm/max_map_count") >> most;
+  return most / 4;
+}
+
+}  // namespace
+
+Pager& Pager::instance() {
+  static Pager* const pager = new Pager;
+  return *pager;
+}
+
+// Opening and closing ##########################################################
+
+void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, int64_t threads) {
+  if (forked_) throw std::runtime_error("this process was forked from one with an open pager");
+  if (open_) throw std::runtime_error("this process has an open pager already: close it first");
+  std::unique_ptr<Store> store;
+  if (!directory.empty()) store = std::make_unique<Store>(directory);
+  Lock lock(mutex_);
+  if (!reservation_.made()) {
+    reservation_.make();
+    // A child finds all states as they are between two steps.
+    pthread_atfork([] { instance().mutex_.lock(); }, [] { instance().mutex_.unlock(); },
+                   [] {
+                     instance().forked_ = instance().open_.load();
+                     instance().mutex_.unlock();
+                   });
+  }
+  store_ = std::move(store);
+  arenas_.assign(arenas, Arena());
+  wanted_.assign(arenas, 0);
+  const int64_t regions = count_.regions;
+  count_.resident = count_.peak = count_.demand_faults = count_.demand_bytes = 0;
+  count_.prefetched = count_.evictions = count_.overrun = count_.read = count_.written = 0;
+  count_.regions = regions;
+  budget_ = budget > 0 ? budget : kNoLimit;
+  maps_ = current_ = last_error_ = 0;
+  idle_ = 0;
+  most_maps_ = most_maps();
+  stopping_ = write_failed_ = false;
+  ++generation_;
+  install_handler();
+  open_ = true;
+  if (store_)
+    for (int64_t i = 0; i < threads; ++i) workers_.emplace_back([this] { work(); });
+}
+
+void Pager::stop_workers() {
+  {
+    Lock lock(mutex_);
+    stopping_ = true;
+    wake();
+  }
+  for (std::thread& worker : workers_) worker.join();
+  workers_.clear();
+}
+
+void Pager::close() {
+  if (!open_ || forked_) return;
+  stop_workers();
+  Lock lock(mutex_);
+  const int64_t budget = std::exchange(budget_, kNoLimit);
+  most_maps_ = kNoLimit;
+  for (Arena& arena : arenas_) {
+    for (const int state : {2, 1, 0}) {
+      while (!arena[state].empty()) {
+        Region& r = *arena[state].begin()->second;
+        if (!bring_in(lock, r, Access::kWrite, false)) {
+          budget_ = budget;
+          throw std::runtime_error("a tensor can't be brought in: " +
+                                   std::string(std::strerror(last_error_)));
+        }
+        if (r.state != State::kDirty) continue;
+        if (r.busy != Busy::kNo) {
+          changed_.wait(lock);
+          continue;
+        }
+        forget(r);
+      }
+    }
+  }
+  while (drop_cached()) {
+  }
+  changed_.wait(lock, [this] { return in_flight_ == 0; });
+  open_ = false;
+  store_.reset();
+  lock.unlock();
+  remove_handler();
+}
+
+// From here on it is memory like any other.
+void Pager::forget(Region& r) {
+  queue(r).erase(r.stamp);
+  if (r.place >= 0) store_->give(r.place, r.bytes);
+  r.place = r.arena = -1;
+  count_.resident -= r.bytes;
+  --maps_;
+}
+
+// Queues #######################################################################
+
+void Pager::place(Region& r, State state) {
+  queue(r).erase(r.stamp);
+  r.state = state;
+  queue(r).emplace(r.stamp, &r);
+}
+
+void Pager::renew(Region& r) {
+  queue(r).erase(r.stamp);
+  r.stamp = ++clock_;
+  queue(r).emplace(r.stamp, &r);
+}
+
+void Pager::hold(int64_t bytes) {
+  count_.resident += bytes;
+  count_.peak = std::max(count_.peak, count_.resident);
+  ++maps_;
+}
+
+// Allocation ###################################################################
+
+std::string Pager::refusal(int64_t bytes) const {
+  std::string why;
+  if (last_error_ != 0) {
+    why = std::string("the store takes no more (") + std::strerror(last_error_) + ")";
+  } else if (bytes > budget_) {
+    why = "it is larger than the whole budget";
+  } else if (!store_) {
+    why = "there is no store to move others to";
+  } else {
+    why = "what is resident is pinned";
+  }
+  return "pyg_sar's pager has no room for a tensor of " + std::to_string(bytes) +
+         " bytes: the budget is " + std::to_string(budget_) + " bytes, " +
+         std::to_string(count_.resident) + " are resident, " +
+         std::to_string(store_ ? store_->stored() : 0) + " are in the store, and " + why +
+         ". Cut the graph into more parts, or give more memory" +
+         (last_error_ != 0 ? ", or a directory with more space" : "");
+}
+
+Region* Pager::unused() {
+  if (unused_.empty()) unused_.push_back(new Region);
+  return unused_.back();
+}
+
+// A freed region that is at most an eighth larger, with its pages.
+Region* Pager::reuse(int64_t bytes) {
+  const auto found = cached_.lower_bound(bytes);
+  if (found == cached_.end() || found->first > bytes + bytes / 8) return nullptr;
+  Region* r = found->second;
+  if (!protect_pages(r->base, bytes, true)) return nullptr;
+  if (r->bytes > bytes && !drop_pages(r->base + bytes, r->bytes - bytes)) return nullptr;
+  cached_.erase(found);
+  cached_bytes_ -= r->bytes;
+  count_.resident -= r->bytes - bytes;
+  r->bytes = bytes;
+  return r;
+}
+
+bool Pager::drop_cached() {
+  if (cached_.empty()) return false;
+  const auto last = std::prev(cached_.end());
+  Region& r = *last->second;
+  if (!drop_pages(r.base, r.bytes)) return false;
+  cached_.erase(last);
+  cached_bytes_ -= r.bytes;
+  count_.resident -= r.bytes;
+  --maps_;
+  let_go(r);
+  return true;
+}
+
+// Its pages stay for others.
+void Pager::keep(Region& r) {
+  r.state = State::kCached;
+  cached_.emplace(r.bytes, &r);
+  cached_bytes_ += r.bytes;
+}
+
+// Its pages are gone.
+void Pager::let_go(Region& r) {
+  r.state = State::kFree;
+  reservation_.give(r.base, r.slots);
+  unused_.push_back(&r);
+}
+
+void* Pager::allocate(int64_t wanted, int64_t arena) {
+  const int64_t bytes = whole_pages(wanted);
+  Lock lock(mutex_);
+  Region* r = nullptr;
+  last_error_ = 0;
+  if (!make_room(lock, bytes, 0, &r)) C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
+  if (r == nullptr) {
+    r = unused();
+    r->base = reservation_.take(bytes, r, &r->slots);
+    if (r->base == nullptr || !fresh_pages(r->base, bytes)) {
+      const int error = errno;
+      if (r->base != nullptr) reservation_.give(r->base, r->slots);
+      C10_THROW_ERROR(OutOfMemoryError, "pyg_sar's pager: the system gives no pages for a tensor of " +
+                                            std::to_string(bytes) + " bytes: " + std::strerror(error));
+    }
+    unused_.pop_back();
+    r->bytes = bytes;
+    hold(bytes);
+  }
+  r->arena = arena;
+  r->stamp = ++clock_;
+  r->place = -1;
+  r->pins = r->missed_at = r->misses_in_turn = 0;
+  r->freed = r->yields = r->stop = false;
+  r->state = State::kDirty;
+  queue(*r).emplace(r->stamp, r);
+  ++count_.regions;
+  if (store_ && count_.resident > budget_ / 5 * 3) wake();
+  return r->base;
+}
+
+void Pager::release(void* data) {
+  Region* r = reservation_.find(data);
+  if (forked_) {  // the parent's: only this copy of the pages goes
+    if (r != nullptr) madvise(r->base, r->bytes, MADV_DONTNEED);
+    return;
+  }
+  Lock lock(mutex_);
+  if (r->busy != Busy::kNo) {
+    r->freed = r->stop = true;
+    return;
+  }
+  retire(*r);
+}
+
+void Pager::retire(Region& r) {
+  --count_.regions;
+  if (r.arena >= 0) {
+    queue(r).erase(r.stamp);
+    if (r.place >= 0) store_->give(r.place, r.bytes);
+    r.place = -1;
+    if (r.state != State::kOut) {
+      keep(r);
+      const int64_t most = std::min(budget_ / 8, kMostCached);
+      while (cached_bytes_ > most && drop_cached()) {
+      }
+      changed_.notify_all();
+      return;
+    }
+  } else if (!drop_pages(r.base, r.bytes)) {
+    madvise(r.base, r.bytes, MADV_DONTNEED);
+  }
+  let_go(r);
+}
+
+// From Python ##################################################################
+
+void Pager::set_budget(int64_t budget) {
+  Lock lock(mutex_);
+  budget_ = budget > 0 ? budget : kNoLimit;
+  make_room(lock, 0, 0);
+}
+
+bool Pager::touch(char* address, bool write, int64_t pins) {
+  Region* r = reservation_.find(address);
+  if (r == nullptr || forked_) return false;
+  Lock lock(mutex_);
+  if (r->arena < 0) return false;
+  last_error_ = 0;
+  if (pins >= 0 && !bring_in(lock, *r, write ? Access::kWrite : Access::kRead, false))
+    throw std::runtime_error(refusal(r->bytes));
+  r->pins += pins;
+  return true;
+}
+
+void Pager::move_out(int64_t arena) {
+  if (!store_) throw std::runtime_error("the pager has no store: it was opened without a directory");
+  Lock lock(mutex_);
+  last_error_ = 0;
+  const uint64_t last = clock_;
+  for (const int state : {1, 0}) {
+    for (uint64_t from = 0;;) {
+      const Queue& queue = arenas_[arena][state];
+      const auto next = queue.lower_bound(from);
+      if (next == queue.end() || next->first > last) break;
+      Region& r = *next->second;
+      if (r.busy != Busy::kNo) {
+        changed_.wait(lock);
+        continue;
+      }
+      from = next->first + 1;
+      if (r.pins == 0 && !evict(lock, r, 0))
+        throw std::runtime_error("the store takes no more: " +
+                                 std::string(std::strerror(last_error_)));
+    }
+  }
+}
+
+std::vector<int64_t> Pager::counters() {
+  Lock lock(mutex_);
+  return {count_.resident,      count_.peak,          store_ ? store_->stored() : 0,
+          count_.read,          count_.written,       count_.demand_faults,
+          count_.demand_bytes,  count_.prefetched,    count_.evictions,
+          count_.regions,       count_.overrun};
+}
+
+}  // namespace pyg_sar::pager
+
+#endif

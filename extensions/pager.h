@@ -1,0 +1,138 @@
+// The pager: tensors' memory that moves to a file and back, under a budget. See pyg_sar/store/pager.py.
+#pragma once
+
+#include "pager_memory.h"
+#include "pager_store.h"
+
+#include <array>
+#include <condition_variable>
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace pyg_sar::pager {
+
+// Where a region's content is; [Note: States of a region] in pyg_sar/store/pager.py.
+enum class State : uint8_t { kDirty, kClean, kOut, kCached, kFree };
+enum class Busy : uint8_t { kNo, kWriting, kReading };
+enum class Access : uint8_t { kRead, kWrite, kUnknown };
+
+struct Region {
+  char* base = nullptr;
+  int64_t bytes = 0, slots = 0;
+  int64_t place = -1;     // in the file; -1: none yet
+  int64_t arena = -1;     // -1: of a pager that is closed
+  uint64_t stamp = 0;     // when it was allocated, or missed, last
+  int64_t pins = 0;
+  int64_t missed_at = 0, misses_in_turn = 0;
+  State state = State::kFree;
+  Busy busy = Busy::kNo;
+  bool yields = false;    // the write under way gives way to a thread that changes the region
+  bool freed = false;     // while busy: whoever is busy with it frees it
+  std::atomic<bool> stop{false};
+};
+
+struct Counters {
+  int64_t resident = 0, peak = 0, demand_faults = 0, demand_bytes = 0, prefetched = 0, evictions = 0;
+  int64_t regions = 0, overrun = 0;
+  std::atomic<int64_t> read{0}, written{0};
+};
+
+class Pager {
+ public:
+  using Lock = std::unique_lock<std::mutex>;
+
+  static Pager& instance();  // never destroyed: tensors may outlive everything
+
+  // 'budget' 0: no limit; 'directory' empty: no store. Throws std::runtime_error.
+  void open(int64_t arenas, int64_t budget, const std::string& directory, int64_t threads);
+  // Brings everything in; what is alive stays where it is. Throws where memory or disk fail, still open.
+  void close();
+  bool is_open() const { return open_ && !forked_; }
+  uint64_t generation() const { return generation_; }
+  bool forked() const { return forked_; }
+
+  void* allocate(int64_t bytes, int64_t arena);  // throws c10::OutOfMemoryError
+  void release(void* data);
+  bool owns(const void* address) const { return reservation_.find(address) != nullptr; }
+
+  // A thread has no access to an address. False: not one of ours, or not to be had.
+  bool fault(char* address, Access access);
+
+  void set_budget(int64_t budget);
+  void turn(int64_t arena);
+  void prefetch(int64_t arena, int64_t limit);
+  void move_out(int64_t arena);
+  void wait();
+  bool touch(char* address, bool write, int64_t pins);
+  std::vector<int64_t> counters();
+
+ private:
+  using Queue = std::map<uint64_t, Region*>;  // by stamp: the oldest first
+  using Arena = std::array<Queue, 3>;         // dirty, clean, out
+
+  // pager.cpp
+  Queue& queue(const Region& r) { return arenas_[r.arena][static_cast<int>(r.state)]; }
+  void place(Region& r, State state);
+  void renew(Region& r);
+  void retire(Region& r);
+  void forget(Region& r);
+  Region* reuse(int64_t bytes);
+  void keep(Region& r);
+  void let_go(Region& r);
+  bool drop_cached();
+  Region* unused();
+  void hold(int64_t bytes);
+  std::string refusal(int64_t bytes) const;
+
+  // pager_moves.cpp
+  bool make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare = nullptr);
+  Region* victim(int64_t nearest, bool has_place) const;
+  bool evict(Lock& lock, Region& r, int64_t wanted);
+  bool lift(Region& r);
+  bool write(Lock& lock, Region& r, bool yields);
+  bool read(Lock& lock, Region& r, bool writable, Region* spare);
+  bool bring_in(Lock& lock, Region& r, Access access, bool demand);
+  bool fill(Lock& lock, Region& r, bool writable, bool demand);
+  bool thrashes(Region& r) const;
+  bool exceeds(int64_t bytes) const { return count_.resident + bytes > budget_; }
+
+  // pager_workers.cpp
+  void work();
+  bool prefetch_one(Lock& lock);
+  bool write_one(Lock& lock);
+  int64_t arena_at(int64_t distance) const { return (current_ + distance) % num_arenas(); }
+  int64_t num_arenas() const { return static_cast<int64_t>(arenas_.size()); }
+  void wake();
+  void stop_workers();
+
+  // Held by no thread that may miss a region: no code under it reads or writes one. So the handler may take it.
+  std::mutex mutex_;
+  std::condition_variable changed_, work_;
+  std::atomic<bool> open_{false}, forked_{false};
+  std::atomic<uint64_t> generation_{0};
+  Reservation reservation_;
+  std::unique_ptr<Store> store_;
+  std::vector<Arena> arenas_;
+  std::multimap<int64_t, Region*> cached_;
+  std::vector<Region*> unused_;
+  std::vector<int64_t> wanted_;  // bytes still to be prefetched, by arena
+  std::vector<std::thread> workers_;
+  Counters count_;
+  int64_t budget_ = 0, cached_bytes_ = 0, in_flight_ = 0, maps_ = 0, most_maps_ = 0;
+  int64_t current_ = 0;
+  uint64_t clock_ = 0, asked_ = 1;
+  size_t idle_ = 0;  // workers that found nothing to do since they were asked last
+  int last_error_ = 0;  // of the store
+  bool stopping_ = false, write_failed_ = false;
+};
+
+// pager_signals.cpp: missing pages become calls of Pager::fault; all other faults go to who had them.
+void install_handler();
+void remove_handler();
+
+}  // namespace pyg_sar::pager

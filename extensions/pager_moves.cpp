@@ -1,0 +1,214 @@
+// How regions leave memory and come back. All is called with the lock held, and gives it up while the
+// disk works: the region is busy then, and stays where it is.
+#if defined(__linux__)
+
+#include "pager.h"
+
+#include <cerrno>
+#include <cstring>
+
+namespace pyg_sar::pager {
+namespace {
+
+// A region that is missed again within so many misses, so many times running, thrashes.
+constexpr int64_t kSoon = 4, kOften = 4;
+
+}  // namespace
+
+// The next region to go: of the arena whose turn is farthest away, down to 'nearest' turns from now, the
+// oldest; 'has_place': of those that need no new place in the file.
+Region* Pager::victim(int64_t nearest, bool has_place) const {
+  if (!store_) return nullptr;
+  for (int64_t distance = num_arenas() - 1; distance >= nearest; --distance) {
+    const Arena& arena = arenas_[arena_at(distance)];
+    Region* oldest = nullptr;
+    for (const int state : {0, 1}) {
+      for (const auto& [stamp, r] : arena[state]) {
+        if (oldest != nullptr && oldest->stamp < stamp) break;
+        if (r->busy != Busy::kNo || r->pins > 0 || (has_place && r->place < 0)) continue;
+        oldest = r;
+        break;
+      }
+    }
+    if (oldest != nullptr) return oldest;
+  }
+  return nullptr;
+}
+
+// Evicts until 'bytes' more fit, or 'spare' has pages for them that are counted already: fresh ones cost
+// the kernel as much time as half a read does. False: nothing else may go.
+bool Pager::make_room(Lock& lock, int64_t bytes, int64_t nearest, Region** spare) {
+  if (bytes > budget_) return false;
+  bool full = false;
+  for (;;) {
+    if (spare != nullptr && (*spare = reuse(bytes)) != nullptr) return true;
+    if (!exceeds(bytes) && maps_ < most_maps_) return true;
+    if (drop_cached()) continue;
+    if (Region* r = victim(nearest, full)) {
+      if (!evict(lock, *r, spare != nullptr ? bytes : 0)) {
+        if (full) return false;
+        full = true;
+      }
+    } else if (in_flight_ > 0) {
+      changed_.wait(lock);
+    } else {
+      return false;
+    }
+  }
+  return true;
+}
+
+// 'wanted': its pages are kept for so many bytes, where they are of about that size.
+bool Pager::evict(Lock& lock, Region& r, int64_t wanted) {
+  if (r.state == State::kDirty && !write(lock, r, false)) return false;
+  if (r.state != State::kClean || r.busy != Busy::kNo || r.pins > 0) return true;
+  const bool fits = wanted <= r.bytes && r.bytes <= wanted + wanted / 8;
+  if (!fits || !lift(r)) {
+    if (!drop_pages(r.base, r.bytes)) {
+      last_error_ = errno;
+      return false;
+    }
+    count_.resident -= r.bytes;
+    --maps_;
+  }
+  place(r, State::kOut);
+  ++count_.evictions;
+  changed_.notify_all();
+  return true;
+}
+
+// Moves a region's pages to a cached region.
+bool Pager::lift(Region& r) {
+  Region* spare = unused();
+  spare->base = reservation_.take(r.bytes, spare, &spare->slots);
+  if (spare->base == nullptr) return false;
+  if (!move_pages(r.base, spare->base, r.bytes)) {
+    reservation_.give(spare->base, spare->slots);
+    return false;
+  }
+  unused_.pop_back();
+  spare->bytes = r.bytes;
+  keep(*spare);
+  return true;
+}
+
+// Writes a dirty region. True: it is clean now, or was freed, or (where the write yields) changed.
+bool Pager::write(Lock& lock, Region& r, bool yields) {
+  if (r.place < 0 && (r.place = store_->reserve(r.bytes)) < 0) {
+    last_error_ = store_->error();
+    return false;
+  }
+  if (!protect_pages(r.base, r.bytes, false)) {
+    last_error_ = errno;
+    return false;
+  }
+  r.busy = Busy::kWriting;
+  r.yields = yields;
+  r.stop = false;
+  ++in_flight_;
+  lock.unlock();
+  const int error = store_->write(r.base, r.bytes, r.place, r.stop, count_.written);
+  lock.lock();
+  --in_flight_;
+  r.busy = Busy::kNo;
+  changed_.notify_all();
+  if (r.freed) {
+    retire(r);
+  } else if (error != 0) {
+    last_error_ = error;
+    if (!r.stop) protect_pages(r.base, r.bytes, true);
+    return false;
+  } else if (!r.stop) {
+    place(r, State::kClean);
+  }
+  return true;
+}
+
+// Fills a region that is out; the caller has made room, or gives pages.
+bool Pager::read(Lock& lock, Region& r, bool writable, Region* spare) {
+  r.busy = Busy::kReading;
+  ++in_flight_;
+  if (spare == nullptr) hold(r.bytes);
+  lock.unlock();
+  int error = ENOMEM;
+  {
+    Scratch scratch(r.base, r.bytes, spare != nullptr ? spare->base : nullptr);
+    if (scratch.data() != nullptr) {
+      error = store_->read(scratch.data(), r.bytes, r.place);
+      if (error == 0 && !scratch.move(writable)) error = ENOMEM;
+    }
+  }
+  if (spare != nullptr) drop_pages(spare->base, spare->bytes);
+  lock.lock();
+  if (spare != nullptr) let_go(*spare);
+  --in_flight_;
+  r.busy = Busy::kNo;
+  changed_.notify_all();
+  if (error != 0) {
+    last_error_ = error;
+    count_.resident -= r.bytes;
+    --maps_;
+    if (r.freed) retire(r);
+    return false;
+  }
+  count_.read += r.bytes;
+  place(r, writable ? State::kDirty : State::kClean);
+  if (r.freed) retire(r);
+  return true;
+}
+
+// An operator whose operands don't fit together would miss one at each of its steps, without end.
+bool Pager::thrashes(Region& r) const {
+  r.misses_in_turn = count_.demand_faults - r.missed_at <= kSoon ? r.misses_in_turn + 1 : 0;
+  return r.misses_in_turn >= kOften;
+}
+
+// Gives this thread access. 'demand': a thread waits for it that can't be told of an error; where there is no
+// room, the budget is exceeded.
+bool Pager::bring_in(Lock& lock, Region& r, Access access, bool demand) {
+  const bool changes = access == Access::kWrite || (access == Access::kUnknown && r.state == State::kClean);
+  for (;;) {
+    if (r.state == State::kFree || r.state == State::kCached || r.arena < 0) return true;
+    if (r.busy == Busy::kReading || (r.busy == Busy::kWriting && changes && !r.yields)) {
+      changed_.wait(lock);
+      continue;
+    }
+    if (r.state != State::kOut) {
+      if (changes && (r.state == State::kClean || r.busy == Busy::kWriting)) {
+        if (!protect_pages(r.base, r.bytes, true)) {
+          last_error_ = errno;
+          return false;
+        }
+        if (r.busy == Busy::kWriting) r.stop = true;
+        if (r.state == State::kClean) place(r, State::kDirty);
+        renew(r);
+      }
+      return true;
+    }
+    if (!fill(lock, r, changes, demand)) return false;
+  }
+}
+
+// One try to bring a region in that is out; the lock may be given up before it begins.
+bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
+  Region* spare = nullptr;
+  const uint64_t stamp = r.stamp;
+  if (demand) {
+    ++count_.demand_faults;
+    count_.demand_bytes += r.bytes;
+  }
+  if (!(demand && thrashes(r)) && !make_room(lock, r.bytes, 0, &spare) && !demand) return false;
+  r.missed_at = count_.demand_faults;
+  if (r.state != State::kOut || r.busy != Busy::kNo || r.stamp != stamp) {  // another thread was faster
+    if (spare != nullptr) keep(*spare);
+    return true;
+  }
+  if (spare == nullptr && exceeds(r.bytes)) count_.overrun += r.bytes;
+  if (!read(lock, r, writable, spare)) return false;
+  if (r.state == State::kClean || r.state == State::kDirty) renew(r);
+  return true;
+}
+
+}  // namespace pyg_sar::pager
+
+#endif

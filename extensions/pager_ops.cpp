@@ -1,0 +1,112 @@
+// The pager as PyTorch's allocator of CPU tensors, and its operators.
+#if defined(__linux__)
+
+#include "pager.h"
+
+#include <c10/core/CPUAllocator.h>
+#include <torch/library.h>
+
+#include <stdexcept>
+
+namespace pyg_sar::pager {
+namespace {
+
+constexpr int64_t kLeast = 64 << 10;  // bytes; smaller tensors are not paged
+
+struct Entered {
+  uint64_t generation = 0;
+  int64_t arena = -1;
+};
+thread_local Entered entered;
+
+void release(void* data);
+
+// Tensors keep a pointer to their allocator: it lives as long as the process.
+class PagedAllocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    Pager& pager = Pager::instance();
+    const bool paged = static_cast<int64_t>(bytes) >= kLeast && entered.arena >= 0 &&
+                       pager.is_open() && entered.generation == pager.generation();
+    if (!paged) return usual_->allocate(bytes);
+    void* data = pager.allocate(static_cast<int64_t>(bytes), entered.arena);
+    c10::profiledCPUMemoryReporter().New(data, bytes);
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+  void free_usual(void* data) const { usual_->raw_deallocate(data); }
+  bool install() {
+    usual_ = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(this);
+    return c10::GetCPUAllocator() == this;
+  }
+  bool remove() {
+    if (c10::GetCPUAllocator() == this) c10::SetCPUAllocator(usual_);
+    return c10::GetCPUAllocator() == usual_;
+  }
+
+ private:
+  c10::Allocator* usual_ = nullptr;
+};
+
+PagedAllocator& allocator() {
+  static auto* const one = new PagedAllocator;
+  return *one;
+}
+
+void release(void* data) {
+  if (!Pager::instance().owns(data)) return allocator().free_usual(data);
+  c10::profiledCPUMemoryReporter().Delete(data);
+  Pager::instance().release(data);
+}
+
+void open(int64_t arenas, int64_t budget, const std::string& directory, int64_t threads) {
+  Pager::instance().open(arenas, budget, directory, threads);
+  if (allocator().install()) return;
+  Pager::instance().close();
+  throw std::runtime_error("another allocator of CPU tensors has a higher priority");
+}
+
+void close() {
+  if (!allocator().remove())
+    throw std::runtime_error("another allocator of CPU tensors was installed after the pager's");
+  try {
+    Pager::instance().close();
+  } catch (...) {
+    allocator().install();
+    throw;
+  }
+}
+
+void enter(int64_t arena) { entered = {Pager::instance().generation(), arena}; }
+
+bool touch(const at::Tensor& tensor, bool write, int64_t pins) {
+  return Pager::instance().touch(static_cast<char*>(const_cast<void*>(tensor.storage().data())), write, pins);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
+  m.def("pager_open(int arenas, int budget, str directory, int threads) -> ()", &open);
+  m.def("pager_close() -> ()", &close);
+  m.def("pager_enter(int arena) -> ()", &enter);
+  m.def("pager_turn(int arena) -> ()", [](int64_t a) {
+    install_handler();
+    Pager::instance().turn(a);
+  });
+  m.def("pager_prefetch(int arena, int limit) -> ()",
+        [](int64_t arena, int64_t limit) { Pager::instance().prefetch(arena, limit); });
+  m.def("pager_move_out(int arena) -> ()", [](int64_t a) { Pager::instance().move_out(a); });
+  m.def("pager_wait() -> ()", [] { Pager::instance().wait(); });
+  m.def("pager_budget(int bytes) -> ()", [](int64_t b) { Pager::instance().set_budget(b); });
+  m.def("pager_counters() -> int[]", [] { return Pager::instance().counters(); });
+  m.def("pager_touch(Tensor tensor, bool write, int pins) -> bool", &touch);
+}
+
+}  // namespace pyg_sar::pager
+
+#endif

@@ -1,0 +1,257 @@
+"""Tables of published rows, of one pass: in memory, or in the store with a planned cache.
+
+[Note: numbering] Published rows are numbered over all parts that are read here, in the order of the
+parts: of parts of this process all that they publish, of others what this process's parts read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.hosting import Host
+from pyg_sar.exchange.row_cache import RowCache
+from pyg_sar.exchange.row_plan import RowPlan, gap_of, plan_rows
+from pyg_sar.ledger import Label
+from pyg_sar.store.part_store import PartStore
+from pyg_sar.store.row_file import RowFile, as_bytes
+
+
+def narrowed(index: Tensor) -> Tensor:
+    """32-bit numbers where they fit."""
+    return index.int() if index.numel() == 0 or int(index.max()) < 2**31 else index
+
+
+class Routes:
+    """Which published rows the parts of this process read, of one plan.
+
+    Args:
+        sizes: Rows that each part publishes, or that are read of it here. ``[P]``.
+        index: By part of this process and owner, where its halo rows are in the owner's table.
+        leaving: By worker and part of this process, the rows of its table that go there.
+    """
+
+    def __init__(
+        self,
+        sizes: Sequence[int],
+        index: dict[int, list[Tensor]],
+        leaving: dict[int, dict[int, Tensor]],
+    ) -> None:
+        self.sizes, self.index, self.leaving = list(sizes), index, leaving
+        self._plans: dict[int, StoredPlan] = {}
+
+    def plan(self, host: Host, capacity: int) -> StoredPlan:
+        """What a cache of so many rows holds, turn by turn. Made once."""
+        found = self._plans.get(capacity)
+        if found is None:
+            found = self._plans[capacity] = StoredPlan(self, host, capacity)
+        return found
+
+
+class StoredPlan:
+    """The planned cache of a plan's published rows.
+
+    Args:
+        routes: Who reads what.
+        host: The process.
+        capacity: Rows that the cache holds.
+
+    Attributes:
+        rows: The plan.
+        order: By part, the order in which its halo rows ascend in the numbering; ``None``: theirs.
+        written: The parts whose rows are read from the file at all.
+    """
+
+    rows: RowPlan
+
+    def __init__(self, routes: Routes, host: Host, capacity: int) -> None:
+        first = np.concatenate([[0], np.cumsum(routes.sizes)])
+        needs = [np.empty(0, np.int64) for _ in routes.sizes]
+        self.order: dict[int, Tensor | None] = {}
+        for part in host.parts:
+            positions = [
+                first[q] + index.numpy().astype(np.int64)
+                for q, index in enumerate(routes.index[part])
+            ]
+            need = np.concatenate(positions)
+            order = None
+            if (np.diff(need) < 0).any():
+                order = np.argsort(need)
+                need = need[order]
+            needs[part] = need
+            self.order[part] = None if order is None else torch.from_numpy(order)
+        others = [q for q in range(host.num_parts) if q not in host.parts]
+        # Passes overlap: rows of the next one are published before the last are gathered. So rows
+        # are cached from their publication on only where all of them are.
+        stay = bool(first[-1] <= capacity)
+        turns = [*host.parts, *others]
+        self.rows = plan_rows(needs, first, capacity, order=turns, published_stay=stay)
+        used = np.zeros(len(routes.sizes) + 1, np.int64)
+        for turn in self.rows.turns:
+            begin = np.searchsorted(first, turn.run_start, side="right") - 1
+            end = np.searchsorted(first, turn.run_stop - 1, side="right") - 1
+            np.add.at(used, begin, 1)
+            np.add.at(used, end + 1, -1)
+        self.written = np.cumsum(used)[:-1] > 0
+
+
+class Tables:
+    """Published rows of one pass, in memory.
+
+    Args:
+        host: The process.
+        routes: Who reads what.
+        kinds: Width and dtype of each message.
+        label: Whom the ledgers charge.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        routes: Routes,
+        kinds: Sequence[tuple[torch.dtype, int]],
+        label: Label,
+    ) -> None:
+        self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
+        self._rows: dict[int, list[Tensor]] = {}
+        self._leaving: dict[tuple[int, int], list[Tensor]] = {}
+        self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
+        self._left = len(host.parts)
+
+    def publish(self, part: int, messages: Sequence[Tensor]) -> None:
+        """Takes in a part's table: rows of each message."""
+        for w, wanted in self.routes.leaving.items():
+            with self.host.unpaged():
+                for number, message in enumerate(messages):
+                    rows = message.index_select(0, wanted[part])
+                    self._leaving.setdefault((w, number), []).append(rows)
+        self._keep(part, messages)
+
+    def exchange(self) -> list[Any]:
+        """Exchanges rows with other processes, when all parts of this one have published."""
+        host, works = self.host, []
+        for number, (dtype, width) in enumerate(self.kinds if self.routes.leaving else ()):
+            sends: list[Tensor | None] = [None] * host.outer.world_size
+            receives: list[Tensor | None] = [None] * host.outer.world_size
+            with host.unpaged():
+                for w in self.routes.leaving:
+                    sends[w] = torch.cat(self._leaving.pop((w, number)))
+                    sizes = [self.routes.sizes[q] for q in host.hosted[w]]
+                    receives[w] = found = torch.empty(sum(sizes), width, dtype=dtype)
+                    parts = zip(host.hosted[w], found.split(sizes), strict=True)
+                    self._arriving[number] += parts
+            works.append(host.outer.exchange_all(sends, receives, label=self.label))
+        return works
+
+    def _settle(self) -> None:
+        """Takes in the tables that came from other processes."""
+        arrived, self._arriving = self._arriving, [[] for _ in self.kinds]
+        tables: dict[int, list[Tensor]] = {}
+        for message in arrived:
+            for q, rows in message:
+                tables.setdefault(q, []).append(rows)
+        for q in sorted(tables):
+            self._keep(q, tables[q])
+
+    def gather(self, part: int, into: Sequence[Tensor]) -> None:
+        """Fills a part's halo rows, of each message, in the order of its halo."""
+        self._settle()
+        for number, out in enumerate(into):
+            self._gather(part, number, out)
+        self._left -= 1
+        if self._left == 0:
+            self._close()
+
+    # Where the rows are ------------------------------------------------------
+
+    def _keep(self, part: int, messages: Sequence[Tensor]) -> None:
+        self._rows[part] = list(messages)
+
+    def _gather(self, part: int, number: int, out: Tensor) -> None:
+        start = 0
+        for owner, index in enumerate(self.routes.index[part]):
+            if index.numel():
+                stop = start + index.numel()
+                torch.index_select(self._rows[owner][number], 0, index, out=out[start:stop])
+                start = stop
+
+    def _close(self) -> None:
+        self._rows.clear()
+
+
+class StoredTables(Tables):
+    """Published rows of one pass in the store's file, beside a planned cache in memory.
+
+    Args:
+        host: The process.
+        routes: Who reads what.
+        kinds: Width and dtype of each message.
+        label: Whom the ledgers charge.
+        store: Where waiting parts are.
+        file: Its file of rows.
+    """
+
+    def __init__(
+        self,
+        host: Host,
+        routes: Routes,
+        kinds: Sequence[tuple[torch.dtype, int]],
+        label: Label,
+        store: PartStore,
+        file: RowFile,
+    ) -> None:
+        super().__init__(host, routes, kinds, label)
+        self._store, self._file = store, file
+        self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
+        capacity = store.cache_bytes // max(sum(self._row_bytes), 1)
+        self.plan = routes.plan(host, capacity)
+        self._places: list[dict[int, int]] = [{} for _ in kinds]
+        self._caches = []
+        for number, (dtype, width) in enumerate(kinds):
+            slots = store.take_slots((self.plan.rows.num_slots, width), dtype)
+            self._caches.append(self._cache(number, slots))
+
+    def _cache(self, number: int, slots: Tensor) -> RowCache:
+        first, row = self.plan.rows.first, self._row_bytes[number]
+
+        def read(start: int, stop: int, out: Tensor) -> None:
+            data = as_bytes(out)
+            part = int(np.searchsorted(first, start, side="right")) - 1
+            while start < stop:
+                end = min(stop, int(first[part + 1]))
+                if end > start:
+                    place = self._places[number][part] + (start - int(first[part])) * row
+                    size = (end - start) * row
+                    self._file.read(place, data[:size])
+                    data, start = data[size:], end
+                part += 1
+
+        return RowCache(self.plan.rows, slots, read, gap_of(row))
+
+    def _keep(self, part: int, messages: Sequence[Tensor]) -> None:
+        for number, message in enumerate(messages):
+            self._caches[number].publish(part, message)
+            if self.plan.written[part]:
+                data = as_bytes(message)
+                place = self._places[number][part] = self._file.allocate(data.numel())
+                self._file.write(place, data)
+
+    def _gather(self, part: int, number: int, out: Tensor) -> None:
+        order = self.plan.order[part]
+        if order is None:
+            self._caches[number].gather(part, out)
+            return
+        rows = torch.empty_like(out)
+        self._caches[number].gather(part, rows)
+        out.index_copy_(0, order, rows)
+
+    def _close(self) -> None:
+        for cache, places, row in zip(self._caches, self._places, self._row_bytes, strict=True):
+            self._store.give_slots(cache.slots)
+            for part, place in places.items():
+                self._file.free(place, self.routes.sizes[part] * row)
+        self._caches = []

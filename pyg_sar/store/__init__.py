@@ -1,0 +1,5 @@
+"""Where tensors wait that are not needed yet: in a file, under a budget of memory."""
+
+from pyg_sar.store.pager import Pager, PagerCounters
+
+__all__ = ["Pager", "PagerCounters"]

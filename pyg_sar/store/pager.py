@@ -1,0 +1,262 @@
+"""Keeps CPU tensors of parts that wait in a file, under a budget of memory.
+
+A process that computes several parts of a graph in turn needs one part's tensors at a time. Each
+part is an *arena*: tensors of 64 KiB or more that a thread makes after ``pager.enter(arena)`` lie
+in pages of the pager, which writes them to a file and brings them back as memory is needed. Their
+addresses never change: views, NumPy arrays and kernels need not know.
+
+[Note: States of a region]
+A *region* is the memory of one tensor's storage. ``extensions/pager*.cpp`` keeps it as one of
+
+* dirty: in memory, to be read and written;
+* clean: in memory, to be read; the file has the same. A thread that writes stops at the
+  processor's fault, the pager's handler of SIGSEGV makes the region dirty, and the instruction runs
+  again;
+* out: in the file alone, its pages given back. A thread that touches it stops likewise, until the
+  handler has read it, by evicting others if need be. It is filled at another place and moved here
+  in one step, so that no thread sees half of it.
+
+Eviction takes a region's write access first, then writes it, and then takes its pages: a thread
+that writes meanwhile waits. A thread that writes while the pager only writes ahead does not wait:
+the region stays dirty, and what was written ahead counts for nothing. A region that is freed
+while the disk works is given back when that is done. All this is decided under one lock, which is
+given up while the disk works; no code under it touches a region, so that the handler may take it.
+
+What the file can't take is found when a place in it is reserved, before anything leaves memory.
+
+Rules:
+
+1. What is resident is at most the budget. An allocation that can't have this raises. A thread that
+   touches a region can't be told of an error: where all else is pinned or the file is full, and
+   where the operands of one operator don't fit together (the same regions are missed again and
+   again), the budget is exceeded, and ``overrun_bytes`` counts by how much.
+2. System calls don't wait for the handler. ``file.write(tensor.numpy())`` of a region that is out
+   fails with ``EFAULT`` ("Bad address"), as does reading into one that is clean: keep it
+   in memory with :meth:`Pager.pinned`.
+3. A child of ``fork`` allocates as usual and can use what was resident. If it touches what was out
+   it ends by SIGSEGV: the file is the parent's.
+4. Tensors made by other threads (OpenMP's, autograd's for devices) are ordinary ones.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+from torch import Tensor
+
+from pyg_sar.errors import StoreError
+from pyg_sar.kernels import ops
+
+
+@dataclass(frozen=True, slots=True)
+class PagerCounters:
+    """Numbers of a pager since it was opened; bytes are those of whole pages.
+
+    Attributes:
+        resident_bytes: Bytes of regions in memory, those of freed ones that are kept for the next
+            allocation included.
+        peak_resident_bytes: The most that ever were.
+        stored_bytes: Bytes of the file that regions hold.
+        bytes_read: Bytes read from the file.
+        bytes_written: Bytes written to it.
+        demand_faults: Regions that a thread had to wait for, as they were out.
+        demand_bytes: Their bytes.
+        prefetched_bytes: Bytes brought in ahead.
+        evictions: Regions that went out.
+        regions: Regions that are alive, those of closed pagers included.
+        overrun_bytes: Bytes brought in beyond the budget (rule 1 of the module).
+    """
+
+    resident_bytes: int
+    peak_resident_bytes: int
+    stored_bytes: int
+    bytes_read: int
+    bytes_written: int
+    demand_faults: int
+    demand_bytes: int
+    prefetched_bytes: int
+    evictions: int
+    regions: int
+    overrun_bytes: int
+
+
+class Pager:
+    """The process's pager; a context manager that closes it.
+
+    Allocations that find no room raise ``torch.OutOfMemoryError`` (a ``RuntimeError``), which names
+    the bytes wanted, the budget and the remedy.
+
+    Args:
+        arenas: Number of arenas, which take turns in the order 0, 1, ..., arenas - 1, 0, ...
+        budget: Bytes that may be in memory, or ``None``: no limit.
+        directory: The folder of the file, which has no name: nothing is left when the process ends,
+            in whatever way. ``None``: nothing can be moved out, and the budget is only watched.
+        io_threads: Threads that read and write ahead, 1 to 8.
+
+    Raises:
+        StoreError: There is a pager already, the system is not Linux, there are no C++ kernels, or
+            no file can be made.
+    """
+
+    def __init__(
+        self,
+        arenas: int,
+        budget: int | None,
+        directory: str | os.PathLike[str] | None,
+        io_threads: int = 1,
+    ) -> None:
+        if arenas < 1:
+            raise ValueError(f"expected 1 arena or more (got arenas={arenas})")
+        if budget is not None and budget < 1:
+            raise ValueError(f"expected a budget of 1 byte or more, or None (got budget={budget})")
+        if not 1 <= io_threads <= 8:
+            raise ValueError(f"expected 1 to 8 I/O threads (got io_threads={io_threads})")
+        if not sys.platform.startswith("linux"):
+            raise StoreError(f"tensors can be moved out on Linux only (this is {sys.platform})")
+        if (reason := ops.why_missing()) is not None:
+            raise StoreError(f"tensors can't be moved out without the C++ kernels: {reason}")
+        self.arenas = arenas
+        self._budget = budget
+        self._process = os.getpid()
+        self._open = False
+        where = "" if directory is None else os.path.abspath(directory)
+        place = f"a pager with its file in {where}" if where else "a pager"
+        with _named(f"{place} can't be opened"):
+            torch.ops.pyg_sar.pager_open(arenas, budget or 0, where, io_threads)
+        self._open = True
+
+    @property
+    def budget(self) -> int | None:
+        """Bytes that may be in memory; ``None``: no limit. A lower one evicts at once."""
+        return self._budget
+
+    @budget.setter
+    def budget(self, bytes: int | None) -> None:
+        if bytes is not None and bytes < 1:
+            raise ValueError(f"expected a budget of 1 byte or more, or None (got {bytes})")
+        self._calls().pager_budget(bytes or 0)
+        self._budget = bytes
+
+    def enter(self, arena: int | None) -> None:
+        """Lets this thread's allocations come from an arena; ``None``: from the usual allocator."""
+        self._calls().pager_enter(-1 if arena is None else self._checked(arena))
+
+    def turn(self, arena: int) -> None:
+        """Says that an arena computes now: the one before it is farthest, the next one nearest."""
+        self._calls().pager_turn(self._checked(arena))
+
+    def prefetch(self, arena: int, limit: int) -> None:
+        """Brings in up to ``limit`` bytes of an arena in another thread, the newest first.
+
+        Only tensors of arenas that are farther away make room for it.
+        """
+        self._calls().pager_prefetch(self._checked(arena), limit)
+
+    def move_out(self, arena: int) -> None:
+        """Moves out all of an arena now, but for what is pinned.
+
+        Raises:
+            StoreError: There is no store, or it takes no more. Nothing is lost.
+        """
+        calls = self._calls()
+        with _named(f"arena {arena} can't be moved out"):
+            calls.pager_move_out(self._checked(arena))
+
+    def touch(self, tensor: Tensor, *, write: bool = False) -> bool:
+        """Brings a tensor in. It may go out again when others come: see :meth:`pinned`.
+
+        Args:
+            tensor: A tensor on the CPU.
+            write: Makes it ready to be written too.
+
+        Returns:
+            True where the tensor is the pager's.
+
+        Raises:
+            StoreError: There is no room for it.
+        """
+        return self._touch(tensor, write, 0)
+
+    @contextmanager
+    def pinned(self, tensor: Tensor, *, write: bool = False) -> Iterator[Tensor]:
+        """Brings a tensor in, and keeps it in memory until the end of the block: for system calls.
+
+        Args:
+            tensor: A tensor on the CPU.
+            write: Makes it ready to be written too.
+
+        Raises:
+            StoreError: There is no room for it.
+        """
+        ours = self._touch(tensor, write, 1)
+        try:
+            yield tensor
+        finally:
+            if ours and self._open:
+                self._touch(tensor, False, -1)
+
+    def wait(self) -> None:
+        """Returns when nothing is left to be brought in or written ahead."""
+        self._calls().pager_wait()
+
+    def counters(self) -> PagerCounters:
+        """Returns exact numbers of this moment."""
+        return PagerCounters(*self._calls().pager_counters())
+
+    def close(self) -> None:
+        """Gives PyTorch its own allocator back, and brings in all tensors that are still alive.
+
+        They stay valid until they are freed. The budget doesn't hold for them any more.
+
+        Raises:
+            StoreError: They can't be brought in; the pager stays open.
+        """
+        if self._open and os.getpid() == self._process:
+            with _named("the pager can't be closed"):
+                torch.ops.pyg_sar.pager_close()
+            self._open = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def _touch(self, tensor: Tensor, write: bool, pins: int) -> bool:
+        if tensor.device.type != "cpu":
+            raise ValueError(f"expected a tensor on the CPU (got one on {tensor.device})")
+        calls = self._calls()
+        with _named("a tensor can't be brought in"):
+            return bool(calls.pager_touch(tensor, write, pins))
+
+    def _checked(self, arena: int) -> int:
+        if not 0 <= arena < self.arenas:
+            raise ValueError(f"expected an arena from 0 to {self.arenas - 1} (got {arena})")
+        return arena
+
+    def _calls(self) -> Any:
+        if not self._open:
+            raise StoreError("this pager is closed")
+        if os.getpid() != self._process:
+            raise StoreError("this pager is another process's, of which this one is a fork")
+        return torch.ops.pyg_sar
+
+
+@contextmanager
+def _named(what: str) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise StoreError(f"{what}: {error}") from None

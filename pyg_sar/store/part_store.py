@@ -1,0 +1,168 @@
+"""Memory of a process that hosts several parts in turn; those that wait are in a file."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from pyg_sar.errors import StoreError
+from pyg_sar.store.pager import Pager
+from pyg_sar.store.row_file import RowFile
+
+RESERVE = 0.04
+"""Share of the memory that is left for what neither the pager nor the caches have allocated."""
+CACHES = 8
+"""Rows of one pass are cached in this part of the memory; two passes overlap."""
+LEAST = 0.25
+"""Share of the memory that the waiting parts' tensors need at least."""
+AT_ONCE = 3
+"""Tensors as large as the largest one that a part needs in memory together, about."""
+
+
+def resident_bytes() -> int:
+    """Bytes of this process in memory."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+def available_memory() -> int:
+    """Bytes that a worker of this host may take where none are said: its share of what is free."""
+    text = Path("/proc/meminfo").read_text()
+    free = next(line for line in text.splitlines() if line.startswith("MemAvailable"))
+    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    return int(free.split()[1]) * 1024 * 4 // (5 * workers)
+
+
+class PartStore:
+    """Keeps the tensors of waiting parts, and rows that they publish, within a budget of memory.
+
+    Args:
+        parts: Parts of this process.
+        all_parts: Parts of the graph.
+        memory: Bytes that this process may take beyond what it has now.
+        directory: Where its files lie; ``None``: nothing can be moved out.
+
+    Attributes:
+        memory: Bytes that may be taken.
+        rows: The file of published rows, if there is a directory.
+        cache_bytes: Bytes of the cache of one pass.
+
+    Raises:
+        StoreError: No file can be made, or there are no C++ kernels.
+    """
+
+    def __init__(
+        self, parts: int, all_parts: int, memory: int, directory: str | os.PathLike[str] | None
+    ) -> None:
+        self.memory, self.directory = memory, directory
+        self._all, self._overrun = all_parts, 0
+        self.rows = None if directory is None else RowFile(directory)
+        self.cache_bytes = memory // CACHES
+        self._start = resident_bytes()
+        self._pager = Pager(parts, memory, directory)
+        self._spare: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._arena: int | None = None
+
+    def begin(self, arena: int) -> None:
+        """Begins a part's turn, on its thread. Arenas are the parts' numbers in this process."""
+        self._arena = arena
+        self._pager.turn(arena)
+        self._limit()
+        self._pager.enter(arena)
+
+    def end(self) -> None:
+        """Ends the turn."""
+        self._pager.enter(None)
+        self._arena = None
+
+    def _limit(self) -> None:
+        """Leaves to the pager what nothing else of this process has taken."""
+        found = self._pager.counters()
+        if found.overrun_bytes > self._overrun:
+            more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
+            raise StoreError(
+                f"memory={self.memory:,} bytes: an operation of a part needed {more:,} bytes more "
+                f"at once. {self.remedy(self.memory + more)}"
+            )
+        other = resident_bytes() - self._start - found.resident_bytes
+        left = int(self.memory * (1 - RESERVE)) - other
+        if left < self.memory * LEAST:
+            raise StoreError(
+                f"memory={self.memory:,} bytes: {other:,} of them are taken by what can't wait in "
+                "the store (libraries' buffers, and small tensors and objects of all parts of this "
+                "process). Allow more memory, or start more workers"
+            )
+        self._pager.budget = left
+
+    def remedy(self, needed: int) -> str:
+        """Says what to do where parts need so many bytes at once."""
+        parts = max(2 * self._all, -(-self._all * needed // self.memory))
+        return (
+            f"Cut the graph into more parts (about {parts} instead of {self._all}: pyg-sar "
+            f"partition --parts {parts}), or allow more memory"
+        )
+
+    def explained(self, error: torch.OutOfMemoryError) -> StoreError:
+        """Returns the pager's refusal with the remedy."""
+        text = str(error).partition("\n")[0]
+        wanted = re.search(r"tensor of (\d+) bytes", text)
+        needed = AT_ONCE * int(wanted[1]) if wanted else 2 * self.memory
+        cause = text.partition(". Cut the graph")[0]
+        if "store takes no more" in cause:
+            return StoreError(
+                f"store={str(self.directory)!r} is full: {cause}. Free some space, or pass another "
+                "directory"
+            )
+        return StoreError(f"memory={self.memory:,} bytes: {cause}. {self.remedy(needed)}")
+
+    @contextmanager
+    def unpaged(self) -> Iterator[None]:
+        """Makes tensors that the system reads or writes, or that all parts use."""
+        arena, self._arena = self._arena, None
+        self._pager.enter(None)
+        try:
+            yield
+        finally:
+            self._arena = arena
+            self._pager.enter(arena)
+
+    def take_slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Uninitialized memory for cached rows."""
+        size = torch.Size(shape).numel()
+        spare = self._spare[size, dtype]
+        if spare:
+            return spare.pop().view(tuple(shape))
+        self._spare.clear()
+        with self.unpaged():
+            return torch.empty(tuple(shape), dtype=dtype)
+
+    def give_slots(self, slots: Tensor) -> None:
+        """Takes back memory for cached rows."""
+        self._spare[slots.numel(), slots.dtype].append(slots)
+
+    def counters(self) -> dict[str, int]:
+        """Bytes moved so far, and the most that was in memory."""
+        found = self._pager.counters()
+        rows = self.rows
+        return {
+            "bytes_read": found.bytes_read + (0 if rows is None else rows.bytes_read),
+            "bytes_written": found.bytes_written + (0 if rows is None else rows.bytes_written),
+            "demand_bytes": found.demand_bytes,
+            "prefetched_bytes": found.prefetched_bytes,
+            "peak_resident_bytes": found.peak_resident_bytes,
+            "overrun_bytes": found.overrun_bytes,
+        }
+
+    def close(self) -> None:
+        """Brings in what is still alive, and removes the files."""
+        self._spare.clear()
+        if self.rows is not None:
+            self.rows.close()
+        self._pager.close()

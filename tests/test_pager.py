@@ -1,0 +1,553 @@
+"""The pager: contents survive, budgets hold, nothing is left, and real crashes stay crashes."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+
+from pyg_sar.errors import StoreError
+from pyg_sar.kernels import ops
+from pyg_sar.store import Pager
+
+pytestmark = [
+    pytest.mark.skipif(not ops.built, reason="no C++ kernels"),
+    pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the pager is for Linux"),
+]
+
+MB = 1 << 20
+KB = 1 << 10
+DTYPES = (
+    *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32),
+    *(torch.uint8, torch.bool, torch.complex64),
+)
+
+
+@contextmanager
+def opened(
+    directory: Path | None, budget: int | None, arenas: int = 3, io_threads: int = 1
+) -> Iterator[Pager]:
+    """A pager in whose arena 0 this thread allocates."""
+    with Pager(arenas, budget, directory, io_threads) as pager:
+        pager.enter(0)
+        try:
+            yield pager
+        finally:
+            pager.enter(None)
+
+
+def numbered(megabytes: int, number: int) -> torch.Tensor:
+    return torch.full((megabytes * MB // 8,), number, dtype=torch.int64)
+
+
+def run(code: str, *arguments: object, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs a script in a fresh process."""
+    before = (
+        "import faulthandler, os, signal, sys\nfaulthandler.enable()\n"
+        "import torch\nfrom pyg_sar.store import Pager\ntorch.set_num_threads(1)\nMB = 1 << 20\n"
+    )
+    return subprocess.run(
+        [sys.executable, "-c", before + textwrap.dedent(code), *map(str, arguments)],
+        cwd=Path(__file__).resolve().parent.parent,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        **options,  # type: ignore[call-overload]
+    )
+
+
+# Contents #####################################################################
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_contents_survive_out_and_in(tmp_path, dtype):
+    sizes = (1, 100, 64 * KB - 1, 64 * KB, 64 * KB + 1, 200 * KB, MB + 8, 5 * MB + 4096, 9 * MB)
+    generator = torch.Generator().manual_seed(1)
+    expected = []
+    for size in sizes:
+        raw = torch.randint(0, 2, (size * dtype.itemsize,), generator=generator, dtype=torch.uint8)
+        if dtype != torch.bool:
+            raw *= 63
+        expected.append(raw.view(dtype))
+    with opened(tmp_path, None) as pager:
+        tensors = [x.clone() for x in expected]
+        views = [x[len(x) // 2 :] for x in tensors]
+        arrays = [x.view(torch.uint8).numpy() for x in tensors]
+        for x in tensors:
+            assert pager.touch(x) == (x.nbytes >= 64 * KB)
+        for round in range(3):
+            pager.move_out(0)
+            assert pager.counters().evictions == (round + 1) * pager.counters().regions
+            for x, view, array, y in zip(tensors, views, arrays, expected, strict=True):
+                assert torch.equal(view, y[len(y) // 2 :]) and torch.equal(x, y)
+                assert (array == y.view(torch.uint8).numpy()).all()
+    for x, y in zip(tensors, expected, strict=True):
+        assert torch.equal(x, y)
+
+
+def test_gradients_are_equal_to_the_bit_far_below_what_is_saved(tmp_path):
+    def gradients() -> list[torch.Tensor]:
+        torch.manual_seed(3)
+        layers = [torch.nn.Linear(64, 64) for _ in range(12)]
+        model = torch.nn.Sequential(*(m for layer in layers for m in (layer, torch.nn.GELU())))
+        x = torch.randn(2000, 64, requires_grad=True)
+        model(x).square().sum().backward()
+        return [x.grad.clone(), *(p.grad.clone() for p in model.parameters())]
+
+    expected = gradients()
+    with opened(tmp_path, 3 * MB) as pager:
+        found = gradients()
+        counters = pager.counters()
+    assert counters.demand_faults > 10 and counters.overrun_bytes == 0
+    assert counters.peak_resident_bytes <= 3 * MB
+    assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+
+
+def test_a_storage_that_grows_keeps_its_content(tmp_path):
+    with opened(tmp_path, 8 * MB) as pager:
+        x = numbered(1, 7)
+        pager.move_out(0)
+        x.resize_(4 * MB // 8)
+        assert (x[: MB // 8] == 7).all()
+        x.untyped_storage().resize_(0)
+        assert pager.counters().regions == 0
+    x.untyped_storage().resize_(MB)
+
+
+def test_other_allocators_are_untouched(tmp_path):
+    with opened(tmp_path, 8 * MB) as pager:
+        x = numbered(1, 7).share_memory_()
+        assert pager.counters().regions == 0 and (x == 7).all()
+        pager.enter(None)
+        x = numbered(1, 7)
+        assert pager.counters().regions == 0 and not pager.touch(x)
+
+
+# Threads ######################################################################
+
+
+def in_threads(work: Callable[[int], None], number: int) -> None:
+    failed: list[BaseException] = []
+
+    def run(i: int) -> None:
+        try:
+            work(i)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(i,)) for i in range(number)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failed == []
+
+
+def test_four_openmp_threads_read_what_is_out(tmp_path):
+    before = torch.get_num_threads()
+    torch.set_num_threads(4)
+    try:
+        with opened(tmp_path, 64 * MB) as pager:
+            x = torch.arange(4 * MB)
+            for _ in range(20):
+                pager.move_out(0)
+                assert x.sum().item() == 4 * MB * (4 * MB - 1) // 2
+            assert pager.counters().demand_faults == 20
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("io_threads", [1, 2])
+def test_no_write_is_lost_while_regions_move(tmp_path, io_threads):
+    """Threads count in every page, as the regions are evicted, written ahead and prefetched."""
+    rounds, size = 30, 256 * KB // 8
+    with opened(tmp_path, 2 * MB, io_threads=io_threads) as pager:
+        tensors = [torch.zeros(size, dtype=torch.int64) for _ in range(16)]
+        done = threading.Event()
+
+        def count(i: int) -> None:
+            for round in range(rounds):
+                for k in range(16):
+                    # A word of its own in every page, which other threads' words are in too.
+                    tensors[(i + k + round) % 16][i::512] += 1
+
+        def disturb() -> None:
+            while not done.is_set():
+                for arena in range(3):
+                    pager.turn(arena)
+                    pager.prefetch(0, 2 * MB)
+                    pager.move_out(0)
+
+        disturber = threading.Thread(target=disturb)
+        disturber.start()
+        in_threads(count, 4)
+        done.set()
+        disturber.join()
+        for x in tensors:
+            for i in range(4):
+                assert (x[i::512] == rounds).all()
+            assert x.sum().item() == 4 * rounds * (size // 512)
+        assert pager.counters().evictions > 16
+
+
+def test_threads_allocate_and_free_at_once(tmp_path):
+    with opened(tmp_path, 4 * MB) as pager:
+
+        def work(i: int) -> None:
+            pager.enter(i % 3)
+            kept = []
+            for k in range(150):
+                x = torch.full((64 * KB // 8 + (k * 7919 % 100) * 512,), i * 1000 + k)
+                kept.append((i * 1000 + k, x))
+                if len(kept) > 12:
+                    number, x = kept.pop(k % 12)
+                    assert (x == number).all()
+            for number, x in kept:
+                assert (x == number).all()
+
+        in_threads(work, 4)
+        pager.wait()
+        counters = pager.counters()
+        assert counters.regions == 0 and counters.stored_bytes == 0
+        assert counters.peak_resident_bytes <= 4 * MB
+
+
+# Budget #######################################################################
+
+
+def test_the_budget_holds_through_ten_times_as_much(tmp_path):
+    with opened(tmp_path, 16 * MB) as pager:
+        tensors = [numbered(1, i) for i in range(160)]
+        for i in reversed(range(160)):
+            assert (tensors[i] == i).all()
+            tensors[i] += 1
+        assert all((x == i + 1).all() for i, x in enumerate(tensors))
+        counters = pager.counters()
+        assert counters.peak_resident_bytes == 16 * MB and counters.overrun_bytes == 0
+        assert counters.regions == 160
+        pager.budget = 4 * MB
+        assert pager.counters().resident_bytes <= 4 * MB
+        del tensors
+        assert pager.counters().regions == 0 and pager.counters().stored_bytes == 0
+
+
+def test_resident_memory_follows_the_budget(tmp_path):
+    done = run(
+        """
+        def resident():
+            return int(open("/proc/self/statm").read().split()[1]) * os.sysconf("SC_PAGESIZE")
+        with Pager(1, 32 * MB, sys.argv[1]) as pager:
+            warm = torch.ones(4 * MB).sum()
+            pager.enter(0)
+            before = resident()
+            most = 0
+            tensors = []
+            for i in range(60):
+                tensors.append(torch.full((5 * MB // 4 + i,), float(i)))
+                most = max(most, resident() - before)
+            for i, x in enumerate(tensors):
+                assert x.min() == x.max() == i
+                most = max(most, resident() - before)
+            pager.enter(None)
+            print(most // MB)
+            del tensors, x
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert 16 <= int(done.stdout) <= 32 + 8
+
+
+def test_what_is_too_large_is_refused(tmp_path):
+    with opened(tmp_path, 4 * MB) as pager:
+        x = numbered(1, 1)
+        with pytest.raises(torch.OutOfMemoryError, match=r"5242880 bytes.*4194304.*more parts"):
+            numbered(5, 1)
+        assert pager.counters().resident_bytes == MB and (x == 1).all()
+
+
+def test_without_a_store_the_budget_is_an_error(tmp_path):
+    with opened(None, 4 * MB) as pager:
+        tensors = [numbered(1, i) for i in range(4)]
+        with pytest.raises(torch.OutOfMemoryError, match="there is no store"):
+            numbered(1, 4)
+        with pytest.raises(StoreError, match="no store"):
+            pager.move_out(0)
+    assert all((x == i).all() for i, x in enumerate(tensors))
+
+
+def test_pinned_tensors_stay(tmp_path):
+    with opened(tmp_path, 4 * MB) as pager:
+        x = numbered(2, 5)
+        with pager.pinned(x, write=True):
+            others = [numbered(1, i) for i in range(8)]
+            faults = pager.counters().demand_faults
+            with open("/dev/zero", "rb") as zeros:
+                assert zeros.readinto(memoryview(x.numpy())) == 2 * MB  # type: ignore[arg-type]
+            assert (x == 0).all() and pager.counters().demand_faults == faults
+            with pager.pinned(others[-1]), pytest.raises(torch.OutOfMemoryError, match="pinned"):
+                numbered(2, 1)
+        assert all((y == i).all() for i, y in enumerate(others))
+
+
+def test_operands_that_do_not_fit_together_exceed_the_budget(tmp_path):
+    with opened(tmp_path, 2 * MB) as pager:
+        x, y, out = numbered(1, 1), numbered(1, 2), numbered(1, 0)
+        torch.add(x, y, out=out)
+        assert (out == 3).all()
+        assert 0 < pager.counters().overrun_bytes <= 2 * MB
+
+
+# Turns ########################################################################
+
+
+def test_the_farthest_arena_goes_first_and_its_oldest(tmp_path):
+    with opened(tmp_path, 8 * MB) as pager:
+        made: dict[int, list[torch.Tensor]] = {}
+        for arena in (0, 1, 2):
+            pager.enter(arena)
+            made[arena] = [numbered(1, arena) for _ in range(2)]
+        pager.turn(1)  # So arena 0 is the farthest, and 2 is next.
+        pager.enter(1)
+        rest = [numbered(1, 9) for _ in range(5)]
+        assert pager.counters().evictions == 3
+        pager.enter(None)
+        for arena, faults in ((1, 0), (0, 2)):
+            before = pager.counters().demand_faults
+            assert all((x == arena).all() for x in made[arena])
+            assert pager.counters().demand_faults - before == faults
+        del rest
+
+
+def test_prefetch_brings_in_the_newest_and_only_into_free_room(tmp_path):
+    with opened(tmp_path, 8 * MB) as pager:
+        tensors = [numbered(1, i) for i in range(6)]
+        pager.move_out(0)
+        pager.prefetch(0, 3 * MB)
+        pager.wait()
+        assert pager.counters().prefetched_bytes == 3 * MB
+        assert all((tensors[i] == i).all() for i in (5, 4, 3))
+        assert pager.counters().demand_faults == 0
+        assert (tensors[2] == 2).all() and pager.counters().demand_faults == 1
+        pager.turn(2)
+        pager.enter(1)
+        near = [numbered(1, i) for i in range(4)]  # Of the farthest arena: makes room for arena 0.
+        pager.prefetch(0, 8 * MB)
+        pager.wait()
+        assert pager.counters().prefetched_bytes == 5 * MB
+        assert pager.counters().resident_bytes <= 8 * MB
+        del near
+
+
+def test_nothing_is_written_when_all_fits_and_waiting_arenas_are_when_not(tmp_path):
+    with opened(tmp_path, 10 * MB) as pager:
+        tensors = [numbered(1, i) for i in range(6)]
+        pager.turn(1)
+        pager.wait()
+        assert pager.counters().bytes_written == 0
+        pager.enter(1)
+        more = [numbered(1, i) for i in range(2)]
+        pager.wait()
+        assert pager.counters().bytes_written == 6 * MB and pager.counters().evictions == 0
+        pager.move_out(0)  # Costs nothing more.
+        assert pager.counters().bytes_written == 6 * MB and pager.counters().evictions == 6
+        assert all((x == i).all() for i, x in enumerate(tensors))
+        del more
+
+
+def test_clean_regions_are_not_written_again(tmp_path):
+    with opened(tmp_path, 8 * MB) as pager:
+        x = numbered(4, 3)
+        for _ in range(3):
+            pager.move_out(0)
+            assert (x == 3).all()
+        assert pager.counters().bytes_written == 4 * MB and pager.counters().bytes_read == 12 * MB
+        x[0] = 1
+        pager.move_out(0)
+        assert pager.counters().bytes_written == 8 * MB and x[0] == 1
+
+
+def test_freed_while_it_is_written(tmp_path):
+    with opened(tmp_path, 8 * MB) as pager:
+        for round in range(40):
+            pager.enter(0)
+            pager.turn(1)
+            x = numbered(6, round)  # Is written ahead at once.
+            y = numbered(1, round)
+            del x
+            assert (y == round).all()
+            del y
+        pager.wait()
+        counters = pager.counters()
+        assert counters.regions == 0 and counters.stored_bytes == 0
+        assert counters.peak_resident_bytes <= 8 * MB
+
+
+# The file #####################################################################
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(tmp_path)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("a small file system can be mounted by root only")
+    yield tmp_path
+    subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+def test_a_full_disk_is_an_error_and_nothing_is_lost(small_disk):
+    with opened(small_disk, 4 * MB) as pager:
+        tensors = []
+        with pytest.raises(torch.OutOfMemoryError, match=r"No space left.*directory"):
+            for i in range(20):
+                tensors.append(numbered(1, i))
+        assert 7 <= len(tensors) <= 8
+        pager.enter(None)
+        for _ in range(2):
+            assert all((x == i).all() for i, x in enumerate(tensors))
+        # Full on both sides: what comes in is one region too many, until it goes out again.
+        assert pager.counters().peak_resident_bytes <= 5 * MB
+        pager.enter(0)
+        tensors.pop()
+        tensors.append(numbered(1, len(tensors)))
+        pager.budget = 100 * MB
+        tensors += [numbered(1, i) for i in range(len(tensors), 10)]
+        with pytest.raises(StoreError, match="No space left"):
+            pager.move_out(0)
+    assert all((x == i).all() for i, x in enumerate(tensors))
+
+
+def test_a_folder_that_takes_no_file_is_named(tmp_path):
+    with pytest.raises(StoreError, match=r"missing can't be opened: No such file"):
+        Pager(1, None, tmp_path / "missing")
+    with Pager(1, None, tmp_path):
+        pass
+
+
+def test_nothing_is_left_after_a_kill(tmp_path):
+    done = run(
+        """
+        pager = Pager(1, 4 * MB, sys.argv[1])
+        pager.enter(0)
+        tensors = [torch.ones(MB // 4) for _ in range(16)]
+        assert pager.counters().stored_bytes > 0
+        assert os.listdir(sys.argv[1]) == []
+        print("moved", flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGKILL and done.stdout == "moved\n", done.stderr
+    assert os.listdir(tmp_path) == []
+
+
+# The process ##################################################################
+
+
+def test_one_pager_at_a_time_and_arguments_are_checked(tmp_path):
+    with Pager(2, None, tmp_path) as pager:
+        with pytest.raises(StoreError, match="open pager already"):
+            Pager(1, None, tmp_path)
+        for call in (pager.turn, pager.enter, pager.move_out):
+            with pytest.raises(ValueError, match="arena from 0 to 1"):
+                call(2)
+        with pytest.raises(ValueError, match="budget"):
+            pager.budget = 0
+    with pytest.raises(StoreError, match="closed"):
+        pager.turn(0)
+    for arguments in ((0, None, None, 1), (1, 0, None, 1), (1, None, None, 0)):
+        with pytest.raises(ValueError, match="expected"):
+            Pager(*arguments)
+
+
+def test_without_kernels_there_is_no_pager(monkeypatch):
+    monkeypatch.setattr(ops, "why_missing", lambda: "they were not built")
+    with pytest.raises(StoreError, match="without the C\\+\\+ kernels: they were not built"):
+        Pager(1, None, None)
+
+
+def test_tensors_outlive_their_pager(tmp_path):
+    kept = []
+    for number in range(3):
+        with opened(tmp_path, 4 * MB) as pager:
+            assert pager.counters().regions == 8 * number
+            kept += [numbered(1, number) for _ in range(8)]
+        assert all((x == i // 8).all() for i, x in enumerate(kept))
+        kept[0] += 0
+
+
+def test_a_forked_child_can_use_what_was_resident(tmp_path):
+    done = run(
+        """
+        pager = Pager(1, 4 * MB, sys.argv[1], 2)
+        pager.enter(0)
+        tensors = [torch.full((MB // 4,), float(i)) for i in range(8)]
+
+        def child(work):
+            pid = os.fork()
+            if pid == 0:
+                work()
+                os._exit(0)
+            return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+        def use():
+            tensors[7] += 1
+            assert (tensors[7] == 8).all()
+            mine = [torch.ones(MB) for _ in range(8)]
+            del mine, tensors[7]
+            try:
+                pager.turn(0)
+            except RuntimeError as error:
+                assert "fork" in str(error)
+            else:
+                os._exit(1)
+            pager.close()
+
+        assert child(use) == 0
+        written = pager.counters().bytes_written
+        print(child(lambda: tensors[0].sum()))
+        for i, x in enumerate(tensors):
+            assert (x == i).all()
+        pager.close()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == f"{-signal.SIGSEGV}\n"
+    assert "waits in its parent's store" in done.stderr
+
+
+@pytest.mark.parametrize(
+    "when", ["before", "after"], ids=["faulthandler before", "faulthandler after"]
+)
+@pytest.mark.parametrize("address", ["8", "x.data_ptr() + 3 * MB"], ids=["far", "beyond a region"])
+def test_a_real_crash_stays_a_crash(tmp_path, when, address):
+    done = run(
+        f"""
+        import ctypes
+        pager = Pager(1, 4 * MB, sys.argv[1])
+        if {when!r} == "after":
+            faulthandler.disable()
+            faulthandler.enable()
+            pager.turn(0)
+        pager.enter(0)
+        x = torch.ones(MB // 4)
+        pager.move_out(0)
+        assert x.sum() == MB // 4
+        def where_it_crashes():
+            ctypes.string_at({address})
+        where_it_crashes()
+        """,
+        tmp_path,
+    )
+    assert done.returncode == -signal.SIGSEGV
+    assert "Segmentation fault" in done.stderr and "where_it_crashes" in done.stderr

@@ -1,0 +1,326 @@
+"""Planned caches of rows: exact, never worse than another choice, and what they read."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import combinations
+
+import numpy as np
+import pytest
+import torch
+
+from pyg_sar.exchange.part_order import order_parts
+from pyg_sar.exchange.row_cache import RowCache
+from pyg_sar.exchange.row_plan import (
+    JOINED_GAPS,
+    check_plan,
+    gap_of,
+    joined_runs,
+    loads,
+    plan_rows,
+)
+from pyg_sar.partition.assignment import assign_nodes
+from pyg_sar.partition.layout import make_layout
+from pyg_sar.tools.graph_sources import load_npz
+
+
+def random_case(seed, most_parts=7, most_rows=60):
+    """Halo rows of some parts, where each part's published rows begin, an order, a capacity."""
+    draw = np.random.default_rng(seed)
+    parts, rows = int(draw.integers(1, most_parts + 1)), int(draw.integers(0, most_rows + 1))
+    first = np.concatenate([[0], np.sort(draw.integers(0, rows + 1, parts - 1)), [rows]])
+    needs = []
+    for part in range(parts):
+        wanted = draw.random(rows) < draw.choice([0, 0.1, 0.5, 1])
+        wanted[first[part] : first[part + 1]] = False
+        needs.append(np.flatnonzero(wanted).astype(draw.choice([np.int32, np.int64])))
+    capacity = int(draw.choice([0, 1, 2, rows // 4, rows // 2, rows, 2 * rows]))
+    return needs, first, capacity, [int(part) for part in draw.permutation(parts)]
+
+
+KINDS = [(stay, keep) for stay in (True, False) for keep in ("belady", "adjacent")]
+
+
+@pytest.mark.parametrize("stay, keep", KINDS)
+def test_plans_deliver_the_rows_that_are_needed(stay, keep):
+    for seed in range(400):
+        needs, first, capacity, order = random_case(seed)
+        plan = plan_rows(needs, first, capacity, order, stay, keep)
+        check_plan(plan, needs)
+        assert [turn.part for turn in plan.turns] == order
+        assert plan.num_slots <= capacity
+        total = loads(plan)
+        assert total.rows + total.found == sum(rows.size for rows in needs)
+        assert total.read == total.rows
+        if capacity == 0:
+            assert total.found == 0
+        if capacity >= first[-1]:
+            distinct = np.unique(np.concatenate(needs)).size
+            if keep == "belady":
+                assert total.rows == (0 if stay else distinct)
+        if not stay:
+            assert not any(rows.size for rows in plan.publish_row)
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_the_plan_never_reads_more_than_adjacent_reuse(stay):
+    saved = 0
+    for seed in range(400):
+        needs, first, capacity, order = random_case(seed)
+        planned, adjacent = (
+            loads(plan_rows(needs, first, capacity, order, stay, keep)).rows
+            for keep in ("belady", "adjacent")
+        )
+        assert planned <= adjacent
+        saved += adjacent - planned
+    assert saved > 0
+
+
+def test_adjacent_reuse_loads_what_the_last_turn_did_not_have():
+    for seed in range(200):
+        needs, first, _, order = random_case(seed)
+        plan = plan_rows(needs, first, int(first[-1]), order, False, "adjacent")
+        lists = [set(needs[part].tolist()) for part in order]
+        expected = [
+            len(rows - before) for rows, before in zip(lists, [set(), *lists[:-1]], strict=True)
+        ]
+        assert [turn.num_loaded for turn in plan.turns] == expected
+
+
+def fewest_loads(needs, num_rows, capacity, order, stay):
+    """Tries all contents of the cache after each turn."""
+    lists = [frozenset(needs[part].tolist()) for part in order]
+
+    def contents(rows):
+        size = min(capacity, len(rows))  # To hold more is never worse.
+        return (frozenset(some) for some in combinations(sorted(rows), size))
+
+    @cache
+    def fewest(turn, held):
+        if turn == len(lists):
+            return 0
+        missing = len(lists[turn] - held)
+        return missing + min(fewest(turn + 1, kept) for kept in contents(held | lists[turn]))
+
+    opening = contents(range(num_rows)) if stay else [frozenset()]
+    return min(fewest(0, held) for held in opening)
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_no_choice_of_contents_reads_fewer_rows(stay):
+    reused = 0
+    for seed in range(150):
+        needs, first, _, order = random_case(seed, most_parts=5, most_rows=7)
+        for capacity in (1, 2, 3):
+            plan = plan_rows(needs, first, capacity, order, stay)
+            fewest = fewest_loads(needs, int(first[-1]), capacity, order, stay)
+            assert loads(plan).rows == fewest, (seed, capacity)
+            reused += loads(plan).found
+    assert reused > 100
+
+
+def test_a_wrong_plan_is_found():
+    needs = [np.array([2, 3]), np.array([0, 3]), np.array([0, 2])]
+    plan = plan_rows(needs, [0, 2, 3, 4], 4, published_stay=False)
+    check_plan(plan, needs)
+    assert loads(plan).rows == 3
+    for wrong in ([[2, 3], [1, 3], [0, 2]], [[2, 3], [0, 3], [0, 1]], [[2], [0, 3], [0, 2]]):
+        with pytest.raises(AssertionError):
+            check_plan(plan, [np.array(rows) for rows in wrong])
+    plan.turns[1].found_slot[:] = 1 - plan.turns[1].found_slot
+    with pytest.raises(AssertionError):
+        check_plan(plan, needs)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"capacity": -1}, "'capacity' to be at least 0"),
+        ({"keep": "lru"}, "'keep' to be 'belady' or 'adjacent'"),
+        ({"order": [0, 0]}, "'order' to hold each of the 2 parts once"),
+        ({"first": [0, 2]}, "'first' to ascend from 0 and to have 3 numbers"),
+        ({"first": [0, 5, 4]}, "'first' to ascend"),
+        ({"first": [0, 2, 2**31]}, "fewer than 2\\^31"),
+        ({"needs": [np.array([3, 2]), np.array([0])]}, r"'needs\[0\]' to ascend within 0 to 3"),
+        ({"needs": [np.array([2]), np.array([0, 0])]}, r"'needs\[1\]' to ascend"),
+        ({"needs": [np.array([4]), np.array([0])]}, r"'needs\[0\]' to ascend"),
+        ({"needs": [np.array([0.5]), np.array([0])]}, r"'needs\[0\]' to be a list of integers"),
+    ],
+)
+def test_wrong_arguments_are_named(change, message):
+    given = {"needs": [np.array([2, 3]), np.array([0])], "first": [0, 2, 4], "capacity": 2}
+    with pytest.raises(ValueError, match=message):
+        plan_rows(**{**given, **change})
+
+
+# The order of parts ###########################################################
+
+
+@pytest.mark.parametrize("stay", [True, False])
+def test_the_order_of_parts_is_one_that_reads_as_many_rows_as_it_says(stay):
+    for seed in range(60):
+        needs, first, capacity, _ = random_case(seed)
+        order, rows = order_parts(needs, first, capacity, stay, tries=20)
+        assert sorted(order) == list(range(len(needs)))
+        assert rows == loads(plan_rows(needs, first, capacity, order, stay)).rows
+        assert rows <= loads(plan_rows(needs, first, capacity, None, stay)).rows
+        assert order_parts(needs, first, capacity, stay, tries=20) == (order, rows)
+
+
+@pytest.mark.parametrize("sample", [20_000, 300])
+def test_parts_that_need_the_same_rows_follow_each_other(sample, monkeypatch):
+    """Of a ring of parts, drawn in random order, each shares half its rows with the next."""
+    monkeypatch.setattr("pyg_sar.exchange.part_order.SAMPLE", sample)
+    drawn = np.random.default_rng(0).permutation(12)
+    needs = [np.arange(50 * k, 50 * k + 100) for k in drawn]
+    first = [0] * 12 + [650]
+    assert loads(plan_rows(needs, first, 50, None, False)).rows > 900
+    order, rows = order_parts(needs, first, 50, False, tries=2000)
+    assert rows == 650
+    neighbours = drawn[order].tolist()
+    assert neighbours in (list(range(12)), list(range(12))[::-1])
+
+
+# Requests #####################################################################
+
+
+def test_runs_within_the_gap_are_one_request():
+    needs = [np.array([0, 1, 4, 5, 9, 20]), np.empty(0, np.int64)]
+    plan = plan_rows(needs, [0, 0, 30], 0)
+    for gap, requests, read in ((0, 4, 6), (1, 4, 6), (2, 3, 8), (3, 2, 11), (10, 1, 21)):
+        total = loads(plan, gap)
+        assert (total.rows, total.requests, total.read) == (6, requests, read)
+        assert total.mean == read / requests
+    begin, end = joined_runs(plan.turns[0], 2)
+    assert begin.tolist() == [0, 2, 3] and end.tolist() == [2, 3, 4]
+    assert loads(plan_rows([needs[1]], [0, 0], 0)).mean == 0
+    assert gap_of(512, 65536) == 128 and gap_of(0, 7) == 7
+
+
+def test_joined_requests_stay_short():
+    draw = np.random.default_rng(0)
+    for gap in (1, 2, 5):
+        longest = JOINED_GAPS * gap
+        rows = np.flatnonzero(np.repeat(draw.random(400) < 0.6, draw.choice([1, 3, 90], 400)))
+        plan = plan_rows([rows, rows[:0]], [0, 0, int(rows[-1]) + 1], 0)
+        turn = plan.turns[0]
+        begin, end = joined_runs(turn, gap)
+        assert begin[0] == 0 and end[-1] == turn.run_start.size
+        assert np.array_equal(begin[1:], end[:-1])
+        several = end - begin > 1
+        sizes = turn.run_stop[end - 1] - turn.run_start[begin]
+        assert several.any() and (sizes[several] < 2 * longest).all()
+        assert (sizes[~several] >= longest).any()
+
+
+# The cache ####################################################################
+
+
+def run_pass(plan, needs, rows, gap):
+    """Publishes and gathers ``rows``; returns the cache, and the rows that it read."""
+    read = []
+
+    def read_rows(start, stop, out):
+        read.append((start, stop))
+        out.copy_(rows[start:stop])
+
+    slots = torch.full((plan.num_slots, *rows.shape[1:]), 7, dtype=rows.dtype)
+    rows_cache = RowCache(plan, slots, read_rows, gap)
+    for part, (start, stop) in enumerate(zip(plan.first, plan.first[1:], strict=False)):
+        rows_cache.publish(part, rows[start:stop])
+    for turn in plan.turns:
+        out = torch.full((turn.num_halo, *rows.shape[1:]), 5, dtype=rows.dtype)
+        rows_cache.gather(turn.part, out)
+        assert torch.equal(out, rows[torch.from_numpy(needs[turn.part]).long()])
+    return rows_cache, read
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
+@pytest.mark.parametrize("shape", [(3,), (2, 5), (0,)])
+def test_the_cache_gives_the_published_rows(dtype, shape, monkeypatch):
+    monkeypatch.setattr("pyg_sar.exchange.row_cache.MOVE_BYTES", 100)
+    for seed in range(60):
+        needs, first, capacity, order = random_case(seed)
+        stay, keep = KINDS[seed % len(KINDS)]
+        plan = plan_rows(needs, first, capacity, order, stay, keep)
+        rows = torch.randint(0, 200, (int(first[-1]), *shape)).to(dtype)
+        for gap in (0, 3):
+            done, read = run_pass(plan, needs, rows, gap)
+            total = loads(plan, gap)
+            assert (done.loaded, done.found) == (total.rows, total.found)
+            assert done.requests == len(read) == total.requests
+            assert sum(stop - start for start, stop in read) == total.read
+
+
+def test_rows_that_lie_together_are_read_in_place():
+    """Rows between two runs that the part needs as well are read straight into its buffer."""
+    needs = [np.array([3, 5]), np.array([2, 3, 4, 5, 6]), np.array([9])]
+    plan = plan_rows(needs, [0, 0, 0, 10], 2, published_stay=False)
+    assert plan.turns[1].run_start.tolist() == [2, 4, 6]
+    rows = torch.arange(10.0).view(-1, 1)
+    where = []
+
+    def read_rows(start, stop, out):
+        where.append((start, stop, out.untyped_storage().data_ptr()))
+        out.copy_(rows[start:stop])
+
+    done = RowCache(plan, torch.empty(2, 1), read_rows, gap=1)
+    for part, size in ((0, 2), (1, 5), (2, 1)):
+        out = torch.empty(size, 1)
+        done.gather(part, out)
+        if part == 1:
+            assert where[-1] == (2, 7, out.untyped_storage().data_ptr())
+    assert (done.loaded, done.found, done.requests) == (6, 2, 3)
+
+
+def test_misuse_of_the_cache_is_named():
+    needs = [np.array([2, 3]), np.array([0, 3])]
+    plan = plan_rows(needs, [0, 2, 4], 2)
+
+    def fresh():
+        return RowCache(plan, torch.empty(2, 3), lambda start, stop, out: None)
+
+    with pytest.raises(ValueError, match="Expected 'slots' of 2 rows"):
+        RowCache(plan, torch.empty(1, 3), lambda start, stop, out: None)
+    with pytest.raises(ValueError, match="before part 1 has published"):
+        fresh().gather(0, torch.empty(2, 3))
+    with pytest.raises(ValueError, match=r"rows of part 1 as torch.float32 of shape \[2, 3\]"):
+        fresh().publish(1, torch.empty(1, 3))
+    for wrong in (torch.empty(2, 4), torch.empty(2, 3, dtype=torch.float64)):
+        with pytest.raises(ValueError, match="halo rows of part 0"):
+            fresh().gather(0, wrong)
+    cache_of_a_pass = fresh()
+    for part in (0, 1):
+        cache_of_a_pass.publish(part, torch.empty(2, 3))
+    with pytest.raises(ValueError, match="publishes rows twice"):
+        cache_of_a_pass.publish(1, torch.empty(2, 3))
+    with pytest.raises(ValueError, match="Part 1 gathers at turn 0"):
+        cache_of_a_pass.gather(1, torch.empty(2, 3))
+    for part in (0, 1):
+        cache_of_a_pass.gather(part, torch.empty(2, 3))
+    with pytest.raises(ValueError, match="make a cache for each pass"):
+        cache_of_a_pass.gather(0, torch.empty(2, 3))
+
+
+# A real graph #################################################################
+
+
+def test_a_real_graph(shared_data):
+    data = load_npz(shared_data("cora.npz"))
+    layout = make_layout(
+        data.edge_index, assign_nodes(data.edge_index, data.num_nodes, 8, "metis"), 8
+    )
+    halos = [halo.numpy() for halo in layout.halos]
+    published = np.unique(np.concatenate(halos))
+    needs = [np.searchsorted(published, halo) for halo in halos]
+    first = np.searchsorted(published, layout.node_offsets.numpy())
+    capacity = max(rows.size for rows in needs)
+    rows = torch.randn(published.size, 4)
+    found = {}
+    for stay, keep in KINDS:
+        plan = plan_rows(needs, first, capacity, None, stay, keep)
+        check_plan(plan, needs)
+        run_pass(plan, needs, rows, gap=4)
+        found[stay, keep] = loads(plan).rows
+    assert found[False, "belady"] < found[False, "adjacent"] < sum(rows.size for rows in needs)
+    assert found[True, "belady"] <= found[False, "belady"] - min(capacity, needs[0].size)
