@@ -118,7 +118,7 @@ class Tables:
     ) -> None:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
         self._rows: dict[int, list[Tensor]] = {}
-        self._leaving: dict[tuple[int, int], list[Tensor]] = {}
+        self._leaving: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
         self._left = len(host.parts)
 
@@ -128,7 +128,7 @@ class Tables:
             with self.host.unpaged():
                 for number, message in enumerate(messages):
                     rows = message.index_select(0, wanted[part])
-                    self._leaving.setdefault((w, number), []).append(rows)
+                    self._leaving.setdefault((w, number), {})[part] = rows
         self._keep(part, messages)
 
     def exchange(self) -> list[Any]:
@@ -139,7 +139,9 @@ class Tables:
             receives: list[Tensor | None] = [None] * host.outer.world_size
             with host.unpaged():
                 for w in self.routes.leaving:
-                    sends[w] = torch.cat(self._leaving.pop((w, number)))
+                    # Parts need not publish in their order: one may have waited elsewhere.
+                    leaving = self._leaving.pop((w, number))
+                    sends[w] = torch.cat([leaving[part] for part in host.parts])
                     sizes = [self.routes.sizes[q] for q in host.hosted[w]]
                     receives[w] = found = torch.empty(sum(sizes), width, dtype=dtype)
                     parts = zip(host.hosted[w], found.split(sizes), strict=True)
