@@ -101,6 +101,7 @@ def distribute(
     """
     comm = current()
     policies = dict(layer_policies or {})
+    _check_own(model, comm)
     claim_rows(model)
     seeing = registry.Seeing(model, replicated)
     _check(model, policies, comm, seeing)
@@ -134,6 +135,19 @@ def distribute(
                 if isinstance(module, DistMessagePassing):
                     module.gradient_sum = hook
     return model
+
+
+def _check_own(model: torch.nn.Module, comm: Communicator) -> None:
+    """Raises ``ValueError`` on a model that another part, or thread, of this process trains."""
+    for hook in model._forward_pre_hooks.values():
+        if isinstance(hook, GradientSum | SummedByHand) and hook.comm is not comm:
+            other = hook.comm
+            if not other.closed and other.rank != comm.rank:
+                raise ValueError(
+                    f"This model is already that of rank {other.rank} in the same process, and "
+                    f"rank {comm.rank} can't train it as well: make, or copy, the model within "
+                    "the function that each part runs"
+                )
 
 
 def _as_it_is(norm: torch.nn.Module, comm: Communicator) -> bool:
