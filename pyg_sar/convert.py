@@ -101,7 +101,6 @@ def distribute(
     """
     comm = current()
     policies = dict(layer_policies or {})
-    _check_own(model, comm)
     claim_rows(model)
     seeing = registry.Seeing(model, replicated)
     _check(model, policies, comm, seeing)
@@ -127,6 +126,7 @@ def distribute(
     if comm.world_size > 1:
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
+        _check_own(model, comm)
         if not any(isinstance(hook, kinds) for hook in model._forward_pre_hooks.values()):
             hook = GradientSum(comm) if sum_gradients else SummedByHand(comm)
             hook(model)
