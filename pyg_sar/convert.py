@@ -142,7 +142,7 @@ def _check_own(model: torch.nn.Module, comm: Communicator) -> None:
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, GradientSum | SummedByHand) and hook.comm is not comm:
             other = hook.comm
-            if not other.closed and other.rank != comm.rank:
+            if other.rank != comm.rank:
                 raise ValueError(
                     f"This model is already that of rank {other.rank} in the same process, and "
                     f"rank {comm.rank} can't train it as well: make, or copy, the model within "

@@ -417,6 +417,17 @@ def test_a_model_in_the_arguments(root: Path):
     assert all(torch.equal(found, one[0]) for found in [*one, *two])
 
 
+def test_a_model_that_parts_share(root: Path):
+    """run() hands the same objects to all parts of a process: a model among them is refused."""
+
+    def worker(conv: torch.nn.Module) -> None:
+        pyg_sar.distribute(conv)
+
+    conv = gnn.GCNConv(CHANNELS, OUT).double()
+    with pytest.raises(ValueError, match="already that of rank 0 in the same process"):
+        pyg_sar.run(worker, conv, parts=2, timeout=30.0)
+
+
 @pytest.mark.parametrize("parts", [True, 0, -1, "8", 2.0])
 def test_no_number_of_parts(parts: Any):
     with pytest.raises(ValueError, match=f"parts={parts!r} must be"):
