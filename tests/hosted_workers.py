@@ -16,7 +16,8 @@ import torch
 import pyg_sar
 from pyg_sar.comm import launch as starting
 from pyg_sar.comm.communicator import LocalCommunicator
-from pyg_sar.comm.hosting import Hosting, PartError, host_parts
+from pyg_sar.comm.host import Hosting
+from pyg_sar.comm.hosting import PartError, host_parts
 
 PROCESSES = 2
 

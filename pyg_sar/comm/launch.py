@@ -30,7 +30,8 @@ import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
 from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init
-from pyg_sar.comm.hosting import Hosting, PartError, check_parts, host_parts
+from pyg_sar.comm.host import Hosting
+from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence

@@ -19,8 +19,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.hosting import TRANSPORT, Host, PartCommunicator, Started
-from pyg_sar.comm.messages import count
+from pyg_sar.comm.host import Host, Started
+from pyg_sar.comm.messages import count, count_all
+from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, narrowed
 from pyg_sar.exchange.rows import (
@@ -38,6 +39,8 @@ from pyg_sar.ledger import Label
 
 _PLAN: Label = ("", "", "plan")
 _BITS = 60
+STORE = "store"
+"""What ledgers call reads from files."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +219,9 @@ class PartSource(RowSource):
             shape, device = (plan.num_halo, width), self.tensors[0].device
             buffers.append(tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device))
         self._hold(plan.num_halo)
-        tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
+        loaded = tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
+        label = (self.label[0], self.label[1], "load")
+        count_all(plan.comm.ledgers, label, 0, loaded, STORE)
         for buffer in buffers:
             self.wire.land(buffer)
         return UnitRows(self.layout.unpack(buffers))

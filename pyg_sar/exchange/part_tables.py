@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.hosting import Host
+from pyg_sar.comm.host import Host
 from pyg_sar.exchange.row_cache import RowCache
 from pyg_sar.exchange.row_plan import RowPlan, gap_of, plan_rows
 from pyg_sar.ledger import Label
@@ -45,7 +45,7 @@ class Routes:
         self._plans: dict[int, StoredPlan] = {}
 
     def plan(self, host: Host, capacity: int) -> StoredPlan:
-        """What a cache of so many rows holds, turn by turn. Made once."""
+        """The contents of a cache of so many rows, turn by turn. Made once."""
         found = self._plans.get(capacity)
         if found is None:
             found = self._plans[capacity] = StoredPlan(self, host, capacity)
@@ -163,14 +163,26 @@ class Tables:
         """True where a part may gather now."""
         return True
 
-    def gather(self, part: int, into: Sequence[Tensor]) -> None:
-        """Fills a part's halo rows, of each message, in the order of its halo."""
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of rows that were read from the store so far."""
+        return 0
+
+    def gather(self, part: int, into: Sequence[Tensor]) -> int:
+        """Fills a part's halo rows, of each message, in the order of its halo.
+
+        Returns:
+            Bytes of rows that were read from the store.
+        """
+        before = self.loaded_bytes
         self._settle()
         for number, out in enumerate(into):
             self._gather(part, number, out)
+        loaded = self.loaded_bytes - before
         self._gathered += 1
         if self._gathered == len(self._order):
             self._close()
+        return loaded
 
     # Where the rows are ------------------------------------------------------
 
@@ -220,6 +232,12 @@ class StoredTables(Tables):
         for number, (dtype, width) in enumerate(kinds):
             slots = store.take_slots((self.plan.rows.num_slots, width), dtype)
             self._caches.append(self._cache(number, slots))
+
+    @property
+    def loaded_bytes(self) -> int:
+        """Bytes of rows that were read from the store so far."""
+        caches = zip(self._caches, self._row_bytes, strict=True)
+        return sum(cache.loaded * row for cache, row in caches)
 
     def _cache(self, number: int, slots: Tensor) -> RowCache:
         first, row = self.plan.rows.first, self._row_bytes[number]

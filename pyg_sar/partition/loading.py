@@ -153,7 +153,7 @@ def load_partition(
     problem = ""
     try:
         metadata = read_metadata(root)
-        metadata.check_world_size(comm.world_size)
+        metadata.check_world_size(comm.world_size, comm.host is not None)
         tensors = read_part(root, comm.rank, verify=verify, metadata=metadata)
         if comm.host is not None and comm.host.store is not None:
             # Views of the file would stay in memory; copies wait in the store with the part.

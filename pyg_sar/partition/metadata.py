@@ -187,14 +187,23 @@ class PartitionMetadata:
     num_graphs: int | None = None
     lists: list[NodeList] = field(default_factory=list)
 
-    def check_world_size(self, world_size: int) -> None:
-        """Raises :class:`PartitionError` unless there is one part per worker."""
-        if world_size != self.num_parts:
-            raise PartitionError(
-                f"The partition '{self.root}' has {self.num_parts} parts, but there are "
-                f"{world_size} workers; start {self.num_parts} workers or partition the graph "
-                f"into {world_size} parts"
-            )
+    def check_world_size(self, world_size: int, hosted: bool = False) -> None:
+        """Raises :class:`PartitionError` unless there is one part per rank.
+
+        Args:
+            world_size: The number of ranks.
+            hosted: They are parts that workers host (``launch(parts=...)``).
+        """
+        if world_size == self.num_parts:
+            return
+        parts = self.num_parts
+        there, start = f"{world_size} workers", f"start {parts} workers, host them (parts={parts})"
+        if hosted:
+            there, start = f"{world_size} hosted parts", f"pass parts={parts}"
+        raise PartitionError(
+            f"The partition '{self.root}' has {parts} parts, but there are {there}; {start} or "
+            f"partition the graph into {world_size} parts"
+        )
 
 
 def with_checksum(content: dict[str, Any]) -> str:

@@ -1,0 +1,407 @@
+"""A worker process that hosts several parts of a graph: meetings of parts, and their messages.
+
+[Note: meetings] All parts run the same operations in the same order. The n-th operation of each
+part is one *meeting*: every part brings something, the last one of a process to come combines what
+its parts have brought, with the other processes if there are any, and then each takes the result.
+The last ones of all processes come to the n-th meeting before they come to the next: so processes
+call each other in the same order, too.
+
+[Note: the order of sums] What parts bring is added up in the order of the parts, wherever they
+are. So results are the same to the bit for any number of processes that host the same parts.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple, NoReturn, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from pyg_sar.comm.backends import TAGS, reduced, to_bytes
+from pyg_sar.comm.communicator import Communicator, GroupCommunicator
+from pyg_sar.comm.issuer import Work
+from pyg_sar.comm.messages import (
+    GATHER,
+    mark_of,
+    num_bytes,
+    unlike,
+)
+from pyg_sar.comm.turns import Turns
+from pyg_sar.errors import PygSarError
+from pyg_sar.files import parse_bytes
+from pyg_sar.ledger import Label
+from pyg_sar.store.part_store import PartStore, available_memory
+
+T = TypeVar("T")
+Combine = Callable[[dict[int, Any]], Any]
+"""Takes what the parts of this process have brought, and returns the result."""
+
+HEADER = 256  # Bytes of a message's name.
+LARGE = 1 << 16  # Bytes of a sum from which one total goes from process to process.
+MOST_SENT = 256  # Messages on their way to other processes before one waits for the first.
+
+
+@dataclass(frozen=True, slots=True)
+class Hosting:
+    """How a worker hosts parts.
+
+    Attributes:
+        parts: Parts of the graph, of all workers.
+        memory: Bytes that a worker may take beyond its start; ``None``: no limit.
+        store: The directory where parts wait; ``None``: they wait in memory.
+    """
+
+    parts: int
+    memory: int | None = None
+    store: str | None = None
+
+    @classmethod
+    def of(
+        cls, parts: int | None, memory: int | str | None, store: str | os.PathLike[str] | None
+    ) -> Hosting | None:
+        """The hosting that arguments of ``launch`` and ``run`` ask for, if any do.
+
+        Raises:
+            ValueError: A limit or a store without a number of parts.
+        """
+        if parts is None and (memory is not None or store is not None):
+            name, value = ("memory", memory) if memory is not None else ("store", store)
+            raise ValueError(f"{name}={value!r} needs parts=, the number of the partition's parts")
+        if parts is None:
+            return None
+        size = None if memory is None else parse_bytes(memory, "memory")
+        return cls(parts, size, None if store is None else os.path.abspath(store))
+
+
+def split_parts(num_parts: int, num_workers: int) -> list[range]:
+    """Returns which parts each worker hosts: runs that differ by at most one part."""
+    bounds = [worker * num_parts // num_workers for worker in range(num_workers + 1)]
+    return [range(*pair) for pair in itertools.pairwise(bounds)]
+
+
+class Started(NamedTuple):
+    """A result that is there when transfers between processes have ended."""
+
+    works: list[Work]
+    result: Any
+
+
+class Meeting:
+    """One operation of all parts. See [Note: meetings].
+
+    Attributes:
+        name: What it is; the same for all parts.
+        first: The part that came first.
+        brought: What each part has brought.
+        result: What came out of it, once it is :meth:`over`.
+        works: Transfers between processes that end it.
+        shared: Of the parts of this process: :meth:`Host.share`.
+    """
+
+    def __init__(self, name: str, first: int, size: int) -> None:
+        self.name, self.first = name, first
+        self.brought: dict[int, Any] = {}
+        self.result: Any = None
+        self.works: list[Work] = []
+        self.shared: Any = None
+        self._met = False
+        self._missing = self._guests = size
+
+    def come(self, part: int, thing: Any) -> bool:
+        """Returns whether this part is the last one."""
+        self.brought[part] = thing
+        self._missing -= 1
+        return self._missing == 0
+
+    def end(self, found: Any) -> None:
+        """Takes what came out of it; it never ends where that has failed."""
+        if isinstance(found, Started):
+            self.works, found = found.works, found.result
+        self.result, self.brought, self._met = found, {}, True
+
+    def over(self) -> bool:
+        """Returns whether the result is there."""
+        return self._met and all(work.done() for work in self.works)
+
+    def leave(self) -> bool:
+        """Returns whether all parts have left."""
+        self._guests -= 1
+        return self._guests == 0
+
+
+class Host:
+    """Holds all that the parts of one process share.
+
+    Args:
+        hosting: Parts of the graph, and where they wait.
+        outer: The communicator of the worker processes.
+    """
+
+    def __init__(self, hosting: Hosting, outer: Communicator) -> None:
+        num_parts, memory, store = hosting.parts, hosting.memory, hosting.store
+        self.num_parts, self.outer = num_parts, outer
+        self.hosted = split_parts(num_parts, outer.world_size)
+        self.parts = self.hosted[outer.rank]
+        self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
+        check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
+        self.store: PartStore | None = None
+        if memory is not None or store is not None:
+            size = memory or available_memory()
+            self.store = PartStore(len(self.parts), num_parts, size, store)
+        self.turns = Turns(self.parts, check, self._under_way, self._begin, self._end)
+        self._numbers = dict.fromkeys(self.parts, 0)
+        self._meetings: dict[int, Meeting] = {}
+        self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
+        self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
+        self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    def _begin(self, part: int) -> None:
+        if self.store is not None:
+            self.store.begin(part - self.parts.start)
+
+    def _end(self, part: int) -> None:
+        if self.store is not None:
+            self.store.end()
+
+    def unpaged(self) -> AbstractContextManager[Any]:
+        """Makes tensors that stay in memory: for all parts, and for the network."""
+        return nullcontext() if self.store is None else self.store.unpaged()
+
+    def close(self) -> None:
+        """Waits until all that was sent has gone, and removes the store."""
+        self.settle()
+        if self.store is not None:
+            self.store.close()
+
+    def _under_way(self) -> bool:
+        return any(not work.done() for m in self._meetings.values() for work in m.works)
+
+    # Meetings ----------------------------------------------------------------
+
+    def come(
+        self,
+        part: int,
+        name: str,
+        thing: Any,
+        combine: Combine,
+        ready: Callable[[], bool] | None = None,
+    ) -> Callable[[], Any]:
+        """Has a part come to its next meeting.
+
+        Args:
+            part: The part.
+            name: What it does there.
+            thing: What it brings.
+            combine: Called by the last part of this process. Where it returns :class:`Started`,
+                the meeting is over when these transfers are.
+
+            ready: The part takes the result when this is true, too.
+
+        Returns:
+            A function that waits and returns the result.
+
+        Raises:
+            MismatchError: Another part does something else.
+        """
+        meeting, number = self._meeting(part, name), self._numbers[part]
+        self._numbers[part] += 1
+        if meeting.come(part, thing):
+            meeting.end(combine(meeting.brought))
+
+        def over() -> bool:
+            return meeting.over() and (ready is None or ready())
+
+        def take() -> Any:
+            self.turns.wait(part, over, name)
+            for work in meeting.works:
+                work.wait()
+            if meeting.leave():
+                del self._meetings[number]
+            return meeting.result
+
+        return take
+
+    def share(self, part: int, name: str, make: Callable[[], T]) -> T:
+        """An object that the parts of this process share at a part's next meeting.
+
+        Args:
+            part: The part.
+            name: What it will do there.
+            make: Makes the object, for the first part that asks.
+
+        Raises:
+            MismatchError: Another part does something else.
+        """
+        meeting = self._meeting(part, name)
+        if meeting.shared is None:
+            meeting.shared = make()
+        found: T = meeting.shared
+        return found
+
+    def _meeting(self, part: int, name: str) -> Meeting:
+        new = Meeting(name, part, len(self.parts))
+        meeting = self._meetings.setdefault(self._numbers[part], new)
+        if meeting.name != name:
+            raise unlike(part, meeting.first, name, meeting.name)
+        return meeting
+
+    def everyone(self, mine: Mapping[int, Tensor]) -> list[Tensor]:
+        """Tensors of all parts, in their order, of equal shapes: those of this process are given.
+
+        The last part of each process calls it.
+        """
+        own = [mine[part] for part in self.parts]
+        if self.outer.world_size == 1:
+            return own
+        like, most = own[0], max(len(parts) for parts in self.hosted)
+        rows = [to_bytes(tensor.contiguous()) for tensor in own]
+        rows += [torch.zeros_like(rows[0])] * (most - len(rows))
+        with self.unpaged():
+            gathered = self.outer.all_gather(torch.stack(rows), label=GATHER)
+        pairs = zip(gathered, self.hosted, strict=True)
+        parts = [found[k] for found, parts in pairs for k in range(len(parts))]
+        return [part.view(like.dtype).view(like.shape) for part in parts]
+
+    def reduced(self, mine: Mapping[int, Tensor], op: str, label: Label) -> Tensor:
+        """Reduces tensors of all parts, in their order. The last part of each process calls it."""
+        outer, like = self.outer, mine[self.parts.start]
+        chain = op == "sum" and like.is_floating_point() and num_bytes(like) > LARGE
+        if outer.world_size == 1 or not chain:
+            return reduced(self.everyone(mine), op)
+        # One total goes from process to process, and at last to all.
+        dtype = torch.float32 if like.element_size() == 2 else like.dtype
+        own, rank, last = list(self.parts), outer.rank, outer.world_size - 1
+        with self.unpaged():
+            total = torch.empty_like(like, dtype=dtype)
+        if rank:
+            outer.exchange(None, rank, total, rank - 1, label=label).wait()
+        else:
+            total.copy_(mine[own.pop(0)])
+        for part in own:
+            total += mine[part]
+        if rank < last:
+            outer.exchange(total, rank + 1, None, rank, label=label).wait()
+        return outer.broadcast(total, last, label=label).to(like.dtype)
+
+    # Messages ----------------------------------------------------------------
+
+    def send(self, src: int, dst: int, tensor: Tensor, name: str) -> None:
+        """Sends a part's tensor to another part, without waiting."""
+        number = self._next("send", src, dst)
+        if self.worker_of[dst] == self.outer.rank:
+            self._boxes[src, dst][number] = tensor.clone(), name
+            return
+        with self.unpaged():
+            copies = _header(name), to_bytes(tensor.clone())
+        tags = _tag(src, dst, number, ""), _tag(src, dst, number, name)
+        for copy, tag in zip(copies, tags, strict=True):
+            try:
+                work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
+            except RuntimeError as error:
+                self._explain(error, f"{name} to part {dst}")
+            self._sent.append((copy, work))
+        if len(self._sent) > MOST_SENT:
+            # All that its receiver needs before it was posted before: it will be received.
+            _, oldest = self._sent.popleft()
+            self._outside(src, oldest.wait, f"{name} to part {dst}")
+
+    def expect(self, src: int, dst: int) -> int:
+        """Returns the number of the message that a part expects next from another one.
+
+        Messages are matched in the order in which they are posted, which need not be the order in
+        which they are waited for.
+        """
+        return self._next("receive", src, dst)
+
+    def _next(self, way: str, src: int, dst: int) -> int:
+        number = self._posted[way, src, dst]
+        self._posted[way, src, dst] = number + 1
+        return number
+
+    def receive(self, src: int, dst: int, number: int, into: Tensor, name: str) -> None:
+        """Waits for a message (:meth:`expect`) from a part to another one of this process."""
+        worker = self.worker_of[src]
+        if worker == self.outer.rank:
+            box = self._boxes[src, dst]
+            self.turns.wait(dst, lambda: number in box, f"{name} from part {src}")
+            tensor, sent = box.pop(number)
+            if sent != name:
+                raise unlike(dst, src, name, sent)
+            into.reshape(-1).view(torch.uint8).copy_(to_bytes(tensor))
+            return
+        with self.unpaged():
+            header = _header("")
+            arrived = torch.empty_like(into, memory_format=torch.contiguous_format)
+
+        def block() -> None:
+            first, tag = _tag(src, dst, number, ""), _tag(src, dst, number, name)
+            self._arrive(header, worker, first)
+            sent = _name_in(header)
+            if sent != _name_in(_header(name)):
+                raise unlike(dst, src, name, sent)
+            self._arrive(to_bytes(arrived), worker, tag)
+
+        self._outside(dst, block, f"{name} from part {src}")
+        into.copy_(arrived)
+
+    def _arrive(self, into: Tensor, worker: int, tag: int) -> None:
+        work = dist.irecv(into, worker, group=self._group(), tag=tag)
+        if work is not None:
+            work.wait()
+
+    def _outside(self, part: int, block: Callable[[], None], doing: str) -> None:
+        """Lets other parts compute while ``block()`` waits for another process."""
+        try:
+            self.turns.outside(part, block)
+        except RuntimeError as error:
+            if isinstance(error, PygSarError):
+                raise
+            self._explain(error, doing)
+
+    def _explain(self, error: RuntimeError, doing: str) -> NoReturn:
+        """Raises why a transfer broke, as soon as the workers' communicator knows it."""
+        outer = self.outer
+        if isinstance(outer, GroupCommunicator):
+            raise outer.diagnose(error, doing) from error
+        raise error
+
+    def _group(self) -> Any:
+        outer = self.outer
+        if not isinstance(outer, GroupCommunicator) or outer.backend != "gloo":
+            raise PygSarError(
+                f"Several parts in a worker need the backend 'gloo' (this is {outer.backend!r})"
+            )
+        return outer.group
+
+    def settle(self) -> None:
+        """Waits until all that was sent to other processes has gone."""
+        try:
+            while self._sent:
+                self._sent.popleft()[1].wait()
+        except RuntimeError as error:
+            self._explain(error, "a message of a part")
+
+
+def _tag(src: int, dst: int, number: int, name: str) -> int:
+    return TAGS + mark_of(f"message {number} of part {src} to part {dst}: {name}")
+
+
+def _header(name: str) -> Tensor:
+    """A message's name, of a fixed size: another one than expected must not be received."""
+    text = name.encode()[:HEADER].ljust(HEADER)
+    return torch.frombuffer(bytearray(text), dtype=torch.uint8)
+
+
+def _name_in(header: Tensor) -> str:
+    return header.numpy().tobytes().decode(errors="replace").rstrip()
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,161 @@
+"""The communicator of a part that shares its process with others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.backends import PeerTensor
+from pyg_sar.comm.communicator import Communicator
+from pyg_sar.comm.host import Combine, Host
+from pyg_sar.comm.issuer import Work
+from pyg_sar.comm.messages import (
+    BROADCAST,
+    GATHER,
+    Outgoing,
+    count,
+    count_all,
+    failed,
+    is_consequence,
+    name_of,
+    num_bytes,
+    pack,
+    spoken,
+)
+from pyg_sar.errors import PygSarError
+from pyg_sar.ledger import Label
+
+TRANSPORT = "parts"
+"""What ledgers call transfers between parts."""
+
+
+class PartWork(Work):
+    """A transfer that is carried out when it is waited for."""
+
+    def __init__(self, finish: Callable[[], None], doing: str) -> None:
+        super().__init__(None, doing)
+        self._finish = finish
+
+    def wait(self, timeout: float | None = None) -> None:
+        """Waits until the data is there."""
+        if not self.done():
+            self._finish()
+            self._end()
+
+
+class PartCommunicator(Communicator):
+    """The communicator of a part.
+
+    Args:
+        host: What the parts of this process share.
+        part: The part: its rank.
+    """
+
+    backend = TRANSPORT
+
+    def __init__(self, host: Host, part: int) -> None:
+        outer = host.outer
+        super().__init__(part, host.num_parts, outer.device, outer.timeout)
+        self.host = host
+
+    def come(
+        self, kind: str, label: Label, shape: str, thing: Any, combine: Combine
+    ) -> Callable[[], Any]:
+        """Has this part come to its next meeting: :meth:`Host.come`."""
+        self._check()
+        return self.host.come(self.rank, self.name_of(kind, label, shape), thing, combine)
+
+    def name_of(self, kind: str, label: Label, shape: str) -> str:
+        """Names a meeting."""
+        return f"{kind}{f' [{spoken(label)}]' if any(label) else ''}, {shape}"
+
+    def _check(self) -> None:
+        if self.closed:
+            raise PygSarError("The communicator is closed; call pyg_sar.init() again")
+
+    def _post(
+        self,
+        sends: Sequence[tuple[int, Outgoing]],
+        recvs: Sequence[PeerTensor],
+        label: Label,
+        doing: str,
+    ) -> Work:
+        self._check()
+        where, out = spoken(label), {}
+        for dst, send in sends:
+            with torch.no_grad():
+                tensor = pack(send)
+            if tensor.numel():
+                self.host.send(self.rank, dst, tensor, name_of(where, tensor.dtype, tensor.shape))
+                out[dst] = num_bytes(tensor)
+        wanted = [
+            (src, self.host.expect(src, self.rank), tensor)
+            for src, tensor in recvs
+            if tensor.numel()
+        ]
+        back = {src: num_bytes(tensor) for src, _, tensor in wanted}
+        count(self.ledgers, label, out, back, TRANSPORT)
+
+        def finish() -> None:
+            with torch.no_grad():
+                for src, number, tensor in wanted:
+                    name = name_of(where, tensor.dtype, tensor.shape)
+                    self.host.receive(src, self.rank, number, tensor, name)
+
+        return PartWork(finish, doing)
+
+    def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
+        target = tensor.detach()
+
+        def combine(brought: dict[int, Tensor]) -> Tensor:
+            with torch.no_grad():
+                return self.host.reduced(brought, op, label)
+
+        copy = target.clone(memory_format=torch.contiguous_format)
+        take = self.come(f"all_reduce ({op})", label, _form(target), copy, combine)
+        count_all(self.ledgers, label, num_bytes(copy), num_bytes(copy), TRANSPORT)
+
+        def finish() -> None:
+            with torch.no_grad():
+                target.copy_(take())
+
+        return PartWork(finish, f"all_reduce ({op})")
+
+    def all_gather(self, tensor: Tensor, *, label: Label = GATHER) -> list[Tensor]:
+        copy = pack(tensor).clone()
+        take = self.come("all_gather", label, _form(copy), copy, self.host.everyone)
+        size = num_bytes(copy)
+        count_all(self.ledgers, label, size, size * (self.world_size - 1), TRANSPORT)
+        return [found.clone() for found in take()]
+
+    def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
+        if not 0 <= src < self.world_size:
+            raise ValueError(f"'src'={src} must be a rank of the {self.world_size} part(s)")
+        host, target = self.host, tensor.detach()
+        worker = host.worker_of[src]
+
+        def combine(brought: dict[int, Tensor]) -> Tensor:
+            like = brought[src] if src in brought else next(iter(brought.values()))
+            with host.unpaged():
+                value = like.clone(memory_format=torch.contiguous_format)
+            return host.outer.broadcast(value, worker, label=label)
+
+        take = self.come(f"broadcast from rank {src}", label, _form(target), target, combine)
+        found = take()
+        if self.rank != src:
+            with torch.no_grad():
+                target.copy_(found)
+        mine, size = self.rank == src, num_bytes(target)
+        count_all(self.ledgers, label, size if mine else 0, 0 if mine else size, TRANSPORT)
+        return tensor
+
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        if not is_consequence(error, self.rank):
+            self.host.turns.fail(failed(self.rank, error))
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
