@@ -52,6 +52,8 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   store_ = std::move(store);
   arenas_.assign(arenas, Arena());
   wanted_.assign(arenas, 0);
+  births_.assign(arenas, 0);
+  needed_.clear();
   const int64_t regions = count_.regions;
   count_.resident = count_.peak = count_.demand_faults = count_.demand_bytes = 0;
   count_.prefetched = count_.evictions = count_.overrun = count_.read = count_.written = 0;
@@ -228,6 +230,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   }
   r->arena = arena;
   r->stamp = ++clock_;
+  r->born = births_[arena]++;
   r->place = -1;
   r->pins = r->missed_at = r->misses_in_turn = 0;
   r->freed = r->yields = r->stop = false;

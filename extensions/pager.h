@@ -27,6 +27,7 @@ struct Region {
   int64_t place = -1;     // in the file; -1: none yet
   int64_t arena = -1;     // -1: of a pager that is closed
   uint64_t stamp = 0;     // when it was allocated, or missed, last
+  int64_t born = 0;       // its number among all that its arena has allocated
   int64_t pins = 0;
   int64_t missed_at = 0, misses_in_turn = 0;
   State state = State::kFree;
@@ -104,6 +105,7 @@ class Pager {
   // pager_workers.cpp
   void work();
   bool prefetch_one(Lock& lock);
+  bool read_ahead(Lock& lock, int64_t distance, Region& r);
   bool write_one(Lock& lock);
   int64_t arena_at(int64_t distance) const { return (current_ + distance) % num_arenas(); }
   int64_t num_arenas() const { return static_cast<int64_t>(arenas_.size()); }
@@ -121,6 +123,11 @@ class Pager {
   std::multimap<int64_t, Region*> cached_;
   std::vector<Region*> unused_;
   std::vector<int64_t> wanted_;  // bytes still to be prefetched, by arena
+  std::vector<int64_t> births_;  // by arena
+  // Regions that the arenas before this one, which run the same program, needed in their turns, by 'born'; how many of
+  // them were looked at for this arena and for the next one.
+  std::vector<int64_t> needed_;
+  std::array<size_t, 2> looked_at_{};
   std::vector<std::thread> workers_;
   Counters count_;
   int64_t budget_ = 0, cached_bytes_ = 0, in_flight_ = 0, maps_ = 0, most_maps_ = 0;

@@ -4,6 +4,8 @@
 
 #include "pager.h"
 
+#include <algorithm>
+
 #include <cerrno>
 #include <cstring>
 
@@ -196,6 +198,8 @@ bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
   if (demand) {
     ++count_.demand_faults;
     count_.demand_bytes += r.bytes;
+    const bool known = std::find(needed_.begin(), needed_.end(), r.born) != needed_.end();
+    if (r.arena == current_ && !known) needed_.push_back(r.born);
   }
   if (!(demand && thrashes(r)) && !make_room(lock, r.bytes, 0, &spare) && !demand) return false;
   r.missed_at = count_.demand_faults;

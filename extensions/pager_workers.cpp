@@ -10,7 +10,9 @@ namespace pyg_sar::pager {
 
 void Pager::turn(int64_t arena) {
   Lock lock(mutex_);
+  if (arena != current_ + 1) needed_.clear();
   current_ = arena;
+  looked_at_ = {};
   write_failed_ = false;
   wake();
 }
@@ -50,8 +52,20 @@ void Pager::work() {
   }
 }
 
-// The newest first: a part goes on where it stopped, and its backward pass comes from the end.
+// What the arenas before this one needed in their turns is read ahead, for this one and the next. What is asked for
+// comes the newest first: a part goes on where it stopped, and its backward pass comes from the end.
 bool Pager::prefetch_one(Lock& lock) {
+  for (int64_t distance = 0; distance < 2 && current_ + distance < num_arenas(); ++distance) {
+    const Queue& out = arenas_[current_ + distance][static_cast<int>(State::kOut)];
+    while (looked_at_[distance] < needed_.size()) {
+      const int64_t born = needed_[looked_at_[distance]++];
+      for (const auto& [stamp, r] : out) {
+        if (r->born != born || r->busy != Busy::kNo) continue;
+        if (!read_ahead(lock, distance, *r)) looked_at_[distance] = needed_.size();
+        return true;
+      }
+    }
+  }
   for (int64_t distance = 0; distance < num_arenas(); ++distance) {
     const int64_t arena = arena_at(distance);
     if (wanted_[arena] <= 0) continue;
@@ -63,24 +77,28 @@ bool Pager::prefetch_one(Lock& lock) {
       wanted_[arena] = 0;
       continue;
     }
-    const uint64_t stamp = next->stamp;
     wanted_[arena] -= next->bytes;
-    Region* spare = nullptr;
-    if (!make_room(lock, next->bytes, distance + 1, &spare)) {
-      wanted_[arena] = 0;
-      continue;
-    }
-    const auto found = out.find(stamp);  // the lock was given up
-    if (found == out.end() || found->second->busy != Busy::kNo) {
-      if (spare != nullptr) keep(*spare);
-      return true;
-    }
-    const int64_t bytes = found->second->bytes;
-    if (read(lock, *found->second, false, spare)) count_.prefetched += bytes;
-    else wanted_[arena] = 0;
+    if (!read_ahead(lock, distance, *next)) wanted_[arena] = 0;
     return true;
   }
   return false;
+}
+
+// False: there is no room, or the store fails. What is farther away than 'distance' makes room.
+bool Pager::read_ahead(Lock& lock, int64_t distance, Region& r) {
+  const int64_t bytes = r.bytes;
+  const uint64_t stamp = r.stamp;
+  const Queue& out = arenas_[arena_at(distance)][static_cast<int>(State::kOut)];
+  Region* spare = nullptr;
+  if (!make_room(lock, bytes, distance + 1, &spare)) return false;
+  const auto found = out.find(stamp);  // the lock was given up
+  if (found == out.end() || found->second->busy != Busy::kNo) {
+    if (spare != nullptr) keep(*spare);
+    return true;
+  }
+  if (!read(lock, *found->second, false, spare)) return false;
+  count_.prefetched += bytes;
+  return true;
 }
 
 // Only where memory is scarce, and never of the arena that computes: what it makes may be short-lived.

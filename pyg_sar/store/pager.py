@@ -24,6 +24,9 @@ given up while the disk works; no code under it touches a region, so that the ha
 
 What the file can't take is found when a place in it is reserved, before anything leaves memory.
 
+What the part before needed in its turn is read ahead for the next one: parts run the same program,
+so that the n-th tensor of one is for what the n-th tensor of another is for.
+
 Rules:
 
 1. What is resident is at most the budget. An allocation that can't have this raises. A thread that
