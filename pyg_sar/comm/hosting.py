@@ -230,6 +230,7 @@ class Host:
             if isinstance(found, Started):
                 meeting.works, found = found.works, found.result
             meeting.result, meeting.brought = found, {}
+            self.turns.restart()
 
         def take() -> Any:
             self.turns.wait(part, meeting.over, name)
