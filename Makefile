@@ -24,7 +24,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-full test-random coverage lint format clean distclean
+.PHONY: help venv demo test test-full test-hosted test-random coverage lint format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -41,6 +41,9 @@ test: $(STAMPS)/test ## Run ruff, mypy and the tests
 	$(BIN)/pytest $(AT_ONCE) --durations=10 $(PYTEST_ARGS)
 
 test-full: $(STAMPS)/full test ## Install the extras sparse and ogb (minutes of compiling), then test
+
+test-hosted: $(STAMPS)/test ## Run the tests with hosted parts in place of workers
+	$(BIN)/pytest --hosted $(AT_ONCE) $(PYTEST_ARGS)
 
 test-random: $(STAMPS)/test ## Try a thousand random layers, and two thousand random messages
 	$(BIN)/pytest tests/test_random_models.py tests/test_random_messages.py --hypothesis-profile thousand $(PYTEST_ARGS)

@@ -16,7 +16,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 import pytest
 import torch
 from forked_workers import Templates, templates
-from hosted_workers import hosted_workers
+from hosted_workers import hosted_workers, why_not
 from hypothesis import HealthCheck, settings
 
 from pyg_sar.comm.launch import _Worker
@@ -37,8 +37,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """The longest files first: what several processes share must not end with one of them."""
+    for item in items if config.getoption("--hosted") else ():
+        if why := why_not(item):
+            item.add_marker(pytest.mark.skip(reason=f"not of hosted parts: {why}"))
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 

@@ -20,6 +20,54 @@ from pyg_sar.comm.hosting import PartError, host_parts
 
 PROCESSES = 2
 
+# Files of which no test starts workers by pyg_sar.launch alone, or that are about starting.
+OTHER_FILES = {
+    "test_comm": "is about the backends",
+    "test_examples": "runs scripts",
+    "test_failures": "is about the backends",
+    "test_forked_workers": "is about the tests' processes",
+    "test_hosting": "is about hosted parts already",
+    "test_init": "is about the start",
+    "test_launch": "is about the start",
+    "test_local_peers": "is about shared memory",
+    "test_shared_memory": "is about shared memory",
+}
+HALO = "all of a part's halo is resident at once, not one shard"
+COVER = "hosted parts take no cover: rows come to the edges' targets"
+NOT_OF_PARTS = {
+    "test_a_cover_that_saves_little_is_not_taken": COVER,
+    "test_a_kernel_of_ones_own": COVER,
+    "test_a_narrow_wire_needs_no_more_rows": HALO,
+    "test_a_row_source_over_a_file": "its source has a unit for each owner",
+    "test_a_steady_call_runs_little_python": "counts the functions of the backends",
+    "test_a_worker_killed_mid_epoch_and_the_curve_after_it": "compares with workers, to the bit",
+    "test_as_many_rows_as_the_matching_says": COVER,
+    "test_attention_fetches_nothing_again": COVER,
+    "test_buckets": "counts the tasks of a backend",
+    "test_bytes_and_resident_rows": HALO,
+    "test_bytes_by_the_law": COVER,
+    "test_covers_come_with_the_partition": COVER,
+    "test_exchanges_are_pairwise": "parts exchange no messages in pairs",
+    "test_inference_makes_nothing_for_backward_passes": COVER,
+    "test_joined_relations_stream_like_one": HALO,
+    "test_layer_policies_take_effect": HALO,
+    "test_messages_are_made_when_it_is_their_turn": COVER,
+    "test_override_survives": HALO,
+    "test_owners_read_gradients_of_targets": COVER,
+    "test_pairs_without_rows_send_nothing": "parts exchange no messages in pairs",
+    "test_resident_rows_in_mode_1": HALO,
+    "test_resident_rows_of_chunks": HALO,
+    "test_rule_2_nothing_of_a_shard_outlives_its_turn": HALO,
+    "test_targets_of_another_type": COVER,
+    "test_who_pushes": COVER,
+}
+
+
+def why_not(item: pytest.Item) -> str | None:
+    """Returns why a test says nothing of hosted parts."""
+    name = getattr(item, "originalname", item.name)
+    return NOT_OF_PARTS.get(name) or OTHER_FILES.get(item.path.stem)
+
 
 def host(fn: Callable[..., Any], parts: int, *args: Any, timeout: float = 60.0) -> list[Any]:
     """Runs ``fn(*args)`` for parts that this process hosts; fails as :func:`launch` does.

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from hosted_workers import host
 from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
@@ -330,7 +331,7 @@ class Sweep:
         """Runs all jobs in one launch and compares them.
 
         Args:
-            backend: Of :func:`pyg_sar.launch`.
+            backend: Of :func:`pyg_sar.launch`; or ``'parts'``: this process hosts them as parts.
             tolerance: Relative to the largest number.
             timeout: Seconds.
             network: Workers read nothing in each other's memory, so that covers say what travels.
@@ -339,7 +340,10 @@ class Sweep:
         odd = self.world % 2 == 1 and SWITCH not in os.environ
         with apart() if network or (network is None and odd) else nullcontext():
             given = run_jobs, self.world, self.jobs
-            workers = pyg_sar.launch(*given, backend=backend, timeout=timeout)
+            if backend == "parts":
+                workers = host(*given, timeout=timeout)
+            else:
+                workers = pyg_sar.launch(*given, backend=backend, timeout=timeout)
         for k, (job, expected, title) in enumerate(
             zip(self.jobs, self.expected, self.titles, strict=True)
         ):

@@ -233,8 +233,13 @@ class Communicator(ABC):
 
     # Its end -----------------------------------------------------------------
 
-    def report(self, error: BaseException) -> None:
-        """Tells the other workers that this one fails by ``error``, so that they end promptly."""
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        """Tells the other workers that this one fails by ``error``, so that they end promptly.
+
+        Args:
+            error: By what.
+            rank: Whose error it is: a part that this worker hosts. By default its own.
+        """
 
     def close(self) -> None:
         """Ends it, after what is queued. Never raises."""
@@ -433,9 +438,9 @@ class GroupCommunicator(Communicator):
             self._issuer.fail(error)
         return error
 
-    def report(self, error: BaseException) -> None:
-        if not is_consequence(error, self.rank):
-            self._watch.report(error)
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        if not is_consequence(error, self.rank if rank is None else rank):
+            self._watch.report(error, rank)
         self._issuer.fail(error)
 
     def close(self) -> None:

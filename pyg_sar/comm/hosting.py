@@ -24,7 +24,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -106,7 +106,14 @@ def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
     """Raises ``ValueError`` where workers can't host parts."""
     if not isinstance(parts, int) or isinstance(parts, bool):
         raise ValueError(f"parts={parts!r} must be an integer")
-    if not 1 <= num_workers <= parts:
+    if parts < 1:
+        raise ValueError(f"parts={parts} must be at least 1")
+    if backend == TRANSPORT:
+        raise ValueError(
+            f"parts={parts} are asked for within a part, which hosts none; call "
+            "pyg_sar.run(parts=) once, around all that the parts do"
+        )
+    if num_workers > parts:
         raise ValueError(
             f"parts={parts} can be hosted by 1 to {parts} workers (got {num_workers}); start "
             "fewer workers, or partition the graph into more parts"
@@ -140,6 +147,7 @@ class Meeting:
         self.result: Any = None
         self.works: list[Work] = []
         self.shared: Any = None
+        self._met = False
         self._missing = self._guests = size
 
     def come(self, part: int, thing: Any) -> bool:
@@ -148,9 +156,15 @@ class Meeting:
         self._missing -= 1
         return self._missing == 0
 
+    def end(self, found: Any) -> None:
+        """Takes what came out of it; it never ends where that has failed."""
+        if isinstance(found, Started):
+            self.works, found = found.works, found.result
+        self.result, self.brought, self._met = found, {}, True
+
     def over(self) -> bool:
         """Returns whether the result is there."""
-        return self._missing == 0 and all(work.done() for work in self.works)
+        return self._met and all(work.done() for work in self.works)
 
     def leave(self) -> bool:
         """Returns whether all parts have left."""
@@ -226,10 +240,7 @@ class Host:
         meeting, number = self._meeting(part, name), self._numbers[part]
         self._numbers[part] += 1
         if meeting.come(part, thing):
-            found = combine(meeting.brought)
-            if isinstance(found, Started):
-                meeting.works, found = found.works, found.result
-            meeting.result, meeting.brought = found, {}
+            meeting.end(combine(meeting.brought))
             self.turns.restart()
 
         def take() -> Any:
@@ -294,7 +305,10 @@ class Host:
         with self.unpaged():
             copy = to_bytes(tensor.clone())
         tag = _tag(src, dst, number, name)
-        work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
+        try:
+            work = dist.isend(copy, self.worker_of[dst], group=self._group(), tag=tag)
+        except RuntimeError as error:
+            self._explain(error, f"{name} to part {dst}")
         self._sent.append((copy, work))
         if len(self._sent) > MOST_SENT:
             # All that its receiver needs before it was posted before: it will be received.
@@ -347,7 +361,7 @@ class Host:
                 raise
             self._explain(error, doing)
 
-    def _explain(self, error: RuntimeError, doing: str) -> None:
+    def _explain(self, error: RuntimeError, doing: str) -> NoReturn:
         """Raises why a transfer broke, as soon as the workers' communicator knows it."""
         outer = self.outer
         if isinstance(outer, GroupCommunicator):
@@ -364,8 +378,11 @@ class Host:
 
     def settle(self) -> None:
         """Waits until all that was sent to other processes has gone."""
-        while self._sent:
-            self._sent.popleft()[1].wait()
+        try:
+            while self._sent:
+                self._sent.popleft()[1].wait()
+        except RuntimeError as error:
+            self._explain(error, "a message of a part")
 
 
 def _tag(src: int, dst: int, number: int, name: str) -> int:
@@ -496,7 +513,7 @@ class PartCommunicator(Communicator):
         count_all(self.ledgers, label, size if mine else 0, 0 if mine else size, TRANSPORT)
         return tensor
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, rank: int | None = None) -> None:
         if not is_consequence(error, self.rank):
             self.host.turns.fail(failed(self.rank, error))
 

@@ -300,9 +300,10 @@ class HubWatch(Watch):
             f"Do all ranks run the same operations in the same order?"
         )
 
-    def report(self, error: BaseException) -> None:
-        if not is_consequence(error, self.rank):
-            self.hub.fail(failed(self.rank, error), self.rank)
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        who = self.rank if rank is None else rank
+        if not is_consequence(error, who):
+            self.hub.fail(failed(who, error), self.rank)
 
     def close(self) -> None:
         with self.hub.changed:

@@ -60,7 +60,7 @@ def launch(
     """Runs ``fn(*args)`` on workers of this machine, and returns their results in rank order.
 
     With ``parts``, each worker hosts several parts of the graph in turn: ``fn`` runs once for each
-    part, and its rank is the part (:func:`pyg_sar.run`).
+    part, on a copy of its arguments, and its rank is the part (:func:`pyg_sar.run`).
 
     In each worker :func:`pyg_sar.init` was called before; ``pyg_sar.comm.current()`` is its
     communicator. Functions and arguments may come from a notebook or a script's ``__main__``,
@@ -102,7 +102,8 @@ def launch(
                 "'env' and 'threads_per_worker' are for processes: not with backend='threads'"
             )
         return _run_threads(fn, num_workers, args, timeout)
-    work = _pack((fn, args, backend, timeout, hosting), "fn or an argument", -1)
+    task = _pack((fn, args), "fn or an argument", -1)
+    work = _pack((task, backend, timeout, hosting), "the task", -1)
     meeting_place = host_store("127.0.0.1", 0)
     common = _environment(num_workers, meeting_place.port, threads_per_worker, env)
     workers: list[_Worker] = []
@@ -138,7 +139,8 @@ def run(
 
     Args:
         fn: What each part runs.
-        *args: Its arguments; all parts of a process get the same objects.
+        *args: Its arguments; all parts of a process get the same objects. A model must be made, or
+            copied, within ``fn``: each part needs its own.
         parts: Parts of the graph. By default one for each worker.
         memory: Bytes that each worker process may take beyond its start, a number or a text like
             ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
@@ -163,7 +165,7 @@ def run(
         return host_parts(fn, args, hosting, comm)
     except PartError as failure:
         failure.error.add_note(f"in part {failure.part}")
-        comm.report(failure.error)
+        comm.report(failure.error, failure.part)
         raise failure.error from None
 
 
@@ -363,25 +365,34 @@ def _worker_main(descriptor: int) -> None:
     os.set_inheritable(descriptor, False)
     rank = int(os.environ["RANK"])
     try:
-        fn, args, backend, timeout, hosting = cloudpickle.loads(pipe.recv_bytes())
+        task, backend, timeout, hosting = cloudpickle.loads(pipe.recv_bytes())
+        if hosting is None:
+            fn, args = cloudpickle.loads(task)
         # What is imported by now stays: going through it time and again takes a second.
         gc.freeze()
         gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         comm = init(backend, timeout=timeout)
-        result = fn(*args) if hosting is None else host_parts(fn, args, hosting, comm)
+        result = fn(*args) if hosting is None else host_parts(_unpacked, (task,), hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()
         pipe.send_bytes(message)
     except BaseException as caught:  # SystemExit and KeyboardInterrupt included: somebody waits.
-        error = caught
+        error, part = caught, None
         if isinstance(caught, PartError):
             error, rank = caught.error, caught.part
-        current().report(error)
+            part = rank
+        current().report(error, part)
         pipe.send_bytes(_pack(("failure", *_describe(error, rank)), "the error", rank))
         _flush()
         # The ordinary end would wait for what hangs in the backend.
         os._exit(1)
+
+
+def _unpacked(task: bytes) -> Any:
+    """Runs a task on objects of its own: parts must not share a model."""
+    fn, args = cloudpickle.loads(task)
+    return fn(*args)
 
 
 def _end_with_parent(pipe: Connection) -> None:

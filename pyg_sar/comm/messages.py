@@ -307,8 +307,8 @@ class Watch(ABC):
         """Returns why a transfer failed, having told the others."""
 
     @abstractmethod
-    def report(self, error: BaseException) -> None:
-        """Tells the others that this worker fails by its own ``error``."""
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        """Tells the others that this worker fails by its own ``error``, or by that of its part."""
 
     def cause(self) -> PygSarError | None:
         """Returns which worker's failure explains that this one is told to end, if any."""
@@ -327,7 +327,7 @@ class NoWatch(Watch):
     def diagnose(self, error: BaseException, doing: str) -> PygSarError:
         return PygSarError(f"{doing} failed: {error}")
 
-    def report(self, error: BaseException) -> None:
+    def report(self, error: BaseException, rank: int | None = None) -> None:
         pass
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from pyg_sar.comm.messages import REMEDY, to_error, unmatched
-from pyg_sar.errors import MismatchError
+from pyg_sar.errors import MismatchError, PygSarError
 
 POLL = 0.02  # Seconds between two looks at what other processes may have done.
 STEP = 0.5  # The same where only threads of this process can change anything.
@@ -151,7 +151,8 @@ class Turns:
 
     def _choose(self) -> None:
         """Gives the turn to the next part that can go on."""
-        if self._current is not None or len(self._begun) < len(self._parts):
+        starting = len(self._begun) < len(self._parts)
+        if self._current is not None or self.record is not None or starting:
             return
         place = self._parts.index(self._last) + 1
         for part in self._parts[place:] + self._parts[:place]:
@@ -161,7 +162,7 @@ class Turns:
                 self._changed.notify_all()
                 return
         left = len(self._parts) - len(self._ended) - len(self._waiting)
-        if self._waiting and not left and not self._outside() and self.record is None:
+        if self._waiting and not left and not self._outside() and not self._broken():
             waits = [f"part {k} waits for {self._doing[k]}" for k in sorted(self._waiting)[:8]]
             over = [f"part {k}'s program has ended" for k in sorted(self._ended)[:8]]
             error = MismatchError(
@@ -169,3 +170,10 @@ class Turns:
             )
             self.record = unmatched(error, self._last)
             self._changed.notify_all()
+
+    def _broken(self) -> bool:
+        try:
+            self._check()
+        except PygSarError:
+            return True
+        return False

@@ -422,10 +422,11 @@ class StoreWatch(Watch):
                 return None
             time.sleep(0.02)
 
-    def report(self, error: BaseException) -> None:
-        if is_consequence(error, self.rank):
+    def report(self, error: BaseException, rank: int | None = None) -> None:
+        who = self.rank if rank is None else rank
+        if is_consequence(error, who):
             return
-        self._publish(failed(self.rank, error))
+        self._publish(failed(who, error))
         self._acknowledge()
 
     def close(self) -> None:

@@ -212,13 +212,25 @@ class PartSource(RowSource):
         tables: Tables = take()
         buffers = []
         for number, (dtype, width) in enumerate(self.layout.widths):
-            counted = plan.num_halo if number == 0 else 0
+            counted = plan.num_halo if number == 0 and self.use is Use.KEEPS else 0
             shape, device = (plan.num_halo, width), self.tensors[0].device
             buffers.append(tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device))
+        self._hold(plan.num_halo)
         tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
         for buffer in buffers:
             self.wire.land(buffer)
         return UnitRows(self.layout.unpack(buffers))
+
+    def close(self, unit: int) -> None:
+        """Takes the halo rows back."""
+        if unit:
+            self._hold(-self.plan.num_halo)
+
+    def _hold(self, rows: int) -> None:
+        """Has ledgers count halo rows, which are not kept, as resident."""
+        if self.use is not Use.KEEPS:
+            for ledger in self.plan.comm.ledgers:
+                ledger.hold(self.label[0], rows)
 
     def _publish(self) -> None:
         plan, layout = self.plan, self.layout
@@ -242,10 +254,15 @@ class PartSource(RowSource):
         tables = host.share(plan.rank, name, make)
         tables.publish(plan.rank, messages)
         self._take = host.come(plan.rank, name, None, lambda _: Started(tables.exchange(), tables))
-        row = layout.row_bytes()
+        row = _row_bytes(messages)
         out = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)
+
+
+def _row_bytes(tables: Sequence[Tensor]) -> int:
+    """Bytes of a row, as it travels."""
+    return sum(table.size(1) * table.element_size() for table in tables)
 
 
 # Rows go ######################################################################
@@ -307,7 +324,7 @@ class PartSink(RowSink):
         form = ", ".join(f"{dtype} [*, {width}]" for dtype, width in layout.widths)
         thing = pieces, plan.send_counts
         self._take = comm.come("gradient rows", self.label, form, thing, combine)
-        row = layout.row_bytes()
+        row = _row_bytes(widths)
         out = {q: n * row for q, n in enumerate(plan.halo_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         count(comm.ledgers, self.label, out, back, TRANSPORT)

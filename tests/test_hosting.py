@@ -1,0 +1,445 @@
+"""Hosted parts: exact, the same to the bit for any number of workers, and their failures."""
+
+from __future__ import annotations
+
+import _thread
+import faulthandler
+import os
+import random
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch_geometric.nn as gnn
+from hosted_workers import host
+from oracle import (
+    CHANNELS,
+    EDGE_DIM,
+    MODES,
+    OUT,
+    SWITCH,
+    TOLERANCE,
+    Job,
+    Sweep,
+    assemble,
+    error,
+    make_graph,
+    node_losses,
+)
+from torch import Tensor
+from torch_geometric.data import Data
+
+import pyg_sar
+from pyg_sar import SARPolicy
+from pyg_sar.comm.group import current, finalize
+from pyg_sar.comm.turns import Turns
+from pyg_sar.errors import LostWorkerError, MismatchError, WorkerError
+from pyg_sar.nn import NodeEmbedding
+
+PARTS = 8
+LABEL = ("conv", "forward", "fetch")
+ATTR, TYPE = ("edge_attr",), ("edge_type",)
+
+
+@pytest.fixture(autouse=True)
+def no_test_hangs() -> Iterator[None]:
+    """Ends the tests, with all stacks, where one takes two minutes."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    finalize()
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(60, 400, seed=1)
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("hosting") / "parts"
+    pyg_sar.write_partitions(graph, PARTS, folder, "random")
+    return folder
+
+
+# Exactness ####################################################################
+
+LAYERS: dict[str, tuple[Callable[[], torch.nn.Module], tuple[str, ...], tuple[str, ...]]] = {
+    "sum": (lambda: gnn.GraphConv(CHANNELS, OUT), (), ()),
+    "weighted sum": (lambda: gnn.GCNConv(CHANNELS, OUT), ("edge_weight",), ()),
+    "maximum": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="max"), (), ()),
+    "gat": (lambda: gnn.GATConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM), ATTR, ()),
+    "gatv2": (lambda: gnn.GATv2Conv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM), ATTR, ()),
+    "dot": (lambda: gnn.TransformerConv(CHANNELS, OUT, heads=2, edge_dim=EDGE_DIM), ATTR, ()),
+    "relational": (lambda: gnn.RGATConv(CHANNELS, OUT, 3, heads=2), (), TYPE),
+    "median": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="median"), (), ()),
+    "lstm": (lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="lstm"), (), ()),
+    "message": (lambda: gnn.CGConv(CHANNELS, dim=EDGE_DIM, batch_norm=True), ATTR, ()),
+}
+
+
+@pytest.mark.parametrize("name", LAYERS)
+def test_kernels(name: str, graph: Data, root: Path):
+    make, edge, constants = LAYERS[name]
+    if name == "lstm":  # It wants edges sorted by target.
+        graph, root = graph.sort(sort_by_row=False), root.parent / "sorted"
+        pyg_sar.write_partitions(graph, PARTS, root, "random")
+    sweep = Sweep(PARTS)
+    sweep.add(name, Job(make().double(), root, edge, MODES, constants), graph)
+    sweep.check("parts")
+
+
+class Whole(torch.nn.Module):
+    """Layers, norms over nodes, residuals, attention over all nodes, readout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(gnn.SAGEConv(CHANNELS, CHANNELS) for _ in range(2))
+        self.norms = torch.nn.ModuleList([gnn.BatchNorm(CHANNELS), gnn.GraphNorm(CHANNELS)])
+        self.jump = gnn.JumpingKnowledge("cat")
+        self.readout = gnn.aggr.MeanAggregation()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        found = []
+        for conv, norm in zip(self.convs, self.norms, strict=True):
+            x = x + norm(conv(x, edge_index)).relu()
+            found.append(x)
+        return self.jump(found)
+
+
+def test_a_whole_model(graph: Data, root: Path):
+    sweep = Sweep(PARTS)
+    sweep.add("model", Job(Whole().double(), root, policies=MODES), graph)
+    sweep.check("parts")
+
+
+def test_an_embedding_and_accumulated_gradients(graph: Data, root: Path):
+    conv = gnn.GATConv(CHANNELS, OUT).double()
+    table = torch.randn(graph.num_nodes, CHANNELS, dtype=torch.float64)
+    rows = table.clone().requires_grad_()
+    conv.zero_grad()
+    for _ in range(2):
+        node_losses(conv(rows, graph.edge_index), torch.arange(graph.num_nodes)).mean().backward()
+    expected = {name: p.grad for name, p in conv.named_parameters()}
+    blank = {name: p.detach().clone() for name, p in conv.named_parameters()}
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        embedding = NodeEmbedding(data.num_nodes, CHANNELS).double()
+        layer = gnn.GATConv(CHANNELS, OUT).double()
+        layer.load_state_dict(blank)
+        model = pyg_sar.distribute(torch.nn.ModuleDict({"table": embedding, "conv": layer}))
+        weight = model["table"].weight
+        with torch.no_grad():
+            weight.copy_(table[data.n_id])
+        for _ in range(2):
+            out = model["conv"](weight, data.edge_index)
+            pyg_sar.mean(node_losses(out, data.n_id)).backward()
+        grads = {name: p.grad for name, p in model["conv"].named_parameters()}
+        return data.n_id, weight.grad, grads
+
+    found = host(worker, PARTS)
+    shards = [(n_id, gradient) for n_id, gradient, _ in found]
+    assert error(assemble(shards, graph.num_nodes), rows.grad) <= TOLERANCE
+    for _, _, grads in found:
+        for name, gradient in expected.items():
+            assert error(grads[name], gradient) <= TOLERANCE, name
+
+
+@pytest.mark.parametrize("name", ["median", "sum", "gat"])
+def test_each_halo_row_comes_once_and_its_gradient_goes_once(name: str, graph: Data, root: Path):
+    """Chunks of a few edges, too: they select from the halo."""
+    make, edge, _ = LAYERS[name]
+    policy = SARPolicy(message_budget=600)
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(make().double(), policy)
+        x = data.x.clone().requires_grad_()
+        given = {key: data[key] for key in edge}
+        layer(x, data.edge_index, **given).sum().backward()  # makes the plans
+        with pyg_sar.Ledger(current()) as ledger:
+            layer(x, data.edge_index, **given).sum().backward()
+        halo = data.edge_index.plan.num_halo
+        kinds = ("fetch", "refetch", "gradient")
+        return halo, [ledger.received_bytes(kind=kind) for kind in kinds], ledger.resident_rows()
+
+    results = host(worker, PARTS)
+    total = sum(halo for halo, _, _ in results)
+    fetch, refetch, gradient = (sum(r[1][k] for r in results) for k in range(3))
+    assert all(left == 0 for _, _, left in results)
+    row = fetch // total
+    assert fetch == total * row and row >= OUT * 8
+    assert gradient == fetch
+    assert refetch == (0 if name == "sum" else fetch)
+
+
+# To the bit ###################################################################
+
+
+class Gat(torch.nn.Module):
+    """Two layers of GAT with dropout everywhere and BatchNorm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gnn.GATConv(CHANNELS, 4, heads=2, dropout=0.3)
+        self.norm = torch.nn.BatchNorm1d(8)
+        self.last = gnn.GATConv(8, 3, dropout=0.3)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.norm(self.first(x, edge_index)).relu()
+        return self.last(torch.nn.functional.dropout(x, 0.4, self.training), edge_index)
+
+
+def trained(root: Path, dtype: torch.dtype) -> Any:
+    """Losses, gradients, parameters and random numbers of a part after some epochs."""
+    torch.manual_seed(7)
+    model = Gat().to(dtype)
+    rank = current().rank
+    for draw in (torch.manual_seed, np.random.seed, random.seed):
+        draw(100 + rank)
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(model)
+    step = torch.optim.Adam(model.parameters(), 0.01)
+    losses, x = [], data.x.to(dtype)
+    for _ in range(20):
+        step.zero_grad()
+        out = model(x, data.edge_index)
+        loss = pyg_sar.mean(torch.nn.functional.cross_entropy(out, data.y, reduction="none"))
+        loss.backward()
+        step.step()
+        losses.append(loss.detach())
+    grads = [p.grad for p in model.parameters()]
+    return losses, grads, list(model.state_dict().values()), torch.rand(3)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_the_same_to_the_bit_for_any_number_of_workers(dtype: torch.dtype, root: Path):
+    expected = pyg_sar.run(trained, root, dtype, parts=PARTS, timeout=60.0)
+    assert len(expected) == PARTS
+    # NaN would equal nothing.
+    assert all(bool(loss.isfinite()) for loss in expected[0][0])
+    how: list[tuple[int, dict[str, str]]] = [(2, {}), (3, {SWITCH: "0"}), (4, {})]
+    for workers, env in how if dtype == torch.float64 else how[1:2]:
+        found = pyg_sar.launch(trained, workers, root, dtype, parts=PARTS, timeout=60.0, env=env)
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
+def test_each_part_draws_its_own_random_numbers():
+    def draws(meet: Callable[[], Any]) -> list[Any]:
+        found = []
+        for _ in range(3):
+            found += [float(torch.rand(())), float(np.random.rand()), random.random()]
+            meet()
+        return found
+
+    def worker() -> list[Any]:
+        comm = current()
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(comm.rank)
+        return draws(comm.barrier)
+
+    expected = []
+    for rank in range(4):
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(rank)
+        expected.append(draws(lambda: None))
+    assert host(worker, 4) == expected
+    assert pyg_sar.launch(worker, 3, parts=4, timeout=30.0) == expected
+
+
+def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
+    """In each pass in the order of the parts, never two at once."""
+    trace: list[tuple[str, int]] = []
+    make = Turns.__init__
+
+    def traced(self: Turns, parts: Any, check: Any, outside: Any, *_: Any) -> None:
+        make(
+            self, parts, check, outside,
+            lambda part: trace.append(("begin", part)), lambda part: trace.append(("end", part)),
+        )  # fmt: skip
+
+    monkeypatch.setattr(Turns, "__init__", traced)
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
+        for step in range(3):
+            current().barrier()
+            if current().rank == 0 and step == 2:
+                trace.clear()
+            layer(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
+
+    host(worker, PARTS)
+    assert len(trace) > 3 * 2 * PARTS
+    # Part 0's last turn before the barrier has begun when the trace is cleared.
+    kinds, parts = zip(*trace, strict=True)
+    assert list(kinds) == ["end" if k % 2 == 0 else "begin" for k in range(len(trace))]
+    assert all(parts[k] == parts[k + 1] for k in range(1, len(parts) - 1, 2))
+    turns = [parts[0], *parts[1::2]]
+    assert turns == [k % PARTS for k in range(len(turns))]
+
+
+# Failures #####################################################################
+
+
+def meet_at(rank: int, do: Callable[[], Any]) -> Callable[[], None]:
+    """A worker whose part ``rank`` does something else at the second meeting."""
+
+    def worker() -> None:
+        comm = current()
+        comm.barrier()
+        if comm.rank == rank:
+            do()
+            return
+        comm.barrier()
+
+    return worker
+
+
+def broken() -> None:
+    raise ValueError("broken")
+
+
+def parts_left() -> list[str]:
+    deadline = time.monotonic() + 10.0
+    while time.monotonic() < deadline:
+        names = [t.name for t in threading.enumerate() if t.name.startswith("pyg_sar part")]
+        if not names:
+            return []
+        time.sleep(0.01)
+    return names
+
+
+def test_a_part_raises():
+    with pytest.raises(ValueError, match="broken") as failed:
+        pyg_sar.run(meet_at(2, broken), parts=4, timeout=30.0)
+    assert failed.value.__notes__ == ["in part 2"]
+    assert parts_left() == []
+    with pytest.raises(WorkerError, match="^Rank 2 failed: ValueError: broken") as lost:
+        pyg_sar.launch(meet_at(2, broken), 2, parts=4, timeout=30.0)
+    assert lost.value.rank == 2
+
+
+def test_a_part_ends_early():
+    with pytest.raises(MismatchError, match=r"part 0 waits for .*part 2's program has ended"):
+        pyg_sar.run(meet_at(2, lambda: None), parts=4, timeout=30.0)
+    with pytest.raises(WorkerError, match=r"part 3 waits for .*part 2's program has ended"):
+        pyg_sar.launch(meet_at(2, lambda: None), 2, parts=4, timeout=30.0)
+
+
+def test_a_call_that_one_part_makes():
+    other = meet_at(2, lambda: current().all_gather(torch.ones(3)))
+    with pytest.raises(MismatchError, match=r"expects 'all_gather .* which sends 'all_reduce"):
+        pyg_sar.run(other, parts=4, timeout=30.0)
+    with pytest.raises(WorkerError, match=r"MismatchError: Rank \d expects"):
+        pyg_sar.launch(other, 2, parts=4, timeout=30.0)
+
+
+@pytest.mark.parametrize("where", [[1], [2, 3]], ids=["a part", "a worker"])
+def test_two_operations_in_another_order(where: list[int]):
+    def worker() -> None:
+        comm = current()
+        calls = [lambda: comm.all_reduce(torch.ones(3)), lambda: comm.broadcast(torch.ones(2))]
+        for call in calls[::-1] if comm.rank in where else calls:
+            call()
+
+    with pytest.raises(MismatchError, match="look for a call that only some ranks make"):
+        pyg_sar.run(worker, parts=4, timeout=30.0)
+    with pytest.raises(WorkerError, match="look for a call that only some ranks make"):
+        pyg_sar.launch(worker, 2, parts=4, timeout=30.0)
+
+
+def test_interrupted():
+    def worker() -> None:
+        comm = current()
+        if comm.rank == 1:
+            _thread.interrupt_main()
+        while True:
+            comm.barrier()
+
+    with pytest.raises(KeyboardInterrupt):
+        pyg_sar.run(worker, parts=4, timeout=30.0)
+    assert parts_left() == []
+
+
+@pytest.mark.parametrize("waits", ["meeting", "message"])
+def test_a_worker_is_killed(waits: str):
+    def worker() -> None:
+        comm = current()
+        comm.barrier()
+        if comm.rank == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if waits == "meeting":
+            comm.barrier()
+        there, back = (comm.rank + 2) % 4, (comm.rank - 2) % 4
+        comm.exchange(torch.ones(2), there, torch.empty(2), back, label=LABEL).wait()
+
+    with pytest.raises(LostWorkerError, match="Rank 1 was lost: it was killed by SIGKILL"):
+        pyg_sar.launch(worker, 2, parts=4, timeout=30.0)
+
+
+def test_messages_are_matched_in_the_order_of_posts():
+    """Not in that of waits, be it within a process or between two."""
+
+    def worker() -> list[float]:
+        comm = current()
+        there, back = (comm.rank + 1) % 4, (comm.rank - 1) % 4
+        into = [torch.empty(2), torch.empty(2)]
+        works = [
+            comm.exchange(torch.full((2,), float(k)), there, into[k], back, label=LABEL)
+            for k in range(2)
+        ]
+        for work in works[::-1]:
+            work.wait()
+        return [float(tensor[0]) for tensor in into]
+
+    assert pyg_sar.run(worker, parts=4, timeout=30.0) == [[0.0, 1.0]] * 4
+    assert pyg_sar.launch(worker, 3, parts=4, timeout=30.0) == [[0.0, 1.0]] * 4
+
+
+def test_a_model_in_the_arguments(root: Path):
+    """Each part of launch() has its own, as each worker has."""
+
+    def worker(conv: torch.nn.Module) -> Tensor:
+        data = pyg_sar.load_partition(root)
+        pyg_sar.distribute(conv)(data.x, data.edge_index).square().sum().backward()
+        return next(conv.parameters()).grad
+
+    conv = gnn.GCNConv(CHANNELS, OUT).double()
+    one, two = (pyg_sar.launch(worker, w, conv, parts=PARTS, timeout=30.0) for w in (1, 2))
+    assert all(torch.equal(found, one[0]) for found in [*one, *two])
+
+
+@pytest.mark.parametrize("parts", [True, 0, -1, "8", 2.0])
+def test_no_number_of_parts(parts: Any):
+    with pytest.raises(ValueError, match=f"parts={parts!r} must be"):
+        pyg_sar.launch(print, 1, parts=parts)
+    with pytest.raises(ValueError, match=f"parts={parts!r} must be"):
+        pyg_sar.run(print, parts=parts)
+
+
+def test_refused(root: Path):
+    with pytest.raises(ValueError, match=r"hosted by 1 to 3 workers \(got 4\); start fewer"):
+        pyg_sar.launch(print, 4, parts=3)
+    with pytest.raises(ValueError, match="needs backend='gloo'"):
+        pyg_sar.launch(print, 2, parts=4, backend="threads")
+    with pytest.raises(ValueError, match="within a part, which hosts none"):
+        pyg_sar.run(lambda: pyg_sar.run(print, parts=2), parts=2)
+    with pytest.raises(ValueError, match=f"{PARTS}"):
+        pyg_sar.run(lambda: pyg_sar.load_partition(root), parts=3)
+
+
+def test_runs_follow_each_other():
+    def rank() -> tuple[int, int]:
+        return current().rank, current().world_size
+
+    assert pyg_sar.run(rank, parts=3) == [(0, 3), (1, 3), (2, 3)]
+    assert pyg_sar.run(rank, parts=2) == [(0, 2), (1, 2)]
+    assert pyg_sar.run(rank) == [(0, 1)]
