@@ -16,7 +16,7 @@ import torch
 import pyg_sar
 from pyg_sar.comm import launch as starting
 from pyg_sar.comm.communicator import LocalCommunicator
-from pyg_sar.comm.hosting import PartError, host_parts
+from pyg_sar.comm.hosting import Hosting, PartError, host_parts
 
 PROCESSES = 2
 
@@ -76,7 +76,7 @@ def host(fn: Callable[..., Any], parts: int, *args: Any, timeout: float = 60.0) 
     """
     outer = LocalCommunicator(torch.device("cpu"), timeout)
     try:
-        return host_parts(fn, args, parts, outer)
+        return host_parts(fn, args, Hosting(parts), outer)
     except PartError as failure:
         raise starting._describe(failure.error, failure.part)[0] from failure.error
 

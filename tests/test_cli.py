@@ -171,6 +171,21 @@ def test_fewer_workers_than_parts(parts, tmp_path, capsys):
     assert (report / "report.png").exists()
 
 
+def test_torchrun_with_fewer_workers_than_parts(parts, tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    checkpoint = str(tmp_path / "c")
+    train = ["train", "--parts", parts, *SMALL, "--checkpoint", checkpoint, "--auto-resume"]
+    assert cli.main([*train, "--epochs", "2"]) == 0
+    assert cli.main([*train, "--epochs", "3"]) == 0
+    captured = capsys.readouterr().out
+    assert captured.count("2 epochs, last loss") == captured.count("3 epochs, last loss") == 1
+    assert load_checkpoint(checkpoint).world_size == 2
+    # A mistake that a part meets.
+    error = usage_error(capsys, *train, "--epochs", "4", "--hidden", "5")
+    assert "another model: hidden=4 is now 5; give the same model" in error
+
+
 def test_what_parts_are_hosted_with(parts, tmp_path, monkeypatch):
     calls = []
 

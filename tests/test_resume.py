@@ -165,7 +165,7 @@ def test_the_hosts_that_are_left_go_on_with_all_parts(tmp_path):
     command = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "1:2"]
     command += ["--nproc-per-node", "1", "--max-restarts", "1", "--rdzv-backend", "c10d"]
     command += ["--rdzv-id", "resume", "--rdzv-endpoint", f"127.0.0.1:{store.port}"]
-    quick = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=8"
+    quick = "is_host=false,last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=5"
     command += ["--rdzv-conf", quick, str(script)]
     env = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path), "OMP_NUM_THREADS": "1"}
     hosts = [subprocess.Popen(command, env=env, stderr=subprocess.DEVNULL) for _ in range(2)]

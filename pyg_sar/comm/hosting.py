@@ -221,7 +221,14 @@ class Host:
 
     # Meetings ----------------------------------------------------------------
 
-    def come(self, part: int, name: str, thing: Any, combine: Combine) -> Callable[[], Any]:
+    def come(
+        self,
+        part: int,
+        name: str,
+        thing: Any,
+        combine: Combine,
+        ready: Callable[[], bool] | None = None,
+    ) -> Callable[[], Any]:
         """Has a part come to its next meeting.
 
         Args:
@@ -230,6 +237,8 @@ class Host:
             thing: What it brings.
             combine: Called by the last part of this process. Where it returns :class:`Started`,
                 the meeting is over when these transfers are.
+
+            ready: The part takes the result when this is true, too.
 
         Returns:
             A function that waits and returns the result.
@@ -243,8 +252,11 @@ class Host:
             meeting.end(combine(meeting.brought))
             self.turns.restart()
 
+        def over() -> bool:
+            return meeting.over() and (ready is None or ready())
+
         def take() -> Any:
-            self.turns.wait(part, meeting.over, name)
+            self.turns.wait(part, over, name)
             for work in meeting.works:
                 work.wait()
             if meeting.leave():

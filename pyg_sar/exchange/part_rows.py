@@ -253,7 +253,13 @@ class PartSource(RowSource):
 
         tables = host.share(plan.rank, name, make)
         tables.publish(plan.rank, messages)
-        self._take = host.come(plan.rank, name, None, lambda _: Started(tables.exchange(), tables))
+        self._take = host.come(
+            plan.rank,
+            name,
+            None,
+            lambda _: Started(tables.exchange(), tables),
+            lambda: tables.expects(plan.rank),
+        )
         row = _row_bytes(messages)
         out = {q: n * row for q, n in enumerate(plan.send_counts) if n}
         back = {q: n * row for q, n in enumerate(plan.halo_counts) if n}

@@ -118,9 +118,9 @@ class Tables:
     ) -> None:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
         self._rows: dict[int, list[Tensor]] = {}
-        self._leaving: dict[tuple[int, int], list[Tensor]] = {}
+        self._leaving: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
-        self._left = len(host.parts)
+        self._order, self._gathered = list(host.parts), 0
 
     def publish(self, part: int, messages: Sequence[Tensor]) -> None:
         """Takes in a part's table: rows of each message."""
@@ -128,7 +128,7 @@ class Tables:
             with self.host.unpaged():
                 for number, message in enumerate(messages):
                     rows = message.index_select(0, wanted[part])
-                    self._leaving.setdefault((w, number), []).append(rows)
+                    self._leaving.setdefault((w, number), {})[part] = rows
         self._keep(part, messages)
 
     def exchange(self) -> list[Any]:
@@ -139,7 +139,9 @@ class Tables:
             receives: list[Tensor | None] = [None] * host.outer.world_size
             with host.unpaged():
                 for w in self.routes.leaving:
-                    sends[w] = torch.cat(self._leaving.pop((w, number)))
+                    # Parts need not publish in their order: one may have waited elsewhere.
+                    leaving = self._leaving.pop((w, number))
+                    sends[w] = torch.cat([leaving[part] for part in host.parts])
                     sizes = [self.routes.sizes[q] for q in host.hosted[w]]
                     receives[w] = found = torch.empty(sum(sizes), width, dtype=dtype)
                     parts = zip(host.hosted[w], found.split(sizes), strict=True)
@@ -157,13 +159,17 @@ class Tables:
         for q in sorted(tables):
             self._keep(q, tables[q])
 
+    def expects(self, part: int) -> bool:
+        """True where a part may gather now."""
+        return True
+
     def gather(self, part: int, into: Sequence[Tensor]) -> None:
         """Fills a part's halo rows, of each message, in the order of its halo."""
         self._settle()
         for number, out in enumerate(into):
             self._gather(part, number, out)
-        self._left -= 1
-        if self._left == 0:
+        self._gathered += 1
+        if self._gathered == len(self._order):
             self._close()
 
     # Where the rows are ------------------------------------------------------
@@ -231,6 +237,10 @@ class StoredTables(Tables):
                 part += 1
 
         return RowCache(self.plan.rows, slots, read, gap_of(row))
+
+    def expects(self, part: int) -> bool:
+        """In the order that the cache was planned for. Turns may begin elsewhere after a wait."""
+        return self._order[self._gathered] == part
 
     def _keep(self, part: int, messages: Sequence[Tensor]) -> None:
         for number, message in enumerate(messages):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from pyg_sar.comm.group import current, finalize, init
+from pyg_sar.comm.group import Communicator, init
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError, PygSarError, WorkerError
 from pyg_sar.files import parse_bytes
@@ -160,23 +160,21 @@ def _train(arguments: argparse.Namespace) -> int:
     config = _run_config(arguments)
     options = {"backend": arguments.backend, "timeout": arguments.timeout}
     hosting = _hosting(arguments)
-    num_parts = read_metadata(config.parts).num_parts
     if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
         if arguments.workers is not None:
             raise ValueError(
                 "--workers starts workers, but torchrun (RANK, WORLD_SIZE) has started them: "
                 "leave it out"
             )
-        started = os.environ.get("WORLD_SIZE", "")
-        if hosting or (started.isdigit() and int(started) < num_parts):
-            found = run(train_worker, config, parts=num_parts, **options, **hosting)
-            result, speaks = found[0], current().rank == 0
-            finalize()
-        else:
-            with init(**options):
+        with init(**options) as comm:
+            num_parts = _agreed_parts(config.parts, comm)
+            if hosting or comm.world_size < num_parts:
+                result = run(train_worker, config, parts=num_parts, **options, **hosting)[0]
+            else:
                 result = train_worker(config)
-                speaks = current().rank == 0
+            speaks = comm.rank == 0
     else:
+        num_parts = read_metadata(config.parts).num_parts
         workers = num_parts if arguments.workers is None else arguments.workers
         if not 1 <= workers <= num_parts:
             raise PartitionError(
@@ -194,6 +192,22 @@ def _train(arguments: argparse.Namespace) -> int:
             if path is not None:
                 print(f"{what}: {path}")
     return 0
+
+
+def _agreed_parts(root: str, comm: Communicator) -> int:
+    """Returns the number of parts in a folder, which each worker's host must have. Collective."""
+    found, problem = 0, ""
+    try:
+        found = read_metadata(root).num_parts
+    except PartitionError as error:
+        problem = str(error)
+    everyone = comm.all_gather_object([found, problem])
+    for rank, (_, text) in enumerate(everyone):
+        if text:
+            same = all(other == text for _, other in everyone)
+            raise PartitionError(text if same else f"rank {rank}: {text}")
+    # Loading tells different partitions apart, on all workers.
+    return max(number for number, _ in everyone)
 
 
 def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -163,8 +163,8 @@ def _rows_of(
     about: Mapping[str, Any] | None,
     tensors: Tensors,
     comm: Communicator,
-) -> Any:
-    """Returns which of the file's rows are this worker's: their numbers, or a slice."""
+) -> Tensor:
+    """Returns the numbers of those of the file's rows that are this worker's."""
     n_id, saved = ids_of(module, parameter.size(0)), tensors.get(f"model/{name}")
     total = 0 if saved is None else saved.size(0)
     if n_id is not None and (about is None or about["by_id"]):
@@ -187,4 +187,4 @@ def _rows_of(
             "partition, or set 'n_id' of its module to data.n_id before saving"
         )
     start = sum(counts[: comm.rank])
-    return slice(start, start + counts[comm.rank])
+    return torch.arange(start, start + counts[comm.rank])
