@@ -17,6 +17,7 @@ are. So results are the same to the bit for any number of processes that host th
 
 from __future__ import annotations
 
+import gc
 import itertools
 import os
 import threading
@@ -600,6 +601,11 @@ def host_parts(
         raise
     if failures:
         _, part, cause = min(failures, key=lambda found: found[:2])
+        # What only the other parts' errors keep alive is freed, not brought in.
+        failures.clear()
+        gc.collect()
+        if host.store is not None:
+            host.store.close()
         raise PartError(part, cause) from cause
     host.close()
     return [results[part] for part in host.parts]
