@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -126,6 +127,11 @@ def host_parts(
         raise
     if failures:
         _, part, cause = min(failures, key=lambda found: found[:2])
+        # What only the other parts' errors keep alive is freed, not brought in.
+        failures.clear()
+        gc.collect()
+        if host.store is not None:
+            host.store.close()
         raise PartError(part, cause) from cause
     host.close()
     return [results[part] for part in host.parts]

@@ -165,9 +165,10 @@ def run(
     try:
         return host_parts(fn, args, hosting, comm)
     except PartError as failure:
-        failure.error.add_note(f"in part {failure.part}")
-        comm.report(failure.error, failure.part)
-        raise failure.error from None
+        error = failure.error
+        error.add_note(f"in part {failure.part}")
+        comm.report(error, failure.part)
+    raise error  # Not while the failure is handled: it would be its own context.
 
 
 def _check(

@@ -366,7 +366,9 @@ def to_error(record: Mapping[str, Any], me: int) -> PygSarError:
 
 def is_consequence(error: BaseException | None, rank: int) -> bool:
     """Returns whether ``error`` only tells rank ``rank`` of another rank's failure."""
-    while error is not None:
+    seen: set[int] = set()  # An error may be among its own causes.
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
         if isinstance(error, WorkerError) and error.rank != rank:
             return True
         error = error.__cause__ or error.__context__

@@ -36,7 +36,8 @@ class Turns:
     """Lets the threads of some parts compute one at a time, in a fixed cyclic order.
 
     A part computes until it waits for something. Then the next part behind it, in cyclic order,
-    whose wait is over computes; the part itself comes last. So the order of turns depends on the
+    whose wait is over computes; the part itself comes last. Once all have come to one place of the
+    program (:meth:`restart`), the first part goes on first. So the order of turns depends on the
     program alone, not on the system's scheduling, and is the same in each pass. Each part has
     random states of its own: they are exchanged with the turn.
 
@@ -62,6 +63,7 @@ class Turns:
         self._changed = threading.Condition()
         self._current: int | None = None
         self._last = self._parts[-1]
+        self._anew = False
         self._waiting: dict[int, Callable[[], bool]] = {}
         self._doing: dict[int, str] = {}
         self._begun: set[int] = set()
@@ -95,6 +97,10 @@ class Turns:
             self._release(part)
             self._await(part, ready, doing)
 
+    def restart(self) -> None:
+        """Lets the first part that can go on have the next turn: called by the computing part."""
+        self._anew = True
+
     def outside(self, part: int, block: Callable[[], Any]) -> Any:
         """Ends a part's turn while ``block()`` waits for another process; then waits for a turn."""
         with self._changed:
@@ -124,7 +130,8 @@ class Turns:
     def _release(self, part: int) -> None:
         self._end(part)
         self._random[part] = RandomState()
-        self._current, self._last = None, part
+        self._current, self._last = None, self._parts[-1] if self._anew else part
+        self._anew = False
 
     def _await(self, part: int, ready: Callable[[], bool], doing: str) -> None:
         self._waiting[part], self._doing[part] = ready, doing

@@ -155,8 +155,9 @@ def load_partition(
         metadata = read_metadata(root)
         metadata.check_world_size(comm.world_size, comm.host is not None)
         tensors = read_part(root, comm.rank, verify=verify, metadata=metadata)
-        if comm.host is not None and comm.host.store is not None:
-            # Views of the file would stay in memory; copies wait in the store with the part.
+        if comm.host is not None:
+            # Views of the file would stay in memory: copies wait in the store with the part. Also
+            # without a store: where tensors lie (here: aligned) decides the last bits of products.
             tensors = {name: tensor.clone() for name, tensor in tensors.items()}
     except (PartitionError, OSError) as error:
         problem = str(error)
