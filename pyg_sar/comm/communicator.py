@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -230,6 +231,10 @@ class Communicator(ABC):
     def barrier(self) -> None:
         """Waits until every rank came here (and all earlier operations ended)."""
         self.all_reduce(torch.zeros(1, device=self.device), label=BARRIER)
+
+    def unpaged(self) -> AbstractContextManager[Any]:
+        """Makes tensors that stay in memory, also where a part's others wait in a store."""
+        return nullcontext()
 
     # Its end -----------------------------------------------------------------
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -151,6 +152,9 @@ class PartCommunicator(Communicator):
         mine, size = self.rank == src, num_bytes(target)
         count_all(self.ledgers, label, size if mine else 0, 0 if mine else size, TRANSPORT)
         return tensor
+
+    def unpaged(self) -> AbstractContextManager[Any]:
+        return self.host.unpaged()
 
     def report(self, error: BaseException, rank: int | None = None) -> None:
         if not is_consequence(error, self.rank):

@@ -334,10 +334,13 @@ def _digest(content: _Content) -> str:
 
 
 def _write(path: Path, content: _Content) -> None:
-    # Copies: safetensors refuses tensors that share memory, as tied weights do.
-    content.tensors = {
-        name: tensor.detach().cpu().clone().contiguous() for name, tensor in content.tensors.items()
-    }
+    # Copies: safetensors refuses tensors that share memory, as tied weights do. They stay in memory,
+    # which the system reads.
+    with current().unpaged():
+        content.tensors = {
+            name: tensor.detach().cpu().clone().contiguous()
+            for name, tensor in content.tensors.items()
+        }
     content.header["sha256"] = _digest(content)
     header = json.dumps(content.header, sort_keys=True, allow_nan=False)
     replace_file(path, lambda file: save_tensors(content.tensors, file, {_HEADER: header}))
