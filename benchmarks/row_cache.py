@@ -25,8 +25,8 @@ import pymetis
 import torch
 import torch_geometric
 from numpy.typing import NDArray
+from part_order import order_parts
 
-from pyg_sar.exchange.part_order import order_parts
 from pyg_sar.exchange.row_plan import check_plan, gap_of, loads, nearest, next_uses, plan_rows
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import undirected_csr

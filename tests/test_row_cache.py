@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 
-from pyg_sar.exchange.part_order import order_parts
 from pyg_sar.exchange.row_cache import RowCache
 from pyg_sar.exchange.row_plan import (
     JOINED_GAPS,
@@ -151,34 +150,6 @@ def test_wrong_arguments_are_named(change, message):
     given = {"needs": [np.array([2, 3]), np.array([0])], "first": [0, 2, 4], "capacity": 2}
     with pytest.raises(ValueError, match=message):
         plan_rows(**{**given, **change})
-
-
-# The order of parts ###########################################################
-
-
-@pytest.mark.parametrize("stay", [True, False])
-def test_the_order_of_parts_is_one_that_reads_as_many_rows_as_it_says(stay):
-    for seed in range(60):
-        needs, first, capacity, _ = random_case(seed)
-        order, rows = order_parts(needs, first, capacity, stay, tries=20)
-        assert sorted(order) == list(range(len(needs)))
-        assert rows == loads(plan_rows(needs, first, capacity, order, stay)).rows
-        assert rows <= loads(plan_rows(needs, first, capacity, None, stay)).rows
-        assert order_parts(needs, first, capacity, stay, tries=20) == (order, rows)
-
-
-@pytest.mark.parametrize("sample", [20_000, 300])
-def test_parts_that_need_the_same_rows_follow_each_other(sample, monkeypatch):
-    """Of a ring of parts, drawn in random order, each shares half its rows with the next."""
-    monkeypatch.setattr("pyg_sar.exchange.part_order.SAMPLE", sample)
-    drawn = np.random.default_rng(0).permutation(12)
-    needs = [np.arange(50 * k, 50 * k + 100) for k in drawn]
-    first = [0] * 12 + [650]
-    assert loads(plan_rows(needs, first, 50, None, False)).rows > 900
-    order, rows = order_parts(needs, first, 50, False, tries=2000)
-    assert rows == 650
-    neighbours = drawn[order].tolist()
-    assert neighbours in (list(range(12)), list(range(12))[::-1])
 
 
 # Requests #####################################################################

@@ -334,8 +334,8 @@ def _digest(content: _Content) -> str:
 
 
 def _write(path: Path, content: _Content) -> None:
-    # Copies: safetensors refuses tensors that share memory, as tied weights do. They stay in memory,
-    # which the system reads.
+    # Copies: safetensors refuses tensors that share memory, as tied weights do. The system reads
+    # them: they stay in memory.
     with current().unpaged():
         content.tensors = {
             name: tensor.detach().cpu().clone().contiguous()
