@@ -65,4 +65,6 @@ if __name__ == "__main__":
         else:
             found = pyg_sar.launch(train, 1, prepare(folder), **how)
         print(f"test accuracy {found[0][0]:.4f}")
-        print(f"at most {found[-1][2] - found[0][1]:.0f} MiB beyond the start; the limit was {MEMORY}")
+        print(
+            f"at most {found[-1][2] - found[0][1]:.0f} MiB beyond the start; the limit was {MEMORY}"
+        )

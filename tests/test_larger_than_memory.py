@@ -182,7 +182,7 @@ def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_pat
     """With dropout, whose random numbers each part draws in its own turn."""
     root = write(tmp_path, 8000, 6)
     (tmp_path / "store").mkdir()
-    limited = {"memory": 64 * MB, "store": tmp_path / "store"}
+    limited = {"memory": 80 * MB, "store": tmp_path / "store"}
     first = pyg_sar.launch(train, 1, root, 2, parts=6)
     for workers, how in [(1, limited), (2, limited), (3, limited), (2, {})]:
         found = pyg_sar.launch(train, workers, root, 2, parts=6, timeout=60, **how)
@@ -281,7 +281,7 @@ def test_nothing_is_left_by_a_killed_process(lines, roots, tmp_path):
     root = roots[NODES, 8]
     code = (
         "import sys, torch\nimport test_larger_than_memory as t\ntorch.set_num_threads(1)\n"
-        f"t.pyg_sar.run(t.train_forever, {root!r}, parts=8, memory=64 << 20, store=sys.argv[1])"
+        f"t.pyg_sar.run(t.train_forever, {root!r}, parts=8, memory=128 << 20, store=sys.argv[1])"
     )
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
     with subprocess.Popen(
