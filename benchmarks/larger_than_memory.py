@@ -130,7 +130,8 @@ def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
                 raise SystemExit(f"{model}, {parts} parts, {name}: {now.losses}, {free.losses}")
             found[model, parts, name] = now
             tqdm.write(f"{model}, {parts}, {name}: {now}")
-        yield found
+        if parts > 1:
+            yield found
 
 
 # What is shown ###############################################################
