@@ -39,7 +39,7 @@ TINY, WIDE = 320, 700
 ENVIRONMENT = {"MKL_DISABLE_FAST_MM": "1"}  # as launch does for parts
 MODELS = {
     "gcn": lambda: GCN(FEATURES, 128, 3, CLASSES, norm="batch_norm"),
-    "sage": lambda: GraphSAGE(FEATURES, 128, 3, CLASSES, norm="batch_norm"),
+    "sage": lambda: GraphSAGE(FEATURES, 160, 3, CLASSES, norm="batch_norm"),
     "gat": lambda: GAT(FEATURES, 128, 3, CLASSES, heads=4, norm="batch_norm"),
     "gin": lambda: GIN(FEATURES, 128, 3, CLASSES, norm="batch_norm"),
     "deep": lambda: GAT(FEATURES, 64, 8, CLASSES, heads=4, norm="batch_norm"),
@@ -147,8 +147,8 @@ def train(root: str, epochs: int) -> tuple[list[float], Tensor, int]:
 
 # Within the limit, exactly ####################################################
 
-LIMITS = {"gcn": 72, "sage": 54, "gat": 72, "gin": 64, "deep": 80, "wide": 72}
-CASES = [*((name, 32) for name in LIMITS), ("sage", 8), ("deep", 8)]
+LIMITS = {"gcn": 72, "sage": 64, "gat": 72, "gin": 64, "deep": 80, "wide": 72}
+CASES = [*((name, 32) for name in LIMITS if name != "deep"), ("sage", 8), ("deep", 8)]
 
 
 @pytest.fixture(scope="module")
@@ -180,11 +180,11 @@ def test_exact_in_a_fourth_of_the_memory(name, parts, roots, plain, tmp_path):
 
 def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_path):
     """With dropout, whose random numbers each part draws in its own turn."""
-    root = write(tmp_path, 8000, 6)
+    root = write(tmp_path, 6000, 6)
     (tmp_path / "store").mkdir()
-    limited = {"memory": 80 * MB, "store": tmp_path / "store"}
+    limited = {"memory": 72 * MB, "store": tmp_path / "store"}
     first = pyg_sar.launch(train, 1, root, 2, parts=6)
-    for workers, how in [(1, limited), (2, limited), (3, limited), (2, {})]:
+    for workers, how in [(1, limited), (2, limited), (3, limited)]:
         found = pyg_sar.launch(train, workers, root, 2, parts=6, timeout=60, **how)
         for (losses, parameters, _), (losses_1, parameters_1, _) in zip(found, first, strict=True):
             assert losses == losses_1
