@@ -19,6 +19,7 @@ from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv, global_mean_pool
 from torch_geometric.utils import scatter, softmax
 
 import pyg_sar
+from pyg_sar.kernels import ops
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
@@ -177,6 +178,20 @@ def test_heterogeneous_graphs(tmp_path, monkeypatch):
     threads(work, 4)
 
 
+@pytest.mark.skipif(not ops.built, reason="no C++ kernels")
+def test_larger_than_memory(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pyg_sar.write_partitions(a_graph(), 16, "parts", "random")
+
+    def train(root: str) -> int:
+        return pyg_sar.load_partition(root).num_nodes
+
+    (code,) = snippets("docs/larger-than-memory.md")
+    names = {"pyg_sar": pyg_sar, "train": train}
+    assert "/scratch" in code
+    run("docs/larger-than-memory.md", [code.replace("/scratch", str(tmp_path))], **names)
+
+
 def test_compiled():
     data = a_graph()
     names = {"x": data.x, "edge_index": data.edge_index, "model": MyModel()}
@@ -186,5 +201,6 @@ def test_compiled():
 def test_no_document_with_python_is_left_out():
     documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("**/*.md")]
     names = {str(path.relative_to(REPOSITORY)) for path in documents}
-    tried = {f"docs/{name}.md" for name in ("compiled", "global", "hetero", "training", "verify")}
-    assert {name for name in names if snippets(name)} == {"README.md", *tried}
+    tried = ("compiled", "global", "hetero", "larger-than-memory", "training", "verify")
+    found = {name for name in names if snippets(name)}
+    assert found == {"README.md", *(f"docs/{name}.md" for name in tried)}

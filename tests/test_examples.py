@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+from pyg_sar.kernels import ops
+
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NOTEBOOK = EXAMPLES / "debug_in_a_notebook.ipynb"
 
@@ -56,6 +58,19 @@ def test_hetero_learns():
     assert out.count("epoch 30: loss") == 1 and "author writes paper" in out
     found = re.search(r"other papers (\d\.\d+)", out)
     assert found is not None and float(found[1]) > 0.8
+
+
+@pytest.mark.skipif(not ops.built, reason="no C++ kernels")
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the store is for Linux")
+def test_larger_than_memory_stays_within_its_limit():
+    path = EXAMPLES / "larger_than_memory.py"
+    assert len(path.read_text().splitlines()) <= 80
+    out = run_example(path.name)
+    assert out.count("epoch 10: loss") == 1
+    accuracy = re.search(r"test accuracy (\d\.\d+)", out)
+    assert accuracy is not None and float(accuracy[1]) > 0.8
+    found = re.search(r"at most (\d+) MiB .* limit was (\d+)MiB", out)
+    assert found is not None and int(found[1]) <= int(found[2])
 
 
 def test_custom_layer_is_the_same_on_workers():

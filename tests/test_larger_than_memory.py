@@ -23,7 +23,7 @@ from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, SAGEConv, Sequential
 
 import pyg_sar
 from pyg_sar.comm import current
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import StoreError
 from pyg_sar.kernels import ops
 from pyg_sar.ledger import peak_memory, reset_peak_memory
 
@@ -32,12 +32,14 @@ pytestmark = [
     pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the pager is for Linux"),
 ]
 
-MB = 1 << 20
-NODES, DEGREE, FEATURES, CLASSES = 20_000, 8, 16, 5
+HERE = Path(__file__).resolve().parent
+KB, MB = 1 << 10, 1 << 20
+NODES, DEGREE, FEATURES, CLASSES = 14_000, 8, 16, 5
 TINY, WIDE = 320, 700
+ENVIRONMENT = {"MKL_DISABLE_FAST_MM": "1"}  # as launch does for parts
 MODELS = {
     "gcn": lambda: GCN(FEATURES, 128, 3, CLASSES, norm="batch_norm"),
-    "sage": lambda: GraphSAGE(FEATURES, 128, 3, CLASSES, norm="batch_norm"),
+    "sage": lambda: GraphSAGE(FEATURES, 160, 3, CLASSES, norm="batch_norm"),
     "gat": lambda: GAT(FEATURES, 128, 3, CLASSES, heads=4, norm="batch_norm"),
     "gin": lambda: GIN(FEATURES, 128, 3, CLASSES, norm="batch_norm"),
     "deep": lambda: GAT(FEATURES, 64, 8, CLASSES, heads=4, norm="batch_norm"),
@@ -49,7 +51,7 @@ MODELS = {
             (SAGEConv(WIDE, CLASSES), "x, edge_index -> x"),
         ],
     ),
-    "dropout": lambda: GAT(FEATURES, 32, 2, CLASSES, heads=2, norm="batch_norm", dropout=0.3),
+    "dropout": lambda: GAT(FEATURES, 128, 3, CLASSES, heads=2, norm="batch_norm", dropout=0.3),
 }
 
 
@@ -145,8 +147,8 @@ def train(root: str, epochs: int) -> tuple[list[float], Tensor, int]:
 
 # Within the limit, exactly ####################################################
 
-LIMITS = {"gcn": 96, "sage": 72, "gat": 96, "gin": 84, "deep": 96, "wide": 80}
-CASES = [*((name, 32) for name in LIMITS), ("sage", 8), ("gat", 8), ("deep", 8)]
+LIMITS = {"gcn": 72, "sage": 64, "gat": 72, "gin": 64, "deep": 80, "wide": 72}
+CASES = [*((name, 32) for name in LIMITS if name != "deep"), ("sage", 8), ("deep", 8)]
 
 
 @pytest.fixture(scope="module")
@@ -162,8 +164,7 @@ def test_exact_in_a_fourth_of_the_memory(name, parts, roots, plain, tmp_path):
         plain[name] = pyg_sar.launch(plain_step, 1, name)[0]
     expected, most = plain[name]
     given = roots[NODES, parts], roots[TINY, parts], name, parts, limit, tmp_path
-    found, peak, moved = pyg_sar.launch(hosted_steps, 1, *given, timeout=120)[0]
-    print(f"{name} {parts}: plain {most / MB:.0f}, limit {limit / MB:.0f}, peak {peak / MB:.1f}", {k: v // MB for k, v in moved.items()})
+    found, peak, moved = pyg_sar.launch(hosted_steps, 1, *given, timeout=120, env=ENVIRONMENT)[0]
     for gradient in found:
         assert (gradient - expected).abs().max() <= 1e-10 * expected.abs().max()
     assert peak <= limit
@@ -172,3 +173,123 @@ def test_exact_in_a_fourth_of_the_memory(name, parts, roots, plain, tmp_path):
     assert moved["overrun_bytes"] == 0
     if name == "wide":
         assert NODES * WIDE * 8 > limit
+
+
+# To the bit ###################################################################
+
+
+def test_the_same_bits_with_a_store_without_and_on_any_number_of_workers(tmp_path):
+    """With dropout, whose random numbers each part draws in its own turn."""
+    root = write(tmp_path, 6000, 6)
+    (tmp_path / "store").mkdir()
+    limited = {"memory": 72 * MB, "store": tmp_path / "store"}
+    first = pyg_sar.launch(train, 1, root, 2, parts=6)
+    for workers, how in [(1, limited), (2, limited), (3, limited)]:
+        found = pyg_sar.launch(train, workers, root, 2, parts=6, timeout=60, **how)
+        for (losses, parameters, _), (losses_1, parameters_1, _) in zip(found, first, strict=True):
+            assert losses == losses_1
+            assert torch.equal(parameters, parameters_1)
+        if workers == 1:
+            assert found[-1][2] > MB
+
+
+def test_parts_without_edges_between_take_their_turns_in_order(tmp_path):
+    """Small messages between parts, as for degrees, leave some of them ahead of others."""
+    root = write(tmp_path, TINY, 32)
+    alone = pyg_sar.run(part_step, root, "gcn", parts=32)
+    stored = pyg_sar.run(part_step, root, "gcn", parts=32, memory=64 * MB, store=tmp_path)
+    for (a, _), (b, _) in zip(alone, stored, strict=True):
+        assert torch.equal(a, b)
+
+
+# What fails ###################################################################
+
+
+def failure_of(root: str, **how: Any) -> str:
+    with pytest.raises(StoreError) as caught:
+        pyg_sar.run(part_step, root, "sage", parts=8, timeout=60, **how)
+    return str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def small(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return write(tmp_path_factory.mktemp("small"), 4000, 8)
+
+
+def test_any_limit_gives_the_numbers_or_a_remedy(small, tmp_path):
+    """Also after a failure, in the same process."""
+    expected = pyg_sar.run(part_step, small, "sage", parts=8)[0][0]
+    ended = []
+    for size in (1, 4 * KB, MB, 2 * MB, 4 * MB, 8 * MB, 12 * MB, 16 * MB, 24 * MB, 200 * MB):
+        try:
+            found = pyg_sar.run(part_step, small, "sage", parts=8, memory=size, store=tmp_path)
+        except StoreError as error:
+            ended.append(False)
+            assert "memory=" in str(error)
+            assert "allow more memory" in str(error).lower()
+            continue
+        ended.append(True)
+        for gradient, _ in found:
+            assert torch.equal(gradient, expected)
+    assert not ended[0] and ended[-1]
+    assert sorted(ended) == ended  # more memory never fails where less did not
+
+
+def test_no_store_and_too_little_memory(small):
+    text = failure_of(small, memory=8 * MB)
+    assert "memory=8,388,608" in text
+
+
+@pytest.mark.parametrize("name", ["absent", "file", "/proc"])
+def test_a_store_that_takes_no_file(name, small, tmp_path):
+    (tmp_path / "file").touch()
+    text = failure_of(small, memory=64 * MB, store=tmp_path / name)
+    assert f"store={str(tmp_path / name)!r}" in text
+
+
+@pytest.fixture
+def full_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 4 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=4m", "tmpfs", str(folder)]
+    try:
+        done = subprocess.run(mount, capture_output=True, check=False).returncode == 0
+    except OSError:
+        done = False
+    if not done:
+        pytest.skip("a file system can't be mounted: needs root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)
+
+
+def test_a_full_disk_is_named(small, full_disk):
+    text = failure_of(small, memory=16 * MB, store=full_disk)
+    assert str(full_disk) in text
+    assert os.listdir(full_disk) == []
+
+
+def train_forever(root: str) -> None:
+    while True:
+        train(root, 1)
+        print("epoch", flush=True)
+
+
+@pytest.mark.parametrize("lines", [0, 3, 11])
+def test_nothing_is_left_by_a_killed_process(lines, roots, tmp_path):
+    """Killed after some parts' epochs, wherever the others are then."""
+    root = roots[NODES, 8]
+    code = (
+        "import sys, torch\nimport test_larger_than_memory as t\ntorch.set_num_threads(1)\n"
+        f"t.pyg_sar.run(t.train_forever, {root!r}, parts=8, memory=128 << 20, store=sys.argv[1])"
+    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*sys.path, str(HERE)])}
+    with subprocess.Popen(
+        [sys.executable, "-c", code, str(tmp_path)], env=environment, stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        for _ in range(lines + 1):
+            assert process.stdout.readline() == b"epoch\n"
+        process.send_signal(signal.SIGKILL)
+    assert process.returncode == -signal.SIGKILL
+    assert os.listdir(tmp_path) == []

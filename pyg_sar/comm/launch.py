@@ -107,6 +107,8 @@ def launch(
     work = _pack((task, backend, timeout, hosting), "the task", -1)
     meeting_place = host_store("127.0.0.1", 0)
     common = _environment(num_workers, meeting_place.port, threads_per_worker, env)
+    if hosting is not None:  # MKL would keep a megabyte and more for each thread, so of each part.
+        common.setdefault("MKL_DISABLE_FAST_MM", "1")
     workers: list[_Worker] = []
     try:
         for rank in range(num_workers):

@@ -1,0 +1,245 @@
+"""Memory and time of training with many parts on one worker, with limits and a store.
+
+    python benchmarks/larger_than_memory.py --out docs/benchmarks/larger_than_memory.md
+
+SAGE (3 layers of 256, BatchNorm) and GAT (3 layers of 4 heads of 32, BatchNorm) on a power-law
+graph. One process trains on the whole graph; then one worker hosts P parts, all in memory (no
+limit), and with a limit of a half and of a quarter of what that took, the rest in a store on disk.
+Each row is a fresh process; a first epoch is not counted. Memory: the highest resident set
+(``VmHWM``) over the resident set at the start. The benchmark stops where a limit changes a loss by
+one bit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import torch_geometric
+from torch_geometric.nn import GAT, GraphSAGE
+from tqdm import tqdm
+
+import pyg_sar
+from pyg_sar.ledger import peak_memory, reset_peak_memory
+from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
+
+CLASSES = 8
+MODELS: dict[str, Any] = {
+    "sage": lambda features: GraphSAGE(features, 256, 3, CLASSES, norm="batch_norm"),
+    "gat": lambda features: GAT(features, 128, 3, CLASSES, heads=4, norm="batch_norm"),
+}
+SHARES = {"no limit": None, "a half": 2, "a quarter": 4}
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A row.
+
+    Attributes:
+        peak: Bytes beyond the start.
+        seconds: Of an epoch, the median.
+        read: Bytes read from the store per epoch.
+        written: Bytes written to it per epoch.
+        losses: Of all epochs.
+        limit: Bytes that were allowed.
+    """
+
+    peak: int
+    seconds: float
+    read: float
+    written: float
+    losses: list[float]
+    limit: int | None = None
+
+
+def measure(root: str, model_name: str, epochs: int) -> tuple[int, int, list[list[int]], Any]:
+    """A part's: bytes at its start, at most; bytes read and written by epoch; times and losses."""
+    start = reset_peak_memory(CPU) if pyg_sar.comm.current().rank == 0 else 0
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(MODELS[model_name](data.num_features))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    host: Any = getattr(pyg_sar.comm.current(), "host", None)
+    moved, times, losses = [], [], []
+    for _ in range(epochs + 1):
+        begin = time.perf_counter()
+        optimizer.zero_grad()
+        values = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
+        loss = pyg_sar.mean(values)
+        del values
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        times.append(time.perf_counter() - begin)
+        found = {} if host is None or host.store is None else host.store.counters()
+        moved.append([found.get("bytes_read", 0), found.get("bytes_written", 0)])
+    return start, peak_memory(CPU), moved, (times[1:], losses)
+
+
+def row(root: str, model: str, epochs: int, parts: int, limit: int | None, store: Any) -> Measured:
+    """Trains in a fresh process."""
+    how: dict[str, Any] = {} if parts == 1 else {"parts": parts}
+    if limit is not None:
+        how |= {"memory": limit, "store": store}
+    threads = len(os.sched_getaffinity(0))
+    found = pyg_sar.launch(measure, 1, root, model, epochs, threads_per_worker=threads, **how)
+    _, _, moved, (times, losses) = found[-1]
+    read, written = ((b - a) / epochs for a, b in zip(moved[0], moved[-1], strict=True))
+    peak = max(most for _, most, _, _ in found) - found[0][0]
+    return Measured(peak, median(times), read, written, losses, limit)
+
+
+Found = dict[tuple[str, int, str], Measured]
+"""By model, parts (1: the whole graph) and limit."""
+
+
+def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
+    """The measurements so far."""
+    kind = SyntheticGraph(
+        nodes=args.nodes, edges=args.edges, features=args.features, classes=CLASSES
+    )
+    graph = synthetic_graph(kind)
+    for parts in (1, *args.parts):
+        pyg_sar.write_partitions(graph, parts, folder / f"{parts}")
+    del graph
+    found: Found = {}
+    cases = [(m, p) for m in args.models for p in (1, *args.parts)]
+    for model, parts in tqdm(cases, desc="larger than memory"):
+        free = None
+        for name, share in SHARES.items() if parts > 1 else [("one process", None)]:
+            limit = None if share is None or free is None else free.peak // share
+            try:
+                now = row(f"{folder}/{parts}", model, args.epochs, parts, limit, args.store)
+            except pyg_sar.errors.WorkerError as error:
+                tqdm.write(f"{model}, {parts} parts, {name}: {str(error).splitlines()[0]}")
+                continue
+            free = free or now
+            if now.losses != free.losses:
+                raise SystemExit(f"{model}, {parts} parts, {name}: {now.losses}, {free.losses}")
+            found[model, parts, name] = now
+            tqdm.write(f"{model}, {parts}, {name}: {now}")
+        if parts > 1:
+            yield found
+
+
+# What is shown ###############################################################
+
+HEAD = (
+    *("model", "parts", "limit", "MiB allowed", "MiB at most", "to no limit", "to one process"),
+    *("s per epoch", "to no limit", "to one process", "MB read", "MB written"),
+)
+
+
+def table(found: Found) -> list[str]:
+    lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
+    for (model, parts, name), now in found.items():
+        free = found.get((model, parts, "no limit"), now)
+        one = found[model, 1, "one process"]
+        cells = [
+            *(model, parts, name, "" if now.limit is None else f"{now.limit / 2**20:.0f}"),
+            *(f"{now.peak / 2**20:.0f}", f"{now.peak / free.peak:.2f}"),
+            *(f"{now.peak / one.peak:.2f}", f"{now.seconds:.2f}"),
+            *(f"{now.seconds / free.seconds:.2f}", f"{now.seconds / one.seconds:.2f}"),
+            *(f"{now.read / 1e6:.0f}", f"{now.written / 1e6:.0f}"),
+        ]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    return lines
+
+
+WORDS = {"peak memory": "peak", "time of an epoch": "seconds"}
+
+
+def plot(found: Found, path: Path) -> None:
+    from matplotlib.figure import Figure
+
+    models = list(dict.fromkeys(model for model, _, _ in found))
+    figure = Figure(figsize=(4.2 * len(models), 6), layout="constrained")
+    grid = figure.subplots(2, len(models), squeeze=False, sharex=True)
+    for column, model in enumerate(models):
+        one = found[model, 1, "one process"]
+        for row_number, (word, field) in enumerate(WORDS.items()):
+            axes = grid[row_number][column]
+            for name in SHARES:
+                points = {
+                    parts: getattr(now, field) / getattr(one, field)
+                    for (kind, parts, limit), now in found.items()
+                    if (kind, limit) == (model, name)
+                }
+                axes.plot(list(points), list(points.values()), marker="o", label=name)
+            axes.axhline(1, color="black", linestyle="--", label="one process")
+            axes.set_xscale("log", base=2)
+            axes.set_ylim(bottom=0)
+            axes.set_title(f"{model}: {word}, to one process", fontsize="medium")
+            counts = sorted({p for _, p, _ in found} - {1})
+            axes.set_xticks(counts, [str(p) for p in counts])
+        grid[1][column].set_xlabel("parts on one worker")
+    grid[0][0].legend(fontsize="small")
+    figure.savefig(path)
+
+
+def document(args: argparse.Namespace, found: Found, load: float) -> str:
+    parts = " ".join(map(str, args.parts))
+    command = (
+        f"python benchmarks/larger_than_memory.py --nodes {args.nodes} --edges {args.edges} "
+        f"--features {args.features} --epochs {args.epochs} --parts {parts}"
+    )
+    lines = [
+        "# Larger than memory",
+        "",
+        f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
+        f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph of "
+        f"{args.nodes:,} nodes, {args.edges:,} edges and {args.features} features. SAGE of 3 "
+        "layers of 256, GAT of 3 layers of 4 heads of 32, BatchNorm, float32. One worker hosts all "
+        "parts. Limits are shares of what the same parts take without one. Each row is a fresh "
+        "process, and shows the median of the epochs after the first. Load at the start and at "
+        f"the end: {load:.1f} and {os.getloadavg()[0]:.1f}. Losses with a limit were those "
+        "without, to the bit.",
+        "",
+        "One process: `distribute` on the whole graph. MiB: beyond the start of the process, the "
+        "libraries' first use included. MB: of the store, per epoch.",
+        "",
+        *table(found),
+        "",
+    ]
+    if args.out:
+        picture = args.out.with_suffix(".svg")
+        plot(found, picture)
+        lines += [f"![Memory and time]({picture.name})", ""]
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=100_000)
+    parser.add_argument("--edges", type=int, default=1_000_000)
+    parser.add_argument("--features", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=2)
+    parser.add_argument("--parts", type=int, nargs="+", default=[4, 8, 16, 32])
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--store", type=Path, help="a folder on the disk of the store")
+    parser.add_argument("--out", type=Path, help="write the table here, a picture beside it")
+    args = parser.parse_args()
+    load = os.getloadavg()[0]
+    with tempfile.TemporaryDirectory(dir=args.store) as folder:
+        args.store = folder
+        for found in run(args, Path(folder)):
+            text = document(args, found, load)
+            if args.out:
+                args.out.write_text(text)
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,70 @@
+"""Training in less memory than it takes: one process hosts 16 parts of a graph, in turn.
+
+What waiting parts hold lies in a file, so that a process takes no more than ``MEMORY`` beyond its
+start. Run it: ``python examples/larger_than_memory.py``, or on several processes, each of which
+hosts its share of the parts: ``torchrun --nproc-per-node 2 examples/larger_than_memory.py``.
+"""
+
+import os
+import tempfile
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch_geometric.nn import GraphSAGE
+
+import pyg_sar
+from pyg_sar.tools import load_graph
+
+PARTS, MEMORY = 16, "112MiB"
+
+
+def resident(field: str) -> float:
+    """MiB of this process: now (``VmRSS``), or at most so far (``VmHWM``)."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split(f"{field}:")[1].split()[0]) / 1024
+
+
+def train(root: str) -> tuple[float, float, float]:
+    """Runs for each part, as on a worker of its own. Returns the accuracy; MiB before and most."""
+    before = resident("VmRSS")
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(GraphSAGE(data.num_features, 256, 3, 8, norm="batch_norm"))
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    mask = data.train_mask
+    for epoch in range(1, 11):
+        model.train()
+        optimizer.zero_grad()
+        out = model(data.x, data.edge_index)
+        loss = pyg_sar.mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))
+        loss.backward()
+        optimizer.step()
+        if epoch % 5 == 0 and pyg_sar.comm.current().rank == 0:
+            print(f"epoch {epoch}: loss {loss.item():.4f}")
+    model.eval()
+    with torch.no_grad():
+        out = model(data.x, data.edge_index)
+    return pyg_sar.accuracy(out, data.y, data.test_mask), before, resident("VmHWM")
+
+
+def prepare(folder: str) -> str:
+    graph = load_graph("synthetic:nodes=20000,degree=10,features=64,classes=8")
+    pyg_sar.write_partitions(graph, PARTS, f"{folder}/parts")
+    return f"{folder}/parts"
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        how = {"parts": PARTS, "memory": MEMORY, "store": folder}
+        if "RANK" in os.environ:  # under torchrun: this process is a worker
+            comm = pyg_sar.init()
+            root = comm.all_gather_object(prepare(folder) if comm.rank == 0 else "")[0]
+            found = pyg_sar.run(train, root, **how)
+            comm.barrier()  # The folder stays until all have read it.
+        else:
+            found = pyg_sar.launch(train, 1, prepare(folder), **how)
+        print(f"test accuracy {found[0][0]:.4f}")
+        print(
+            f"at most {found[-1][2] - found[0][1]:.0f} MiB beyond the start; the limit was {MEMORY}"
+        )
