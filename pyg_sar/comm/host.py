@@ -214,6 +214,7 @@ class Host:
         self._numbers[part] += 1
         if meeting.come(part, thing):
             meeting.end(combine(meeting.brought))
+            self.turns.restart()
 
         def over() -> bool:
             return meeting.over() and (ready is None or ready())
@@ -325,12 +326,25 @@ class Host:
         self._posted[way, src, dst] = number + 1
         return number
 
+    def await_messages(self, dst: int, expected: Sequence[tuple[int, int]], doing: str) -> None:
+        """Waits until all of some messages from parts of this process are there, in one wait.
+
+        Args:
+            dst: The part that expects them.
+            expected: Who sends each, and its number (:meth:`expect`).
+            doing: What it waits for, for messages.
+        """
+        near = [(self._boxes[src, dst], n) for src, n in expected if src in self.parts]
+        if not all(n in box for box, n in near):
+            self.turns.wait(dst, lambda: all(n in box for box, n in near), doing)
+
     def receive(self, src: int, dst: int, number: int, into: Tensor, name: str) -> None:
         """Waits for a message (:meth:`expect`) from a part to another one of this process."""
         worker = self.worker_of[src]
         if worker == self.outer.rank:
             box = self._boxes[src, dst]
-            self.turns.wait(dst, lambda: number in box, f"{name} from part {src}")
+            if number not in box:
+                self.turns.wait(dst, lambda: number in box, f"{name} from part {src}")
             tensor, sent = box.pop(number)
             if sent != name:
                 raise unlike(dst, src, name, sent)

@@ -101,6 +101,8 @@ class PartCommunicator(Communicator):
         count(self.ledgers, label, out, back, TRANSPORT)
 
         def finish() -> None:
+            expected = [(src, number) for src, number, _ in wanted]
+            self.host.await_messages(self.rank, expected, doing)
             with torch.no_grad():
                 for src, number, tensor in wanted:
                     name = name_of(where, tensor.dtype, tensor.shape)

@@ -16,11 +16,11 @@ from pyg_sar.errors import StoreError
 from pyg_sar.store.pager import Pager
 from pyg_sar.store.row_file import RowFile
 
-RESERVE = 0.04
-"""Share of the memory that is left for what neither the pager nor the caches have allocated."""
+RESERVE = 0.04, 8 << 20
+"""Share of the memory, and bytes, that are left for what the pager has not allocated."""
 CACHES = 8
 """Rows of one pass are cached in this part of the memory; two passes overlap."""
-LEAST = 0.25
+LEAST = 0.15
 """Share of the memory that the waiting parts' tensors need at least."""
 AT_ONCE = 3
 """Tensors as large as the largest one that a part needs in memory together, about."""
@@ -92,12 +92,12 @@ class PartStore:
                 f"at once. {self.remedy(self.memory + more)}"
             )
         other = resident_bytes() - self._start - found.resident_bytes
-        left = int(self.memory * (1 - RESERVE)) - other
+        left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
         if left < self.memory * LEAST:
             raise StoreError(
                 f"memory={self.memory:,} bytes: {other:,} of them are taken by what can't wait in "
                 "the store (libraries' buffers, and small tensors and objects of all parts of this "
-                "process). Allow more memory, or start more workers"
+                "process). Allow more memory, start more workers, or cut the graph into fewer parts"
             )
         self._pager.budget = left
 
