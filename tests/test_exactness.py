@@ -507,16 +507,16 @@ class Energy(gnn.MessagePassing):
         return self.propagate(edge_index, x=x)
 
 
-def call(layer: torch.nn.Module, root: Any) -> None:
+def call(kind: type[torch.nn.Module], root: Any) -> None:
     data = pyg_sar.load_partition(root)
-    pyg_sar.distribute(layer)(data.x, data.edge_index)
+    pyg_sar.distribute(kind().double())(data.x, data.edge_index)
 
 
 def test_aggregation_over_all_targets_together_is_refused(graph: Data, partitions: Partitions):
     with pytest.raises(
         pyg_sar.errors.WorkerError, match="EquilibriumAggregation minimises one energy"
     ):
-        threads(call, 3, Energy().double(), partitions(graph, 3, "random"))
+        threads(call, 3, Energy, partitions(graph, 3, "random"))
 
 
 # Aggregation at the sources ##################################################

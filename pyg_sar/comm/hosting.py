@@ -116,9 +116,9 @@ def host_parts(
         threading.Thread(target=run, args=(part,), name=f"pyg_sar part {part}", daemon=True)
         for part in host.parts
     ]
-    for thread in threads:
-        thread.start()
     try:
+        for thread in threads:
+            thread.start()
         for thread in threads:
             while thread.is_alive():
                 thread.join(0.2)
