@@ -295,7 +295,7 @@ def test_layer_in_every_mode(name: str, graph: Data, partitions: Partitions):
 
 @pytest.mark.parametrize(
     ("world", "method"),
-    [(1, "contiguous"), (2, "random"), (3, "metis"), (5, "metis"), (5, "random")],
+    [(1, "contiguous"), (2, "random"), (3, "metis"), (5, "metis")],
 )
 def test_world_sizes_and_partitioners(world: int, method: str, graph: Data, partitions: Partitions):
     root = partitions(graph, world, method)

@@ -362,10 +362,12 @@ import _thread, threading, time
 import pyg_sar
 
 def worker():
-    comm = pyg_sar.comm.current()
-    if comm.rank == 1:
-        _thread.interrupt_main()
+    comm, then = pyg_sar.comm.current(), 0.0
     while True:
+        # Again after a while: Python loses an interrupt that comes while it collects garbage.
+        if comm.rank == 1 and time.monotonic() > then:
+            then = time.monotonic() + 5
+            _thread.interrupt_main()
         comm.barrier()
 
 try:

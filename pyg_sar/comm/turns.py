@@ -145,6 +145,8 @@ class Turns:
                 self._choose()
         finally:
             self._waiting.pop(part, None)
+        if self.record is not None:
+            raise to_error(self.record, part)
         self._random[part].restore()
         self.count += 1
         self._begin(part)
