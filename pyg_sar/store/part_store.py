@@ -134,14 +134,16 @@ class PartStore:
             self._pager.enter(arena)
 
     def take_slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Uninitialized memory for cached rows."""
+        """Memory for cached rows."""
         size = torch.Size(shape).numel()
         spare = self._spare[size, dtype]
         if spare:
             return spare.pop().view(tuple(shape))
         self._spare.clear()
+        # The pager makes room first; then they are in memory, where the next turn counts them.
+        self._pager.budget = max((self._pager.budget or 0) - size * dtype.itemsize, 1)
         with self.unpaged():
-            return torch.empty(tuple(shape), dtype=dtype)
+            return torch.zeros(tuple(shape), dtype=dtype)
 
     def give_slots(self, slots: Tensor) -> None:
         """Takes back memory for cached rows."""
