@@ -1,11 +1,9 @@
 """Training in less memory than it takes: one process hosts 16 parts of a graph, in turn.
 
 What waiting parts hold lies in a file, so that a process takes no more than ``MEMORY`` beyond its
-start. Run it: ``python examples/larger_than_memory.py``, or on several processes, each of which
-hosts its share of the parts: ``torchrun --nproc-per-node 2 examples/larger_than_memory.py``.
+start. Run it: ``python examples/larger_than_memory.py``.
 """
 
-import os
 import tempfile
 from pathlib import Path
 
@@ -57,13 +55,7 @@ def prepare(folder: str) -> str:
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         how = {"parts": PARTS, "memory": MEMORY, "store": folder}
-        if "RANK" in os.environ:  # under torchrun: this process is a worker
-            comm = pyg_sar.init()
-            root = comm.all_gather_object(prepare(folder) if comm.rank == 0 else "")[0]
-            found = pyg_sar.run(train, root, **how)
-            comm.barrier()  # The folder stays until all have read it.
-        else:
-            found = pyg_sar.launch(train, 1, prepare(folder), **how)
+        found = pyg_sar.launch(train, 1, prepare(folder), **how)
         print(f"test accuracy {found[0][0]:.4f}")
         print(
             f"at most {found[-1][2] - found[0][1]:.0f} MiB beyond the start; the limit was {MEMORY}"

@@ -28,7 +28,7 @@ from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 
 T = TypeVar("T")
 
-M_ARENA_MAX = -8  # of glibc's malloc.h
+M_ARENA_MAX, M_MMAP_THRESHOLD = -8, -3  # of glibc's malloc.h
 
 
 def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
@@ -74,6 +74,7 @@ def _share_heap() -> None:
     """
     with contextlib.suppress(OSError, AttributeError):
         ctypes.CDLL(None).mallopt(M_ARENA_MAX, 1)
+        ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # as launch() has it
 
 
 def host_parts(
