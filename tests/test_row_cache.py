@@ -124,10 +124,10 @@ def test_a_wrong_plan_is_found():
     check_plan(plan, needs)
     assert loads(plan).rows == 3
     for wrong in ([[2, 3], [1, 3], [0, 2]], [[2, 3], [0, 3], [0, 1]], [[2], [0, 3], [0, 2]]):
-        with pytest.raises(AssertionError):
+        with pytest.raises(ValueError, match="plan of cached rows is wrong"):
             check_plan(plan, [np.array(rows) for rows in wrong])
     plan.turns[1].found_slot[:] = 1 - plan.turns[1].found_slot
-    with pytest.raises(AssertionError):
+    with pytest.raises(ValueError, match="plan of cached rows is wrong"):
         check_plan(plan, needs)
 
 

@@ -70,7 +70,7 @@ class Communicator(ABC):
         self.sharing: Sharing | None = None
         """Operations between workers that read each other's memory, if there are such."""
         self.host: Any = None
-        """What the parts of this process share, where a worker hosts several (``hosting.py``)."""
+        """The process of a part that shares it with others (``host.py``); else ``None``."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0

@@ -178,6 +178,7 @@ class Host:
         """Waits until all that was sent has gone, and removes the store."""
         self.settle()
         if self.store is not None:
+            self.store.check()
             self.store.close()
 
     def _under_way(self) -> bool:
@@ -201,7 +202,6 @@ class Host:
             thing: What it brings.
             combine: Called by the last part of this process. Where it returns :class:`Started`,
                 the meeting is over when these transfers are.
-
             ready: The part takes the result when this is true, too.
 
         Returns:

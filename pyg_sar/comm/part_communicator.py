@@ -30,7 +30,7 @@ from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label
 
 TRANSPORT = "parts"
-"""What ledgers call transfers between parts."""
+"""The name of transfers between parts, in ledgers."""
 
 
 class PartWork(Work):
@@ -51,7 +51,7 @@ class PartCommunicator(Communicator):
     """The communicator of a part.
 
     Args:
-        host: What the parts of this process share.
+        host: The process.
         part: The part: its rank.
     """
 

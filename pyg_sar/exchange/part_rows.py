@@ -40,7 +40,7 @@ from pyg_sar.ledger import Label
 _PLAN: Label = ("", "", "plan")
 _BITS = 60
 STORE = "store"
-"""What ledgers call reads from files."""
+"""The name of reads from files, in ledgers."""
 
 
 @dataclass(frozen=True, slots=True)

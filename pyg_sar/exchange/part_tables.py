@@ -20,6 +20,9 @@ from pyg_sar.ledger import Label
 from pyg_sar.store.part_store import PartStore
 from pyg_sar.store.row_file import RowFile, as_bytes
 
+PLANNING = 64, 16
+"""Bytes that planning takes for each halo row, and for each published row."""
+
 
 def narrowed(index: Tensor) -> Tensor:
     """32-bit numbers where they fit."""
@@ -43,6 +46,15 @@ class Routes:
     ) -> None:
         self.sizes, self.index, self.leaving = list(sizes), index, leaving
         self._plans: dict[int, StoredPlan] = {}
+
+    def has_plan(self, capacity: int) -> bool:
+        """True where the plan of a cache of so many rows was made."""
+        return capacity in self._plans
+
+    def planning_bytes(self) -> int:
+        """Bytes that planning takes at most, about: NumPy's, which the store does not count."""
+        halo = sum(index.numel() for owners in self.index.values() for index in owners)
+        return PLANNING[0] * halo + PLANNING[1] * sum(self.sizes)
 
     def plan(self, host: Host, capacity: int) -> StoredPlan:
         """The contents of a cache of so many rows, turn by turn. Made once."""
@@ -226,6 +238,8 @@ class StoredTables(Tables):
         self._store, self._file = store, file
         self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
         capacity = store.cache_bytes // max(sum(self._row_bytes), 1)
+        if not routes.has_plan(capacity):
+            store.make_room(routes.planning_bytes())
         self.plan = routes.plan(host, capacity)
         self._places: list[dict[int, int]] = [{} for _ in kinds]
         self._caches = []

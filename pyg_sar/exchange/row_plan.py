@@ -277,29 +277,35 @@ def spread(starts: _Ints, sizes: _Ints) -> _Ints:
     return numbers
 
 
+def _require(right: bool, turn: Turn | None = None) -> None:
+    if not right:
+        where = "" if turn is None else f" at the turn of part {turn.part}"
+        raise ValueError(f"The plan of cached rows is wrong{where}: plan it again (plan_rows)")
+
+
 def check_plan(plan: RowPlan, needs: Sequence[_Ints]) -> None:
     """Simulates a pass with the numbers of rows in place of rows.
 
     Raises:
-        AssertionError: When a halo row would be filled twice, not at all, or with another row, or
+        ValueError: When a halo row would be filled twice, not at all, or with another row, or
             when a slot is out of range or taken twice at once.
     """
     slots = np.full(plan.num_slots, -1, np.int64)
     published = zip(pairwise(plan.first), plan.publish_row, plan.publish_slot, strict=True)
     for (start, stop), row, slot in published:
-        assert row.size == 0 or (row.min() >= 0 and row.max() < stop - start)
-        assert (slots[slot] == -1).all() and np.unique(slot).size == slot.size
+        _require(row.size == 0 or bool(row.min() >= 0 and row.max() < stop - start))
+        _require(bool((slots[slot] == -1).all()) and np.unique(slot).size == slot.size)
         slots[slot] = start + row
-    assert sorted(turn.part for turn in plan.turns) == list(range(len(needs)))
+    _require(sorted(turn.part for turn in plan.turns) == list(range(len(needs))))
     for turn in plan.turns:
         out = np.full(turn.num_halo, -1, np.int64)
-        assert (turn.found_slot >= 0).all() and (turn.enter_slot >= 0).all()
+        _require(bool((turn.found_slot >= 0).all() and (turn.enter_slot >= 0).all()), turn)
         out[turn.found_place] = slots[turn.found_slot]
         sizes = turn.run_stop - turn.run_start
         out[spread(turn.run_place, sizes)] = spread(turn.run_start, sizes)
-        assert turn.found_place.size + turn.num_loaded == turn.num_halo
-        assert np.array_equal(out, needs[turn.part])
-        assert np.unique(turn.enter_slot).size == turn.enter_slot.size
+        _require(turn.found_place.size + turn.num_loaded == turn.num_halo, turn)
+        _require(np.array_equal(out, needs[turn.part]), turn)
+        _require(np.unique(turn.enter_slot).size == turn.enter_slot.size, turn)
         slots[turn.enter_slot] = out[turn.enter_place]
 
 

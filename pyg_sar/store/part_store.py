@@ -82,8 +82,8 @@ class PartStore:
         self._pager.enter(None)
         self._arena = None
 
-    def _limit(self) -> None:
-        """Leaves to the pager what nothing else of this process has taken."""
+    def check(self) -> None:
+        """Raises :class:`StoreError` where an operation has needed more than the memory."""
         found = self._pager.counters()
         if found.overrun_bytes > self._overrun:
             more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
@@ -91,7 +91,11 @@ class PartStore:
                 f"memory={self.memory:,} bytes: an operation of a part needed {more:,} bytes more "
                 f"at once. {self.remedy(self.memory + more)}"
             )
-        other = resident_bytes() - self._start - found.resident_bytes
+
+    def _limit(self) -> None:
+        """Leaves to the pager what nothing else of this process has taken."""
+        self.check()
+        other = resident_bytes() - self._start - self._pager.counters().resident_bytes
         left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
         if left < self.memory * LEAST:
             raise StoreError(
@@ -133,6 +137,10 @@ class PartStore:
             self._arena = arena
             self._pager.enter(arena)
 
+    def make_room(self, size: int) -> None:
+        """Takes bytes from the pager, for what others allocate in this turn. The next counts it."""
+        self._pager.budget = max((self._pager.budget or 0) - size, 1)
+
     def take_slots(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Memory for cached rows."""
         size = torch.Size(shape).numel()
@@ -140,8 +148,7 @@ class PartStore:
         if spare:
             return spare.pop().view(tuple(shape))
         self._spare.clear()
-        # The pager makes room first; then they are in memory, where the next turn counts them.
-        self._pager.budget = max((self._pager.budget or 0) - size * dtype.itemsize, 1)
+        self.make_room(size * dtype.itemsize)
         with self.unpaged():
             return torch.zeros(tuple(shape), dtype=dtype)
 
