@@ -348,6 +348,32 @@ def test_prefetch_brings_in_the_newest_and_only_into_free_room(tmp_path):
         del near
 
 
+def test_what_the_arena_before_needed_is_read_ahead(tmp_path):
+    with opened(tmp_path, 64 * MB) as pager:
+        tensors = []
+        for arena in range(3):
+            pager.turn(arena)
+            pager.enter(arena)
+            tensors.append([numbered(1, 10 * arena + k) for k in range(4)])
+        for arena in range(3):
+            pager.move_out(arena)
+        pager.turn(0)
+        assert (tensors[0][2] == 2).all() and pager.counters().demand_faults == 1
+        pager.turn(1)  # Reads the same tensor of arenas 1 and 2.
+        pager.wait()
+        assert pager.counters().prefetched_bytes == 2 * MB
+        assert (tensors[1][2] == 12).all() and pager.counters().demand_faults == 1
+        assert (tensors[1][3] == 13).all() and pager.counters().demand_faults == 2
+        pager.turn(2)
+        pager.wait()
+        assert pager.counters().prefetched_bytes == 3 * MB
+        assert (tensors[2][2] == 22).all() and (tensors[2][3] == 23).all()
+        assert pager.counters().demand_faults == 2
+        pager.turn(0)  # Another step of the program: nothing is known.
+        pager.wait()
+        assert pager.counters().prefetched_bytes == 3 * MB
+
+
 def test_nothing_is_written_when_all_fits_and_waiting_arenas_are_when_not(tmp_path):
     with opened(tmp_path, 10 * MB) as pager:
         tensors = [numbered(1, i) for i in range(6)]

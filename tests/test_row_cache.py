@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from functools import cache
 from itertools import combinations
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
+from pyg_sar.exchange.part_tables import Routes
 from pyg_sar.exchange.row_cache import RowCache
 from pyg_sar.exchange.row_plan import (
     JOINED_GAPS,
@@ -295,3 +298,25 @@ def test_a_real_graph(shared_data):
         found[stay, keep] = loads(plan).rows
     assert found[False, "belady"] < found[False, "adjacent"] < sum(rows.size for rows in needs)
     assert found[True, "belady"] <= found[False, "belady"] - min(capacity, needs[0].size)
+
+
+@pytest.mark.parametrize("capacity", [0, 4000, 64_000])
+def test_planning_takes_no_more_than_the_store_makes_room_for(capacity):
+    parts, published, halo = 16, 4000, 6000
+    draw = np.random.default_rng(0)
+    index = {
+        part: [
+            torch.from_numpy(draw.permutation(published)[: 0 if owner == part else halo // parts])
+            for owner in range(parts)
+        ]
+        for part in range(parts)
+    }
+    routes = Routes([published] * parts, index, {})
+    host = SimpleNamespace(parts=range(parts), num_parts=parts)
+    tracemalloc.start()
+    try:
+        routes.plan(host, capacity)
+        most = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert routes.planning_bytes() / 4 < most < routes.planning_bytes()
