@@ -24,10 +24,10 @@ AT_ONCE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-full test-hosted test-random coverage lint format clean distclean
+.PHONY: help venv demo test test-full test-hosted test-random test-versions coverage docs lint format clean distclean
 
 help: ## Show this list
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 venv: $(STAMPS)/core ## Make the virtual environment and install the package with its core needs
 
@@ -51,6 +51,13 @@ test-random: $(STAMPS)/test ## Try a thousand random layers, and two thousand ra
 coverage: $(STAMPS)/test ## Try every class that PyG exports, and write docs/coverage.md
 	$(BIN)/pytest tests/test_coverage.py --coverage-out docs/coverage.md $(PYTEST_ARGS)
 
+test-versions: ## Try the oldest and the newest PyTorch and PyG with each Python at hand (gigabytes)
+	$(PYTHON) benchmarks/tested_versions.py --out docs/versions.md
+
+docs: $(STAMPS)/docs ## Write the API reference to build/api; references that lead nowhere are errors
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs/api build/api
+	$(BIN)/pytest -q tests/test_documents.py -k links
+
 lint: $(STAMPS)/test ## Run ruff and mypy
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
@@ -61,11 +68,11 @@ format: $(STAMPS)/test ## Let ruff correct the layout of the code
 	$(BIN)/ruff format
 
 clean: ## Remove caches and what builds leave behind
-	rm -rf build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf build dist docs/api/pyg_sar*.rst *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -not -path './$(VENV)/*' -prune -exec rm -rf {} +
 
 distclean: clean ## Remove the virtual environment and the built kernels as well
-	rm -rf $(VENV) pyg_sar/_kernels.so
+	rm -rf $(VENV) pyg_sar/_kernels.so pyg_sar/_no_kernels.txt
 
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || \
@@ -84,6 +91,10 @@ $(STAMPS)/plot: $(STAMPS)/core
 
 $(STAMPS)/test: $(STAMPS)/core
 	$(EXTRA) -e '.[test]'
+	@touch $@
+
+$(STAMPS)/docs: $(STAMPS)/test
+	$(EXTRA) -e '.[docs]'
 	@touch $@
 
 $(STAMPS)/full: $(STAMPS)/test

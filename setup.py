@@ -7,6 +7,7 @@ load the library: install with ``--no-build-isolation``.
 from __future__ import annotations
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -51,13 +52,25 @@ def kernels() -> dict[str, Any]:
         return {}
 
     class OptionalBuild(BuildExtension):  # type: ignore[misc]
-        """A build whose failure is told, and leaves the package without the library."""
+        """A build whose failure is told, and leaves the package without the library.
+
+        The package has the reason in a file, and names it when it is used: pip shows no output.
+        """
 
         def build_extensions(self) -> None:
+            library = Path(self.get_ext_fullpath("pyg_sar._kernels"))
+            reason = library.with_name("_no_kernels.txt")
+            reason.unlink(missing_ok=True)
             try:
                 super().build_extensions()
             except (Exception, SystemExit) as error:
-                print(f"pyg_sar: the C++ kernels could not be built, doing without: {error}")
+                library.unlink(missing_ok=True)  # Of an earlier build.
+                reason.parent.mkdir(parents=True, exist_ok=True)
+                compiler = os.environ.get("CXX", "c++")
+                found = shutil.which(compiler) is not None
+                text = str(error) if found else f"there is no C++ compiler {compiler!r}"
+                reason.write_text(" ".join(text.split())[:300])
+                print(f"pyg_sar: the C++ kernels could not be built, doing without: {text}")
 
     sanitizer = os.environ.get("PYG_SAR_SANITIZER", "")
     compiled, linked = options(sanitizer)

@@ -14,7 +14,7 @@ from torch_geometric.nn import GraphSAGE
 import pyg_sar
 from pyg_sar.tools import load_graph
 
-PARTS, MEMORY = 16, "112MiB"
+PARTS, MEMORY = 16, "80MiB"
 
 
 def resident(field: str) -> float:
@@ -31,14 +31,14 @@ def train(root: str) -> tuple[float, float, float]:
     model = pyg_sar.distribute(GraphSAGE(data.num_features, 256, 3, 8, norm="batch_norm"))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     mask = data.train_mask
-    for epoch in range(1, 11):
+    for epoch in range(1, 7):
         model.train()
         optimizer.zero_grad()
         out = model(data.x, data.edge_index)
         loss = pyg_sar.mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))
         loss.backward()
         optimizer.step()
-        if epoch % 5 == 0 and pyg_sar.comm.current().rank == 0:
+        if epoch % 3 == 0 and pyg_sar.comm.current().rank == 0:
             print(f"epoch {epoch}: loss {loss.item():.4f}")
     model.eval()
     with torch.no_grad():
@@ -47,7 +47,7 @@ def train(root: str) -> tuple[float, float, float]:
 
 
 def prepare(folder: str) -> str:
-    graph = load_graph("synthetic:nodes=20000,degree=10,features=64,classes=8")
+    graph = load_graph("synthetic:nodes=12000,degree=10,features=64,classes=8")
     pyg_sar.write_partitions(graph, PARTS, f"{folder}/parts")
     return f"{folder}/parts"
 

@@ -44,7 +44,10 @@ void check_edges(const Given& g) {
   TORCH_CHECK_VALUE(g.p >= 0 && g.p <= 1, "attention: expected 'p' between 0 and 1 (got ", g.p, ")");
   TORCH_CHECK_VALUE(g.p == 0 || g.drop_key.has_value(), "attention: dropout needs a 'drop_key'");
   if (!g.drop_key.has_value()) return;
-  TORCH_CHECK_VALUE(g.drop_key->dim() == 1, "attention: expected 'drop_key' of shape [E] (got ",
+  const int64_t words = (g.value.size(1) + 31) / 32;
+  const bool bits = g.drop_key->dim() == 2 && g.drop_key->size(1) == words;
+  TORCH_CHECK_VALUE(g.drop_key->dim() == 1 || bits,
+                    "attention: expected 'drop_key' of shape [E], or [E, ", words, "] (got ",
                     g.drop_key->sizes(), ")");
   expect("drop_key", g.drop_key, g.drop_key->sizes(), at::kInt);
 }

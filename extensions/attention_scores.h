@@ -10,6 +10,16 @@ namespace pyg_sar::attention {
 // keep[e, h] = 0 where dropped, else the factor of what isn't
 template <class T>
 PYG_SAR_INLINE void draw(const Terms<T>& t, const Buffers<T>& b, int64_t first, int64_t n) {
+  if (t.drop_words > 0) {
+    for (int64_t e = 0; e < n; ++e) {
+      const int32_t* words = t.drop_key + t.number(first + e) * t.drop_words;
+      for (int64_t h = 0; h < t.heads; ++h) {
+        const uint32_t word = static_cast<uint32_t>(words[h / 32]);
+        b.keep[e * t.heads + h] = (word >> (h % 32) & 1) != 0 ? t.kept : T(0);
+      }
+    }
+    return;
+  }
   for (int64_t e = 0; e < n; ++e) {
     const uint32_t key = static_cast<uint32_t>(t.drop_key[t.number(first + e)]);
     for (int64_t h = 0; h < t.heads; ++h) b.hash[e * t.heads + h] = key + t.seed_low;

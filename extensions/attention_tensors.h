@@ -102,6 +102,7 @@ Terms<T> terms(const Given& g, const Dense& d, int64_t chunks) {
     t.edges_long = narrow ? nullptr : d.edges.const_data_ptr<int64_t>();
   }
   t.drop_key = data<int32_t>(d.drop_key);
+  t.drop_words = d.drop_key.defined() && d.drop_key.dim() == 2 ? d.drop_key.size(1) : 0;
   t.places = data<int32_t>(d.places);
   t.seed_low = static_cast<uint32_t>(g.seed_low);
   t.seed_high = static_cast<uint32_t>(g.seed_high);

@@ -33,6 +33,8 @@ struct Terms {
   const int32_t* edges_int;          // each edge's number; both null: 0, 1, ...
   const int64_t* edges_long;
   const int32_t* drop_key;           // null: no dropout
+  int64_t drop_words;                // of which each edge has so many, a bit for each head that is
+                                     // kept; 0: a number, of which a hash tells
   const int32_t* places;             // transposed: where keys and values lie; null: 0, 1, ...
   uint32_t seed_low, seed_high, threshold;
   T kept;                            // the factor of what isn't dropped

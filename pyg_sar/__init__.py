@@ -27,6 +27,9 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
+from pyg_sar.space.negative_sampling import negative_sampling
+from pyg_sar.tools.inference import infer
+from pyg_sar.tools.predict import load_model
 from pyg_sar.tools.verify import verify
 from pyg_sar.train.trainer import Trainer
 
@@ -40,10 +43,13 @@ __all__ = [
     "accuracy",
     "distribute",
     "gather_nodes",
+    "infer",
     "init",
     "launch",
+    "load_model",
     "load_partition",
     "mean",
+    "negative_sampling",
     "run",
     "verify",
     "write_partitions",

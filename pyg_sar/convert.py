@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from functools import cache
-from typing import Any
+from itertools import product
+from typing import Any, Literal
 
 import torch
 import torch_geometric.nn
@@ -13,10 +14,12 @@ from torch.nn.parameter import is_lazy
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.nn import registry
+from pyg_sar.nn import attention, registry
 from pyg_sar.nn.compiled import between_graphs, keep_out_of_graphs, methods_of, takes_layer
 from pyg_sar.nn.embedding import claim_rows
+from pyg_sar.nn.global_calls import GlobalCalls, global_class
 from pyg_sar.nn.message_passing import DistMessagePassing
+from pyg_sar.nn.model_draws import DrawsOfForward, refuse_dense_attention
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
 from pyg_sar.policy import SARPolicy
@@ -52,6 +55,16 @@ def _dist_class(
     return type(name, (*before, DistMessagePassing, kind), methods)
 
 
+def plain_class(kind: type) -> type:
+    """Returns the class that :func:`distribute` made ``kind`` of, or ``kind`` itself."""
+    base = kind.__bases__[-1]
+    if DistMessagePassing in kind.__bases__ and issubclass(base, MessagePassing):
+        made = (_dist_class(base, *how) for how in product((False, True), repeat=2))
+        if any(found is kind for found in made):
+            return base
+    return kind
+
+
 def distribute(
     model: torch.nn.Module,
     policy: SARPolicy | None = None,
@@ -59,6 +72,7 @@ def distribute(
     layer_policies: Mapping[str, SARPolicy] | None = None,
     sum_gradients: bool = True,
     replicated: Collection[str] = (),
+    view: Literal["local", "global"] = "local",
 ) -> torch.nn.Module:
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
@@ -90,6 +104,11 @@ def distribute(
         replicated: Names of submodules whose inputs are the same on all workers: what comes after
             a readout, such as ``['head']``. Their rows are graphs, each of which every worker
             has, so their norms and aggregations stay as they are.
+        view: ``'global'``: for the tensors of ``load_partition(root, view='global')``. Layers and
+            norms take and give these; all other modules, readouts included, stay as they are.
+            Gradients are complete on every worker: ``sum_gradients`` and ``replicated`` have no
+            meaning then. The default policy draws random numbers as one process
+            (``SARPolicy(random='same')``).
 
     Returns:
         ``model``.
@@ -100,12 +119,19 @@ def distribute(
             or FSDP, or workers' models differ: in modules, shapes or plain attributes.
     """
     comm = current()
+    if view not in ("local", "global"):
+        raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
     policies = dict(layer_policies or {})
-    claim_rows(model)
+    whole = view == "global"
+    if not whole:
+        claim_rows(model)
     seeing = registry.Seeing(model, replicated)
-    _check(model, policies, comm, seeing)
-    policy = policy or SARPolicy()
+    _check(model, policies, comm, seeing, whole)
+    policy = policy or SARPolicy(random="same" if whole else None)
     _check_alike(model, policy, policies, replicated, comm)
+    if policy.random is not None:
+        refuse_dense_attention(model, policy.random)
+    draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
     graphs = OwnGraphs()
     keep_out_of_graphs()
     for name, module in model.named_modules():
@@ -117,13 +143,27 @@ def distribute(
                 module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
+            module.model_draws = draws
             if comm.world_size == 1:
                 module.own_graphs = graphs
-        elif name in seeing.rows and type(module) in NORMS and not _as_it_is(module, comm):
-            module.__class__ = NORMS[type(module)]
-        elif name in seeing.nodes:
+            if whole and not isinstance(module, GlobalCalls):
+                _take_whole(module)
+        elif name in seeing.rows and type(module) in NORMS:
+            if not _as_it_is(module, comm):
+                module.__class__ = NORMS[type(module)]
+            if whole:
+                _take_whole(module)
+        elif whole and type(module) in attention.MODULES:
             module.__class__ = registry.class_after(type(module))
-    if comm.world_size > 1:
+            _take_whole(module)
+        elif name in seeing.nodes and not whole:
+            module.__class__ = registry.class_after(type(module))
+    DrawsOfForward.remove(model)
+    if draws is not None and not whole:
+        draws.install(model)
+    if comm.world_size > 1 and whole:
+        _copy_from_first(model, comm)
+    elif comm.world_size > 1:
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
         _check_own(model, comm)
@@ -135,6 +175,12 @@ def distribute(
                 if isinstance(module, DistMessagePassing):
                     module.gradient_sum = hook
     return model
+
+
+def _take_whole(module: Any) -> None:
+    """Lets a module take and give tensors of the whole graph."""
+    kind: Any = type(module)
+    module.__class__ = global_class(kind)
 
 
 def _check_own(model: torch.nn.Module, comm: Communicator) -> None:
@@ -160,6 +206,7 @@ def _check(
     policies: Mapping[str, SARPolicy],
     comm: Communicator,
     seeing: registry.Seeing,
+    whole: bool,
 ) -> None:
     modules = dict(model.named_modules())
     unknown = [name for name in policies if not isinstance(modules.get(name), MessagePassing)]
@@ -179,7 +226,8 @@ def _check(
     if comm.world_size == 1:
         return
     refuse_wrapped(model)
-    registry.check_modules(seeing.nodes)
+    if not whole:
+        registry.check_modules(seeing.nodes)
     for name, module in seeing.rows.items():
         _check_norm(name, module)
 

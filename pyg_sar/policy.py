@@ -82,6 +82,12 @@ class SARPolicy:
             width, :math:`F' < F`, in the table above. The same up to rounding. Not where it would
             take more (constant features in training need :math:`2 F' < F`), nor on one process
             where a layer runs as PyG's. ``False``: in PyG's order. Must be the same on all workers.
+        random: How layers draw random numbers for their edges while they train (dropout of
+            attention weights): ``None``: each worker its own; ``'same'``: as one process would, in
+            its order, so that outputs and gradients are plain PyG's for the same
+            ``torch.manual_seed``; ``'keyed'``: by a counter-based generator, the same for any
+            number of workers and any partition. For both, seed all workers alike. See
+            docs/random_numbers.md for what they cost. Must be the same on all workers.
         measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
             measured in the first and then in every so many epochs, at the price of two more steps,
             and recorded by open ledgers. ``None``: never.
@@ -98,6 +104,7 @@ class SARPolicy:
     push: Literal["auto", "off"] = "auto"
     wire: Literal["exact", "bfloat16", "float16"] = "exact"
     transform_first: bool = True
+    random: Literal["same", "keyed"] | None = None
     measure_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -120,6 +127,10 @@ class SARPolicy:
         if not isinstance(self.transform_first, bool):
             raise ValueError(
                 f"Expected 'transform_first' to be True or False (got {self.transform_first!r})"
+            )
+        if self.random not in (None, "same", "keyed"):
+            raise ValueError(
+                f"Expected 'random' to be 'same', 'keyed' or None (got {self.random!r})"
             )
         every = self.measure_every
         if every is not None and (not isinstance(every, int) or every < 1):

@@ -31,6 +31,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/test_coverage.py writes what it found to FILE (docs/coverage.md)",
     )
     parser.addoption(
+        "--operators",
+        action="store_true",
+        help="tests/test_operators.py takes more of PyTorch's samples of each operator",
+    )
+    parser.addoption(
         "--hosted",
         action="store_true",
         help="each worker of a test is a part: one of several that a process hosts",
@@ -70,7 +75,10 @@ LONGEST = (
     "test_owner_gradients",
     "test_checkpoint",
 )
-START_FROM_NOTHING = {"test_comm", "test_failures", "test_init", "test_launch", "test_local_peers"}
+START_FROM_NOTHING = {
+    *("test_comm", "test_failures", "test_init", "test_launch", "test_local_peers"),
+    "test_larger_than_memory",  # What a process takes besides its tensors counts, too.
+}
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 torch.set_num_threads(1)

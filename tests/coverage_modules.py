@@ -218,11 +218,6 @@ def encoded(model: Any, g: SimpleNamespace) -> Tensor:
     return model.encode(g.x, g.edge_index)
 
 
-def reconstruction(model: Any, g: SimpleNamespace) -> Any:
-    z = model.encode(g.x, g.edge_index)
-    return z * model.recon_loss(z, g.edge_index)
-
-
 def smoothed(model: Any, g: SimpleNamespace) -> Tensor:
     soft = g.x[:, :CLASSES].softmax(dim=-1)
     true = g.y[g.train_mask]
@@ -297,12 +292,7 @@ MODELS: dict[str, Cases] = {
         args="x", call=discriminated)},
     "InnerProductDecoder": {"": Case(
         make=models.InnerProductDecoder, args="x", call=decoded)},
-    "GAE": {
-        "encode": Case(make=lambda: models.GAE(gcn()), args="x", call=encoded),
-        "loss": Case(make=lambda: models.GAE(gcn()), args="x", call=reconstruction,
-                     refused="negative pairs|on a distributed edge index",
-                     why="draws negative edges"),
-    },
+    "GAE": {"encode": Case(make=lambda: models.GAE(gcn()), args="x", call=encoded)},
     "VGAE": {"encode, evaluation": Case(
         make=lambda: models.VGAE(Twice()), args="x", call=encoded, train=False)},
     "ARGA": {"encode": Case(

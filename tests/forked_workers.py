@@ -29,7 +29,10 @@ from pyg_sar.comm.launch import _environment, _Worker, _worker_main
 Start = Callable[[int, Mapping[str, str]], _Worker]
 
 # What is read when workers meet, not when a process starts.
-READ_LATE = ("GLOO_", "LOCAL_", "MASTER_", "PYG_SAR_", "PYTEST_", "RANK", "TORCHELASTIC_", "WORLD_")
+READ_LATE = (
+    *("GLOO_", "LOCAL_", "MASTER_", "PYG_SAR_", "PYTEST_", "RANK", "TORCHELASTIC_", "WORLD_"),
+    "MKL_DISABLE_FAST_MM",  # MKL reads it when it first computes.
+)
 
 
 def read_early(environment: Mapping[str, str]) -> dict[str, str]:

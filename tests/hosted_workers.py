@@ -23,6 +23,7 @@ PROCESSES = 2
 
 # Files of which no test starts workers by pyg_sar.launch alone, or that are about starting.
 OTHER_FILES = {
+    "test_script": "the command hosts parts itself",
     "test_comm": "is about the backends",
     "test_examples": "runs scripts",
     "test_failures": "is about the backends",

@@ -13,7 +13,7 @@ from oracle import CHANNELS, OUT, TOLERANCE, assemble, error, make_graph, node_l
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
-from torch_geometric.transforms import ToSparseTensor
+from torch_geometric.transforms import Compose, GCNNorm, ToSparseTensor
 from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, remove_self_loops
 
@@ -76,6 +76,41 @@ def test_layers_on_adjacencies(name: str, layout: str, tmp_path: Path):
         for place, expected in ((1, out), (2, gradient)):
             rows = assemble(((p[0], p[place]) for p in parts), data.num_nodes)
             assert error(rows, expected) <= 1e-5
+
+
+def weighted(layout: str, order: str) -> Data:
+    """What PyG's transforms make of a graph: an ``adj_t`` with weights."""
+    data = sparse_graph("torch.sparse_coo")
+    data.edge_index = data.adj_t.indices().flip(0)
+    del data.adj_t
+    kind = None if layout == "SparseTensor" else getattr(torch, layout.removeprefix("torch."))
+    steps = [GCNNorm(), ToSparseTensor(attr="edge_weight", layout=kind)]
+    return Compose(steps if order == "norm first" else [steps[1], steps[0]])(data)
+
+
+def weighted_worker(layer: torch.nn.Module, root: Path) -> tuple[Tensor, Tensor]:
+    data = pyg_sar.load_partition(root)
+    assert "adj_t" not in data
+    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    return data.n_id, layer(data.x, data.edge_index, data.edge_weight).detach()
+
+
+@pytest.mark.filterwarnings("ignore:Converting sparse tensor to CSR")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("order", ["norm first", "norm last"])
+def test_an_adjacency_with_weights_becomes_edges_and_weights(order, layout, tmp_path):
+    data = weighted(layout, order)
+    # PyG's GCNNorm leaves a pair where adj_t is a matrix of torch's.
+    adjacency = data.adj_t[0] if isinstance(data.adj_t, tuple) else data.adj_t
+    layer = gnn.GCNConv(CHANNELS, OUT, normalize=False)
+    expected = layer(data.x, adjacency).detach()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    rows = assemble(threads(weighted_worker, 3, layer, tmp_path / "parts"), data.num_nodes)
+    assert error(rows, expected) <= 1e-5
+    merged = pyg_sar.partition.merge_partitions(tmp_path / "parts")
+    assert "edge_index" not in merged and "edge_weight" not in merged
+    assert type(merged.adj_t) is type(adjacency)
+    assert torch.equal(merged.adj_t.to_dense(), adjacency.to_dense())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

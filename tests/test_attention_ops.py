@@ -127,6 +127,25 @@ def test_outputs_and_gradients_equal_a_loop(kind: str, native: bool):
 
 @pytest.mark.parametrize("native", BOTH)
 @pytest.mark.parametrize("kind", ALL)
+def test_which_heads_are_kept_may_be_told_by_bits(kind: str, native: bool):
+    """The same numbers to the bit as where a hash drops these weights."""
+    for heads, shards in ((1, 1), (3, 2), (32, 1), (40, 2)):
+        hashed = problem(kind, heads, 4, 2, 0.5, seed=heads)
+        a = hashed.attention
+        assert a.drop_key is not None
+        kept = keep_factors(a.drop_key, a.value.size(1), a.seed, a.p) != 0
+        words = torch.zeros(kept.size(0), (kept.size(1) + 31) // 32, dtype=torch.long)
+        for head in range(kept.size(1)):
+            words[:, head // 32] |= kept[:, head].long() << (head % 32)
+        told = replace(hashed, attention=replace(a, drop_key=words.int(), seed=5))
+        found, expected = computed(told, native, shards), computed(hashed, native, shards)
+        assert torch.equal(found[0], expected[0])
+        for name, gradient in expected[1].items():
+            assert torch.equal(found[1][name], gradient), name
+
+
+@pytest.mark.parametrize("native", BOTH)
+@pytest.mark.parametrize("kind", ALL)
 def test_keys_and_values_may_lie_among_others(kind: str, native: bool):
     """The same numbers to the bit, but where all keys give a bound of the scores."""
     for dtype in DTYPES:

@@ -194,7 +194,7 @@ def test_damaged_files_are_refused_and_nothing_changes(tmp_path, damage):
 def test_another_model_optimizer_or_settings_are_refused(tmp_path):
     path, data = tmp_path / "c", small_graph()
     make_trainer().save(path)
-    with pytest.raises(CheckpointError, match=r"another model: .*\[8, 12\] in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"another model: .*float32 \[4\] in the checkpoint"):
         load_checkpoint(path, make_model(hidden=2))
     with pytest.raises(CheckpointError, match=r"another model: convs\.0\.\S+ is only in the"):
         load_checkpoint(path, make_model("gin"))
@@ -208,7 +208,7 @@ def test_another_model_optimizer_or_settings_are_refused(tmp_path):
         make_trainer(changed).resume(path)
     trainer = make_trainer(changed)
     trainer.resume(path, allow_changes=True)
-    assert trainer.optimizer.param_groups[0]["lr"] == 0.2
+    assert trainer.optimizer.param_groups[0]["lr"] == 0.1  # On the ramp to 0.2.
     data.train_mask[:9] = False
     with pytest.raises(
         CheckpointError, match=r"another graph or other splits: .* other labels or splits"

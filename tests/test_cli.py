@@ -12,16 +12,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch_geometric.nn
+from safetensors.torch import load_file
 
 import pyg_sar
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.tools import cli
+from pyg_sar.tools import cli, start
 from pyg_sar.tools import run as demo
 from pyg_sar.tools.models import MODELS, build_model
 from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
-from pyg_sar.train.callbacks import read_metrics
 from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig
+from pyg_sar.train.report import read_metrics
 
 GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"
 SMALL = ["--hidden", "4", "--heads", "2", "--eval-every", "2"]
@@ -120,11 +122,22 @@ def test_train_checkpoints_reports_and_resumes(parts, tmp_path, capsys):
     model = build_model("gat", 8, 4, 3, heads=2)
     state = load_checkpoint(checkpoint, model, weights="best").state
     assert state["epoch"] == 6 and state["extra"]["model"]["heads"] == 2
+    # So can one that has plain PyG alone.
+    pyg = state["extra"]["pyg"]
+    plain = getattr(torch_geometric.nn, pyg["name"])(**pyg["arguments"])
+    best = "extra/best/"
+    saved = load_file(checkpoint).items()
+    plain.load_state_dict({k.removeprefix(best): v for k, v in saved if k.startswith(best)})
+    data = pyg_sar.partition.merge_partitions(parts)
+    outputs = [m.eval()(data.x, data.edge_index) for m in (plain, model)]
+    torch.testing.assert_close(outputs[0], outputs[1], rtol=0, atol=0)
+    scores = outputs[0][data.val_mask].argmax(1) == data.y[data.val_mask]
+    assert float(scores.double().mean()) == pytest.approx(state["best"]["val_accuracy"], abs=1e-9)
     # A mistake that only the workers can find: one line, exit code 2.
     capsys.readouterr()
-    other = ["--parts", f"{parts}1", "--epochs", "8", "--resume", "--hidden", "5", "--quiet"]
+    other = ["--parts", f"{parts}1", "--epochs", "8", "--resume", "--hidden", "6", "--quiet"]
     error = usage_error(capsys, *train, *other)
-    assert "another model: hidden=4 is now 5; give the same model" in error
+    assert "another model: hidden=4 is now 6; give the same model" in error
 
 
 def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatch):
@@ -182,8 +195,8 @@ def test_torchrun_with_fewer_workers_than_parts(parts, tmp_path, capsys, monkeyp
     assert captured.count("2 epochs, last loss") == captured.count("3 epochs, last loss") == 1
     assert load_checkpoint(checkpoint).world_size == 2
     # A mistake that a part meets.
-    error = usage_error(capsys, *train, "--epochs", "4", "--hidden", "5")
-    assert "another model: hidden=4 is now 5; give the same model" in error
+    error = usage_error(capsys, *train, "--epochs", "4", "--hidden", "6")
+    assert "another model: hidden=4 is now 6; give the same model" in error
 
 
 def test_what_parts_are_hosted_with(parts, tmp_path, monkeypatch):
@@ -193,7 +206,7 @@ def test_what_parts_are_hosted_with(parts, tmp_path, monkeypatch):
         calls.append((workers, options))
         return [train_worker(replace(config, parts=f"{parts}1"))]
 
-    monkeypatch.setattr(cli, "launch", launched)
+    monkeypatch.setattr(start, "launch", launched)
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "1"]
     assert cli.main(train) == 0
     assert cli.main([*train, "--workers", "1"]) == 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 import tokenize
@@ -34,6 +35,14 @@ def run_example(name: str) -> str:
     return ran.stdout
 
 
+def run_here(name: str, capfd: pytest.CaptureFixture[str]) -> str:
+    """As :func:`run_example`, in this process: its workers need not import everything anew."""
+    runpy.run_path(str(EXAMPLES / name), run_name="__main__")
+    shown = capfd.readouterr()
+    assert "Warning" not in shown.err, shown.err
+    return shown.out
+
+
 def test_quickstart_learns():
     out = run_example("quickstart.py")
     assert out.count("epoch 30: loss") == 1  # Rank 0 speaks alone.
@@ -53,8 +62,8 @@ def test_quickstart_is_short_and_changes_three_lines():
     assert all(word in " ".join(replaced) for word in ("data =", "model =", "loss ="))
 
 
-def test_hetero_learns():
-    out = run_example("hetero.py")
+def test_hetero_learns(capfd):
+    out = run_here("hetero.py", capfd)
     assert out.count("epoch 30: loss") == 1 and "author writes paper" in out
     found = re.search(r"other papers (\d\.\d+)", out)
     assert found is not None and float(found[1]) > 0.8
@@ -66,15 +75,15 @@ def test_larger_than_memory_stays_within_its_limit():
     path = EXAMPLES / "larger_than_memory.py"
     assert len(path.read_text().splitlines()) <= 80
     out = run_example(path.name)
-    assert out.count("epoch 10: loss") == 1
+    assert out.count("epoch 6: loss") == 1
     accuracy = re.search(r"test accuracy (\d\.\d+)", out)
     assert accuracy is not None and float(accuracy[1]) > 0.8
     found = re.search(r"at most (\d+) MiB .* limit was (\d+)MiB", out)
     assert found is not None and int(found[1]) <= int(found[2])
 
 
-def test_custom_layer_is_the_same_on_workers():
-    out = run_example("custom_layer.py")
+def test_custom_layer_is_the_same_on_workers(capfd):
+    out = run_here("custom_layer.py", capfd)
     assert "2 workers and one process: the same" in out
     names = ["out", *(f"conv{k}.{part}" for k in (1, 2) for part in ("root", "neighbour", "gate"))]
     assert all(name in out for name in names)

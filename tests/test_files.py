@@ -17,11 +17,11 @@ from small_graphs import CLASSES, FEATURES, small_graph
 
 import pyg_sar
 import pyg_sar.files as files
-import pyg_sar.train.callbacks as report
 from pyg_sar.errors import CheckpointError, ReportError
 from pyg_sar.tools.models import build_model
-from pyg_sar.train.callbacks import Report, read_metrics
+from pyg_sar.train import report
 from pyg_sar.train.config import TrainConfig
+from pyg_sar.train.report import Report, read_metrics
 from pyg_sar.train.trainer import Callback, Trainer
 
 

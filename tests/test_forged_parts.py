@@ -38,6 +38,7 @@ PER_GRAPH = 150  # mutations of each kind of graph and of file
 def make_homogeneous() -> Any:
     data = make_graph()
     data.sparse = torch.eye(40, 7).to_sparse_csr()
+    data.pairs = {("a", 1): [(2, 3.5)]}
     data.names = [f"nöde {k}" for k in range(40)]
     data.batch = torch.arange(40) // 14
     data.small = torch.arange(40).to(torch.float8_e4m3fn)

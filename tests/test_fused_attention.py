@@ -157,10 +157,12 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
     partitions = Partitions(tmp_path_factory.mktemp("parts"))
     data, sweep = make_graph(), Sweep(world)
     torch.manual_seed(0)
-    for name, (make, edge) in LAYERS.items():
+    for k, (name, (make, edge)) in enumerate(LAYERS.items()):
         root = partitions(data, world, "random" if world != 3 else torch.arange(40) % 2 * 2)
         constants = TYPED.get(name.split(",")[0], ())
-        sweep.add(name, Job(make().double(), root, edge, POLICIES, constants), data)
+        # Of five workers each layer has every other policy: all of them are tried with fewer.
+        policies = POLICIES[k % 2 :: 2] if world == 5 else POLICIES
+        sweep.add(name, Job(make().double(), root, edge, policies, constants), data)
     sweep.check()
 
 

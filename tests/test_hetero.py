@@ -202,26 +202,29 @@ def passed(model: torch.nn.Module, run: Run, data: HeteroData, ids: Any, mean: A
     )
 
 
-def on_worker(jobs: Any, policies: Any, root: Any) -> Any:
+def on_worker(jobs: Any, policies: Any, tried: Any, root: Any) -> Any:
     data = pyg_sar.load_partition(root)
     ids = {name: data[name].n_id for name in data.node_types}
     found = {}
     for name, (plain, run) in jobs.items():
         model = pyg_sar.distribute(copy.deepcopy(plain))
-        for k, policy in enumerate(policies):
-            set_policy(model, policy)
+        for k in tried[name]:
+            set_policy(model, policies[k])
             found[name, k] = passed(model, run, data, ids, pyg_sar.mean)
     return ids, found
 
 
 def check(jobs: Any, world: int, policies: Any, root: Any, data: HeteroData) -> None:
-    workers = threads(on_worker, world, jobs, policies, root)
+    # Of five workers each model has every other policy: all of them are tried with fewer.
+    step = 2 if world == 5 else 1
+    tried = {name: range(k % step, len(policies), step) for k, name in enumerate(jobs)}
+    workers = threads(on_worker, world, jobs, policies, tried, root)
     every = {name: torch.arange(data[name].num_nodes) for name in data.node_types}
     for name, (plain, run) in jobs.items():
         expected = passed(plain, run, data, every, torch.mean)
         scale = gradient_scale(expected[2])
-        for k, policy in enumerate(policies):
-            where = f"{name}, {world} workers, {policy}"
+        for k in tried[name]:
+            where = f"{name}, {world} workers, {policies[k]}"
             for place in (0, 1):
                 for kind, whole in expected[place].items():
                     shards = [(ids[kind], found[name, k][place][kind]) for ids, found in workers]

@@ -38,6 +38,7 @@ def rich() -> HeteroData:
     data["paper", "cites", "paper"].kind = torch.zeros(63, dtype=torch.bool)
     data.title = "whole"
     data.mean = torch.randn(3)
+    data.metapath_dict = {("paper", "metapath_0", "paper"): [("paper", "author"), (1, None)]}
     data["author", "paper:odd / name", "author"].edge_index = torch.tensor([[0, 1], [1, 0]])
     return data
 

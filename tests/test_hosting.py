@@ -209,7 +209,7 @@ def trained(root: Path, dtype: torch.dtype) -> Any:
     model = pyg_sar.distribute(model)
     step = torch.optim.Adam(model.parameters(), 0.01)
     losses, x = [], data.x.to(dtype)
-    for _ in range(20):
+    for _ in range(8):
         step.zero_grad()
         out = model(x, data.edge_index)
         loss = pyg_sar.mean(torch.nn.functional.cross_entropy(out, data.y, reduction="none"))

@@ -503,7 +503,6 @@ def test_methods_and_functions_that_see_this_workers_nodes(tmp_path: Any):
         auto = pyg_sar.distribute(gnn.GAE(gnn.GCNConv(CHANNELS, HIDDEN)))
         model = pyg_sar.distribute(gnn.SignedGCN(CHANNELS, HIDDEN, 1)).double()
         for call in (
-            lambda: auto.recon_loss(z, edges),
             lambda: auto.recon_loss(z, edges, torch.zeros(2, 3, dtype=torch.long)),
             lambda: auto.test(z, edges, edges),
             lambda: auto.decoder.forward_all(z),

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -647,6 +650,28 @@ def test_a_library_that_cannot_be_loaded_is_told(
     monkeypatch.setattr(ops, "_LIBRARY", str(broken))
     ops.why_missing.cache_clear()
     assert "can't be loaded" in str(ops.why_missing())
+
+
+def test_a_build_without_compiler_says_so(
+    without_kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """As pip builds a wheel: the package is there, and tells why it has no kernels."""
+    build = [sys.executable, "setup.py", "-q", "build_ext"]
+    build += ["--build-lib", str(tmp_path / "lib"), "--build-temp", str(tmp_path / "temp")]
+    done = subprocess.run(
+        build,
+        cwd=Path(__file__).parent.parent,
+        env={**os.environ, "CXX": "no-such-compiler", "PYG_SAR_KERNELS": ""},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "pyg_sar: the C++ kernels could not be built, doing without: there" in done.stdout
+    monkeypatch.setattr(ops, "_REASON", str(tmp_path / "lib" / "pyg_sar" / "_no_kernels.txt"))
+    ops.why_missing.cache_clear()
+    why = "they were not built when it was installed (there is no C++ compiler 'no-such-compiler')"
+    assert ops.why_missing() == why
 
 
 def test_the_switch_is_checked():

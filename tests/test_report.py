@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import shlex
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -10,19 +13,35 @@ from typing import Any
 
 import pytest
 import torch
+from matplotlib.figure import Figure
 from small_graphs import CLASSES, FEATURES, small_graph
 
 import pyg_sar
 from pyg_sar.errors import DivergedError, ReportError
 from pyg_sar.tools.models import build_model
-from pyg_sar.train.callbacks import Report, draw_report, read_metrics
+from pyg_sar.train import report
 from pyg_sar.train.config import EpochRecord, TrainConfig
+from pyg_sar.train.report import Report, draw_report, read_metrics
 from pyg_sar.train.trainer import Callback, Trainer
 
 CONFIG = TrainConfig(epochs=4, eval_every=2, clip_norm=1.0)
 KEYS = {"epoch", "loss", "lr", "grad_norm", "seconds"}
 SCORES = {f"{s}_{v}" for s in ("train", "val", "test") for v in ("accuracy", "loss")}
-WORKER_KEYS = {"sent_bytes", "received_bytes", "memory_bytes"}
+WORKER_KEYS = {"sent_bytes", "received_bytes", "sent_by_kind", "start_memory_bytes", "memory_bytes"}
+
+
+def line(epoch: int, **values: Any) -> dict[str, Any]:
+    kinds = dict.fromkeys(("fetch", "refetch", "gradient", "query", "state", "others"), 0)
+    kinds |= {"fetch": 4 * 2**20, "others": (epoch - 1) * 2**20}
+    memory = {"start_memory_bytes": [100 * 2**20, 50 * 2**20]}
+    memory["memory_bytes"] = [120 * 2**20, 49 * 2**20]
+    return {"epoch": epoch, "loss": 1.0, "sent_by_kind": kinds, **memory, **values}
+
+
+LINES = [
+    line(1, seconds=0.5, sent_bytes=[4 * 2**20], val_f1=None),
+    line(2, seconds=0.25, sent_bytes=[4 * 2**20, 2**20], val_f1=0.5),
+]
 
 
 def make_trainer(*callbacks: Callback, config: TrainConfig = CONFIG) -> Trainer:
@@ -47,18 +66,43 @@ def test_the_folder_holds_settings_metrics_summary_and_picture(tmp_path):
     config = read_json(folder, "config.json")
     assert config["train"] == asdict(CONFIG) and config["graph"] == "small"
     assert config["workers"] == 1 and config["versions"]["torch"] == torch.__version__
+    assert config["hosts"] == [platform.node()] and config["cpus"] == os.cpu_count()
+    assert shlex.split(config["command"])[1:] == sys.argv
     metrics = read_metrics(folder)
     assert [m["loss"] for m in metrics] == result.losses
     assert [m["epoch"] for m in metrics] == [1, 2, 3, 4]
     assert set(metrics[0]) == KEYS | WORKER_KEYS
     assert set(metrics[1]) == KEYS | WORKER_KEYS | SCORES
-    assert metrics[3]["val_accuracy"] == result.final.val_accuracy
+    assert metrics[3]["val_accuracy"] == result.final["val_accuracy"]
     assert metrics[0]["sent_bytes"] == [0] and metrics[0]["memory_bytes"][0] > 2**20
     summary = read_json(folder, "summary.json")
-    assert summary["epochs"] == 4 and summary["best"] == asdict(result.best)
+    assert summary["epochs"] == 4 and summary["best"] == result.best
     assert summary["workers"][0]["sent_bytes"] == 0 and "losses" not in summary
     picture = (folder / "report.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_the_picture_shows_epochs_times_memory_and_kinds(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
+    monkeypatch.setattr(report, "replace_file", lambda path, write: write(path))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    draw_report(tmp_path)
+    loss, scores, seconds, memory, traffic, kinds = drawn[0].axes
+    assert [list(line.get_xdata()) for line in seconds.lines] == [[1, 2]]
+    assert list(seconds.lines[0].get_ydata()) == [0.5, 0.25]
+    assert [line.get_label() for line in scores.lines] == ["val f1"]
+    assert [line.get_label() for line in loss.lines] == ["train (loss of the step)"]
+    bars = [(bar.get_y(), bar.get_height()) for bar in memory.patches]
+    assert bars == [(0, 100), (0, 50), (100, 20), (50, 0)]
+    assert {line.get_label(): list(line.get_ydata()) for line in kinds.lines} == {
+        "fetch": [4, 4],
+        "others": [0, 1],
+    }
+    assert [list(line.get_xdata()) for line in traffic.lines] == [[1, 2], [2]]
+    drawn[0].draw_without_rendering()
+    for axes in (loss, scores, seconds, traffic, kinds):
+        assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
 def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
@@ -158,14 +202,19 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
     workers = pyg_sar.launch(train_with_report, 3, str(tmp_path), backend="threads")
     metrics = read_metrics(tmp_path / "report")
     summary = read_json(tmp_path / "report", "summary.json")
+    for m in metrics:
+        assert sum(m["sent_by_kind"].values()) == sum(m["sent_bytes"])
+        assert m["sent_by_kind"]["fetch"] > 0 and len(m["start_memory_bytes"]) == 3
+    halos = [sum(w["halo"][3] - w["halo"][2] for w in workers)]
+    assert halos == [sum(v for k, v in metrics[3]["sent_by_kind"].items() if k != "others")]
     for rank, worker in enumerate(workers):
         sent = [m["sent_bytes"][rank] for m in metrics]
         halo = [b - a for a, b in zip([0, *worker["halo"]], worker["halo"], strict=False)]
-        # What is left are sums of losses and parameter gradients; an evaluation's counts, nine
+        # What is left are sums of losses and parameter gradients; an evaluation's sums, twelve
         # values of 8 bytes; and two that it compares of each of the model's six parameters.
         rest = [a - b for a, b in zip(sent, halo, strict=True)]
         assert min(halo) > 0 and 0 < rest[0] < 10_000
-        assert rest == [rest[0], rest[0] + (9 + 2 * 6) * 8] * 2
+        assert rest == [rest[0], rest[0] + (12 + 2 * 6) * 8] * 2
         assert len(metrics[0]["memory_bytes"]) == 3
         assert summary["workers"][rank]["rank"] == rank
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from dataclasses import replace
 from typing import Any
@@ -9,26 +10,19 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import torch_geometric.nn
 from small_graphs import CLASSES, FEATURES, small_graph
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GATConv, GCNConv
+from torch_geometric.nn import GATConv
 
 import pyg_sar
 from pyg_sar.errors import DivergedError
-from pyg_sar.tools.models import MODELS, NORMS, build_model
+from pyg_sar.tools.models import MODELS, NORMS, build_model, stock_model
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
-from pyg_sar.train.config import (
-    Constant,
-    Cosine,
-    EpochRecord,
-    Plateau,
-    Step,
-    TrainConfig,
-    TrainResult,
-    Warmup,
-    split_nodes,
-)
+from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
+from pyg_sar.train.schedules import make_schedulers, step
+from pyg_sar.train.targets import SPLITS, find_targets
 from pyg_sar.train.trainer import Callback, Trainer, seed_worker
 
 DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
@@ -36,9 +30,7 @@ DROPOUT_FREE = TrainConfig(epochs=4, lr=0.02)
 
 def make_model(name: str = "gcn", *, norm: str = "none", dropout: float = 0.0) -> nn.Module:
     torch.manual_seed(3)
-    return build_model(
-        name, FEATURES, 8, CLASSES, layers=3, heads=2, norm=norm, dropout=dropout, cached=True
-    )
+    return build_model(name, FEATURES, 8, CLASSES, layers=3, heads=2, norm=norm, dropout=dropout)
 
 
 def labelled(data: Data, mask: Tensor) -> Tensor:
@@ -50,35 +42,37 @@ def labelled(data: Data, mask: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize("norm", NORMS)
-def test_models_are_plain_pyg(name, norm):
+def test_models_are_those_of_pyg(name, norm):
     data = small_graph()
-    model = make_model(name, norm=norm, dropout=0.4)
-    assert model(data.x, data.edge_index).shape == (data.num_nodes, CLASSES)
-    for module in model.modules():
-        assert not type(module).__module__.startswith("pyg_sar.nn")
-    before = model.state_dict()["convs.0." + next(iter(model.convs[0].state_dict()))].clone()
-    model.reset_parameters()
-    after = model.state_dict()["convs.0." + next(iter(model.convs[0].state_dict()))]
-    assert before.shape == after.shape
+    stock = stock_model(name, FEATURES, 8, CLASSES, layers=3, heads=2, norm=norm, dropout=0.4)
+    arguments = json.loads(json.dumps(stock.arguments))
+    plain = getattr(torch_geometric.nn, stock.name)(**arguments).eval()
+    model = build_model(name, FEATURES, 8, CLASSES, layers=3, heads=2, norm=norm, dropout=0.4)
+    plain.load_state_dict(model.eval().state_dict())
+    assert type(model) is type(plain)
+    out = model(data.x, data.edge_index)
+    assert out.shape == (data.num_nodes, CLASSES)
+    assert torch.equal(out, plain(data.x, data.edge_index))
+
+
+def test_biases_before_a_batch_norm_stay_zero():
+    for name, frozen in (("gat", 2), ("gatv2", 2), ("sage", 2), ("gcn", 2), ("gin", 5)):
+        model = build_model(name, FEATURES, 8, CLASSES, layers=3, heads=2, norm="batch")
+        still = [p for p in model.parameters() if not p.requires_grad]
+        assert len(still) == frozen and not any(p.any() for p in still), name
+        # A gradient of theirs would be 0: what they add, the norm takes away.
+        model.requires_grad_(True)
+        data = small_graph(dtype=torch.float64)
+        model.double()(data.x, data.edge_index).square().sum().backward()
+        assert max(p.grad.abs().max() for p in still) < 1e-11
 
 
 def test_gat_has_the_papers_shape():
-    model = build_model("gat", 1433, 8, 7, dropout=0.6)
+    model = build_model("gat", 1433, 64, 7, dropout=0.6)
     first, last = model.convs
     assert isinstance(first, GATConv) and (first.heads, first.out_channels) == (8, 8)
-    assert (last.heads, last.concat, last.in_channels, last.out_channels) == (1, False, 64, 7)
-    assert first.dropout == model.dropout == 0.6
-    assert model.activation is F.elu
-
-
-def test_edge_weights_reach_gcn_only():
-    data = small_graph()
-    plain, weighted = make_model("gcn"), make_model("gcn")
-    a = plain(data.x, data.edge_index)
-    b = weighted(data.x, data.edge_index, data.edge_weight)
-    assert isinstance(plain.convs[0], GCNConv) and not torch.allclose(a, b)
-    with pytest.raises(ValueError, match=r"SAGEConv has no edge weights"):
-        make_model("sage")(data.x, data.edge_index, data.edge_weight)
+    assert (last.heads, last.concat, last.in_channels, last.out_channels) == (8, False, 64, 7)
+    assert first.dropout == model.dropout.p == 0.6
 
 
 @pytest.mark.parametrize(
@@ -86,6 +80,7 @@ def test_edge_weights_reach_gcn_only():
     [
         ({"name": "gatt"}, "'name' to be one of"),
         ({"hidden": 0}, "'hidden' to be an integer >= 1"),
+        ({"hidden": 12}, "to be a multiple of heads=8"),
         ({"layers": 2.5}, "'layers' to be an integer >= 1"),
         ({"dropout": 1.0}, r"'dropout' to be in \[0, 1\)"),
         ({"norm": "instance"}, "'norm' to be one of"),
@@ -115,7 +110,8 @@ def test_models_name_the_wrong_argument(changes, message):
         ("label_smoothing", 1.0),
         ("clip_norm", 0.0),
         ("eval_every", 0),
-        ("monitor", "f1"),
+        ("monitor", ""),
+        ("monitor_mode", "up"),
         ("patience", 0),
         ("split", -1),
         ("seed", -1),
@@ -126,43 +122,35 @@ def test_config_names_the_wrong_setting(setting, value):
         TrainConfig(**{setting: value})
 
 
+def rates(config: TrainConfig, values: list[float] = []) -> list[float]:  # noqa: B006
+    """The learning rates of each epoch, from 1, where ``values`` are the validation values."""
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
+    schedulers = make_schedulers(config, optimizer, True)
+    found = []
+    for epoch in range(config.epochs):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        for scheduler in schedulers:
+            step(scheduler, values[epoch] if values else None)
+    return found
+
+
 def test_schedules_follow_their_formulas():
-    cosine = Cosine(10, floor=0.1)
-    for epoch in range(12):
-        expected = 0.1 + 0.45 * (1 + math.cos(math.pi * min(epoch, 10) / 10))
-        assert cosine.factor(epoch) == pytest.approx(expected, abs=1e-15)
-    assert [Step(3, 0.5).factor(e) for e in range(7)] == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
-    warm = Warmup(Step(2, 0.1), 3)
-    assert [warm.factor(e) for e in range(6)] == [0.25, 0.5, 0.75, 1, 1, pytest.approx(0.1)]
-    assert Constant().factor(99) == 1
+    cosine = [0.5 * (1 + math.cos(math.pi * epoch / 10)) for epoch in range(10)]
+    ramp = [0.25, 0.5, 0.75, *[1.0] * 7]
+    config = TrainConfig(epochs=10, schedule="cosine")
+    assert rates(config) == pytest.approx(cosine, rel=1e-12)
+    both = rates(replace(config, warmup=3))
+    assert both == pytest.approx([a * b for a, b in zip(cosine, ramp, strict=True)], rel=1e-12)
+    steps = TrainConfig(epochs=7, schedule="step", step_size=3, gamma=0.5)
+    assert rates(steps) == [1, 1, 1, 0.5, 0.5, 0.5, 0.25]
+    assert rates(TrainConfig(epochs=4, warmup=3)) == pytest.approx(ramp[:4], rel=1e-12)
 
 
-def test_plateau_waits_and_keeps_its_state():
-    plateau = Plateau(patience=2, gamma=0.5, floor=0.2)
-    factors = []
-    for value in (0.1, 0.3, 0.3, 0.2, 0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1):
-        plateau.observe(value)
-        factors.append(plateau.factor(0))
-    assert factors == [1, 1, 1, 0.5, 0.5, 0.5, 0.25, 0.25, 0.2, 0.2, 0.2]
-    copy = Plateau(patience=2, gamma=0.5, floor=0.2)
-    copy.load_state_dict(plateau.state_dict())
-    fresh = Plateau(patience=2, gamma=0.5)
-    fresh.load_state_dict(Plateau(patience=2, gamma=0.5).state_dict())
-    for value in (0.2, 0.9, 0.3):
-        plateau.observe(value)
-        copy.observe(value)
-        assert copy.state_dict() == plateau.state_dict()
-    fresh.observe(-5.0)
-    assert fresh.state_dict()["best"] == -5.0
-
-
-def test_config_makes_the_schedule_it_names():
-    kinds = {"none": Constant, "cosine": Cosine, "step": Step, "plateau": Plateau}
-    for name, kind in kinds.items():
-        assert type(TrainConfig(schedule=name).make_schedule()) is kind
-    warm = TrainConfig(schedule="cosine", epochs=12, warmup=2).make_schedule()
-    assert isinstance(warm, Warmup)
-    assert warm.factor(2) == 1 and warm.factor(12) == 0
+def test_a_plateau_waits():
+    config = TrainConfig(epochs=12, schedule="plateau", step_size=2, gamma=0.5)
+    values = [0.1, 0.3, 0.3, 0.2, 0.4, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1, 0.1]
+    assert rates(config, values) == [1, 1, 1, 1, *[0.5] * 3, 0.25, 0.25, 0.125, 0.125, 0.0625]
 
 
 # One process #################################################################
@@ -174,12 +162,10 @@ def plain_losses(data: Data, model: nn.Module, config: TrainConfig) -> list[floa
     optimizer = kinds[config.optimizer](
         model.parameters(), lr=config.lr, weight_decay=config.weight_decay
     )
-    schedule, losses = config.make_schedule(), []
+    schedulers, losses = make_schedulers(config, optimizer, True), []
     mask = labelled(data, data.train_mask)
     torch.manual_seed(config.seed)
-    for epoch in range(config.epochs):
-        for group in optimizer.param_groups:
-            group["lr"] = config.lr * schedule.factor(epoch)
+    for _ in range(config.epochs):
         model.train()
         optimizer.zero_grad()
         out = model(data.x, data.edge_index)
@@ -189,6 +175,8 @@ def plain_losses(data: Data, model: nn.Module, config: TrainConfig) -> list[floa
         if config.clip_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), config.clip_norm)
         optimizer.step()
+        for scheduler in schedulers:
+            scheduler.step()
         losses.append(loss.item())
     return losses
 
@@ -223,8 +211,8 @@ def test_evaluation_counts_labelled_nodes_only():
         mask = labelled(data, data[f"{split}_mask"])
         right = (out.argmax(1) == data.y)[mask].float().mean().item()
         loss = F.cross_entropy(out[mask].double(), data.y[mask]).item()
-        assert getattr(scores, f"{split}_accuracy") == pytest.approx(right, abs=1e-7)
-        assert getattr(scores, f"{split}_loss") == pytest.approx(loss, rel=1e-6)
+        assert scores[f"{split}_accuracy"] == pytest.approx(right, abs=1e-7)
+        assert scores[f"{split}_loss"] == pytest.approx(loss, rel=1e-6)
 
 
 class Recorder(Callback):
@@ -255,7 +243,7 @@ def test_early_stop_restores_the_best_weights():
     result = trainer.fit()
     evaluated = [r for r in recorder.records if r.scores is not None]
     assert [r.epoch for r in evaluated] == list(range(2, result.epochs + 1, 2))
-    losses = [r.scores.val_loss for r in evaluated]
+    losses = [r.scores["val_loss"] for r in evaluated]
     best = losses.index(min(losses))
     assert result.stopped_early and result.epochs < 500
     assert len(losses) == best + 1 + config.patience
@@ -269,10 +257,11 @@ def test_plateau_follows_the_validation_value():
     recorder = Recorder()
     config = TrainConfig(epochs=40, lr=0.3, schedule="plateau", step_size=2, gamma=0.1)
     Trainer(make_model(), small_graph(), config, callbacks=[recorder]).fit()
-    schedule = config.make_schedule()
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.3)
+    (plateau,) = make_schedulers(config, optimizer, True)
     for record in recorder.records:
-        assert record.lr == pytest.approx(0.3 * schedule.factor(0), rel=1e-12)
-        schedule.observe(record.scores.val_accuracy)
+        assert record.lr == optimizer.param_groups[0]["lr"]
+        step(plateau, record.scores["val_accuracy"])
     assert recorder.records[-1].lr < 0.3
 
 
@@ -282,19 +271,18 @@ def test_the_last_epoch_is_evaluated_and_splits_may_be_missing():
     config = TrainConfig(epochs=5, eval_every=3)
     result = Trainer(make_model(), data, config, callbacks=[recorder]).fit()
     assert [r.epoch for r in recorder.records if r.scores] == [3, 5]
-    assert result.best.val_accuracy is None and result.best.test_loss is None
+    assert result.best["val_accuracy"] is None and result.best["test_loss"] is None
     assert result.best == result.final and result.best_epoch == 5
 
 
 def test_columns_of_masks():
     data = small_graph(splits=3)
     for column in range(3):
-        nodes = split_nodes(data, column)
-        for split, index in nodes.items():
+        for split, index in find_targets(data, column=column).index.items():
             expected = labelled(data, data[f"{split}_mask"][:, column]).nonzero().view(-1)
             assert torch.equal(index, expected)
     with pytest.raises(ValueError, match=r"split 3: data.train_mask has 3 splits"):
-        split_nodes(data, 3)
+        find_targets(data, column=3)
 
 
 def drop(name: str) -> Any:
@@ -372,6 +360,24 @@ def test_seeds_differ_between_workers_and_rank_0_is_one_process():
 
 # Several workers #############################################################
 
+
+def _with_dropout(root: str) -> list[float]:
+    policy = pyg_sar.SARPolicy(random="same")
+    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double(), policy)
+    data = pyg_sar.load_partition(root)
+    data.x = data.x.double()
+    return Trainer(model, data, DROPOUT_FREE).fit().losses
+
+
+def test_dropout_can_be_that_of_one_process(tmp_path):
+    data = small_graph()
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+    data.x = data.x.double()
+    expected = Trainer(make_model("gat", dropout=0.5).double(), data, DROPOUT_FREE).fit().losses
+    for found in pyg_sar.launch(_with_dropout, 1, str(tmp_path / "parts"), parts=2):
+        assert found == pytest.approx(expected, rel=1e-9)
+
+
 CASES = [
     ("gat", "none", {}),
     ("gat", "batch", {"clip_norm": 0.1}),
@@ -422,7 +428,8 @@ def train_cases(parts: str) -> dict[str, Any]:
         DROPOUT_FREE,
         callbacks=[LineProgress(progress.append)],
     ).fit()
-    nodes = {split: index.numel() for split, index in split_nodes(data, 1).items()}
+    found = find_targets(data, column=1).index
+    nodes = {split: found[split].numel() for split in SPLITS}
     return results | {"errors": (diverged, unfit), "lines": len(progress), "nodes": nodes}
 
 
@@ -457,8 +464,8 @@ def test_workers_train_as_one_process_does(tmp_path):
             assert first["norms"] == pytest.approx(one["norms"], rel=1e-9)
         for split in ("train", "val", "test"):
             accuracy, loss = f"{split}_accuracy", f"{split}_loss"
-            assert getattr(a.best, accuracy) == getattr(b.best, accuracy), name
-            assert getattr(b.best, loss) == pytest.approx(getattr(a.best, loss), rel=1e-9), name
+            assert a.best[accuracy] == b.best[accuracy], name
+            assert b.best[loss] == pytest.approx(a.best[loss], rel=1e-9), name
     stopped = workers[0]["gcn none"]["result"]
     assert stopped.stopped_early
     assert min(workers[0]["gin batch"]["lrs"]) < 0.05

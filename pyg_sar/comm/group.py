@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
 from datetime import timedelta
+from functools import partial
 from typing import Any
 
 import torch
@@ -126,7 +127,8 @@ def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore
         except OSError:  # Maybe by a store of this very process, which is shared then.
             listener.close()
             listener = None
-    store = dist.TCPStore(
+    host = partial(
+        dist.TCPStore,
         address,
         port if listener is None else listener.getsockname()[1],
         is_master=True,
@@ -135,6 +137,10 @@ def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore
         multi_tenant=True,
         master_listen_fd=None if listener is None else listener.fileno(),
     )
+    try:
+        store = host()
+    except NotImplementedError:  # libuv, the default, takes no socket in older versions of PyTorch.
+        store = host(use_libuv=False)
     if listener is not None:
         listener.detach()  # The store closes it.
     return store

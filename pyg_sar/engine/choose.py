@@ -27,6 +27,7 @@ from pyg_sar.kernels.ops import takes, warn_if_missing, why_missing
 from pyg_sar.ledger import Label
 from pyg_sar.message.decompose import Decomposition
 from pyg_sar.message.dependence import sample
+from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import preserved_attributes
 from pyg_sar.message.message_checks import (
     Products,
@@ -73,8 +74,21 @@ def attention_kernel(
         check_nodes(tensors.get("query"), 0, edge_index.num_targets, "query", plan.rank)
         covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
         schedule = by_shards(shards_of(edge_index), covers.forward, covers.backward)
-        kernel = SoftmaxAttention(attention, schedule, policy, name, title)
+        keys = attention.drop_key
+        sent = [_sent(split, edge_index, keys) for split in (covers.forward, covers.backward)]
+        kernel = SoftmaxAttention(attention, schedule, policy, name, title, sent)
     return kernel, list(tensors.values())
+
+
+def _sent(split: SplitEdges | None, edge_index: DistEdgeIndex, keys: Tensor | None) -> list[Tensor]:
+    """Sends the owners of the sources which weights of pushed edges are kept.
+
+    Returns:
+        The bits of those that this worker goes through, ``[E, 1]``, by unit from 1 on.
+    """
+    if split is None or keys is None:
+        return []
+    return [part.unsqueeze(-1) for part in split.sent(edge_index, keys.view(-1))]
 
 
 def message_kernel(
@@ -84,6 +98,7 @@ def message_kernel(
     decomposition: Decomposition,
     policy: SARPolicy,
     name: str,
+    draws: EdgeDraws | None = None,
 ) -> Messages:
     """The kernel of any call. Made by all workers together.
 
@@ -94,6 +109,7 @@ def message_kernel(
         decomposition: The aggregation.
         policy: The layer's policy.
         name: The layer's name, for the ledger.
+        draws: The random numbers of the edges; ``None``: those of each worker.
 
     Raises:
         ValueError: An edge-level tensor doesn't have a row for each of this worker's edges.
@@ -109,7 +125,7 @@ def message_kernel(
         schedule = by_chunks(chunks)
     else:
         schedule = by_shards(shards_of(edge_index))
-    rest = schedule, policy, name, most, choice.out_rows
+    rest = schedule, policy, name, most, choice.out_rows, draws
     return Messages(program, decomposition, needs, *rest)
 
 

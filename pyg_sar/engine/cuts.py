@@ -241,13 +241,14 @@ class SplitEdges:
         key = id(weight), version_of(weight)
         known = torch.tensor(int(key in self._weights), device=weight.device)
         if not int(self._halo.comm.all_reduce(known, "min", label=_AGREEMENT)):
-            sent = self._send_weights(edge_index, weight.detach().reshape(-1))
+            sent = self.sent(edge_index, weight.detach().reshape(-1))
             self._weights[key] = weight, sent  # keeps it, and so its id
             while len(self._weights) > _WEIGHTS:
                 self._weights.popitem(last=False)
         return self._weights[key][1]
 
-    def _send_weights(self, edge_index: DistEdgeIndex, weight: Tensor) -> list[Tensor]:
+    def sent(self, edge_index: DistEdgeIndex, weight: Tensor) -> list[Tensor]:
+        """As :meth:`pushed_weights`, sent anew, and not kept."""
         halo, source = self._halo, edge_index.ends()[0]
         found: list[Tensor] = [weight] * (halo.world_size - 1)
         for unit, (owner, peer) in enumerate(halo.rounds(), start=1):

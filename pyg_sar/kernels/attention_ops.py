@@ -19,7 +19,7 @@ recomputes a_e from the state after the last shard, and
 A source row's gradient is summed over its own edges (the transposed shard), a target row's over its
 in-edges, in a fixed order: no two threads write to one row. Gradients that edges of several rows
 share (parameters; the query of additive scores) have a buffer per thread, summed in thread order:
-for one number of threads they are always the same.
+for one number of threads they are always the same. ::
 
     state = AttentionState.start(num_targets, value)
     for shard:      attention_(state, attention, segments)
@@ -180,7 +180,7 @@ def keep_factors(drop_key: Tensor, heads: int, seed: int, p: float) -> Tensor:
     A function of its arguments alone, by a hash of the edge's key, the head and the seed.
 
     Args:
-        drop_key: ``[E]``, int32 or int64 of which 32 bits count.
+        drop_key: ``[E]``, int32 or int64 of which 32 bits count; or which heads are kept.
         heads: H.
         seed: 64 bits.
         p: Probability of 0.

@@ -80,7 +80,8 @@ class Attention:
         slope: Leaky ReLU's negative slope; 1: none. Not of ``tanh``.
         scale: Of ``dot``.
         drop_key: ``[E]``, int32 or int64 of which 32 bits count: what an edge is known by to the
-            dropout, the same in every pass and however edges are sharded. Needed where p > 0.
+            dropout, the same in every pass and however edges are sharded. Or which heads are kept,
+            ``[E, ceil(H / 32)]``, int32: bit h % 32 of word h // 32 is set. Needed where p > 0.
         seed: Of the dropout, 64 bits.
         p: Probability to drop a weight after the normalisation.
     """

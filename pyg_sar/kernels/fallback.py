@@ -55,7 +55,8 @@ def keep_factors(drop_key: Tensor, heads: int, low: int, high: int, p: float) ->
     r"""0 where an edge's weight is dropped, else :math:`1 / (1 - p)`: a function of its arguments.
 
     Args:
-        drop_key: ``[E]``, int32 or int64 of which 32 bits count.
+        drop_key: ``[E]``, int32 or int64 of which 32 bits count; or ``[E, ceil(H / 32)]``, int32:
+            a bit for each head, set where it is kept.
         heads: H.
         low: The first word of :func:`split_seed`.
         high: The second.
@@ -64,6 +65,10 @@ def keep_factors(drop_key: Tensor, heads: int, low: int, high: int, p: float) ->
     Returns:
         ``[E, H]``, float64.
     """
+    if drop_key.dim() == 2:
+        every = torch.arange(heads, device=drop_key.device)
+        bits = (drop_key.long()[:, every // 32] >> (every % 32)) & 1
+        return bits.double() * (1.0 / (1.0 - p) if p < 1 else 0.0)
     head = torch.arange(heads, device=drop_key.device) * 0x9E3779B9 + high
     first = mixed_bits(((drop_key.long() & 0xFFFFFFFF) + low) & 0xFFFFFFFF)
     kept = mixed_bits(first.unsqueeze(-1) ^ (head & 0xFFFFFFFF)) >= threshold(p)
@@ -196,7 +201,7 @@ def edge_scores(
 ) -> tuple[Tensor, Tensor]:
     """Scores ``[B, H]`` and values ``[B, H, C]`` of edges, from the rows that each reads.
 
-    The numbers of ``kind`` are those of :data:`pyg_sar.kernels.attention_ops.KINDS`.
+    The numbers of ``kind`` are those of ``attention_ops.KINDS``.
     """
     if kind == 2:
         assert query is not None

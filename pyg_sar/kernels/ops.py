@@ -18,6 +18,7 @@ from torch import Tensor
 from pyg_sar.kernels import fallback
 
 _LIBRARY = "_kernels.so"
+_REASON = "_no_kernels.txt"  # What setup.py says of a build that failed.
 
 
 class KernelWarning(UserWarning):
@@ -29,7 +30,9 @@ def why_missing() -> str | None:
     """Loads the kernels on first use; returns why there are none, or ``None`` where there are."""
     path = Path(__file__).parent.parent / _LIBRARY
     if not path.exists():
-        return "they were not built when it was installed"
+        reason = path.parent / _REASON
+        why = f" ({reason.read_text().strip()})" if reason.exists() else ""
+        return f"they were not built when it was installed{why}"
     try:
         torch.ops.load_library(str(path))
         built_with = str(torch.ops.pyg_sar.built_with())

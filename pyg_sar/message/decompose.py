@@ -176,13 +176,16 @@ class _Parts:
         def power() -> Any:
             return module.p if module.channels == 1 else module.p.view(-1, module.channels)
 
+        # Those of PyG before 2.7, which has no arguments for them.
+        low, high = getattr(module, "min_value", 0), getattr(module, "max_value", 100)
+
         def premap(x: Tensor, index: Tensor, targets: int) -> Tensor:
-            return x.clamp(min=module.min_value, max=module.max_value).pow(power())
+            return x.clamp(min=low, max=high).pow(power())
 
         place = self._reserve("mean", module, premap)
 
         def finish(results: Sequence[Tensor], degrees: Tensor, dim: int) -> Tensor:
-            out = results[place].clamp(min=module.min_value, max=module.max_value)
+            out = results[place].clamp(min=low, max=high)
             return out.pow(1.0 / power())
 
         return finish

@@ -113,24 +113,23 @@ def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[list
 
 
 @contextmanager
-def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[int, Tensor]]:
-    """Swaps the layer's parameters for leaves of their own: ``{id(parameter): leaf}``.
+def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[str, Tensor]]:
+    """Swaps the layer's parameters that want gradients for leaves of their own, yielded by name.
 
     Gradients taken inside neither touch ``.grad`` nor run the parameters' hooks; they return as
-    gradients of the autograd function's inputs, once (contract, rule 3).
+    gradients of the autograd function's inputs, once (contract, rule 3). Names outlast a call in
+    which others stand in for the parameters.
     """
-    leaves: dict[int, Tensor] = {}
+    named = {id(p): (name, p) for name, p in layer.named_parameters() if p.requires_grad}
+    leaves = {name: p.detach().requires_grad_() for name, p in named.values()}
     swapped: list[tuple[Any, str, Tensor]] = []
     for module in layer.modules():
         for name, parameter in module._parameters.items():
-            if parameter is None or not parameter.requires_grad:
-                continue
-            if id(parameter) not in leaves:
-                leaves[id(parameter)] = parameter.detach().requires_grad_()
-            swapped.append((module._parameters, name, parameter))
+            if parameter is not None and id(parameter) in named:
+                swapped.append((module._parameters, name, parameter))
     try:
         for registry, name, original in swapped:
-            registry[name] = leaves[id(original)]
+            registry[name] = leaves[named[id(original)][0]]
         yield leaves
     finally:
         for registry, name, original in swapped:

@@ -25,6 +25,8 @@ from pyg_sar.space.shard import Tile
 
 Role = Literal["source", "target", "edge", "whole"]
 
+STAND_INS = 2  # edges that are put before a tile whose first target has none
+
 _PER_TILE = ("index", "edge_index_i", "ptr", "dim_size", "size_i")
 _NEVER_PER_TILE = ("edge_index", "edge_index_j", "adj_t", "size", "size_j")
 
@@ -64,12 +66,14 @@ class Mapped:
 class DeferredEdge(Tensor):
     """The result of ``edge_updater``, not computed: the next ``propagate`` computes it per tile.
 
-    Any other use computes it there and then, for all edges at once.
+    Any other use computes it there and then, for all edges at once. ``mark``: the state that random
+    numbers would have been drawn from (``edge_draws.py``), where that counts.
     """
 
     kwargs: dict[str, Any]
     value: Tensor | None
     used: bool
+    mark: int | None = None
     compute: Callable[[], Tensor]
 
     def compute_now(self) -> Tensor:
@@ -277,7 +281,7 @@ class TileProgram:
             values: The operands' rows (:meth:`gather`), edges first.
             log: Where the message's own reductions over targets go.
         """
-        if self.complete and _opens_without_edges(tile):
+        if self.complete and opens_without_edges(tile):
             return self._run_with_stand_in(tile, values, log)
         out, arguments = self._messages(tile, values, log)
         if self._aggregate is not None:
@@ -380,10 +384,10 @@ class TileProgram:
         In one process they hardly ever see it. Two copies of the first edge (zeros, if there is
         none) are put in front, with a target of their own that is dropped again.
         """
-        zero = tile.index.new_zeros(2)
+        zero = tile.index.new_zeros(STAND_INS)
         padded = Tile(
             tile.unit,
-            slice(0, tile.num_edges + 2),
+            slice(0, tile.num_edges + STAND_INS),
             torch.cat([tile.targets[:1], tile.targets]),
             torch.cat([zero, tile.index + 1]),
             torch.cat([zero, tile.source]),
@@ -424,7 +428,8 @@ class TileProgram:
         return collected
 
 
-def _opens_without_edges(tile: Tile) -> bool:
+def opens_without_edges(tile: Tile) -> bool:
+    """Says if edges stand in for those of a tile's first target: :data:`STAND_INS` of them."""
     if tile.targets.numel() == 0:
         return False
     return tile.num_edges < 2 or int(tile.index[0]) != 0

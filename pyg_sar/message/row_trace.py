@@ -42,12 +42,16 @@ from pyg_sar.message.row_labels import (
 
 # Those below autograd (``aten``, without overloads) by what they do with axes.
 
-#: Beside those that torch itself tags as pointwise.
+#: Beside those that torch itself tags as pointwise; the second part are those that its older
+#: versions don't tag.
 POINTWISE = frozenset({
     "_prelu_kernel", "_to_copy", "bernoulli", "clone", "complex", "copy", "copy_", "copysign",
     "fill", "fill_", "floor_divide", "log_sigmoid_forward", "masked_fill", "masked_fill_",
     "native_dropout", "normal", "polar", "rrelu_with_noise", "view_as_complex_copy",
     "view_as_real_copy", "where",
+
+    "_conj_physical", "celu_", "elu_", "hardsigmoid_", "hardtanh_", "ldexp", "leaky_relu",
+    "leaky_relu_", "selu_",
 })  # fmt: skip
 
 #: The values themselves.

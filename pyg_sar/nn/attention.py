@@ -26,19 +26,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn import MultiheadAttention, TransformerDecoderLayer, TransformerEncoderLayer
-from torch_geometric.nn import GPSConv, Polynormer
-from torch_geometric.nn.attention import (
-    PerformerAttention,
-    PolynormerAttention,
-    QFormer,
-    SGFormerAttention,
-)
-from torch_geometric.nn.models.sgformer import SGModule
+from torch_geometric.nn import GPSConv
+from torch_geometric.nn.attention import PerformerAttention
 
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import current
 from pyg_sar.engine.kernels.dense import global_attention
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.newer import (
+    Polynormer,
+    PolynormerAttention,
+    QFormer,
+    SGFormerAttention,
+    SGModule,
+)
 from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch
 
 
@@ -181,7 +182,7 @@ def performer(attn: PerformerAttention, x: Tensor, graphs: DistBatch, padding: P
     return cast(Tensor, attn.dropout(attn.attn_out(out)))
 
 
-def sgformer(attn: SGFormerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
+def sgformer(attn: Any, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
     """Returns :class:`SGFormerAttention` of rows ``[rows, C]``."""
     shape = (x.size(0), attn.heads, attn.head_channels)
     q, k, v = (lin(x).view(shape) for lin in (attn.q, attn.k, attn.v))
@@ -192,7 +193,7 @@ def sgformer(attn: SGFormerAttention, x: Tensor, graphs: DistBatch, padding: Pad
     return ((above + padding.longest * inner) / (below + padding.longest)).mean(dim=1)
 
 
-def polynormer(attn: PolynormerAttention, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
+def polynormer(attn: Any, x: Tensor, graphs: DistBatch, padding: Padding) -> Tensor:
     """Returns :class:`PolynormerAttention` of rows ``[rows, C]``."""
 
     def split(values: Tensor) -> Tensor:

@@ -377,14 +377,17 @@ def between_graphs(function: Callable[..., Any]) -> Callable[..., Any]:
 
     Whatever talks to other workers is one: how often depends on the graph's parts, not on shapes.
     """
-    why = "pyg_sar talks to other workers here, between two compiled graphs"
-    found: Callable[..., Any] = torch.compiler.disable(function, reason=why)
+    found: Callable[..., Any] = torch.compiler.disable(function)
     return found
 
 
 def keep_out_of_graphs() -> None:
     """Tells ``torch.compile`` to hand distributed indices on, and not to take them apart."""
-    torch._dynamo.config.nontraceable_tensor_subclasses.update({DistEdgeIndex, DistIndex})
+    known = getattr(torch._dynamo.config, "nontraceable_tensor_subclasses", None)
+    if (
+        known is not None
+    ):  # PyTorch before 2.7 takes apart what it does not know, and fails by name.
+        known.update({DistEdgeIndex, DistIndex})
 
 
 # Which layers #################################################################

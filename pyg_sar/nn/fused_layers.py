@@ -101,6 +101,8 @@ def _dropout(layer: Any) -> dict[str, Any]:
     p = float(layer.dropout) if layer.training else 0.0
     if p == 0.0:
         return {}
+    if layer.policy.random is not None:  # Others draw (`EdgeDraws`).
+        return {"p": p}
     return {"p": p, "seed": int(torch.randint(2**62, ()))}
 
 

@@ -30,12 +30,14 @@ from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
+from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_value
 from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
+from pyg_sar.nn.model_draws import DrawsOfForward, away
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
     charged,
@@ -49,6 +51,13 @@ from pyg_sar.nn.propagation import (
     methods_of,
     sorted_edges,
     travelling,
+)
+from pyg_sar.nn.random_numbers import (
+    computed,
+    drawing,
+    mark_deferred,
+    of_all_edges,
+    with_kept_weights,
 )
 from pyg_sar.nn.transform_first import transforming_first
 from pyg_sar.policy import SARPolicy
@@ -83,6 +92,7 @@ class DistMessagePassing(MessagePassing):
     policy: SARPolicy = SARPolicy()
     ledger_name: str = ""
     _one_shot_call: bool = False
+    model_draws: DrawsOfForward | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
     compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
 
@@ -130,12 +140,20 @@ class DistMessagePassing(MessagePassing):
             DistributedIndexError: When the layer can't run distributed.
         """
         if not isinstance(edge_index, DistEdgeIndex):
-            compiled = self.compiled_propagate
+            drawn = self.policy.random is not None and self.training
+            compiled = None if drawn else self.compiled_propagate
             if compiled and torch.compiler.is_compiling() and not self._one_shot_call:
                 return compiled(self, edge_index, size=size, **kwargs)
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
+        if self.model_draws is None:
+            return self._propagate(edge_index, size, kwargs)
+        with away(self.model_draws):
+            return self._propagate(edge_index, size, kwargs)
+
+    def _propagate(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Tensor:
+        """Propagates messages over a distributed graph."""
         for name, deferred in kwargs.items():
             if not isinstance(deferred, DeferredEdge):
                 continue
@@ -201,12 +219,20 @@ class DistMessagePassing(MessagePassing):
         if (strategy == "one_shot" and not leaving) or hooks:
             with travelling(edge_index.plan, self.policy.wire):
                 return compute()
-        return deferred_edge(compute, kwargs, edge_index.device)
+        deferred = deferred_edge(compute, kwargs, edge_index.device)
+        if self.policy.random is None:
+            return deferred
+        return mark_deferred(self, deferred, edge_index.device)
 
     def _edge_updates(self, edge_index: DistEdgeIndex, size: Any, **kwargs: Any) -> Any:
         """Returns the edge features of all edges at once."""
+        with away(self.model_draws):
+            return self._updated(edge_index, size, kwargs)
+
+    def _updated(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
         Chooser(self, edge_index, kwargs).check_edge_update()
-        return super().edge_updater(edge_index, size=size, **kwargs)
+        with drawing(self, edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
+            return super().edge_updater(edge_index, size=size, **kwargs)
 
     def _with_room(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
         """Returns edges of several relations, among all nodes of the layer's tensors."""
@@ -283,14 +309,14 @@ class DistMessagePassing(MessagePassing):
         """PyG's own path: node tensors are read through the distributed index."""
         for name, value in kwargs.items():
             if isinstance(value, DeferredEdge):
-                kwargs[name] = value.compute_now()
-        plan, columns, padded = edge_index.plan, None, 0
+                kwargs[name] = computed(self, value, edge_index.device)
+        plan, edges, columns, padded = edge_index.plan, edge_index, None, 0
         levels = {} if choice.rows is None else choice.rows.edges
         if edge_index.dist_row == self._source_row():
             padded = most_edges(self, edge_index, True)
             found = sorted_edges(edge_index) if needs_sorted_edges(self) else None
             if found is not None:
-                edge_index, columns = found
+                edges, columns = found
                 names = {name.rpartition(".")[2] for name, level in levels.items() if level}
                 for name in names & kwargs.keys():
                     kwargs[name] = kwargs[name].index_select(0, columns)
@@ -299,10 +325,12 @@ class DistMessagePassing(MessagePassing):
             padded_to(self, padded),
             in_first_order(self, columns),
             travelling(plan, self.policy.wire),
+            drawing(self, edge_index, kwargs) as draws,
+            of_all_edges(draws, edge_index, columns),
         ):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
-                return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
-            return super().propagate(edge_index, size=size, **kwargs)
+                return MessagePassing.propagate(self, edges, size=size, **kwargs)
+            return super().propagate(edges, size=size, **kwargs)
 
     def _propagate_parts(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice
@@ -311,11 +339,11 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        out = self._summed(edge_index, kwargs, choice)
-        if out is None:
-            out = self._attended(edge_index, kwargs, choice)
-        if out is None:
-            out = self._aggregated(edge_index, kwargs, choice)
+        if self.policy.random is None:
+            out = self._combined(edge_index, kwargs, choice, None)
+        else:
+            with drawing(self, edge_index, kwargs) as draws:
+                out = self._combined(edge_index, kwargs, choice, draws)
         for name in choice.sets:
             self.__dict__[name] = tile_value(name)
         own = "update" in self.__dict__ or type(self).update is not MessagePassing.update
@@ -326,6 +354,21 @@ class DistMessagePassing(MessagePassing):
         for hook in self._propagate_forward_hooks.values():
             result = hook(self, (edge_index, size, kwargs), out)
             out = out if result is None else result
+        return out
+
+    def _combined(
+        self,
+        edge_index: DistEdgeIndex,
+        kwargs: dict[str, Any],
+        choice: Choice,
+        draws: EdgeDraws | None,
+    ) -> Tensor:
+        """Returns the aggregated messages, by the first way that fits."""
+        out = self._summed(edge_index, kwargs, choice)
+        if out is None:
+            out = self._attended(edge_index, kwargs, choice, draws)
+        if out is None:
+            out = self._aggregated(edge_index, kwargs, choice, draws)
         return out
 
     def _summed(
@@ -346,12 +389,18 @@ class DistMessagePassing(MessagePassing):
         return decomposition_of(self, False).finish(results, in_degree, axis)
 
     def _attended(
-        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
+        self,
+        edge_index: DistEdgeIndex,
+        kwargs: dict[str, Any],
+        choice: Choice,
+        draws: EdgeDraws | None,
     ) -> Tensor | None:
         """Returns softmax attention by kernel; ``None`` where the kernels don't know the layer."""
         if self.policy.kernels == "off" or choice.strategy != "sequential":
             return None
         attention = attention_of(self, edge_index, kwargs)
+        if attention is not None and draws is not None:
+            attention = with_kept_weights(attention, draws)
         if attention is None:
             return None
         if edge_index.plan.rank == 0:
@@ -364,7 +413,11 @@ class DistMessagePassing(MessagePassing):
         return as_aggregated(self, run(kernel, tensors, record)[0])
 
     def _aggregated(
-        self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
+        self,
+        edge_index: DistEdgeIndex,
+        kwargs: dict[str, Any],
+        choice: Choice,
+        draws: EdgeDraws | None,
     ) -> Tensor:
         """Returns messages computed and aggregated tile by tile."""
         must_be_fused(self)
@@ -374,7 +427,7 @@ class DistMessagePassing(MessagePassing):
         given = self, edge_index, kwargs, choice.edge_level, reductions.groups, complete, most
         program = TileProgram(*given, choice.sizes)
         rest = edge_index, choice, reductions, self.policy, self.ledger_name
-        kernel = message_kernel(program, *rest)
+        kernel = message_kernel(program, *rest, draws)
         try:
             record = torch.is_grad_enabled() and kernel.needs_gradient
             results = run(kernel, kernel.tensors(), record)
@@ -395,6 +448,7 @@ class DistMessagePassing(MessagePassing):
         """Returns the call's plain edges and what stands for them, where the kernels are faster."""
         graphs = self.own_graphs
         eligible = self.policy.kernels != "off" and self.policy.mode != 3 and not self.explain
+        eligible &= self.policy.random is None or not self.training
         if graphs is None or not eligible or self._strategy()[0] != "sequential":
             return None
         found = graphs.stand_in(self._bound(args, kwargs), int(self.node_dim))

@@ -22,10 +22,12 @@ from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.nn import newer
 from pyg_sar.nn.pool import global_add_pool
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.space.graph_index import dist_batch
 from pyg_sar.space.index_space import DistEdgeIndex
+from pyg_sar.space.negative_sampling import negative_sampling
 from pyg_sar.space.node_rows import node_rows, plain_rows
 
 _COLOURS = ("", "forward", "colours")
@@ -94,15 +96,16 @@ class _Reconstruction(gnn.GAE):
     def recon_loss(
         self, z: Tensor, pos_edge_index: Tensor, neg_edge_index: Tensor | None = None
     ) -> Tensor:
+        if neg_edge_index is None and isinstance(pos_edge_index, DistEdgeIndex):
+            neg_edge_index = negative_sampling(pos_edge_index)
         if _alone():
             return cast(Tensor, super().recon_loss(z, pos_edge_index, neg_edge_index))
         for name, edges in (("pos", pos_edge_index), ("neg", neg_edge_index)):
             if not isinstance(edges, DistEdgeIndex):
                 raise ValueError(
                     f"'{name}_edge_index' must hold distributed edges (got "
-                    f"{type(edges).__name__} at rank {current().rank}): negative pairs are not "
-                    "sampled over workers. Join them to the graph with an edge attribute before "
-                    "write_partitions() and select them, data.edge_index[:, data.edge_label == 0]"
+                    f"{type(edges).__name__} at rank {current().rank}): pairs of load_partition() "
+                    "or of pyg_sar.negative_sampling()"
                 )
         right = -torch.log(self.decoder(z, pos_edge_index, sigmoid=True) + EPS)
         wrong = -torch.log(1 - self.decoder(z, neg_edge_index, sigmoid=True) + EPS)
@@ -242,7 +245,7 @@ class DistNeuralFingerprint(gnn.NeuralFingerprint):
         return cast(Tensor, total)
 
 
-class DistARLinkPredictor(gnn.ARLinkPredictor):
+class DistARLinkPredictor(newer.ARLinkPredictor):
     """:class:`ARLinkPredictor` of distributed edges."""
 
     def calculate_r_fraction(self, attract_z: Tensor, repel_z: Tensor) -> float:
@@ -385,7 +388,7 @@ MODULES: dict[type, type] = {
     gnn.CorrectAndSmooth: DistCorrectAndSmooth,
     gnn.RECT_L: DistRectL,
     gnn.NeuralFingerprint: DistNeuralFingerprint,
-    gnn.ARLinkPredictor: DistARLinkPredictor,
+    newer.ARLinkPredictor: DistARLinkPredictor,
     gnn.WLConv: DistWLConv,
 }
 
@@ -419,6 +422,6 @@ REFUSED: dict[type, str] = {
     gnn.ViSNet: _POSITIONS,
     gnn.GNNFF: _POSITIONS,
     gnn.AttentiveFP: "it passes messages from nodes to graphs",
-    gnn.GPSE: "it joins nodes to a virtual node of each graph within its layers",
-    gnn.LPFormer: "it looks up personalised PageRank and neighbours of any pair of nodes",
+    newer.GPSE: "it joins nodes to a virtual node of each graph within its layers",
+    newer.LPFormer: "it looks up personalised PageRank and neighbours of any pair of nodes",
 }

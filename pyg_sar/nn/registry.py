@@ -25,7 +25,7 @@ from torch_geometric.nn import (
 )
 
 from pyg_sar.comm.group import current
-from pyg_sar.nn import attention, models, pool
+from pyg_sar.nn import attention, models, newer, pool
 from pyg_sar.nn.norm import NORMS
 
 MODULES: dict[type, type] = {
@@ -53,7 +53,7 @@ _CONVS: dict[type, str] = {
         "it multiplies adjacency matrices, of which a worker holds some rows only. Sum several "
         "steps of propagation instead: TAGConv, MixHopConv"
     ),
-    nn.MeshCNNConv: (
+    newer.MeshCNNConv: (
         "it tells the four neighbours of a mesh's edge apart by their places in the edge list, "
         "which a partition changes"
     ),

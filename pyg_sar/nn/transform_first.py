@@ -91,11 +91,21 @@ def _known_base(own: Any) -> type[MessagePassing] | None:
     return next((kind for kind in _WAYS if issubclass(own, kind)), None)
 
 
+_GLOBAL_HOOKS = tuple(
+    f"_global_{name}"
+    for name in (
+        *("backward_hooks", "backward_pre_hooks", "forward_hooks", "forward_pre_hooks"),
+        *("forward_hooks_always_called", "forward_hooks_with_kwargs"),
+    )
+)
+
+
 def _is_unwatched(layer: Any) -> bool:
     """Says if a layer computes what its class does, by sums that nothing watches."""
     if type(layer.aggr_module) not in (SumAggregation, MeanAggregation):
         return False
-    if layer.explain or layer.decomposed_layers > 1 or torch_module._has_any_global_hook():
+    everywhere = any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS)
+    if layer.explain or layer.decomposed_layers > 1 or everywhere:
         return False
     if any(layer.__dict__[name] for name in _WATCHED) or _hooked(layer.aggr_module):
         return False

@@ -276,18 +276,22 @@ def check_graph(data: Data) -> tuple[Tensor, int]:
 
 
 _ADJACENCY = "the edges, as "
+_WEIGHTED = "weighted "
 
 
 def with_edges(data: Any) -> Any:
     """Returns ``data`` with an ``edge_index``, made of ``adj_t`` (``ToSparseTensor``) if need be.
 
     Of the adjacency only its type is kept: :func:`load_partition` puts the distributed
-    ``edge_index`` in its place, which layers take for it.
+    ``edge_index`` in its place, which layers take for it. Weights become ``edge_weight``; a part
+    then has no ``adj_t``, as layers would see no weights in it.
 
     Raises:
-        ValueError: When ``adj_t`` holds weights: layers would no longer see these.
+        ValueError: When ``adj_t`` holds weights, and there is an ``edge_weight`` as well.
     """
     adjacency = data.get("adj_t") if isinstance(data, Data) else None
+    if isinstance(adjacency, tuple) and len(adjacency) == 2 and adjacency[1] is None:
+        adjacency = adjacency[0]  # GCNNorm leaves a pair where adj_t was a matrix of torch.
     if adjacency is None or data.get("edge_index") is not None:
         return data
     if isinstance(adjacency, SparseTensor):
@@ -299,15 +303,17 @@ def with_edges(data: Any) -> Any:
         form = str(adjacency.layout)
     else:
         return data
-    if values is not None and not bool((values == 1).all()):
+    weighted = values is not None and not bool((values == 1).all())
+    if weighted and data.get("edge_weight") is not None:
         raise ValueError(
-            "'adj_t' holds weights, which layers read from it; set data.edge_weight and "
-            "data.edge_index (torch_geometric.utils.to_edge_index), delete data.adj_t and hand the "
-            "weights to the layers"
+            "'adj_t' holds weights, and there is 'edge_weight' as well, in another order maybe; "
+            "delete the one that the layers don't take"
         )
-    data, nodes = copy.copy(data), data.num_nodes
+    data, nodes = copy.copy(data), adjacency.size(0)
     data.edge_index, data.num_nodes = torch.stack([source, target]), nodes
-    data.adj_t = f"{_ADJACENCY}{form}"
+    data.adj_t = f"{_ADJACENCY}{_WEIGHTED if weighted else ''}{form}"
+    if weighted:
+        data.edge_weight = values
     return data
 
 
@@ -316,16 +322,23 @@ def restore_adjacency(data: Data, whole: bool) -> None:
     form = data.get("adj_t")
     if not isinstance(form, str) or not form.startswith(_ADJACENCY):
         return
-    data.adj_t = data.edge_index
-    if whole:
+    weighted = form.startswith(f"{_ADJACENCY}{_WEIGHTED}")
+    if not whole and weighted:
+        del data.adj_t
+    elif not whole:
+        data.adj_t = data.edge_index
+    else:
         source, target = data.edge_index
         size = (data.num_nodes, data.num_nodes)
+        weight = data.edge_weight if weighted else None
         if form.endswith("SparseTensor"):
-            data.adj_t = SparseTensor(row=target, col=source, sparse_sizes=size)
+            data.adj_t = SparseTensor(row=target, col=source, value=weight, sparse_sizes=size)
         else:
             make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
-            data.adj_t = make(torch.stack([target, source]), size=size)
+            data.adj_t = make(torch.stack([target, source]), weight, size=size)
         del data.edge_index
+        if weighted:
+            del data.edge_weight
 
 
 def edges_of(data: Any) -> Tensor:

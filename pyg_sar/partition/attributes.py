@@ -32,6 +32,8 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.typing import SparseTensor
 
+from pyg_sar.coded import from_json, to_json
+
 
 def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
     """Returns the COO matrix with these rows and columns.
@@ -156,7 +158,8 @@ class Attribute:
         shape: The shape in the whole graph.
         dim: The dimension that nodes or edges run along.
         form: The type to decode to: ``'tensor'``, ``'numpy'``, ``'list'``, ``'tuple'``,
-            ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``.
+            ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``,
+            ``'coded'`` (JSON of :mod:`pyg_sar.coded`).
     """
 
     level: str
@@ -397,8 +400,10 @@ def _encode_sparse(value: Any, level: str) -> Column:
 def _encode_json(value: Any) -> Column:
     form = "tuple" if isinstance(value, tuple) else "json"
     plain = list(value) if form == "tuple" else value
+    if _holds_tuple(plain):  # Such as AddMetaPaths' metapath_dict, whose keys are relations.
+        form, plain = "coded", to_json(value)
     text = json.dumps(plain)
-    if json.dumps(json.loads(text)) != text or _holds_tuple(plain):
+    if json.dumps(json.loads(text)) != text:
         raise ValueError("it is not a plain value that JSON gives back unchanged")
     attribute = Attribute(level="graph", layout="json", dtype="json", shape=[], form=form)
     return Column(attribute, {}, plain)
@@ -476,6 +481,8 @@ def concatenate_rows(attribute: Attribute, parts: list[dict[str, Tensor]]) -> di
 def decode(attribute: Attribute, tensors: dict[str, Tensor], value: Any = None) -> Any:
     """Returns the attribute as ``Data`` held it, for the rows in ``tensors``."""
     if attribute.layout == "json":
+        if attribute.form == "coded":
+            return from_json(value)
         return tuple(value) if attribute.form == "tuple" else value
     if attribute.layout == "csr":
         return _decode_sparse(attribute, tensors)

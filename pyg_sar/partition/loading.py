@@ -13,7 +13,7 @@ import hashlib
 import os
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.partition.assignment import restore_adjacency
 from pyg_sar.partition.attributes import Attribute, tensor_names
+from pyg_sar.partition.global_view import draw_alike, global_data, global_hetero_data
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
 from pyg_sar.partition.node_lists import PLACE, NodeList, Space, kind_of
 from pyg_sar.partition.part_checks import check_marks, num_marks, part_marks
@@ -117,14 +118,16 @@ def load_partition(
     *,
     device: torch.device | str | None = None,
     verify: bool = True,
+    view: Literal["local", "global"] = "local",
 ) -> Data | HeteroData:
     """Loads this worker's part of a partitioned graph.
 
     The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
     ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
-    ``batch`` (graph ids) becomes a :class:`~pyg_sar.nn.DistBatch`, into which all workers scatter
-    together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node type and
-    relation, also for those of which this worker holds nothing. Only this worker's file is read.
+    ``batch`` (graph ids) becomes a :class:`~pyg_sar.space.DistBatch`, into which all workers
+    scatter together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node
+    type and relation, also for those of which this worker holds nothing. Only this worker's file is
+    read.
     Lists of node ids (``train_idx``) hold this worker's nodes, by local ids, and pairs of them
     (``edge_label_index``) are a distributed ``edge_index`` of its own: ``NAME_place`` says where
     their entries stood in the whole list (see :func:`~pyg_sar.partition.storage.write_partitions`).
@@ -139,15 +142,24 @@ def load_partition(
         root: The folder that :func:`write_partitions` wrote.
         device: Where the tensors go; the communicator's device by default.
         verify: Compare the file's checksum.
+        view: ``'local'``: this worker's rows, in its own numbering. ``'global'``: tensors of the
+            whole graph, of which this worker holds its rows
+            (:class:`~pyg_sar.tensors.NodeTensor`): code that is written for one process computes
+            its numbers. Models need ``distribute(model, view='global')``. All workers draw random
+            numbers alike: their generators take the state of rank 0's here, and must be seeded
+            alike from then on.
 
     Returns:
         ``data`` with ``data.num_nodes`` own nodes and ``data.num_edges`` edges into them.
 
     Raises:
+        ValueError: When ``view`` is none of these, or is ``'global'`` on workers that are threads.
         PartitionError: On every worker alike, when any worker can't read its part, or the number
             of parts is not the number of workers.
     """
     comm = current()
+    if view not in ("local", "global"):
+        raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
     metadata: PartitionMetadata | None = None
     tensors: dict[str, Tensor] = {}
     problem = ""
@@ -164,11 +176,15 @@ def load_partition(
     _check_together(comm, root, metadata, tensors, problem)
     if metadata is None:
         raise PartitionError(f"'{root}' could not be read")
+    if view == "global":
+        draw_alike(comm)
     _warn_of_global_ids(metadata, tensors)
     place = torch.device(device or comm.device)
     if metadata.hetero is not None:
-        return _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
-    return _as_data(comm, metadata, tensors, place)
+        hetero = _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
+        return hetero if view == "local" else global_hetero_data(hetero, metadata, comm)
+    data = _as_data(comm, metadata, tensors, place)
+    return data if view == "local" else global_data(data, metadata, comm)
 
 
 def _warn_of_global_ids(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> None:

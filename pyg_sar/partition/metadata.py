@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 
+from pyg_sar.coded import from_json
 from pyg_sar.errors import PartitionError
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import (
@@ -149,7 +150,7 @@ _FORMS = {
     "dense": ("tensor", "numpy", "list", "tuple"),
     "csr": ("sparse_coo", "sparse_csr", "sparse_csc", "SparseTensor"),
     "strings": ("list", "tuple", "numpy"),
-    "json": ("json", "tuple"),
+    "json": ("json", "tuple", "coded"),
 }
 _KINDS = ("nodes", "links")
 _ID_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
@@ -418,6 +419,11 @@ def _attributes(
     for name in plain:
         if attributes[name].form == "tuple" and not isinstance(values[name], list):
             raise fields.wrong(f"values.{name}", "a list", values[name])
+        if attributes[name].form == "coded":
+            try:
+                from_json(values[name])
+            except ValueError as error:
+                raise fields.wrong(f"values.{name}", "a coded value", str(error)) from None
     return attributes, values
 
 

@@ -35,7 +35,7 @@ name              shape    content
 ================  =======  ================================================================
 place             [K_p]    places in the whole list of the entries that the part owns
 ids               [K_p]    of a list of nodes: their local ids, in ascending places
-row.NAME          [K_p, .] attributes that have a row per entry (``edge_label``)
+row.NAME          [K_p,.]  attributes that have a row per entry (``edge_label``)
 edge_index, ...            of pairs: the same as of edges; the target's owner has them
 ================  =======  ================================================================
 """

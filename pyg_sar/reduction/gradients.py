@@ -69,7 +69,7 @@ class ParameterHook(ABC):
         self._copying: tuple[dict[int, Any], list[Tensor]] | None = None
         self.parameters: list[Tensor] = []
 
-    @torch.compiler.disable(reason="pyg_sar watches parameters here, between two compiled graphs")
+    @torch.compiler.disable
     def __call__(self, model: torch.nn.Module, *inputs: Any) -> None:
         """Takes in the model's parameters, those added since the last call too."""
         refuse_wrapped(model)

@@ -181,6 +181,31 @@ def gather_nodes(
     return _gather_rows(plain, ids, counts, dst, comm)
 
 
+@torch.no_grad()
+def gather_selected(values: Tensor, ids: Tensor, comm: Communicator) -> Tensor | None:
+    """Returns rows of some of all workers' nodes on rank 0, in the order of ids. Collective.
+
+    As :func:`gather_nodes`, for rows whose ids are any distinct numbers.
+
+    Args:
+        values: ``[n, *]``, of one dtype and row shape on all workers.
+        ids: The global ids of these rows, int64 ``[n]``.
+        comm: The workers.
+
+    Returns:
+        All rows on rank 0; ``None`` on the others.
+    """
+    counts = _agree(values, 0, "", comm)
+    plain = values.as_subclass(Tensor).detach().contiguous()
+    found = _gather_ids(ids.to(plain.device), counts, 0, comm)
+    if found is not None:
+        order = torch.cat(found).argsort()
+        positions = torch.empty_like(order)
+        positions[order] = torch.arange(order.numel(), device=order.device)
+        found = list(positions.split(counts))
+    return _gather_rows(plain, found, counts, 0, comm)
+
+
 def _places(data: Any, node_type: str | None) -> Tensor:
     if isinstance(data, HeteroData) and node_type not in data.node_types:
         raise ValueError(

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.space.edge_ids import Given, Recipe
 from pyg_sar.space.pyg_calls import pyg_call
 
 _MEMORY = 16  # derivations remembered per tensor
@@ -103,10 +104,16 @@ class Order:
 
     Args:
         found: The places ``[E]``, or ``None`` where they are not known; or what makes them.
+        recipe: What the edges' global numbers come of (``edge_ids.py``), where they are known.
     """
 
-    def __init__(self, found: Tensor | Callable[[], Tensor | None] | None) -> None:
+    def __init__(
+        self,
+        found: Tensor | Callable[[], Tensor | None] | None,
+        recipe: Recipe | None = None,
+    ) -> None:
         self._found = found
+        self.recipe = recipe
 
     def find(self) -> Tensor | None:
         """The places, or ``None`` where they are not known."""
@@ -131,8 +138,11 @@ class InSpace(Tensor):
         return None if self.places is None else self.places.find()
 
     def ordered(self, order: Order | Tensor | None) -> Self:
-        """This tensor, whose edges have these places among all edges of their targets."""
-        self.places = Order(order) if isinstance(order, Tensor) else order
+        """This tensor, whose edges have these places among all edges of their targets.
+
+        A tensor: their global numbers.
+        """
+        self.places = Order(order, Given(order)) if isinstance(order, Tensor) else order
         return self
 
     @property
@@ -287,13 +297,22 @@ def dist_edge_index(
     return out
 
 
+_REMEDIES = {
+    "torch_geometric.utils.negative_sampling": (
+        "Call pyg_sar.negative_sampling(edge_index, ...): it draws the same pairs as PyG does in "
+        "one process. "
+    )
+}
+
+
 def refusal(func: Any) -> DistributedIndexError:
     call, name = pyg_call(), name_of(func)
     named = f"'{call}' ({name})" if call else f"'{name}'"
     return DistributedIndexError(
         f"{named} on a distributed edge index would compute with this worker's own "
-        "numbering and give local numbers. Supported: reading node tensors with it (x[row], "
-        "index_select), scattering into node tensors (scatter, degree, softmax), selecting, "
+        f"numbering and give local numbers. {_REMEDIES.get(call, '')}Supported: reading node "
+        "tensors with it (x[row], index_select), scattering into node tensors (scatter, degree, "
+        "softmax), selecting, "
         "cutting and joining edges, comparing its two rows. Do other preprocessing on the whole "
         "graph before write_partitions(), or keep its result as an edge attribute"
     )
@@ -324,7 +343,9 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
         return source
     plan = source.plan.to(out.device)
     places, device = source.places, out.device
-    order = None if places is None else Order(lambda: _moved(places.find(), device))
+    order = None
+    if places is not None:
+        order = Order(lambda: _moved(places.find(), device), places.recipe)
     if isinstance(source, DistEdgeIndex):
         copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
         copy.by_content = source.by_content

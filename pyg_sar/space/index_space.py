@@ -21,6 +21,7 @@ from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import halo_gather, halo_reduce
+from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.space.distributed_index import (
     METADATA,
     RESHAPE,
@@ -39,9 +40,11 @@ from pyg_sar.space.distributed_index import (
     require_rows,
     version_of,
 )
+from pyg_sar.space.edge_ids import Given, Joined, Recipe, Selected
 from pyg_sar.space.joint_index import (
     ShiftedEdges,
     join,
+    joined_lists,
     row_of_shifted,
     set_shifted_row,
     widened_row,
@@ -102,21 +105,34 @@ def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
     return out
 
 
-def _selected_order(source: Any, columns: Any) -> Tensor | None:
+def _selected_order(source: Any, columns: Any) -> Order | None:
     """The edges' order after a selection; unknown when that changes it."""
-    if source.order is None or not isinstance(columns, slice | Tensor):
+    places: Order | None = source.places
+    if places is None:
         return None
+    permutes = not isinstance(columns, slice | Tensor)
     if isinstance(columns, slice):
         permutes = (columns.step or 1) < 0
-    else:
+    elif isinstance(columns, Tensor):
         permutes = columns.dtype != torch.bool and bool((columns.diff() <= 0).any())
-    if permutes:
-        return None
-    order: Tensor = source.order[columns]
-    return order
+    order = None if permutes else places.find()
+    # All workers' recipes are of one form, also where the order is lost on some.
+    recipe = places.recipe and Selected(places.recipe, None if permutes else columns)
+    return Order(None if order is None else order[columns], recipe)
 
 
-def _joined_order(parts: Sequence[Any], edges: bool) -> Order | None:
+def _recipe(part: Tensor, plan: HaloPlan) -> Recipe:
+    """Where the global numbers of joined edges come from: plain ones must be all self loops."""
+    if isinstance(part, InSpace):
+        return Given(None) if part.places is None else part.places.recipe or Given(None)
+    n_id = plan.n_id
+    if n_id is None or part.dim() != 2 or part.size(1) != plan.num_local:
+        return Given(None)
+    loops = torch.arange(plan.num_local, device=part.device).expand_as(part)
+    return Given(n_id if torch.equal(part, loops) else None)
+
+
+def _joined_order(parts: Sequence[Any], edges: bool, plan: HaloPlan) -> Order | None:
     """Part after part, as in the whole graph's list; plain edges are in order."""
     counts = [part.size(1 if edges else 0) for part in parts]
     nothing = torch.empty(0, dtype=torch.long, device=parts[0].device)
@@ -137,7 +153,7 @@ def _joined_order(parts: Sequence[Any], edges: bool) -> Order | None:
             start += count
         return torch.cat(ranks)
 
-    return Order(make)
+    return Order(make, Joined([_recipe(part, plan) for part in parts]) if edges else None)
 
 
 def _all_of(columns: Any) -> bool:
@@ -152,7 +168,8 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
         with torch.inference_mode(False):
             if _all_of(columns):
                 # The same memory, but edges of their own: other workers may have lost some.
-                return _edges_like(plain(source), source).ordered(source.places)
+                everything = _edges_like(plain(source), source)
+                return everything.ordered(source.places)
             chosen = _edges_like(plain(source)[:, columns], source)
             return chosen.ordered(_selected_order(source, columns))
 
@@ -244,6 +261,8 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         raise refusal(func)
     if any(isinstance(part, ShiftedEdges) for part in parts):
         return join(parts)
+    if _lists_of_same_nodes(parts):
+        return joined_lists(parts).ordered(_joined_order(parts, edges, base.plan))
     for part in parts:
         _check_joined(part, base)
     others = [plain(part) for part in parts if part is not base]
@@ -252,7 +271,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     def make() -> Any:
         joined = torch.cat([plain(part) for part in parts], dim)
         kept = [other.clone() for other in others]
-        order = _joined_order(parts, edges)
+        order = _joined_order(parts, edges, base.plan)
         if edges:
             out = _edges_like(joined, base)
             out.by_content |= len(others) > 0
@@ -265,6 +284,20 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         del base._memory[key]
         found = base.remember(key, make)
     return found[2]
+
+
+def _lists_of_same_nodes(parts: Sequence[Any]) -> bool:
+    """True for edge lists that have halos of their own, among the same nodes."""
+    first = parts[0]
+    if not all(isinstance(part, DistEdgeIndex) for part in parts) or first.plan.n_id is None:
+        return False
+    return any(part.plan is not first.plan for part in parts) and all(
+        part.plan.n_id is not None
+        and part.plan.comm is first.plan.comm
+        and torch.equal(part.plan.n_id, first.plan.n_id)
+        and (part.dist_row, part.targets) == (first.dist_row, first.targets)
+        for part in parts
+    )
 
 
 def _check_joined(part: Tensor, base: Any) -> None:

@@ -1,4 +1,4 @@
-"""The command line: ``pyg-sar partition``, ``train``, ``verify`` and ``demo``."""
+"""The command line: ``pyg-sar partition``, ``train``, ``run``, ``predict``, ``verify``..."""
 
 from __future__ import annotations
 
@@ -14,17 +14,16 @@ from typing import Any
 
 import torch
 
-from pyg_sar.comm.group import Communicator, init
-from pyg_sar.comm.launch import launch, run
-from pyg_sar.errors import PartitionError, PygSarError, WorkerError
-from pyg_sar.files import parse_bytes
+from pyg_sar.errors import PygSarError, WorkerError
 from pyg_sar.partition.assignment import METHODS
-from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
+from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
+from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
+from pyg_sar.tools.start import add_workers, on_workers
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 
@@ -67,6 +66,13 @@ after a lost worker the same line with --resume continues the same loss curve; t
 itself with
   torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
 and with --nnodes 1:2 it goes on with the hosts that are left, which take over the parts
+"""
+
+_PREDICT_EPILOG = """\
+The graph may be another one than that of the training. Under torchrun, and with fewer workers than
+parts, as pyg-sar train. The file gets its name once all rows are written.
+  pyg-sar predict --checkpoint run.ckpt --parts parts --out predictions.npy
+  pyg-sar predict --checkpoint run.ckpt --parts parts --out z.npy --model net.py:make
 """
 
 _VERIFY_EPILOG = """\
@@ -158,34 +164,7 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = _run_config(arguments)
-    options = {"backend": arguments.backend, "timeout": arguments.timeout}
-    hosting = _hosting(arguments)
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        if arguments.workers is not None:
-            raise ValueError(
-                "--workers starts workers, but torchrun (RANK, WORLD_SIZE) has started them: "
-                "leave it out"
-            )
-        with init(**options) as comm:
-            num_parts = _agreed_parts(config.parts, comm)
-            if hosting or comm.world_size < num_parts:
-                result = run(train_worker, config, parts=num_parts, **options, **hosting)[0]
-            else:
-                result = train_worker(config)
-            speaks = comm.rank == 0
-    else:
-        num_parts = read_metadata(config.parts).num_parts
-        workers = num_parts if arguments.workers is None else arguments.workers
-        if not 1 <= workers <= num_parts:
-            raise PartitionError(
-                f"--workers {workers}: the folder {config.parts!r} has {num_parts} parts, of which "
-                f"each worker takes one or more; start 1 to {num_parts} workers, or partition the "
-                f"graph into {max(workers, 1)} parts"
-            )
-        if hosting or workers < num_parts:
-            hosting["parts"] = num_parts
-        result = launch(train_worker, workers, config, **options, **hosting)[0]
-        speaks = True
+    result, speaks = on_workers(arguments, train_worker, config)
     if speaks:
         print(describe(result))
         for what, path in (("checkpoint", config.checkpoint), ("report", config.report)):
@@ -194,32 +173,14 @@ def _train(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _agreed_parts(root: str, comm: Communicator) -> int:
-    """Returns the number of parts in a folder, which each worker's host must have. Collective."""
-    found, problem = 0, ""
-    try:
-        found = read_metadata(root).num_parts
-    except PartitionError as error:
-        problem = str(error)
-    everyone = comm.all_gather_object([found, problem])
-    for rank, (_, text) in enumerate(everyone):
-        if text:
-            same = all(other == text for _, other in everyone)
-            raise PartitionError(text if same else f"rank {rank}: {text}")
-    # Loading tells different partitions apart, on all workers.
-    return max(number for number, _ in everyone)
-
-
-def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Returns where parts that wait are kept, as far as it was said."""
-    options: dict[str, Any] = {}
-    if arguments.memory is not None:
-        options["memory"] = parse_bytes(arguments.memory, "--memory")
-    if arguments.store is not None:
-        if not Path(arguments.store).absolute().parent.is_dir():
-            raise ValueError(f"--store {arguments.store}: there is no such folder")
-        options["store"] = arguments.store
-    return options
+def _predict(arguments: argparse.Namespace) -> int:
+    if not Path(arguments.out).absolute().parent.is_dir():
+        raise ValueError(f"--out {arguments.out}: there is no such folder")
+    given = {name: getattr(arguments, name) for name in PredictConfig.__dataclass_fields__}
+    shape, speaks = on_workers(arguments, predict_worker, PredictConfig(**given))
+    if speaks:
+        print(f"{shape[0]:,} rows of {shape[1:]} written to {arguments.out}")
+    return 0
 
 
 def _run_config(arguments: argparse.Namespace) -> RunConfig:
@@ -269,9 +230,8 @@ def describe(result: TrainResult) -> str:
 
 
 def _accuracies(scores: Scores) -> str:
-    values = (("train", scores.train_accuracy), ("val", scores.val_accuracy))
-    named = [*values, ("test", scores.test_accuracy)]
-    return "  ".join(f"{name} {value:.4f}" for name, value in named if value is not None)
+    values = {split: scores[f"{split}_accuracy"] for split in ("train", "val", "test")}
+    return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
 
 
 def _verify(arguments: argparse.Namespace) -> int:
@@ -279,10 +239,10 @@ def _verify(arguments: argparse.Namespace) -> int:
     torch.manual_seed(arguments.seed)
     if arguments.model in MODELS:
         classes = int(data.y.max()) + 1 if "y" in data else data.num_features
-        options = ("hidden", "layers", "heads", "out_heads", "dropout", "norm")
+        options = ("hidden", "layers", "heads", "dropout", "norm")
         chosen = {name: getattr(arguments, name) for name in options}
         config = ModelConfig(name=arguments.model, **chosen)
-        model = config.build(data.num_features, classes)
+        model = config.stock(data.num_features, classes).build()
     else:
         model = imported_model(arguments.model, data)
     names = [name.strip() for name in (arguments.args or "").split(",") if name.strip()]
@@ -326,6 +286,10 @@ def _parser() -> argparse.ArgumentParser:
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_partition(commands)
     _add_train(commands)
+    add_run(
+        _command(commands, "run", run_command, "run a PyG script on several workers", RUN_EPILOG)
+    )
+    _add_predict(commands)
     _add_verify(commands)
     _add_demo(commands)
     return parser
@@ -379,13 +343,7 @@ def _add_train(commands: Any) -> None:
     command: argparse.ArgumentParser = _command(
         commands, "train", _train, "train on a partitioned graph", _TRAIN_EPILOG
     )
-    group = command.add_argument_group("workers").add_argument
-    group("--parts", required=True, metavar="DIR", help="folder of the partition")
-    group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
-    group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
-    group("--store", metavar="DIR", help="folder for what parts that wait hold")
-    group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
-    group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
+    group = add_workers(command)
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     group("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
     group("--wire", choices=WIRES, default="exact", help="how halo rows travel")
@@ -396,12 +354,23 @@ def _add_train(commands: Any) -> None:
     _add_files(command)
 
 
+def _add_predict(commands: Any) -> None:
+    command = _command(
+        commands, "predict", _predict, "write a model's outputs for all nodes", _PREDICT_EPILOG
+    )
+    add = command.add_argument
+    add("--checkpoint", required=True, metavar="FILE", help="the trained model")
+    add("--out", required=True, metavar="FILE", help="a .npy file, a row per node in global order")
+    add("--weights", choices=("best", "last"), default="best", help="on validation, or the last")
+    add("--model", metavar="MODEL", help="module:callable, where the checkpoint names no model")
+    add_workers(command)
+
+
 def _add_model(group: Any, **model: Any) -> None:
     group("--model", default="gat", **model)
-    group("--hidden", type=int, metavar="N", help="width (default: 64; gat, gatv2: 8 per head)")
+    group("--hidden", type=int, default=64, metavar="N", help="width, of all heads together")
     group("--layers", type=int, default=2, metavar="N", help="convolutions")
-    group("--heads", type=int, default=8, metavar="N", help="attention heads of hidden layers")
-    group("--out-heads", type=int, default=1, metavar="N", help="attention heads of the last")
+    group("--heads", type=int, default=8, metavar="N", help="attention heads (gat, gatv2)")
     group("--dropout", type=float, default=0.5, metavar="P", help="probability")
     group("--norm", choices=NORMS, default="none", help="between layers")
 

@@ -1,15 +1,14 @@
-"""Node classifiers built from plain, unmodified PyTorch Geometric layers.
+"""The models of ``pyg-sar train --model ...``: PyG's own, and those of the user's.
 
-Nothing in this file knows about workers: every model here is what a single-process PyG script would
-hold, and :func:`pyg_sar.distribute` turns any of them into a distributed one. They are what
-``pyg-sar train --model ...`` trains; a script of your own can use any other model as well.
+The stock models are ``GCN``, ``GAT``, ``GraphSAGE`` and ``GIN`` of ``torch_geometric.nn``, so that
+the weights of a checkpoint load in plain PyG.
 
 The command line takes a model by name or as a function of the user's:
 
 =====================  ==========================================================================
 model                  what is built
 =====================  ==========================================================================
-``gat``, ``gcn``, ...  :func:`pyg_sar.tools.models.build_model` with the options of the command line
+``gat``, ``gcn``, ...  :func:`pyg_sar.tools.models.stock_model` with the options of the command line
 ``module:callable``    what ``callable(data)`` returns, or ``callable()`` where it takes nothing
 ``FILE.py:callable``   the same, from a file
 =====================  ==========================================================================
@@ -23,90 +22,58 @@ import inspect
 import os
 import sys
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-import torch.nn.functional as F
-from torch import Tensor, nn
+import torch_geometric.nn
+from torch import nn
 from torch_geometric.data import Data
-from torch_geometric.nn import BatchNorm, GATConv, GATv2Conv, GCNConv, GINConv, SAGEConv
 
-#: Names that :func:`build_model` takes.
+#: Names that :func:`stock_model` takes.
 MODELS: tuple[str, ...] = ("gat", "gatv2", "sage", "gcn", "gin")
 
-#: Normalisations that :func:`build_model` takes. All are exact when distributed: ``layer`` works
-#: row by row, and ``pyg_sar.distribute`` converts ``batch``.
+#: Normalisations that :func:`stock_model` takes: none, ``BatchNorm``, ``LayerNorm`` of each row.
 NORMS: tuple[str, ...] = ("none", "batch", "layer")
 
-ConvFactory = Callable[[int, int, bool], nn.Module]
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StockModel:
+    """A class of ``torch_geometric.nn`` and its arguments, all of them values that JSON can hold.
 
-class NodeClassifier(nn.Module):
-    r"""A stack of PyG convolutions: dropout, convolution, normalisation, activation, per layer.
-
-    .. math::
-        h^{(l+1)} = \sigma(\mathrm{norm}(\mathrm{conv}_l(\mathrm{dropout}(h^{(l)}), E)))
-
-    The last convolution gives the class scores: no normalisation, activation or dropout after it.
-
-    Args:
-        convs: The convolutions, first to last.
-        norms: One normalisation after each convolution but the last (``nn.Identity`` for none).
-        dropout: Probability of dropping an entry of a layer's input while training.
-        activation: Applied after every normalisation.
-
-    Shapes:
-        ``x``: ``[num_nodes, in_channels]``, ``edge_index``: ``[2, num_edges]`` (source, target),
-        ``edge_weight``: ``[num_edges]`` where the convolutions take one (GCN), otherwise None.
-        Output: ``[num_nodes, out_channels]``, unnormalised scores (logits).
+    Attributes:
+        name: The class, such as ``'GCN'``.
+        arguments: Its keyword arguments.
     """
 
-    def __init__(
-        self,
-        convs: list[nn.Module],
-        norms: list[nn.Module],
-        *,
-        dropout: float = 0.0,
-        activation: Callable[[Tensor], Tensor] = F.relu,
-    ) -> None:
-        super().__init__()
-        if len(norms) != len(convs) - 1:
-            raise ValueError(
-                f"norms: one for every convolution but the last, so {len(convs) - 1}, "
-                f"got {len(norms)}"
-            )
-        self.convs = nn.ModuleList(convs)
-        self.norms = nn.ModuleList(norms)
-        self.dropout = dropout
-        self.activation = activation
+    name: str
+    arguments: dict[str, Any]
 
-    def reset_parameters(self) -> None:
-        """Draws all parameters anew from the current random state."""
-        for module in [*self.convs, *self.norms]:
-            if hasattr(module, "reset_parameters"):
-                module.reset_parameters()
+    def build(self) -> nn.Module:
+        """Returns the model, its parameters drawn from the current random state.
 
-    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor | None = None) -> Tensor:
-        for conv, norm in zip(self.convs[:-1], self.norms, strict=True):
-            x = F.dropout(x, self.dropout, self.training)
-            x = self._convolve(conv, x, edge_index, edge_weight)
-            x = self.activation(norm(x))
-        x = F.dropout(x, self.dropout, self.training)
-        return self._convolve(self.convs[-1], x, edge_index, edge_weight)
-
-    @staticmethod
-    def _convolve(conv: nn.Module, x: Tensor, edge_index: Tensor, weight: Tensor | None) -> Tensor:
-        if weight is None:
-            out: Tensor = conv(x, edge_index)
-        elif isinstance(conv, GCNConv):
-            out = conv(x, edge_index, weight)
-        else:
-            raise ValueError(
-                f"edge_weight: {type(conv).__name__} has no edge weights; pass None, or use 'gcn'"
-            )
-        return out
+        Biases right before a batch norm stay 0: the norm takes away what they add, so that their
+        gradients are rounding errors only, which Adam would turn into full steps.
+        """
+        model: Any = getattr(torch_geometric.nn, self.name)(**self.arguments)
+        if self.arguments.get("norm") == "BatchNorm":
+            for conv in model.convs[:-1]:
+                _freeze_last_bias(conv)
+            for conv in model.convs if self.name == "GIN" else ():
+                _set_to_zero(conv.nn.lins[0].bias)  # Before a norm of its own.
+        built: nn.Module = model
+        return built
 
 
-def build_model(
+def _freeze_last_bias(conv: nn.Module) -> None:
+    last = {"SAGEConv": "lin_l", "GINConv": "nn.lins.1"}.get(type(conv).__name__, "")
+    _set_to_zero(conv.get_submodule(last).bias)
+
+
+def _set_to_zero(bias: Any) -> None:
+    bias.requires_grad_(False).zero_()
+
+
+def stock_model(
     name: str,
     in_channels: int,
     hidden: int,
@@ -114,141 +81,88 @@ def build_model(
     *,
     layers: int = 2,
     heads: int = 8,
-    out_heads: int = 1,
     dropout: float = 0.5,
     norm: str = "none",
     cached: bool = False,
-) -> NodeClassifier:
-    """Builds one of the stock models.
+) -> StockModel:
+    """Returns one of PyG's models and the arguments that the options mean.
 
-    ========= ==================================================================================
-    ``gat``   Velickovic et al., "Graph Attention Networks" (ICLR 2018): heads concatenated in the
-              hidden layers, averaged in the last, ELU, dropout on features and on attention.
-    ``gatv2`` Brody et al., "How Attentive are Graph Attention Networks?" (ICLR 2022), same shape.
-    ``sage``  Hamilton et al., "Inductive Representation Learning on Large Graphs" (NeurIPS 2017),
-              mean aggregation, ReLU.
-    ``gcn``   Kipf and Welling, "Semi-Supervised Classification with Graph Convolutional Networks"
-              (ICLR 2017), self loops and symmetric normalisation, ReLU.
-    ``gin``   Xu et al., "How Powerful are Graph Neural Networks?" (ICLR 2019), a two-layer
-              perceptron per layer (with ``norm`` inside) and a trained epsilon, ReLU.
-    ========= ==================================================================================
+    ========= ================= ================================================================
+    ``gat``   ``GAT``           Velickovic et al., "Graph Attention Networks" (ICLR 2018): heads
+                                concatenated in the hidden layers, averaged in the last; dropout
+                                on attention, too
+    ``gatv2`` ``GAT(v2=True)``  Brody et al., "How Attentive are Graph Attention Networks?"
+                                (ICLR 2022), same shape
+    ``sage``  ``GraphSAGE``     Hamilton et al., "Inductive Representation Learning on Large
+                                Graphs" (NeurIPS 2017), mean aggregation
+    ``gcn``   ``GCN``           Kipf and Welling, "Semi-Supervised Classification with Graph
+                                Convolutional Networks" (ICLR 2017)
+    ``gin``   ``GIN``           Xu et al., "How Powerful are Graph Neural Networks?" (ICLR 2019),
+                                a perceptron of two layers in each, with ``norm`` inside
+    ========= ================= ================================================================
+
+    Each hidden layer is convolution, norm, ReLU and dropout; the last is a convolution that gives
+    the scores.
 
     Args:
         name: One of :data:`MODELS`.
         in_channels: Features per node.
-        hidden: Width of a hidden layer; for ``gat`` and ``gatv2`` the width of one head, so that a
-            hidden layer holds ``heads * hidden`` values per node.
+        hidden: Width of a hidden layer; for ``gat`` and ``gatv2`` that of all heads together.
         out_channels: Number of classes.
         layers: Number of convolutions, at least 1.
-        heads: Attention heads of the hidden layers (``gat``, ``gatv2`` only).
-        out_heads: Attention heads of the last layer, averaged (``gat``, ``gatv2`` only).
+        heads: Attention heads of each layer (``gat``, ``gatv2`` only), which divide ``hidden``.
         dropout: Probability in ``[0, 1)``.
-        norm: One of :data:`NORMS`, after every convolution but the last. With ``batch`` the
-            convolutions before it have no bias (the norm has its own).
+        norm: One of :data:`NORMS`, after every convolution but the last.
         cached: ``gcn`` only: normalise the edges once and keep the result. Right only where the
             model is used with one graph and one set of edge weights for its whole life.
 
     Raises:
         ValueError: for an unknown name or a number out of range.
     """
-    _check_sizes(
-        in_channels=in_channels,
-        hidden=hidden,
-        out_channels=out_channels,
-        layers=layers,
-        heads=heads,
-        out_heads=out_heads,
-    )
+    _check_sizes(in_channels=in_channels, hidden=hidden, out_channels=out_channels, layers=layers)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"Expected 'dropout' to be in [0, 1) (got {dropout})")
     for argument, value, known in (("name", name, MODELS), ("norm", norm, NORMS)):
         if value not in known:
             raise ValueError(f"Expected {argument!r} to be one of {known} (got {value!r})")
+    arguments: dict[str, Any] = {
+        "in_channels": in_channels,
+        "hidden_channels": hidden,
+        "num_layers": layers,
+        "out_channels": out_channels,
+        "dropout": dropout,
+    }
+    if norm == "batch":
+        arguments["norm"] = "BatchNorm"
+    elif norm == "layer":
+        arguments |= {"norm": "LayerNorm", "norm_kwargs": {"mode": "node"}}
+    if name in ("gat", "gatv2"):
+        _check_sizes(heads=heads)
+        if hidden % heads and layers > 1:
+            raise ValueError(
+                f"Expected 'hidden', the width of all heads together, to be a multiple of "
+                f"heads={heads} (got {hidden})"
+            )
+        arguments |= {"heads": heads, "v2": name == "gatv2"}
+    elif name == "gcn":
+        arguments["cached"] = cached
+    elif name == "gin":
+        arguments["train_eps"] = True
+    classes = {"sage": "GraphSAGE", "gcn": "GCN", "gin": "GIN"}
+    return StockModel(name=classes.get(name, "GAT"), arguments=arguments)
 
-    attention = name in ("gat", "gatv2")
-    width = hidden * heads if attention else hidden
-    make = _conv_factory(name, hidden, heads, out_heads, dropout, norm, cached)
-    convs: list[nn.Module] = []
-    for layer in range(layers):
-        last = layer == layers - 1
-        inputs = in_channels if layer == 0 else width
-        convs.append(make(inputs, out_channels if last else hidden, last))
-    norms = [_make_norm(norm, width) for _ in range(layers - 1)]
-    activation = F.elu if attention else F.relu
-    return NodeClassifier(convs, norms, dropout=dropout, activation=activation)
 
-
-def _make_norm(name: str, channels: int) -> nn.Module:
-    if name == "batch":
-        norm: nn.Module = BatchNorm(channels)
-    elif name == "layer":
-        norm = nn.LayerNorm(channels)
-    else:
-        norm = nn.Identity()
-    return norm
+def build_model(
+    name: str, in_channels: int, hidden: int, out_channels: int, **options: Any
+) -> nn.Module:
+    """Builds one of the stock models: :func:`stock_model` with these arguments, built."""
+    return stock_model(name, in_channels, hidden, out_channels, **options).build()
 
 
 def _check_sizes(**sizes: int) -> None:
     for argument, value in sizes.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"Expected {argument!r} to be an integer >= 1 (got {value!r})")
-
-
-def _has_bias(norm: str, last: bool) -> bool:
-    # A batch norm takes away what a bias before it adds: such a bias has no gradient but rounding
-    # errors, which Adam would turn into full steps.
-    return last or norm != "batch"
-
-
-def _attention(
-    kind: type[nn.Module], heads: int, out_heads: int, dropout: float, norm: str
-) -> ConvFactory:
-    def make(inputs: int, outputs: int, last: bool) -> nn.Module:
-        return kind(
-            inputs,
-            outputs,
-            heads=out_heads if last else heads,
-            concat=not last,
-            dropout=dropout,
-            bias=_has_bias(norm, last),
-        )
-
-    return make
-
-
-def _gin(hidden: int, norm: str) -> ConvFactory:
-    def make(inputs: int, outputs: int, last: bool) -> nn.Module:
-        perceptron = nn.Sequential(
-            nn.Linear(inputs, hidden, bias=norm != "batch"),
-            _make_norm(norm, hidden),
-            nn.ReLU(),
-            nn.Linear(hidden, outputs, bias=_has_bias(norm, last)),
-        )
-        conv: nn.Module = GINConv(perceptron, train_eps=True)
-        return conv
-
-    return make
-
-
-def _conv_factory(
-    name: str,
-    hidden: int,
-    heads: int,
-    out_heads: int,
-    dropout: float,
-    norm: str,
-    cached: bool,
-) -> ConvFactory:
-    factories: dict[str, ConvFactory] = {
-        "gat": _attention(GATConv, heads, out_heads, dropout, norm),
-        "gatv2": _attention(GATv2Conv, heads, out_heads, dropout, norm),
-        "gin": _gin(hidden, norm),
-        "sage": lambda inputs, outputs, last: SAGEConv(inputs, outputs, bias=_has_bias(norm, last)),
-        "gcn": lambda inputs, outputs, last: GCNConv(
-            inputs, outputs, cached=cached, bias=_has_bias(norm, last)
-        ),
-    }
-    return factories[name]
 
 
 # Models by name ###############################################################

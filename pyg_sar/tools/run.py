@@ -35,10 +35,12 @@ from pyg_sar.partition.storage import merge_partitions, read_metadata, write_par
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.models import build_model
-from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, Report, TqdmProgress
+from pyg_sar.tools.models import StockModel, build_model, stock_model
+from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
-from pyg_sar.train.config import TrainConfig, TrainResult, node_labels
+from pyg_sar.train.config import TrainConfig, TrainResult
+from pyg_sar.train.report import Report
+from pyg_sar.train.targets import node_labels
 from pyg_sar.train.trainer import Callback, Trainer
 
 
@@ -48,32 +50,24 @@ class UsageError(PygSarError, ValueError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelConfig:
-    """The arguments of :func:`pyg_sar.tools.models.build_model` that a user chooses.
-
-    ``hidden=None`` means 8 per head for attention models and 64 otherwise.
-    """
+    """The arguments of :func:`pyg_sar.tools.models.stock_model` that a user chooses."""
 
     name: str = "gat"
-    hidden: int | None = None
+    hidden: int = 64
     layers: int = 2
     heads: int = 8
-    out_heads: int = 1
     dropout: float = 0.5
     norm: str = "none"
 
-    def build(self, in_channels: int, out_channels: int) -> nn.Module:
-        """Returns the model, its parameters drawn from the current random state."""
-        hidden = self.hidden
-        if hidden is None:
-            hidden = 8 if self.name in ("gat", "gatv2") else 64
-        return build_model(
+    def stock(self, in_channels: int, out_channels: int) -> StockModel:
+        """Returns the class of PyG and its arguments."""
+        return stock_model(
             self.name,
             in_channels,
-            hidden,
+            self.hidden,
             out_channels,
             layers=self.layers,
             heads=self.heads,
-            out_heads=self.out_heads,
             dropout=self.dropout,
             norm=self.norm,
             cached=True,  # A run has one graph.
@@ -139,13 +133,13 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
     seed = config.train.seed
     if seed is not None:
         torch.manual_seed(seed)
-    model = config.model.build(data.x.size(1), _count_classes(data, comm)).to(comm.device)
+    stock = config.model.stock(data.x.size(1), _count_classes(data, comm))
     trainer = Trainer(
-        distribute(model, policy=config.policy),
+        distribute(stock.build().to(comm.device), policy=config.policy),
         data,
         config.train,
         forward=_forward(config.model.name, data),
-        callbacks=_callbacks(config),
+        callbacks=_callbacks(config, stock),
     )
     path = config.resume
     if path is None and config.auto_resume and config.checkpoint is not None:
@@ -185,7 +179,7 @@ def _forward(name: str, data: Data) -> Any:
     return forward
 
 
-def _callbacks(config: RunConfig) -> list[Callback]:
+def _callbacks(config: RunConfig, stock: StockModel) -> list[Callback]:
     callbacks: list[Callback] = []
     if config.progress == "bar":
         callbacks.append(TqdmProgress(config.model.name))
@@ -200,9 +194,8 @@ def _callbacks(config: RunConfig) -> list[Callback]:
         }
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
-        callbacks.append(
-            CheckpointEvery(config.checkpoint, config.checkpoint_every, model=asdict(config.model))
-        )
+        extra = {"model": asdict(config.model), "pyg": asdict(stock)}
+        callbacks.append(CheckpointEvery(config.checkpoint, config.checkpoint_every, **extra))
     return callbacks
 
 
@@ -227,7 +220,7 @@ ROW_BYTES = {
     # GAT's messages read a source row's transformed features, [heads, channels], and its share of
     # the attention score, [heads]; float32.
     "convs.0": 4 * (HEADS * HIDDEN + HEADS),
-    "convs.1": 4 * (CLASSES + 1),
+    "convs.1": 4 * (HEADS * CLASSES + HEADS),
 }
 
 
@@ -297,7 +290,7 @@ def _model(in_channels: int, seed: int) -> nn.Module:
     # No dropout: its masks are drawn per worker, so that two trainings with it are equal in
     # distribution only.
     torch.manual_seed(seed)
-    return build_model("gat", in_channels, HIDDEN, CLASSES, heads=HEADS, dropout=0.0)
+    return build_model("gat", in_channels, HEADS * HIDDEN, CLASSES, heads=HEADS, dropout=0.0)
 
 
 def _single(parts: str, config: DemoConfig) -> DemoRun:

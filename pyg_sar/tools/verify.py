@@ -14,7 +14,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -117,7 +117,8 @@ def verify(
         with tempfile.TemporaryDirectory() as folder:
             root = os.path.join(folder, "parts")
             write_partitions(part, num_workers, root, method, seed, node_ids=node_ids)
-            task = _Task(plain, run, root, policy or SARPolicy(), expected, _lists(part, node_ids))
+            drawn = replace(policy or SARPolicy(), random=None)  # Dropout is off.
+            task = _Task(plain, run, root, drawn, expected, _lists(part, node_ids))
             report = VerifyReport(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,

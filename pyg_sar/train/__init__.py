@@ -1,15 +1,9 @@
 """Training: the loop, its settings, checkpoints, reports."""
 
-from pyg_sar.train.callbacks import (
-    CheckpointEvery,
-    LineProgress,
-    Report,
-    TqdmProgress,
-    draw_report,
-    read_metrics,
-)
+from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
+from pyg_sar.train.report import Report, draw_report, read_metrics
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.train.wire_error import gradient_error
 

@@ -48,12 +48,14 @@ class Checkpoint:
         world_size: How many ranks wrote it: workers, or the parts that they hosted.
         owned: Names of the parameters with a row per node; whether the file holds their rows by
             global id.
+        has_best: Whether it holds the weights that were best on the validation nodes.
     """
 
     state: dict[str, Any]
     tensors: dict[str, Tensor]
     world_size: int
     owned: dict[str, bool]
+    has_best: bool
 
 
 @dataclass
@@ -62,6 +64,7 @@ class _Content:
 
     tensors: dict[str, Tensor] = field(default_factory=dict)
     header: dict[str, Any] = field(default_factory=dict)
+    has_best: bool = False
 
     def group(self, prefix: str) -> dict[str, Tensor]:
         start = prefix + "/"
@@ -194,7 +197,8 @@ def inspect_checkpoint(
     content = _Content()
     try:
         # Parts of one worker come here in turn: no more than one of them holds the tensors.
-        content = _Content(header=_read(Path(path)).header)
+        content = _read(Path(path))
+        content.tensors = {}
     except CheckpointError as error:
         problem = _not_loaded(path, error)
     _raise_everywhere(comm, problem)
@@ -208,6 +212,7 @@ def _described(content: _Content) -> Checkpoint:
         tensors=content.group("extra"),
         world_size=content.header["world_size"],
         owned={name: about["by_id"] for name, about in content.header.get("owned", {}).items()},
+        has_best=content.has_best,
     )
 
 
@@ -368,6 +373,7 @@ def _read(path: Path) -> _Content:
         )
     if content.header.get("sha256") != _digest(content):
         raise CheckpointError("its checksum is wrong: the file was altered after it was written")
+    content.has_best = any(name.startswith("extra/best/") for name in content.tensors)
     return content
 
 

@@ -1,157 +1,15 @@
-"""Settings and records of the training loop, learning-rate schedules, and splits of the nodes.
-
-A schedule is a small object. It is asked once per epoch for the factor on the initial learning
-rate, and is told each new validation value. Its whole state is a flat dictionary of numbers, so
-that a checkpoint holds it without pickle. Every worker runs its own copy on the same global
-values, hence in step.
-"""
+"""Settings and records of the training loop."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Literal, Protocol
-
-import torch
-from torch import Tensor
-from torch_geometric.data import Data
-
-# Schedules ####################################################################
-
-#: Names that :class:`pyg_sar.train.trainer.TrainConfig` takes.
-SCHEDULES: tuple[str, ...] = ("none", "cosine", "step", "plateau")
-
-
-class Schedule(Protocol):
-    """The interface of a learning-rate schedule, as the training loop calls it."""
-
-    def factor(self, epoch: int) -> float:
-        """Returns the factor on the initial learning rate in epoch ``epoch`` (counted from 0)."""
-
-    def observe(self, value: float) -> None:
-        """Takes note of a global validation value, higher being better."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Returns everything that :meth:`factor` depends on besides the arguments."""
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        """Restores what :meth:`state_dict` gave."""
-
-
-class Constant:
-    """The null schedule: factor 1 throughout."""
-
-    def factor(self, epoch: int) -> float:
-        return 1.0
-
-    def observe(self, value: float) -> None:
-        pass
-
-    def state_dict(self) -> dict[str, float]:
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        pass
-
-
-class Cosine(Constant):
-    r"""Half a cosine from 1 to ``floor`` over ``epochs`` epochs.
-
-    .. math:: f(e) = f_{\min} + (1 - f_{\min}) \tfrac12 (1 + \cos(\pi e / E))
-
-    Source: Loshchilov and Hutter, "SGDR" (ICLR 2017), without restarts.
-    """
-
-    def __init__(self, epochs: int, floor: float = 0.0) -> None:
-        self.epochs = max(epochs, 1)
-        self.floor = floor
-
-    def factor(self, epoch: int) -> float:
-        done = min(epoch / self.epochs, 1.0)
-        return self.floor + (1.0 - self.floor) * 0.5 * (1.0 + math.cos(math.pi * done))
-
-
-class Step(Constant):
-    r"""Times ``gamma`` every ``size`` epochs: :math:`f(e) = \gamma^{\lfloor e / s \rfloor}`."""
-
-    def __init__(self, size: int, gamma: float) -> None:
-        self.size = size
-        self.gamma = gamma
-
-    def factor(self, epoch: int) -> float:
-        return float(self.gamma ** (epoch // self.size))
-
-
-class Plateau(Constant):
-    """Multiplied by ``gamma`` after ``patience`` evaluations without a new best value.
-
-    Args:
-        patience: Evaluations to wait.
-        gamma: What the factor is multiplied by then.
-        floor: The factor never falls below it.
-    """
-
-    def __init__(self, patience: int, gamma: float, floor: float = 1e-4) -> None:
-        self.patience = patience
-        self.gamma = gamma
-        self.floor = floor
-        self._factor = 1.0
-        self._best = -math.inf
-        self._waited = 0
-
-    def factor(self, epoch: int) -> float:
-        return self._factor
-
-    def observe(self, value: float) -> None:
-        if value > self._best:
-            self._best = value
-            self._waited = 0
-            return
-        self._waited += 1
-        if self._waited >= self.patience:
-            self._factor = max(self._factor * self.gamma, self.floor)
-            self._waited = 0
-
-    def state_dict(self) -> dict[str, float]:
-        state: dict[str, float] = {"factor": self._factor, "waited": self._waited}
-        # JSON has no infinity: a best value that was never seen is left out.
-        if self._best > -math.inf:
-            state["best"] = self._best
-        return state
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self._factor = float(state["factor"])
-        self._waited = int(state["waited"])
-        self._best = float(state.get("best", -math.inf))
-
-
-class Warmup:
-    r"""A linear ramp :math:`f(e) = (e + 1) / (w + 1)` for ``epochs`` epochs, then ``inner``."""
-
-    def __init__(self, inner: Schedule, epochs: int) -> None:
-        self.inner = inner
-        self.epochs = epochs
-
-    def factor(self, epoch: int) -> float:
-        if epoch < self.epochs:
-            return (epoch + 1) / (self.epochs + 1)
-        return self.inner.factor(epoch - self.epochs)
-
-    def observe(self, value: float) -> None:
-        self.inner.observe(value)
-
-    def state_dict(self) -> dict[str, float]:
-        return self.inner.state_dict()
-
-    def load_state_dict(self, state: Mapping[str, float]) -> None:
-        self.inner.load_state_dict(state)
-
-
-# Settings and records #########################################################
+from typing import Literal
 
 #: Names that :class:`TrainConfig` takes.
 OPTIMIZERS: tuple[str, ...] = ("adam", "adamw", "sgd")
+SCHEDULES: tuple[str, ...] = ("none", "cosine", "step", "plateau")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -163,21 +21,28 @@ class TrainConfig:
         lr: Learning rate.
         optimizer: ``'adam'``, ``'adamw'`` or ``'sgd'``.
         weight_decay: L2 penalty (``adam``, ``sgd``) or decoupled decay (``adamw``), all parameters.
-        schedule: ``'none'``, ``'cosine'`` (to 0 at the last epoch), ``'step'`` (times ``gamma``
-            every ``step_size`` epochs), ``'plateau'`` (times ``gamma`` after ``step_size``
-            evaluations without a better validation value).
-        warmup: Epochs of a linear ramp before the schedule.
+        schedule: ``'none'``, ``'cosine'`` (``CosineAnnealingLR`` to 0 at the last epoch),
+            ``'step'`` (``StepLR``: times ``gamma`` every ``step_size`` epochs) or ``'plateau'``
+            (``ReduceLROnPlateau``: times ``gamma`` after ``step_size`` evaluations without a better
+            validation value); others are given to the ``Trainer``.
+        warmup: Epochs of a linear ramp (``LinearLR``), which multiplies the schedule.
         step_size: See ``schedule``.
         gamma: See ``schedule``.
-        label_smoothing: Share of each label spread over all classes, in ``[0, 1)``.
+        label_smoothing: Share of each label spread over all classes, in ``[0, 1)``; of the default
+            loss.
         clip_norm: Largest norm of all gradients together; larger ones are scaled down to it.
         eval_every: Epochs between evaluations; the last epoch is always evaluated.
-        monitor: What "better" means on the validation nodes: ``'accuracy'`` or ``'loss'``.
+        monitor: The number that says what "better" means on the validation rows: ``'loss'``,
+            ``'accuracy'`` or the name of a metric; by default the accuracy where there is one, else
+            the loss.
+        monitor_mode: ``'max'``: higher is better; ``'min'``: lower is. ``'auto'``: lower for the
+            loss; for a metric as its ``higher_is_better`` says, or else higher.
         patience: Stop after this many evaluations without a better validation value.
         restore_best: Whether ``Trainer.fit`` leaves the best weights in the model, not the last.
         split: The column of two-dimensional masks (``[num_nodes, num_splits]``).
-        seed: Seeds each worker's random state (dropout) when training starts, differently on each;
-            ``None`` leaves the random state as it is.
+        seed: Seeds each worker's random state (dropout) when training starts, differently on each,
+            or alike where layers draw as one process (``SARPolicy(random=...)``); ``None`` leaves
+            the random state as it is.
 
     Raises:
         ValueError: for a setting out of range.
@@ -194,7 +59,8 @@ class TrainConfig:
     label_smoothing: float = 0.0
     clip_norm: float | None = None
     eval_every: int = 1
-    monitor: Literal["accuracy", "loss"] = "accuracy"
+    monitor: str | None = None
+    monitor_mode: Literal["auto", "max", "min"] = "auto"
     patience: int | None = None
     restore_best: bool = True
     split: int = 0
@@ -213,23 +79,14 @@ class TrainConfig:
         clip = self.clip_norm
         _check(clip is None or clip > 0, "clip_norm", clip, "positive or None")
         _check(self.eval_every >= 1, "eval_every", self.eval_every, "at least 1")
-        monitors = ("accuracy", "loss")
-        _check(self.monitor in monitors, "monitor", self.monitor, _one_of(monitors))
+        name = self.monitor
+        _check(name is None or name != "", "monitor", name, "the name of a metric")
+        modes = ("auto", "max", "min")
+        _check(self.monitor_mode in modes, "monitor_mode", self.monitor_mode, _one_of(modes))
         wait = self.patience
         _check(wait is None or wait >= 1, "patience", wait, "at least 1 or None")
         _check(self.split >= 0, "split", self.split, "at least 0")
         _check(self.seed is None or self.seed >= 0, "seed", self.seed, "at least 0 or None")
-
-    def make_schedule(self) -> Schedule:
-        """Returns the learning-rate schedule that the settings describe."""
-        schedule: Schedule = Constant()
-        if self.schedule == "cosine":
-            schedule = Cosine(self.epochs - self.warmup)
-        elif self.schedule == "step":
-            schedule = Step(self.step_size, self.gamma)
-        elif self.schedule == "plateau":
-            schedule = Plateau(self.step_size, self.gamma)
-        return Warmup(schedule, self.warmup) if self.warmup else schedule
 
 
 def _check(good: bool, argument: str, value: object, wanted: str) -> None:
@@ -241,16 +98,11 @@ def _one_of(names: Iterable[str]) -> str:
     return "one of " + ", ".join(map(repr, names))
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Scores:
-    """Global accuracy and mean cross entropy per split; ``None`` for a split without nodes."""
+Scores = dict[str, float | None]
+"""Global numbers of an evaluation by name: ``'val_loss'``, ``'test_accuracy'``, ...
 
-    train_accuracy: float | None
-    val_accuracy: float | None
-    test_accuracy: float | None
-    train_loss: float | None
-    val_loss: float | None
-    test_loss: float | None
+``None`` for a split without rows, and where a metric is not finite.
+"""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -295,67 +147,3 @@ class TrainResult:
     final: Scores | None
     stopped_early: bool
     seconds: float
-
-
-# Splits #######################################################################
-
-SPLITS: tuple[str, ...] = ("train", "val", "test")
-
-
-def split_nodes(data: Data, column: int = 0) -> dict[str, Tensor]:
-    """Returns the labelled nodes of each split.
-
-    Args:
-        data: With ``y`` (-1: no label), ``train_mask``, and ``val_mask``, ``test_mask`` where there
-            are such nodes.
-        column: Which split of two-dimensional masks.
-
-    Returns:
-        Node indices int64 for each of :data:`SPLITS`.
-
-    Raises:
-        ValueError: When labels or ``train_mask`` are missing or a mask has another shape or type.
-    """
-    labelled = node_labels(data) >= 0
-    return {split: (_mask(data, split, column) & labelled).nonzero().view(-1) for split in SPLITS}
-
-
-def node_labels(data: Data) -> Tensor:
-    """Returns ``data.y`` as int64 ``[num_nodes]``.
-
-    Raises:
-        ValueError: When it is missing or does not hold one class per node.
-    """
-    labels = data.get("y")
-    if not isinstance(labels, Tensor):
-        raise ValueError("data.y is missing: node classification needs a label per node (-1: none)")
-    if labels.dim() == 2 and labels.size(1) == 1:
-        labels = labels.view(-1)
-    if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
-        raise ValueError(
-            "Expected 'data.y' to hold one integer class per node, shape [num_nodes] or "
-            f"[num_nodes, 1] (got {labels.dtype} {list(labels.shape)})"
-        )
-    return labels.long()
-
-
-def _mask(data: Data, split: str, column: int) -> Tensor:
-    name = f"{split}_mask"
-    mask = data.get(name)
-    if not isinstance(mask, Tensor):
-        if split != "train":
-            return torch.zeros(data.y.size(0), dtype=torch.bool, device=data.y.device)
-        raise ValueError(
-            "data.train_mask is missing: training needs to know which nodes' labels to use "
-            "(torch_geometric.transforms.RandomNodeSplit makes masks)"
-        )
-    if mask.dtype != torch.bool or mask.dim() not in (1, 2) or len(mask) != data.y.size(0):
-        raise ValueError(
-            f"Expected 'data.{name}' to be bool of shape [{data.y.size(0)}] or "
-            f"[{data.y.size(0)}, num_splits] (got {mask.dtype} {list(mask.shape)})"
-        )
-    if mask.dim() == 2:
-        if column >= mask.size(1):
-            raise ValueError(f"split {column}: data.{name} has {mask.size(1)} splits")
-        mask = mask[:, column]
-    return mask

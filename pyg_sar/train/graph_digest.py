@@ -31,7 +31,11 @@ DIFFERENCES = {
 
 
 def graph_digest(
-    data: Any, labels: Tensor, splits: Mapping[str, Tensor], comm: Communicator
+    data: Any,
+    targets: Tensor,
+    ids: Tensor | None,
+    splits: Mapping[str, Tensor],
+    comm: Communicator,
 ) -> dict[str, Any] | None:
     """Returns the sizes of the whole graph and digests of its nodes and edges. Collective.
 
@@ -39,32 +43,36 @@ def graph_digest(
 
     Args:
         data: This worker's part (a ``Data`` with ``n_id``), or the whole graph in one process.
-        labels: The class of each node, int64 ``[num_nodes]``.
-        splits: The nodes of each split.
+        targets: The targets, ``[n, *]``, of nodes or of something else.
+        ids: Where these rows are in the whole graph's order, int64 ``[n]``.
+        splits: The rows of each split.
         comm: The workers.
 
     Returns:
-        ``nodes`` and ``edges``, how many there are; ``node_digest`` of ids, labels and splits;
+        ``nodes`` and ``edges``, how many there are; ``node_digest`` of ids, targets and splits;
         ``edge_digest`` of the pairs of ids; ``owners``, a digest of the ids of each worker. The
         same on all workers, and but for ``owners`` under all partitions. ``None`` where a worker
         does not know its nodes' ids, or has no ``edge_index`` between them.
     """
-    ends = _ends(data, len(labels), comm)
-    if not all(comm.all_gather_object(ends is not None)) or ends is None:
+    ends = _ends(data, comm)
+    if ids is None and comm.world_size == 1:
+        ids = torch.arange(len(targets), device=targets.device)
+    known = ends is not None and ids is not None
+    if not all(comm.all_gather_object(known)) or ends is None or ids is None:
         return None
     n_id, source, target, plan = ends
-    ids = n_id
+    sources = n_id
     if plan is not None:
-        ids = torch.cat([n_id, _halo_ids(n_id, plan)])
-    member = torch.zeros_like(labels)
-    for k, nodes in enumerate(splits.values()):
-        member[nodes] += 1 << k
+        sources = torch.cat([n_id, _halo_ids(n_id, plan)])
+    member = torch.zeros_like(ids)
+    for k, rows in enumerate(splits.values()):
+        member[rows] += 1 << k
     owner = _mixed(n_id)
-    node = _mixed(_mixed(owner + labels) + member)
+    node = _mixed(_mixed(_mixed(ids) + _bits(targets)) + member)
     edge = 0
     for low in range(0, source.numel(), _CHUNK):
         part = slice(low, low + _CHUNK)
-        edge += int(_mixed(_mixed(ids[source[part]]) + n_id[target[part]]).sum())
+        edge += int(_mixed(_mixed(sources[source[part]]) + n_id[target[part]]).sum())
     mine = [n_id.numel(), source.numel(), int(node.sum()), edge, int(owner.sum())]
     columns = list(zip(*comm.all_gather_object(mine), strict=True))
     return {
@@ -76,20 +84,33 @@ def graph_digest(
     }
 
 
-def _ends(
-    data: Any, num_nodes: int, comm: Communicator
-) -> tuple[Tensor, Tensor, Tensor, HaloPlan | None] | None:
+def _bits(targets: Tensor) -> Tensor:
+    """Returns a number for each row, another one for other values: a class is its own."""
+    columns = targets.view(len(targets), -1) if targets.numel() else targets.view(-1, 1)
+    if columns.is_floating_point():
+        columns = columns.double().view(torch.int64)
+    rows = columns[:, 0].long()
+    for k in range(1, columns.size(1)):
+        rows = _mixed(rows) + columns[:, k].long()
+    return rows
+
+
+def _ends(data: Any, comm: Communicator) -> tuple[Tensor, Tensor, Tensor, HaloPlan | None] | None:
     """Returns global ids of the nodes, and local ids of the edges' sources and targets."""
     if not isinstance(data, Data):
         return None
     n_id, edges = data.get("n_id"), data.get("edge_index")
     if n_id is None and comm.world_size == 1:
-        n_id = torch.arange(num_nodes)
-    known = isinstance(n_id, Tensor) and tuple(n_id.shape) == (num_nodes,)
-    if not known or not isinstance(edges, Tensor) or edges.layout != torch.strided:
+        n_id = torch.arange(data.num_nodes or 0)
+    if (
+        not isinstance(n_id, Tensor)
+        or n_id.dim() != 1
+        or not isinstance(edges, Tensor)
+        or edges.layout != torch.strided
+    ):
         return None
     if isinstance(edges, DistEdgeIndex):
-        fits = edges.targets is None and edges.plan.num_local == num_nodes
+        fits = edges.targets is None and edges.plan.num_local == n_id.numel()
         return (n_id.to(edges.device), *edges.ends(), edges.plan) if fits else None
     if comm.world_size > 1 or edges.dim() != 2:
         return None

@@ -1,4 +1,4 @@
-"""The training loop: full-batch epochs, evaluation on all nodes, schedule, early stop, checkpoints.
+"""The training loop: full-batch epochs, evaluation on all rows, schedules, early stop, checkpoints.
 
 .. code-block:: python
 
@@ -8,12 +8,12 @@
     result = trainer.fit()
 
 The loop does not know how the graph is divided. It takes a model, a PyG ``Data`` with this worker's
-nodes, and the workers; losses and counts are global, and a worker without training nodes takes part
+nodes, and the workers; losses and metrics are global, and a worker without training rows takes part
 in everything.
 
 [Note: in step] Workers must agree on when to evaluate, lower the learning rate, and stop. Each of
-these decisions depends on global values only, and :meth:`Trainer.evaluate` adds up the workers'
-parts in rank order on every worker, so that they are the same numbers to the last bit.
+these decisions depends on global values only, which are the same numbers to the last bit on every
+worker.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ import math
 import os
 import time
 import warnings
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch_geometric.data import Data
 
+from pyg_sar.coded import to_json
 from pyg_sar.comm.group import Communicator, current
-from pyg_sar.errors import CheckpointError, DivergedError
-from pyg_sar.reduction.metrics import mean
+from pyg_sar.errors import DivergedError
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
 from pyg_sar.train.checkpoint import (
     Checkpoint,
@@ -41,16 +41,13 @@ from pyg_sar.train.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from pyg_sar.train.config import (
-    SPLITS,
-    EpochRecord,
-    Scores,
-    TrainConfig,
-    TrainResult,
-    node_labels,
-    split_nodes,
-)
-from pyg_sar.train.graph_digest import DIFFERENCES, graph_digest
+from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
+from pyg_sar.train.evaluation import Evaluation
+from pyg_sar.train.graph_digest import graph_digest
+from pyg_sar.train.objective import Loss, Objective
+from pyg_sar.train.resuming import check_same_graph, check_same_run, resume_schedulers
+from pyg_sar.train.schedules import check_scheduler, make_schedulers, step
+from pyg_sar.train.scoring import Metric, check_metrics
 from pyg_sar.train.wire_error import gradient_error, measure_every
 
 __all__ = [
@@ -62,9 +59,6 @@ __all__ = [
     "Trainer",
     "seed_worker",
 ]
-
-#: Settings that a resumed run may change without leaving the loss curve it continues.
-_FREE_ON_RESUME = frozenset({"epochs", "patience", "restore_best"})
 
 
 class Callback:
@@ -93,25 +87,41 @@ def call_model(model: nn.Module, data: Data) -> Tensor:
 
 
 class Trainer:
-    """Trains a node classifier full-batch on all workers.
+    """Trains a model full-batch on all workers.
 
     Args:
         model: Called by ``forward``; its parameters are the same on every worker (as
             :func:`pyg_sar.distribute` leaves them) and after ``backward()`` every ``p.grad`` holds
             the gradient of the global loss.
-        data: This worker's nodes: ``y`` int64 ``[num_nodes]`` or ``[num_nodes, 1]`` (-1: no
-            label), ``train_mask`` and, where there are such nodes, ``val_mask`` and ``test_mask``,
-            bool ``[num_nodes]`` or ``[num_nodes, num_splits]``. On the model's device.
+        data: This worker's part, on the model's device. For node classification: ``y`` int64
+            ``[num_nodes]`` or ``[num_nodes, 1]`` (-1: no label), ``train_mask`` and, where there
+            are such nodes, ``val_mask`` and ``test_mask``, bool ``[num_nodes]`` or
+            ``[num_nodes, num_splits]``.
         config: The settings.
         comm: The workers (:func:`pyg_sar.comm.group.current`).
-        forward: Computes scores ``[num_nodes, num_classes]`` from model and data, where
+        forward: Computes the predictions from model and data, a row per row of the target, where
             ``model(data.x, data.edge_index)`` is not the right call.
-        optimizer: Made from ``config`` unless given; the schedule multiplies its learning rates.
+        loss: Cross entropy unless given. A loss of ``torch.nn`` or ``torch.nn.functional``, or a
+            function of predictions and targets that returns a value per row
+            (:class:`~pyg_sar.train.objective.Objective`).
+        metrics: By name, functions of predictions and targets that return a number, or objects as
+            those of torchmetrics. Rank 0 computes them from the rows of all workers, in the whole
+            graph's order. The accuracy is among the scores in any case where targets are classes.
+        target: The attribute that holds the targets: of nodes (``'y'``), or of edges, pairs or
+            whatever ``forward`` returns rows for (``'edge_label'``).
+        splits: The mask or list of rows of each split, by name, such as ``{'train': 'train_mask'}``
+            (:func:`~pyg_sar.train.targets.find_targets`).
+        evaluate_on: Other graphs for ``'val'`` and ``'test'``, of whose targets all count, as
+            ``RandomLinkSplit`` makes them.
+        optimizer: Made from ``config`` unless given.
+        scheduler: Any of ``torch.optim.lr_scheduler`` with the optimizer, or a function that makes
+            it for the optimizer, in place of ``config.schedule``. It makes a step after each epoch;
+            ``ReduceLROnPlateau`` after each evaluation, with the monitored value.
         callbacks: Progress, checkpoints, reports, ...
 
     Raises:
-        ValueError: on every worker, for missing or ill-shaped labels or masks, or when there is no
-            training node on any worker.
+        ValueError: on every worker, for missing or ill-shaped targets or masks, or when there is no
+            training row on any worker; for settings that don't fit each other.
     """
 
     def __init__(
@@ -122,7 +132,13 @@ class Trainer:
         *,
         comm: Communicator | None = None,
         forward: Callable[[nn.Module, Data], Tensor] = call_model,
+        loss: Loss | None = None,
+        metrics: Mapping[str, Metric] | None = None,
+        target: str = "y",
+        splits: Mapping[str, str] | None = None,
+        evaluate_on: Mapping[str, Data] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
+        scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
         self.model = model
@@ -131,54 +147,53 @@ class Trainer:
         self.comm = comm or current()
         self.forward = forward
         self.callbacks = list(callbacks)
-        self.optimizer = optimizer or _make_optimizer(model, self.config)
-        self.schedule = self.config.make_schedule()
+        self.objective = Objective(loss, self.config.label_smoothing)
+        self.metrics = check_metrics(metrics)
+        self.target, self.splits = target, None if splits is None else dict(splits)
         self.epoch = 0
         self.losses: list[float] = []
         self.best_epoch = 0
         self.best: Scores | None = None
         self.final: Scores | None = None
         self.best_state: dict[str, Tensor] = {}
-        self._initial_lrs = [group["lr"] for group in self.optimizer.param_groups]
         self._waited = 0
         self._digest: list[dict[str, Any] | None] = []
-        self._labels, self._index = self._find_nodes()
-        self._counts = self._count_nodes()
-
-    # Nodes ###################################################################
-
-    def _find_nodes(self) -> tuple[Tensor, dict[str, Tensor]]:
-        """Labels, and the labelled nodes of each split as indices."""
-        problem: str | None = None
-        labels, index = torch.empty(0, dtype=torch.long), {}
-        try:
-            labels = node_labels(self.data)
-            index = split_nodes(self.data, self.config.split)
-        except ValueError as error:
-            problem = str(error)
-        problems = self.comm.all_gather_object(problem)
-        for rank, text in enumerate(problems):
-            if text is not None:
-                everywhere = problems.count(text) == self.comm.world_size
-                raise ValueError(text if everywhere else f"{text} (rank {rank})")
-        return labels, index
-
-    def _count_nodes(self) -> list[list[int]]:
-        """Returns nodes, then those of each split, of each worker; tells partitions apart."""
-        own = [len(self._labels), *(len(self._index[split]) for split in SPLITS)]
-        highest = int(self._labels.max()) if len(self._labels) else -1
-        gathered = self.comm.all_gather_object([*own, highest])
-        counts: list[list[int]] = [row[:-1] for row in gathered]
-        self._num_classes = 1 + max(row[-1] for row in gathered)
-        totals = [sum(column) for column in zip(*counts, strict=True)]
-        if totals[1] == 0:
-            raise ValueError("data.train_mask holds no labelled node on any worker")
-        if totals[2] == 0 and (self.config.patience or self.config.schedule == "plateau"):
+        self.rows = Evaluation(
+            data,
+            dict(evaluate_on or {}),
+            target=target,
+            splits=splits,
+            column=self.config.split,
+            objective=self.objective,
+            metrics=self.metrics,
+            comm=self.comm,
+        )
+        self.monitor, self._higher = self.rows.monitored(self.config)
+        self.optimizer = optimizer or _make_optimizer(model, self.config)
+        if scheduler is None:
+            self.schedulers = make_schedulers(self.config, self.optimizer, self._higher)
+        else:
+            self.schedulers = [
+                check_scheduler(scheduler, self.config, self.optimizer, self._higher)
+            ]
+        groups = self.optimizer.param_groups
+        self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
+        plateau = any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers)
+        if self.rows.totals["val"] == 0 and (self.config.patience or plateau):
             raise ValueError(
                 "data.val_mask holds no labelled node on any worker: early stopping ('patience') "
                 "and the 'plateau' schedule need validation nodes"
             )
-        return counts
+
+    def _settings(self) -> dict[str, Any]:
+        """Returns all settings as values of JSON."""
+        return asdict(self.config) | {
+            "target": self.target,
+            "splits": self.splits,
+            "loss": self.objective.name,
+            "metrics": list(self.metrics),
+            "scheduler": [type(scheduler).__name__ for scheduler in self.schedulers],
+        }
 
     # Training ################################################################
 
@@ -190,9 +205,11 @@ class Trainer:
             ValueError: on every worker, when settings, parameters or buffers differ.
         """
         start = time.perf_counter()
-        check_settings(_shared_settings(self.config), self.optimizer, self.comm)
+        shared = self._settings() | {"scheduler": str(self._schedule_state())}
+        shared.pop("seed")
+        check_settings(shared, self.optimizer, self.comm)
         if self.epoch == 0 and self.config.seed is not None:
-            seed_worker(self.config.seed, self.comm.rank)
+            seed_worker(self.config.seed, 0 if self._draws_alike() else self.comm.rank)
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
@@ -217,9 +234,7 @@ class Trainer:
 
     def _run_epoch(self) -> EpochRecord:
         start = time.perf_counter()
-        factor = self.schedule.factor(self.epoch)
-        for group, lr in zip(self.optimizer.param_groups, self._initial_lrs, strict=True):
-            group["lr"] = lr * factor
+        lr = float(self.optimizer.param_groups[0]["lr"])
         every = measure_every(self.model)
         if every is not None and self.epoch % every == 0:
             self.model.train()
@@ -231,10 +246,13 @@ class Trainer:
         if self.epoch % self.config.eval_every == 0 or self.epoch == self.config.epochs:
             scores = self.evaluate()
             self._take_note(scores)
+        value = None if scores is None else scores.get(f"val_{self.monitor}")
+        for scheduler in self.schedulers:
+            step(scheduler, value)
         return EpochRecord(
             epoch=self.epoch,
             loss=loss,
-            lr=self.optimizer.param_groups[0]["lr"],
+            lr=lr,
             grad_norm=norm,
             seconds=time.perf_counter() - start,
             scores=scores,
@@ -257,14 +275,7 @@ class Trainer:
 
     def _backward(self) -> float:
         """Returns the global training loss, after adding its gradients to the parameters'."""
-        index = self._index["train"]
-        values = F.cross_entropy(
-            self._scores()[index],
-            self._labels[index],
-            reduction="none",
-            label_smoothing=self.config.label_smoothing,
-        )
-        loss = mean(values)
+        loss = self.objective(*self.rows.training_rows(self.forward, self.model), self.comm)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise DivergedError(
@@ -274,63 +285,39 @@ class Trainer:
         loss.backward()
         return value
 
-    def _scores(self) -> Tensor:
-        out = self.forward(self.model, self.data)
-        if out.dim() != 2 or out.size(0) != len(self._labels):
-            raise ValueError(
-                f"The model must return scores of shape [{len(self._labels)}, num_classes] "
-                f"(got {list(out.shape)} on rank {self.comm.rank})"
-            )
-        if out.size(1) < self._num_classes:
-            raise ValueError(
-                f"The model returns scores for {out.size(1)} classes, data.y holds labels up to "
-                f"{self._num_classes - 1}"
-            )
-        return out
-
     @torch.no_grad()
     def evaluate(self) -> Scores:
-        """Returns accuracy and loss on all labelled nodes of all workers, in evaluation mode.
+        """Returns loss and metrics on the rows of all workers, in evaluation mode. Collective.
 
         Raises:
-            ValueError: on every worker, when the model's parameters or buffers differ between them.
+            ValueError: on every worker, when the model's parameters or buffers differ between them,
+                or a metric fails.
         """
         self.model.eval()
-        out = self._scores()
-        parts = torch.zeros(len(SPLITS), 3, dtype=torch.float64, device=out.device)
-        for row, split in zip(parts, SPLITS, strict=True):
-            scores, labels = out[self._index[split]], self._labels[self._index[split]]
-            row[0] = len(labels)
-            row[1] = (scores.argmax(dim=-1) == labels).sum()
-            row[2] = F.cross_entropy(scores.double(), labels, reduction="sum")
-        # See [Note: in step] for why this is not a sum by the backend.
-        totals = torch.stack(self.comm.all_gather(parts, label=("", "", "sum"))).sum(dim=0).tolist()
-        values: dict[str, float | None] = {}
-        for split, (count, correct, loss) in zip(SPLITS, totals, strict=True):
-            values[f"{split}_accuracy"] = correct / count if count else None
-            values[f"{split}_loss"] = loss / count if count else None
-        return Scores(**values)
+        return self.rows.scores(self.forward, self.model)
 
     def _take_note(self, scores: Scores) -> None:
-        """Keeps the best weights, counts evaluations without a better value, tells the schedule."""
+        """Keeps the best weights, and counts evaluations without a better value."""
         self.final = scores
-        value = self._monitored(scores)
+        name = f"val_{self.monitor}"
+        if name not in scores:
+            raise ValueError(
+                f"Expected 'monitor' to be the name of a score (got {self.monitor!r}); there are "
+                f"{sorted(scores)}"
+            )
+        value = scores[name]
         if value is None:
-            self.best, self.best_epoch = scores, self.epoch
+            if self.rows.totals["val"]:
+                self._waited += 1
+            else:
+                self.best, self.best_epoch = scores, self.epoch
             return
-        best = None if self.best is None else self._monitored(self.best)
-        if best is None or value > best:
+        best = None if self.best is None else self.best[name]
+        if best is None or (value > best if self._higher else value < best):
             self.best, self.best_epoch, self._waited = scores, self.epoch, 0
             self.best_state = {k: v.detach().clone() for k, v in self.model.state_dict().items()}
         else:
             self._waited += 1
-        self.schedule.observe(value)
-
-    def _monitored(self, scores: Scores) -> float | None:
-        """Returns the validation value, higher being better."""
-        if self.config.monitor == "accuracy":
-            return scores.val_accuracy
-        return None if scores.val_loss is None else -scores.val_loss
 
     def _result(self, seconds: float) -> TrainResult:
         return TrainResult(
@@ -356,16 +343,17 @@ class Trainer:
             CheckpointError: on every worker, when it cannot be written.
         """
         state = {
-            "config": asdict(self.config),
-            "counts": self._counts,
+            "config": self._settings(),
+            "counts": self.rows.counts,
             "graph": self._graph(),
             "epoch": self.epoch,
             "losses": self.losses,
             "best_epoch": self.best_epoch,
-            "best": None if self.best is None else asdict(self.best),
-            "final": None if self.final is None else asdict(self.final),
+            "best": self.best,
+            "final": self.final,
             "waited": self._waited,
-            "schedule": self.schedule.state_dict(),
+            "initial_lrs": self._initial_lrs,
+            "schedulers": self._schedule_state(),
             "extra": extra,
         }
         best = {f"best/{name}": tensor for name, tensor in self.best_state.items()}
@@ -392,8 +380,10 @@ class Trainer:
         """
         # The settings are compared first, by a pass that changes nothing.
         first = inspect_checkpoint(path, self.comm)
-        state = first.state
-        self._check_same_run(path, first, allow_changes)
+        state, name, now = first.state, os.fspath(path), self._settings()
+        check_same_run(name, first, now, allow_changes=allow_changes)
+        graph = self._graph()
+        check_same_graph(name, first, graph, self.rows.counts, allow_changes=allow_changes)
         restore = first.world_size == self.comm.world_size
         options = [
             {k: v for k, v in group.items() if k != "params"}
@@ -402,28 +392,27 @@ class Trainer:
         checkpoint = load_checkpoint(
             path, self.model, self.optimizer, restore_rng=restore, comm=self.comm
         )
-        for group, option in zip(self.optimizer.param_groups, options, strict=True):
-            group.update(option)
+        resume_schedulers(self.schedulers, self.optimizer, options, self._initial_lrs, state, now)
         if not restore:
             self._start_randomly(path, first)
         self.epoch = state["epoch"]
         self.losses = list(state["losses"])
         self.best_epoch = state["best_epoch"]
-        self.best = None if state["best"] is None else Scores(**state["best"])
-        self.final = None if state["final"] is None else Scores(**state["final"])
+        self.best, self.final = state["best"], state["final"]
         self.best_state = {
             name.removeprefix("best/"): tensor for name, tensor in checkpoint.tensors.items()
         }
         self._waited = state["waited"]
-        if self.config.schedule == state["config"]["schedule"]:
-            self.schedule.load_state_dict(state["schedule"])
         return checkpoint
+
+    def _schedule_state(self) -> list[Any]:
+        return [to_json(scheduler.state_dict()) for scheduler in self.schedulers]
 
     def _start_randomly(self, path: str | os.PathLike[str], saved: Checkpoint) -> None:
         """Seeds the random state where the checkpoint's are those of other parts."""
         seed, epoch = self.config.seed, saved.state["epoch"]
         if seed is not None:
-            seed_worker(seed + epoch, self.comm.rank)
+            seed_worker(seed + epoch, 0 if self._draws_alike() else self.comm.rank)
         if self.comm.rank == 0:
             start = "go on as they are" if seed is None else f"start from seed {seed} + {epoch}"
             warnings.warn(
@@ -432,71 +421,17 @@ class Trainer:
                 stacklevel=3,
             )
 
+    def _draws_alike(self) -> bool:
+        """Returns whether all workers draw the same numbers (``SARPolicy(random=...)``)."""
+        policies = [getattr(module, "policy", None) for module in self.model.modules()]
+        return any(policy is not None and policy.random is not None for policy in policies)
+
     def _graph(self) -> dict[str, Any] | None:
         """Returns what tells the graph from others; the first call is collective."""
         if not self._digest:
-            self._digest.append(graph_digest(self.data, self._labels, self._index, self.comm))
+            data, own, _ = self.rows.graphs[0]
+            self._digest.append(graph_digest(data, own.values, own.ids, own.index, self.comm))
         return self._digest[0]
-
-    def _check_same_run(
-        self, path: str | os.PathLike[str], saved: Checkpoint, allow_changes: bool
-    ) -> None:
-        name, state = os.fspath(path), saved.state
-        if "counts" not in state or "config" not in state:
-            raise CheckpointError(f"{name!r} was not saved by a Trainer")
-        free = _FREE_ON_RESUME - ({"epochs"} if self.config.schedule == "cosine" else set())
-        now, before = asdict(self.config), state["config"]
-        changes = [
-            f"{field.name}={before[field.name]!r} is now {now[field.name]!r}"
-            for field in fields(self.config)
-            if field.name not in free and before.get(field.name) != now[field.name]
-        ]
-        if changes and not allow_changes:
-            raise CheckpointError(
-                f"{name!r} was saved with other settings: {', '.join(changes)}; give the same, or "
-                "allow changes"
-            )
-        self._check_same_graph(name, saved, allow_changes)
-
-    def _check_same_graph(self, name: str, saved: Checkpoint, allow_changes: bool) -> None:
-        now, before = self._graph(), saved.state.get("graph")
-        counts, same_size = saved.state["counts"], saved.world_size == self.comm.world_size
-        if now is not None and before is not None:
-            other = [text for key, text in DIFFERENCES.items() if now[key] != before[key]]
-            moved = now["owners"] != before["owners"]
-        else:
-            moved = not same_size or counts != self._counts
-            other = ["nodes of the workers"] if moved and same_size else []
-        if other:
-            raise CheckpointError(
-                f"{name!r} belongs to another graph or other splits: its workers held "
-                f"{_shares(counts)}, these hold {_shares(self._counts)}; other "
-                f"{', '.join(other)}"
-            )
-        if moved and (now is None or before is None) and not allow_changes:
-            raise CheckpointError(
-                f"{name!r} is of {saved.world_size} parts, this run has {self.comm.world_size}, "
-                "and it can't be shown that they are of the same graph: 'data' must have 'n_id' "
-                "and 'edge_index' (as load_partition gives them) when saving and now. Start "
-                f"workers that host {saved.world_size} parts, or allow changes"
-            )
-        local = [parameter for parameter, by_id in saved.owned.items() if not by_id]
-        if moved and local:
-            raise CheckpointError(
-                f"{name!r} is of another partition of the graph, and holds the rows of "
-                f"'{local[0]}' without the global ids of its nodes: go on with the same "
-                "partition, or set 'n_id' of its module to data.n_id before saving"
-            )
-
-
-def _shares(counts: Sequence[Sequence[int]]) -> str:
-    """Returns the nodes and the training nodes of each worker as text."""
-    return f"{[row[0] for row in counts]} nodes, {[row[1] for row in counts]} to train on"
-
-
-def _shared_settings(config: TrainConfig) -> dict[str, Any]:
-    """Returns the settings that must be alike on all workers."""
-    return {name: value for name, value in asdict(config).items() if name != "seed"}
 
 
 def _make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:

@@ -41,7 +41,7 @@ def gradient_error(
 
     with :math:`g` the exact gradient of a parameter. Collective. Both runs see the same random
     numbers; parameters' ``.grad``, buffers and the random state are afterwards as they were. Open
-    ledgers record the result (:attr:`pyg_sar.Ledger.gradient_errors`).
+    ledgers record the result (``Ledger.gradient_errors``).
 
     Args:
         model: What :func:`pyg_sar.distribute` returned.

@@ -84,11 +84,14 @@ class SoftmaxAttention(Kernel):
     Args:
         attention: Scores and values (an :class:`~pyg_sar.kernels.attention_terms.Attention`, or
             what a subclass takes); ``key`` and ``value`` of this worker's nodes, ``edge_attr`` by
-            column of ``edge_index``, without ``drop_key``.
+            column of ``edge_index``. ``drop_key``: which heads of each edge are kept,
+            ``[E, 1]``; ``None``: the seed tells.
         schedule: The way through the edges.
         policy: Its mode and prefetch depth.
         name: The layer's name, for the ledger.
         title: The layer and the rank, for messages.
+        sent: ``drop_key`` of pushed edges, by unit from 1 on, of the forward and of the backward
+            pass.
     """
 
     sources: tuple[str, ...] = ("value", "key")  # which tensors have a row per source
@@ -96,7 +99,13 @@ class SoftmaxAttention(Kernel):
     reads_output = True
 
     def __init__(
-        self, attention: Any, schedule: Schedule, policy: SARPolicy, name: str, title: str
+        self,
+        attention: Any,
+        schedule: Schedule,
+        policy: SARPolicy,
+        name: str,
+        title: str,
+        sent: Sequence[Sequence[Tensor]] = ((), ()),
     ) -> None:
         plan = schedule.plan
         self.schedule, self.mode, self.name, self._title = schedule, policy.mode, name, title
@@ -106,11 +115,15 @@ class SoftmaxAttention(Kernel):
         self.names = list(tensors)
         # Nothing but shapes of these is asked for later; autograd has what it needs.
         bare = {n: t.detach().new_zeros(()).expand(t.shape) for n, t in tensors.items()}
-        self.attention = replace(attention, seed=seed, **bare)
+        self.drop_key, self.sent = attention.drop_key, sent
+        self.attention = replace(attention, seed=seed, drop_key=None, **bare)
         self.source_names = [name for name in self.names if name in self.sources]
         self.seeds: list[int] = []
         if any(stage.there for stage in (*schedule.forward, *schedule.backward)):
-            self.seeds = _dropout_seeds(plan.comm, self.attention)
+            told = self.drop_key is not None
+            self.seeds = (
+                [0] * plan.world_size if told else _dropout_seeds(plan.comm, self.attention)
+            )
         self.kept: dict[tuple[bool, int], UnitRows] = {}  # of stages there, and here
 
     @property
@@ -189,18 +202,26 @@ class SoftmaxAttention(Kernel):
             return replace(given, **own)
         columns = block.columns
         edge_attr = None if given.edge_attr is None else given.edge_attr[columns]
-        key: Tensor | None = None
-        if given.p > 0 and isinstance(columns, slice):
-            key = torch.arange(columns.start, columns.stop, device=given.value.device)
-        elif isinstance(columns, Tensor) and given.p > 0:
-            key = columns
+        key = self.drop_keys(columns, given.value.device) if given.p > 0 else None
         return replace(given, **own, edge_attr=edge_attr, drop_key=key)
 
-    def there(self, own: Attention, block: Block, queries: Sequence[Tensor]) -> Attention:
+    def drop_keys(self, columns: Tensor | slice, device: torch.device) -> Tensor:
+        """The keys by which dropout knows the edges in these columns."""
+        if self.drop_key is not None:
+            return self.drop_key[columns]
+        if isinstance(columns, slice):
+            return torch.arange(columns.start, columns.stop, device=device)
+        return columns
+
+    def there(
+        self, own: Attention, block: Block, queries: Sequence[Tensor], backward: bool = False
+    ) -> Attention:
         """The attention of the edges that are gone through for a peer."""
         peer = self.schedule.plan.peers(block.unit)[0]
         query = queries[0].to(own.value.dtype) if queries else None
         key: Any = block.columns if own.p > 0 else None
+        if key is not None and self.drop_key is not None:
+            key = self.sent[int(backward)][block.unit - 1]
         return replace(own, query=query, drop_key=key, seed=self.seeds[peer])
 
 
@@ -307,7 +328,7 @@ class AttentionBackward(Pass):
         about, asked = Cotangent(*rows.tensors[:4]), rows.tensors[4:]
         if (True, block.unit) in self._kept:
             asked = self._kept.pop((True, block.unit)).tensors
-        there = kernel.there(own, block, asked)
+        there = kernel.there(own, block, asked, backward=True)
         sums = dict(self._totals)
         if into:
             sums["query"] = into[0]

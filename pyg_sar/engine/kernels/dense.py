@@ -300,7 +300,7 @@ def global_attention(
         q: Queries of this worker's nodes, ``[num_local, heads, d]``.
         k: Keys, ``[num_local, heads, d]``.
         v: Values, ``[num_local, heads, d']``.
-        batch: Graph of each node (:func:`pyg_sar.dist_batch`).
+        batch: Graph of each node (:func:`pyg_sar.space.dist_batch`).
         dropout: Probability by which attention weights are dropped.
         prefetch: Units fetched ahead, 0 or 1.
         layer: Whom the ledger charges.

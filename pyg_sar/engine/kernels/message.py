@@ -10,13 +10,14 @@ is where the backward pass finds a tile's graph:
 * none: the message is the source rows themselves; its gradient is the aggregate's.
 
 [Note: order of random numbers] A remade message must see the random numbers that it saw at first.
-Tiles are remade in the order in which they were made, from the random state at the start.
+Tiles are remade in the order in which they were made, from the random state at the start. With
+``SARPolicy(random=...)`` each edge has numbers of its own (:class:`EdgeDraws`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -33,8 +34,9 @@ from pyg_sar.exchange.rows import UnitRows, Use, add_rows
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import Decomposition
 from pyg_sar.message.dependence import Dependence, Inject, token_for
+from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import AmbientState, detached_parameters, preserved_attributes
-from pyg_sar.message.program import TileProgram
+from pyg_sar.message.program import STAND_INS, TileProgram, opens_without_edges
 from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.shard import Block, Tile, empty_tile
@@ -58,7 +60,7 @@ class _Graph:
     tile: Tile
     roots: list[_Root]
     tokens: list[Tensor | None] = field(default_factory=list)
-    parameters: dict[int, Tensor] = field(default_factory=dict)
+    parameters: dict[str, Tensor] = field(default_factory=dict)
 
 
 def _is_light(needs: Dependence) -> bool:
@@ -84,6 +86,7 @@ class Messages(Kernel):
         name: The layer's name, for the ledger.
         max_edges: Edges per tile.
         out_rows: Messages of each group of reductions, without rows, ``[0, *]``.
+        draws: The random numbers of its edges; ``None``: those of each worker.
     """
 
     def __init__(
@@ -96,7 +99,9 @@ class Messages(Kernel):
         name: str,
         max_edges: int,
         out_rows: Sequence[Tensor],
+        draws: EdgeDraws | None = None,
     ) -> None:
+        self.draws = draws
         self.program, self.decomposition, self.needs = program, decomposition, needs
         self.schedule, self.name, self.max_edges = schedule, name, max_edges
         self.needs_gradient = needs.needs_gradient
@@ -111,7 +116,8 @@ class Messages(Kernel):
         # the same order.
         by_chunks = isinstance(schedule.forward[0].exchange, Chunks)
         self.own_last = (self.no_graph or _is_light(needs)) and not by_chunks
-        self.parameters = [p for p in program.layer.parameters() if p.requires_grad]
+        named = program.layer.named_parameters()
+        self.parameters = {name: p for name, p in named if p.requires_grad}
         self.graphs: list[_Graph] = []
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
 
@@ -122,7 +128,7 @@ class Messages(Kernel):
 
     def tensors(self) -> list[Tensor]:
         """The inputs."""
-        return [operand.tensor for operand in self.program.operands] + self.parameters
+        return [operand.tensor for operand in self.program.operands] + [*self.parameters.values()]
 
     def reducers(self) -> list[list[Reducer]]:
         """Fresh states, by group."""
@@ -176,7 +182,7 @@ class Messages(Kernel):
             raise changed_message(self.title)
 
     def run_message(
-        self, tile: Tile, values: list[Tensor | None], parameters: dict[int, Tensor], graph: bool
+        self, tile: Tile, values: list[Tensor | None], parameters: dict[str, Tensor], graph: bool
     ) -> _Graph:
         """Runs the message, with leaves for what requires a gradient."""
         tokens: list[Tensor | None] = [None] * len(values)
@@ -186,6 +192,8 @@ class Messages(Kernel):
                 if self.requires_grad[k] and value is not None:
                     tokens[k] = token = token_for(value)
                     inputs[k] = Inject.apply(token, value)
+        with self._random_numbers(tile):
+            found = self.program.run(tile, inputs, Reductions())
         roots = [
             _Root(
                 mapped.messages,
@@ -194,9 +202,15 @@ class Messages(Kernel):
                 else None,
                 mapped.log,
             )
-            for mapped in self.program.run(tile, inputs, Reductions())
+            for mapped in found
         ]
         return _Graph(tile, roots, tokens, parameters)
+
+    def _random_numbers(self, tile: Tile) -> AbstractContextManager[None]:
+        if self.draws is None:
+            return nullcontext()
+        padded = self.program.complete and opens_without_edges(tile)
+        return self.draws.of_edges(tile.columns, tile.num_edges, STAND_INS if padded else 0)
 
 
 class MessagesForward(Pass):
@@ -214,7 +228,7 @@ class MessagesForward(Pass):
         self.sources = [tensors[k] for k in kernel.program.numbers("source")]
         self._keep = record and kernel.keeps_graphs and not kernel.no_graph
         self.use = Use.KEEPS if self._keep else Use.PASSES
-        self._parameters: dict[int, Tensor] = {}
+        self._parameters: dict[str, Tensor] = {}
         self._seen = False
 
     @contextmanager
@@ -296,8 +310,8 @@ class MessagesBackward(Pass):
         self._graphs = kernel.graphs
         if last:
             kernel.graphs = []
-        self._parameters: dict[int, Tensor] = {}
-        self._sums: dict[int, Tensor] = {}
+        self._parameters: dict[str, Tensor] = {}
+        self._sums: dict[str, Tensor] = {}
 
     def _total(self, number: int) -> Tensor | None:
         if not self._kernel.requires_grad[number]:
@@ -411,7 +425,7 @@ class MessagesBackward(Pass):
         """The gradients of operands and parameters."""
         for reducer in self._found:
             reducer.finish_backward()
-        return [*self._totals, *(self._sums.get(id(p)) for p in self._kernel.parameters)]
+        return [*self._totals, *map(self._sums.get, self._kernel.parameters)]
 
 
 def changed_message(title: str) -> DistributedIndexError:

@@ -48,6 +48,8 @@ class RelationalTerms:
         slope: Leaky ReLU's negative slope.
         seed: Of the dropout.
         p: Probability to drop a weight after the normalisation.
+        drop_key: Which heads of each edge are kept, ``[E, 1]``, a bit for each; ``None``: the seed
+            tells.
     """
 
     x: Tensor
@@ -60,6 +62,7 @@ class RelationalTerms:
     slope: float = 1.0
     seed: int = 0
     p: float = 0.0
+    drop_key: Tensor | None = None
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors of floating point that are there, by name."""
@@ -178,7 +181,7 @@ class RelationalAttention(SoftmaxAttention):
             edge_attr=None if given.edge_attr is None else given.edge_attr[columns],
             edge_weight=given.edge_weight,
             slope=given.slope,
-            drop_key=columns if given.p > 0 else None,
+            drop_key=self.drop_keys(columns, x.device) if columns is not None and given.p else None,
             seed=given.seed,
             p=given.p,
         )

@@ -1,0 +1,374 @@
+"""Layers between tensors of the whole graph: they compute with this worker's rows.
+
+[Note: complete gradients] Outside of layers every gradient is complete on every worker
+(:mod:`pyg_sar.tensors`). Inside, a worker's gradient of a parameter is what its rows contribute. So
+a layer's call gets its parameters, and whatever else is the same on all workers, through
+:class:`_Shared`, whose backward pass sums over the workers: one message per call.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch_geometric.nn import ARMAConv, LabelPropagation, MessagePassing, RGCNConv
+from torch_geometric.nn.models.linkx import SparseLinear
+
+from pyg_sar.comm.group import Communicator, current
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.message_passing import DistMessagePassing
+from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.tensors import Edges, NodeTensor, Rows, mapped, node_tensors, wrap
+
+_LABEL = ("", "backward", "gradient sum")
+
+
+class _ToLocal(torch.autograd.Function):
+    """A tensor's rows here, as :func:`to_local` finds them. Its adjoint is :class:`_FromLocal`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, local: Tensor, rows: Rows, axis: int) -> Tensor:
+        ctx.place = rows, axis
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _FromLocal.apply(gradient, *ctx.place), None, None, None
+
+
+class _FromLocal(torch.autograd.Function):
+    """Rows here as a node tensor. Its adjoint is :func:`to_local`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rows: Rows, axis: int) -> Tensor:
+        ctx.place = rows, axis
+        return wrap(local.detach(), rows, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return to_local(gradient, *ctx.place), None, None
+
+
+class _Total(torch.autograd.Function):
+    """The sum over workers, which every worker then holds: its adjoint is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        return comm.all_reduce(x.detach().clone(), label=_LABEL)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Shared(torch.autograd.Function):
+    """Tensors that all workers hold, for computations with each worker's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.shapes = comm, [(v.shape, v.dtype, v.device) for v in values]
+        ctx.set_materialize_grads(False)
+        return tuple(v.view_as(v) for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Whether there is a gradient is the same for all workers, too: it is where one has one.
+        totals: list[Tensor | None] = [None] * len(gradients)
+        for kind in dict.fromkeys(kind for _, kind, _ in ctx.shapes):
+            places = [k for k, (_, found, _) in enumerate(ctx.shapes) if found == kind]
+            device = ctx.shapes[places[0]][2]
+            parts = []
+            for k in places:
+                given, shape = gradients[k], ctx.shapes[k][0]
+                empty = torch.zeros(shape.numel(), dtype=kind, device=device)
+                parts.append(empty if given is None else given.reshape(-1))
+            present = [float(gradients[k] is not None) for k in places]
+            parts.append(torch.tensor(present, dtype=kind, device=device))
+            total = _Total.apply(torch.cat(parts), ctx.comm)
+            *sums, holders = total.split([part.numel() for part in parts])
+            for k, part, count in zip(places, sums, holders.tolist(), strict=True):
+                totals[k] = part.view(ctx.shapes[k][0]) if count else None
+        return None, *totals
+
+
+def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
+    """Returns this worker's rows of a tensor of the whole graph, differentiable.
+
+    Args:
+        x: A node tensor, or a plain one, which all workers hold.
+        rows: The layout.
+        axis: The axis of the rows.
+    """
+    if not isinstance(x, NodeTensor):
+        local = rows.cut(x.detach(), axis)
+    elif x.axis == axis and x.rows.same(rows):
+        local = x.local
+    elif x.axis == axis:
+        local = x.rows.moved(x.local, axis, rows)
+    else:
+        raise DistributedIndexError(
+            f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
+            f"{axis} is asked for (rank {rows.comm.rank})"
+        )
+    return cast(Tensor, _ToLocal.apply(x, local, rows, axis))
+
+
+class _Call:
+    """A call of a module between tensors of the whole graph.
+
+    Args:
+        module: The module.
+        args: Its arguments.
+        kwargs: Those by name.
+
+    Raises:
+        DistributedIndexError: When an ``edge_index`` stands for no distributed edges, or it can't
+            be told which rows a tensor has.
+    """
+
+    def __init__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        self.module, self.comm = module, current()
+        found = node_tensors(args, kwargs)
+        self.edges: list[Edges] = [t.edges for t in found if t.edges is not None]
+        layers = isinstance(module, MessagePassing)
+        lists = [t for t in found if t.edges is None and t.axis == 1 and t.dtype == torch.long]
+        if layers and not self.edges and any(t.dim() == 2 and t.size(0) == 2 for t in lists):
+            raise DistributedIndexError(
+                f"{type(module).__name__} got an 'edge_index' that was computed from the graph's "
+                f"(rank {self.comm.rank}): layers take data.edge_index, edges selected from it by "
+                "a mask, and edge_index.flip(0). Change the edges before the graph is partitioned"
+            )
+        if layers and found and not self.edges:
+            raise DistributedIndexError(
+                f"{type(module).__name__} got node tensors, but a plain 'edge_index' (rank "
+                f"{self.comm.rank}): pass data.edge_index"
+            )
+        layouts = [t.rows for t in found]
+        for edges in self.edges:
+            layouts += [edges.sources, edges.targets]
+        self.layouts = list(dict.fromkeys(layouts))
+        self.shared: list[Tensor] = []
+        # Layouts of the graph itself come before those of selections.
+        ends = [r for e in self.edges for r in (e.sources, e.targets)]
+        own = [t.rows for t in found if t.edges is not None]
+        self.known = list(dict.fromkeys([*ends, *own])) if self.edges else self.layouts[:1]
+
+    def local(self, value: Any) -> Any:
+        """Returns a tensor as what this worker's computation takes."""
+        if isinstance(value, NodeTensor):
+            if value.edges is not None:
+                return value.edges.index
+            rows = value.rows
+            if self.known and rows not in self.known:
+                same = [r for r in self.known if r.total == rows.total]
+                if len(same) != 1:
+                    raise DistributedIndexError(
+                        f"{type(self.module).__name__} got rows of another order than its graph's "
+                        f"(shape {list(value.shape)}, rank {self.comm.rank})"
+                    )
+                rows = same[0]
+            return to_local(value, rows, value.axis)
+        if value.dim() and self.edges:
+            fits = [r for r in self.known if r.total == value.size(0)]
+            if len(fits) > 1:
+                raise DistributedIndexError(
+                    f"{type(self.module).__name__} got a plain tensor of shape "
+                    f"{list(value.shape)}, as many rows as there are nodes of two types, or nodes "
+                    f"and edges (rank {self.comm.rank}): make it from the data's own tensors, by "
+                    "zeros_like() or new_zeros(), say"
+                )
+            if fits:
+                return to_local(value, fits[0], 0)
+        if value.requires_grad:
+            self.shared.append(value)
+        return value
+
+    def number(self, value: Any) -> Any:
+        """Returns a number of nodes of the whole graph as this worker's."""
+        if isinstance(value, bool) or not isinstance(value, int):
+            return value
+        fits = {r.count for r in self.known if r.total == value}
+        return fits.pop() if len(fits) == 1 else value
+
+    def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """Returns the arguments of this worker's computation."""
+        args, kwargs = mapped(self.local, args), mapped(self.local, kwargs)
+        for name in ("size", "num_nodes", "dim_size"):
+            value = kwargs.get(name)
+            if isinstance(value, tuple | list):
+                kwargs[name] = tuple(map(self.number, value))
+            elif value is not None and name != "size":
+                kwargs[name] = self.number(value)
+        if isinstance(self.module, RGCNConv) and self.edges:
+            if "x" in kwargs and kwargs["x"] is None:
+                kwargs["x"] = self.edges[0].sources.ids
+            elif args and args[0] is None:
+                args = (self.edges[0].sources.ids, *args[1:])
+        return args, kwargs
+
+    @contextmanager
+    def parameters(self) -> Iterator[None]:
+        """The module's parameters are those whose gradients are summed over the workers."""
+        found: dict[int, Tensor] = {}
+        places: list[tuple[dict[str, Any], str, Tensor]] = []
+        for module in self.module.modules():
+            for name, parameter in module._parameters.items():
+                if parameter is not None and parameter.requires_grad:
+                    found[id(parameter)] = parameter
+                    places.append((module._parameters, name, parameter))
+        rows_of_nodes = any(isinstance(module, SparseLinear) for module in self.module.modules())
+        learns = torch.is_grad_enabled() and self.comm.world_size > 1
+        if not places or not (learns or rows_of_nodes):
+            yield
+            return
+        values = list(found.values())
+        swapped = dict(zip(found, _Shared.apply(self.comm, *values), strict=True))
+        for module in self.module.modules():
+            if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
+                rows = self.edges[0].sources
+                swapped[id(module.weight)] = to_local(module.weight, rows, 0)
+        for registry, name, original in places:
+            registry[name] = swapped[id(original)]
+        try:
+            yield
+        finally:
+            for registry, name, original in places:
+                registry[name] = original
+
+    @contextmanager
+    def draws(self, args: Any, kwargs: Any) -> Iterator[None]:
+        """The module draws random numbers as its policy says.
+
+        With ``random=None`` they are the worker's own; then all workers' state is one again.
+
+        Args:
+            args: What it is called with on this worker.
+            kwargs: The same by name.
+        """
+        policy = getattr(self.module, "policy", None)
+        rows: DrawsOfForward | None = getattr(self.module, "model_draws", None)
+        if policy is None or (policy.random is not None and not self.module.training):
+            yield
+            return
+        if policy.random is not None and rows is not None:
+            rows.enter(self.module, args, kwargs)
+            try:
+                yield
+            finally:
+                rows.leave(self.module, args, None)
+            return
+        state, count = torch.get_rng_state(), self.module.__dict__.get("_global_calls", 0)
+        self.module.__dict__["_global_calls"] = count + 1
+        seed = hash((torch.initial_seed(), count, self.comm.rank))
+        torch.random.default_generator.manual_seed(seed % 2**63)
+        try:
+            yield
+        finally:
+            torch.set_rng_state(state)
+
+    def out(self, value: Any, rows: Rows) -> Any:
+        """Returns a result with a row per node as a tensor of the whole graph."""
+        if not isinstance(value, Tensor):
+            return value
+        if value.dim() == 0 or value.size(0) != rows.count:
+            raise DistributedIndexError(
+                f"{type(self.module).__name__} gave a tensor of shape {list(value.shape)} for "
+                f"{rows.count} rows (rank {self.comm.rank}): it has no global view"
+            )
+        return _FromLocal.apply(value, rows, 0)
+
+    def results(self, out: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the module's results as tensors of the whole graph."""
+        if isinstance(out, dict) and self.edges:
+            given = [d for d in (*args, *kwargs.values()) if isinstance(d, dict)]
+            found = {}
+            for name, value in out.items():
+                like = next((d[name] for d in given if isinstance(d.get(name), NodeTensor)), None)
+                if value is not None and like is None:
+                    raise DistributedIndexError(
+                        f"{type(self.module).__name__} gave rows of '{name}', of which it got none "
+                        f"(rank {self.comm.rank})"
+                    )
+                found[name] = value if like is None else self.out(value, like.rows)
+            return found
+        if isinstance(out, tuple | list | dict):
+            raise DistributedIndexError(
+                f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
+                f"{self.comm.rank}), of which it is not known which rows they have: call it on "
+                "load_partition(view='local')"
+            )
+        if self.edges:
+            edges = self.edges[0]
+            backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
+            ends = (edges.sources, edges.targets)
+            turned = backwards != (edges.index.dist_row == 1)
+            rows = ends[0] if turned and edges.index.bipartite else ends[1]
+            if len({id(e.targets) for e in self.edges}) > 1:
+                raise DistributedIndexError(
+                    f"{type(self.module).__name__} got edges to nodes of several types (rank "
+                    f"{self.comm.rank}), and gave one tensor"
+                )
+        else:
+            rows = self.known[0]
+        return self.out(out, rows)
+
+
+class GlobalCalls:
+    """Goes before a class of layers that compute with this worker's rows."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not node_tensors(args, kwargs):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        call = _Call(self, args, kwargs)  # type: ignore[arg-type]
+        with call.parameters():
+            own_args, own_kwargs = call.arguments(args, kwargs)
+            own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
+            with call.draws(own_args, own_kwargs):
+                out = super().__call__(*own_args, **own_kwargs)  # type: ignore[misc]
+        return call.results(out, args, kwargs)
+
+
+def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Lets plain arguments that need gradients have them summed over the workers."""
+    if not call.shared or call.comm.world_size == 1:
+        return args, kwargs
+    found = dict(zip(map(id, call.shared), _Shared.apply(call.comm, *call.shared), strict=True))
+    take = lambda t: found.get(id(t), t)  # noqa: E731
+    return mapped(take, args), mapped(take, kwargs)
+
+
+class GlobalPropagation(DistMessagePassing):
+    """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not node_tensors(args, kwargs):
+            return super().__call__(*args, **kwargs)
+        return torch.nn.Module.__call__(self, *args, **kwargs)
+
+    def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
+        if not node_tensors(edge_index, kwargs):
+            return super().propagate(edge_index, size=size, **kwargs)
+        call = _Call(self, (edge_index,), kwargs)
+        with call.parameters():
+            (edges,), local = call.arguments((edge_index,), kwargs)
+            (edges,), local = _sharing(call, (edges,), local)
+            out = super().propagate(edges, **local)
+        return cast(Tensor, call.results(out.movedim(int(self.node_dim), 0), (), {})).movedim(
+            0, int(self.node_dim)
+        )
+
+
+_WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+
+
+@cache
+def global_class(kind: type) -> type:
+    """Returns a class of modules that also take and give tensors of the whole graph."""
+    if issubclass(kind, _WORK_ON_ALL_NODES):
+        own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
+        return type(kind.__name__, (GlobalPropagation, own), {"__module__": kind.__module__})
+    return type(kind.__name__, (GlobalCalls, kind), {"__module__": kind.__module__})

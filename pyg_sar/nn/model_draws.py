@@ -1,0 +1,320 @@
+"""Random numbers that a model draws for its nodes and edges, outside the messages of its layers.
+
+[Note: rows of nodes] With ``SARPolicy(random=...)``, :class:`ModelDraws` watches the model's
+forward pass. A random tensor with as many rows as this worker has nodes, on every worker, is this
+worker's rows of one for all nodes; with as many as an ``edge_index`` has edges, of one for all
+edges. One of another shape that is the same on all workers is drawn alike by all. The workers ask
+each other, once per draw, what a shape can be on all of them, and whether their generators are in
+the same state; anything else is refused by name.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from zlib import crc32
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import Parameter
+from torch.utils._pytree import tree_leaves
+from torch.utils.hooks import RemovableHandle
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.message.edge_draws import (
+    Drawing,
+    Strength,
+    check_alike,
+    generator_mark,
+    in_other_order,
+    refuse_shared_generator,
+    told_order,
+    unlike,
+)
+from pyg_sar.message.program import DeferredEdge
+from pyg_sar.space import draws as fills
+from pyg_sar.space.distributed_index import DistEdgeIndex, name_of
+from pyg_sar.space.draws import Draws, Fill, draw
+from pyg_sar.space.edge_ids import edge_ids, edge_places
+
+_AGREE = ("", "", "agreement")
+
+_REFUSED = {
+    F.alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, F.feature_alpha_dropout, F.rrelu,
+    F.gumbel_softmax, torch.bernoulli, torch.multinomial, torch.poisson, torch.normal,
+    torch.randint_like, torch.randperm, Tensor.bernoulli, Tensor.multinomial, Tensor.random_,
+    Tensor.geometric_, Tensor.cauchy_, Tensor.log_normal_,
+}  # fmt: skip
+
+
+class ModelDraws(Drawing):
+    """Draws the random numbers of one forward pass. See [Note: rows of nodes].
+
+    Args:
+        comm: The workers.
+        strength: ``'same'`` or ``'keyed'``.
+        title: The model, for messages.
+        given: The arguments of ``forward``, among which are its edges.
+    """
+
+    def __init__(self, comm: Communicator, strength: Strength, title: str, given: Any) -> None:
+        super().__init__()
+        self._comm, self._draws, self._title = comm, Draws(strength), title
+        self._edges = [leaf for leaf in tree_leaves(given) if isinstance(leaf, DistEdgeIndex)]
+        self._total: int | None = None
+        self._away = 0
+
+    def check_start(self) -> None:
+        """Raises unless the generators are in the same state. All workers call this together."""
+        mark = generator_mark(self._comm.device)
+        check_alike(self._comm, mark, self._title, self._draws.strength)
+
+    @contextmanager
+    def away(self) -> Iterator[None]:
+        """Lets what is drawn meanwhile alone: layers see to their own draws."""
+        self._away += 1
+        try:
+            yield
+        finally:
+            self._away -= 1
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._away:
+            return func(*args, **kwargs)
+        if func in _REFUSED and _draws(func, args, kwargs):
+            raise self._refusal(
+                f"'{name_of(func)}' is not known. Known: F.dropout, torch.rand, torch.randn, "
+                "torch.randint, torch.rand_like, torch.randn_like, bernoulli_(p), uniform_, "
+                "normal_, exponential_"
+            )
+        make = _OF_SHAPE.get(func)
+        if make is not None:
+            return self._of_shape(func, make, args, kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def like(self, x: Tensor, fill: Fill, dtype: torch.dtype | None = None) -> Tensor | None:
+        if type(x) not in (Tensor, Parameter) and not isinstance(x, DeferredEdge):
+            return None  # It knows itself what its rows are.
+        found = self._numbers(fill, list(x.shape), dtype or x.dtype, x.device)
+        if found is not None and in_other_order(x):
+            raise self._refusal(told_order(fill, x))
+        if found is None:
+            self._check_whole(f"{fill.name} numbers of shape {list(x.shape)}", x)
+        return found
+
+    def _of_shape(
+        self, func: Any, make: Callable[..., tuple[Fill, Any]], args: Any, kwargs: dict[str, Any]
+    ) -> Any:
+        """Calls ``torch.rand`` and the like."""
+        others = {"device", "dtype", "requires_grad", "layout", "pin_memory"}
+        given = {name: value for name, value in kwargs.items() if name not in others}
+        if "generator" in given or "out" in given:
+            return func(*args, **kwargs)
+        fill, shape = make(*args, **given)
+        device = torch.device(kwargs.get("device") or torch.get_default_device())
+        whole = torch.long if fill.name == "integers" else torch.get_default_dtype()
+        found = self._numbers(fill, list(shape), kwargs.get("dtype") or whole, device)
+        if found is None:
+            return func(*args, **kwargs)
+        return found.requires_grad_(bool(kwargs.get("requires_grad")))
+
+    def _numbers(
+        self, fill: Fill, shape: list[int], dtype: torch.dtype, device: torch.device
+    ) -> Tensor | None:
+        """Random numbers of a shape; ``None``: all workers draw alike, each the whole."""
+        rows = self._rows(f"{fill.name} numbers of shape {shape}", shape, device)
+        if rows is None:
+            return None
+        ids, total = rows
+        given: dict[str, Any] = {"dtype": dtype, "device": device, "draws": self._draws}
+        return draw(fill, shape[1:], ids, total, **given)
+
+    def _rows(self, what: str, shape: list[int], device: torch.device) -> tuple[Tensor, int] | None:
+        """The global numbers of a tensor's rows and their total; ``None``: all draw the whole."""
+        count = shape[0] if shape else -1
+        locals_ = {edges.plan.num_local for edges in self._edges}
+        deeper = bool(locals_.intersection(shape[1:]))
+        known = [count in locals_, deeper, *(edges.size(1) == count for edges in self._edges)]
+        facts = [generator_mark(device), crc32(repr(shape).encode())]
+        mine = [*facts, *(-fact for fact in facts), *(int(not fact) for fact in known)]
+        said = torch.tensor(mine, device=self._comm.device)
+        found = self._comm.all_reduce(said, "max", label=_AGREE).tolist()
+        if found[0] != -found[2]:
+            raise unlike(self._comm, self._title, self._draws.strength)
+        alike, (nodes, deeper, *edges) = found[1] == -found[3], [not no for no in found[4:]]
+        of_edges = [e for e, fits in zip(self._edges, edges, strict=True) if fits]
+        if nodes and not of_edges:
+            return self._nodes(what)
+        if of_edges and not nodes:
+            return self._of_edges(what, of_edges)
+        if alike and not nodes and not deeper:
+            return None
+        raise self._refusal(
+            f"draws {what}, which may be rows of nodes or of edges"
+            if of_edges
+            else f"draws {what}, which is neither a row for each of the {sorted(locals_)} nodes "
+            "of this worker, nor for each of its edges, nor the same on all workers"
+        )
+
+    def _check_whole(self, what: str, x: Tensor) -> None:
+        """Raises unless a tensor is the same on all workers: a row per node would not be."""
+        content = x.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()
+        mark = crc32(content)
+        said = torch.tensor([mark, -mark], device=self._comm.device)
+        most, least = self._comm.all_reduce(said, "max", label=_AGREE).tolist()
+        if most != -least:
+            raise self._refusal(
+                f"draws {what} for a tensor that is another one on each worker, and has not a row "
+                "for each of the worker's nodes or edges"
+            )
+
+    def _nodes(self, what: str) -> tuple[Tensor, int]:
+        plan = self._edges[0].plan
+        if any(edges.plan.n_id is not plan.n_id for edges in self._edges) or plan.n_id is None:
+            raise self._refusal(
+                f"draws {what}, and the nodes' global ids are known of homogeneous graphs only"
+            )
+        if self._total is None:
+            count = torch.tensor(plan.num_local, device=self._comm.device)
+            self._total = int(self._comm.all_reduce(count, label=_AGREE))
+        return plan.n_id, self._total
+
+    def _of_edges(self, what: str, found: list[DistEdgeIndex]) -> tuple[Tensor, int]:
+        if any(edges is not found[0] for edges in found):
+            raise self._refusal(f"draws {what}: several 'edge_index' have as many edges")
+        if self._draws.strength == "same":
+            places = edge_places(found[0])
+            known = None if places is None else (places.places, places.total)
+        else:
+            ids = edge_ids(found[0])
+            known = None if ids is None else (ids.ids, ids.bound)
+        if known is None:
+            raise self._refusal(
+                f"draws {what} for edges of which it isn't known where they stand in one process's "
+                "list of all edges"
+            )
+        return known
+
+    def _refusal(self, problem: str) -> DistributedIndexError:
+        return DistributedIndexError(
+            f"{self._title} (rank {self._comm.rank}): with random='{self._draws.strength}' "
+            f"{problem}. Draw it before write_partitions(), or say random=None"
+        )
+
+
+def _draws(func: Any, args: Any, kwargs: dict[str, Any]) -> bool:
+    """Returns False where a function that may draw is told not to, or has a generator."""
+    if kwargs.get("generator") is not None:
+        return False
+    try:
+        bound = inspect.signature(func).bind(*args, **kwargs)
+    except (TypeError, ValueError):  # Built-in functions don't tell.
+        return True
+    bound.apply_defaults()
+    return bool(bound.arguments.get("training", True))
+
+
+def _shape(*size: Any, **named: Any) -> Any:
+    given = named.get("size", size)
+    return given[0] if len(given) == 1 and not isinstance(given[0], int) else given
+
+
+def _rand(*size: Any, **named: Any) -> tuple[Fill, Any]:
+    return fills.uniform(), _shape(*size, **named)
+
+
+def _randn(*size: Any, **named: Any) -> tuple[Fill, Any]:
+    return fills.normal(), _shape(*size, **named)
+
+
+def _randint(*given: Any, **named: Any) -> tuple[Fill, Any]:
+    *bounds, size = (*given, named["size"]) if "size" in named else given
+    low = named.get("low", bounds[0] if len(bounds) > 1 else 0)
+    return fills.integers(low, named["high"] if "high" in named else bounds[-1]), size
+
+
+_OF_SHAPE: dict[Any, Callable[..., tuple[Fill, Any]]] = {
+    torch.rand: _rand,
+    torch.randn: _randn,
+    torch.randint: _randint,
+}
+
+
+# Around a model's forward pass ################################################
+
+
+class DrawsOfForward:
+    """Hooks that open :class:`ModelDraws` around a model's forward pass, and close it.
+
+    Args:
+        comm: The workers.
+        strength: ``'same'`` or ``'keyed'``.
+    """
+
+    def __init__(self, comm: Communicator, strength: Strength) -> None:
+        refuse_shared_generator(comm, strength)
+        self.comm, self.strength = comm, strength
+        self.open: list[ModelDraws] = []
+        self.handles: list[RemovableHandle] = []
+
+    def install(self, model: torch.nn.Module) -> None:
+        """Puts the hooks on a model."""
+        self.handles = [
+            model.register_forward_pre_hook(self.enter, with_kwargs=True),
+            model.register_forward_hook(self.leave, always_call=True),
+        ]
+
+    @staticmethod
+    def remove(model: torch.nn.Module) -> None:
+        """Takes the hooks of an earlier ``distribute`` from a model."""
+        for hook in list(model._forward_pre_hooks.values()):
+            owner = getattr(hook, "__self__", None)
+            for handle in owner.handles if isinstance(owner, DrawsOfForward) else ():
+                handle.remove()
+
+    def enter(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        """Opens what draws, on all workers together."""
+        draws = ModelDraws(self.comm, self.strength, type(model).__name__, (args, kwargs))
+        draws.check_start()
+        self.open.append(draws)
+        draws.__enter__()
+
+    def leave(self, model: torch.nn.Module, args: Any, result: Any) -> None:
+        """Closes it again."""
+        if self.open:
+            self.open.pop().__exit__(None, None, None)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> DrawsOfForward:
+        return DrawsOfForward(self.comm, self.strength)
+
+
+@contextmanager
+def away(draws: DrawsOfForward | None) -> Iterator[None]:
+    """Lets layers see to their own draws meanwhile."""
+    if draws is None or not draws.open:
+        yield
+        return
+    with draws.open[-1].away():
+        yield
+
+
+def refuse_dense_attention(model: torch.nn.Module, strength: Strength) -> None:
+    """Refuses dropout of attention over all nodes, whose weights no worker has as one process has.
+
+    Raises:
+        ValueError: Naming the module.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.MultiheadAttention) and module.dropout > 0:
+            raise ValueError(
+                f"random='{strength}' can't draw the dropout of '{name}' "
+                f"({type(module).__name__}, dropout={module.dropout}), of weights between all "
+                "nodes: set its dropout to 0, or say random=None"
+            )

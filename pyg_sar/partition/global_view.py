@@ -1,0 +1,143 @@
+"""The global view of a part: its attributes as tensors of the whole graph."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.errors import PartitionError
+from pyg_sar.partition.attributes import Attribute
+from pyg_sar.partition.metadata import PartitionMetadata
+from pyg_sar.partition.node_lists import PLACE, NodeList
+from pyg_sar.partition.parts import put_list
+from pyg_sar.space.distributed_index import DistEdgeIndex
+from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, node_rows, wrap
+
+_FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` itself orders them.
+
+
+def draw_alike(comm: Communicator) -> None:
+    """Gives all workers' generators of random numbers the state of rank 0's. Collective.
+
+    Raises:
+        ValueError: When workers are threads that draw from one generator.
+    """
+    if comm.backend == "threads" and comm.host is None and comm.world_size > 1:
+        raise ValueError(
+            "view='global' needs workers that each have a generator of random numbers, and "
+            f"threads share PyTorch's (rank {comm.rank}): start processes, launch(fn, W), or "
+            "parts of one process, launch(fn, 1, parts=P)"
+        )
+    if comm.world_size > 1:
+        torch.set_rng_state(comm.broadcast(torch.get_rng_state().to(comm.device)).cpu())
+
+
+def global_data(local: Data, metadata: PartitionMetadata, comm: Communicator) -> Data:
+    """Returns a part as a ``Data`` of the whole graph, of which this worker holds its rows.
+
+    Args:
+        local: The part, as :func:`~pyg_sar.partition.loading.load_partition` gives it.
+        metadata: What is known of the whole graph.
+        comm: The workers.
+    """
+    nodes = node_rows(comm, local.n_id, metadata.num_nodes)
+    edges = node_rows(comm, local.e_id, metadata.num_edges)
+    data = Data()
+    for name, value in local.to_dict().items():
+        data[name] = value
+    _take_rows(data, metadata.attributes, nodes, edges)
+    _take_lists(data, metadata.lists, nodes, nodes, comm)
+    index = edge_tensor(Edges(local.edge_index, nodes, nodes), edges)
+    for name in ("edge_index", "adj_t"):
+        if isinstance(data.get(name), DistEdgeIndex):
+            data[name] = index
+    del data.n_id, data.e_id, data.num_nodes
+    if "x" not in data:
+        data.num_nodes = metadata.num_nodes
+    out = Data()
+    names = list(data.to_dict())
+    for name in [*filter(names.__contains__, _FIRST), *(n for n in names if n not in _FIRST)]:
+        out[name] = data[name]
+    return out
+
+
+def global_hetero_data(
+    local: HeteroData, metadata: PartitionMetadata, comm: Communicator
+) -> HeteroData:
+    """Returns a part as a ``HeteroData`` of the whole graph. See :func:`global_data`."""
+    schema = metadata.hetero
+    assert schema is not None
+    data = HeteroData()
+    for name, value in local._global_store.items():
+        setattr(data, name, value)
+    layouts: dict[str, Rows] = {}
+    for info in schema.types:
+        (name,) = info.name
+        layouts[name] = node_rows(comm, local[name].n_id, info.count)
+        for key, value in local[name].items():
+            data[name][key] = value
+        _take_rows(data[name], info.attributes, layouts[name], None)
+        _take_lists(data[name], info.lists, layouts[name], layouts[name], comm)
+        del data[name].n_id, data[name].num_nodes
+        if "x" not in data[name]:
+            data[name].num_nodes = info.count
+    for info in schema.relations:
+        store, there = local[info.name], data[info.name]
+        sources, targets = layouts[info.name[0]], layouts[info.name[-1]]
+        edges = node_rows(comm, store.e_id, info.count)
+        for key, value in store.items():
+            there[key] = value
+        _take_rows(there, info.attributes, None, edges)
+        _take_lists(there, info.lists, sources, targets, comm)
+        there.edge_index = edge_tensor(Edges(store.edge_index, sources, targets), edges)
+        del there.e_id
+    return data
+
+
+def _take_rows(
+    store: Any, attributes: Mapping[str, Attribute], nodes: Rows | None, edges: Rows | None
+) -> None:
+    """Turns attributes with a row per node, or edge, into tensors of the whole graph."""
+    for name, attribute in attributes.items():
+        rows = {"node": nodes, "edge": edges}.get(attribute.level)
+        value = store.get(name)
+        if rows is None or value is None or isinstance(value, DistEdgeIndex):
+            continue
+        if isinstance(value, Tensor) and value.layout == torch.strided:
+            plain = value.as_subclass(Tensor)
+            store[name] = wrap(plain, rows, attribute.dim)
+        else:
+            raise PartitionError(
+                f"'{name}' ({attribute.form}, a row per {attribute.level}) has no global view "
+                f"(rank {rows.comm.rank}): make it a dense tensor before write_partitions(), or "
+                "leave it out"
+            )
+
+
+def _take_lists(
+    store: Any, lists: Sequence[NodeList], sources: Rows, targets: Rows, comm: Communicator
+) -> None:
+    """Turns lists of node ids into lists of the whole graph, by global ids."""
+    for info in lists:
+        place_name = f"{info.name}{PLACE}"
+        value, place = store[info.name], store[place_name]
+        if info.key is not None:
+            value, place = value[info.key], place[info.key]
+        rows = node_rows(comm, place, info.count)
+        if isinstance(value, DistEdgeIndex):
+            found: NodeTensor = edge_tensor(Edges(value, sources, targets), rows)
+            ids = wrap(found.local, rows, 1)
+        else:
+            ids = wrap(sources.ids[torch.as_tensor(value).long()], rows, 0)
+        put_list(store, info.name, info.key, ids)
+        for name in info.rows:
+            if isinstance(store.get(name), Tensor):
+                store[name] = wrap(store[name], rows, 0)
+    for info in lists:
+        if store.get(f"{info.name}{PLACE}") is not None:
+            del store[f"{info.name}{PLACE}"]

@@ -1,0 +1,181 @@
+"""Rows of all workers in one ``.npy`` file, in global order; each worker writes its own.
+
+[Note: written once] The file grows under a hidden name beside its own, with all its bytes reserved,
+and gets its name when every worker has written and flushed its rows: who reads it by its name reads
+all of it. A full disk is an error before the first row, not a signal in the middle.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_sar.comm.group import Communicator, Label, current
+from pyg_sar.files import beside, explained, flush
+from pyg_sar.reduction.metrics import _agree, _places
+
+_LABEL: Label = ("", "", "rows file")
+_WINDOW = 2**24  # bytes of the file that a worker maps at a time
+
+
+@torch.no_grad()
+def write_rows(
+    values: Tensor, data: Any, path: str | os.PathLike[str], node_type: str | None = None
+) -> None:
+    """Writes the rows of all workers' nodes to a ``.npy`` file in the whole graph's order.
+
+    Collective. No worker holds more than its own rows and 32 MiB. A file of that name is replaced
+    in one step once all rows are written. On several hosts the folder must be a shared one.
+
+    Args:
+        values: A row per node of this worker, ``[num_local, *]``, of a dtype that NumPy has.
+        data: What :func:`pyg_sar.load_partition` gave, or the places of the rows, int64
+            ``[num_local]``.
+        path: The file.
+        node_type: Of a ``HeteroData``: the nodes' type.
+
+    Raises:
+        ValueError: On every worker alike, when rows and nodes differ in number, dtypes or shapes
+            differ between workers, or the places of all workers are not 0, 1, ..., each once.
+        OSError: On every worker, when the file can't be written; none is left then.
+    """
+    comm, path = current(), Path(path)
+    problem, places = "", torch.empty(0, dtype=torch.long)
+    rows = np.empty((0,))
+    try:
+        places = _places(data, node_type).cpu()
+        if values.dim() == 0 or values.size(0) != places.numel():
+            raise ValueError(
+                f"Expected 'values' to have one row per node, {places.numel()} rows (got shape "
+                f"{list(values.shape)})"
+            )
+        rows = values.as_subclass(Tensor).detach().resolve_conj().resolve_neg().cpu().numpy()
+    except (TypeError, ValueError) as error:
+        problem = str(error)
+    total = sum(_agree(values, 0, problem, comm))
+    _check_places(places, total, comm)
+    hidden, start = _reserve(path, (total, *rows.shape[1:]), rows.dtype, comm)
+    try:
+        trouble: list[Any] | None = None
+        try:
+            _write_own(hidden, start, rows, places)
+            flush(hidden)
+        except OSError as error:
+            trouble = [error.errno, f"{error.strerror or error} (rank {comm.rank})"]
+        _raise_everywhere(comm, path, trouble)
+        trouble = None
+        if comm.rank == 0:
+            try:
+                hidden.replace(path)
+                flush(path.parent)
+            except OSError as error:
+                trouble = _described(error, path)
+        _raise_everywhere(comm, path, trouble)
+    finally:
+        if comm.rank == 0:
+            with suppress(OSError):
+                hidden.unlink(missing_ok=True)
+
+
+def _check_places(places: Tensor, total: int, comm: Communicator) -> None:
+    """Raises on all workers unless their places are 0 to ``total - 1``, each once."""
+    # A byte per row of the graph, summed in pieces.
+    step, wrong = _WINDOW, 0
+    if places.numel() and not 0 <= int(places.min()) <= int(places.max()) < total:
+        wrong = 1
+    ascending = places.sort().values
+    for low in range(0, total, step):
+        high = min(low + step, total)
+        first, last = torch.searchsorted(ascending, torch.tensor([low, high])).tolist()
+        seen = torch.zeros(high - low, dtype=torch.uint8)
+        seen[ascending[first:last] - low] = 1
+        wrong |= int(seen.sum()) != last - first
+        found = comm.all_reduce(seen.to(comm.device), label=_LABEL)
+        wrong |= int(bool((found != 1).any()))
+    flag = torch.tensor([int(wrong)], device=comm.device)
+    if int(comm.all_reduce(flag, "max", label=_LABEL)):
+        raise ValueError(
+            f"The ids of all workers' rows are not 0 to {total - 1}, each once: pass the 'data' "
+            "that pyg_sar.load_partition gave these workers, or the places of all rows"
+        )
+
+
+def _reserve(
+    path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], comm: Communicator
+) -> tuple[Path, int]:
+    """Has rank 0 make the hidden file; returns its name and where its rows begin. Collective."""
+    made: list[Any] = ["", 0, None]
+    if comm.rank == 0:
+        hidden = beside(path.absolute())
+        try:
+            made[:2] = [os.fspath(hidden), _make(hidden, shape, dtype)]
+        except OSError as error:
+            with suppress(OSError):
+                hidden.unlink(missing_ok=True)
+            made[2] = _described(error, path)
+    name, start, trouble = comm.broadcast_object(made, label=_LABEL)
+    if trouble is not None:
+        raise OSError(*trouble)
+    hidden = Path(name)
+    lost = None
+    if not hidden.exists():
+        lost = f"rank {comm.rank} does not see the file that rank 0 has made beside it"
+    found = [text for text in comm.all_gather_object(lost, label=_LABEL) if text]
+    if found:
+        if comm.rank == 0:
+            hidden.unlink(missing_ok=True)
+        raise OSError(None, f"{found[0]}: choose a folder that all hosts share", os.fspath(path))
+    return hidden, int(start)
+
+
+def _make(hidden: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:
+    with hidden.open("xb") as file:
+        header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+        np.lib.format.write_array_header_2_0(file, header)
+        file.flush()
+        start = file.tell()
+        size = int(np.prod(shape, dtype=object)) * dtype.itemsize
+        if size:
+            os.posix_fallocate(file.fileno(), start, size)
+    return start
+
+
+def _write_own(hidden: Path, start: int, rows: np.ndarray[Any, Any], places: Tensor) -> None:
+    """Writes a worker's rows, some of the file at a time. See [Note: written once]."""
+    row_bytes = rows.dtype.itemsize * int(np.prod(rows.shape[1:], dtype=object))
+    if not places.numel() or not row_bytes:
+        return
+    ids, order = (found.numpy() for found in places.sort())
+    step = max(_WINDOW // row_bytes, 1)
+    at = 0
+    while at < len(ids):
+        low = int(ids[at])
+        end = int(np.searchsorted(ids, low + step))
+        window = np.memmap(
+            hidden,
+            rows.dtype,
+            "r+",
+            offset=start + low * row_bytes,
+            shape=(int(ids[end - 1]) - low + 1, *rows.shape[1:]),
+        )
+        window[ids[at:end] - low] = rows[order[at:end]]
+        del window  # Unmaps it: what is written counts as the system's, not as this worker's.
+        at = end
+
+
+def _described(error: OSError, path: Path) -> list[Any]:
+    found = explained(error, path)
+    return [error.errno, getattr(found, "strerror", None) or str(found), os.fspath(path)]
+
+
+def _raise_everywhere(comm: Communicator, path: Path, trouble: list[Any] | None) -> None:
+    """Raises what any worker met on all of them."""
+    for found in comm.all_gather_object(trouble, label=_LABEL):
+        if found is not None:
+            raise OSError(*found[:2], os.fspath(path))

@@ -1,0 +1,299 @@
+r"""Rows of random tensors that don't depend on how many workers draw them.
+
+A random tensor of all nodes, or of all edges, has a row for each of them; a worker needs the rows
+of its own. :func:`draw` gives it these rows, in one of two strengths:
+
+* ``'same'``: the rows of the tensor that one process would draw from PyTorch's generator. Each
+  worker draws all :math:`N` rows, in one process's order, and keeps its own. Its generator is left
+  as one process's would be. :math:`O(N)` work; memory for a piece of the rows where PyTorch's
+  generator gives the same numbers piece by piece, else for all of them.
+* ``'keyed'``: a row is a function of its number and of a key (Philox4x32-10,
+  :mod:`pyg_sar.kernels.philox`). The key is drawn from PyTorch's generator, once for each call.
+  :math:`O(n)` work and memory for :math:`n` own rows.
+
+In both, the workers' generators must be in the same state, and stay so: seed them alike
+(``torch.manual_seed``), and let all workers draw the same.
+
+[Note: pieces] PyTorch's CPU generator fills large tensors in blocks of 16 values, and treats a last
+block that is not full in a way of its own. So a piece has a multiple of 16 values, and the last one
+at least 16. Some processors' libraries fill a whole tensor from one number of the generator
+(``bernoulli_`` of MKL): there pieces would be other numbers. :func:`_comes_in_pieces` tries it out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import pi, prod
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_sar.kernels.philox import philox_rows
+
+#: The strengths of :class:`Draws`.
+STRENGTHS: tuple[str, ...] = ("same", "keyed")
+
+_PIECE = 2**22  # values of a piece
+_BLOCK = 16  # values that PyTorch's CPU generator draws together
+_WORDS = 2**18  # of Philox, made at a time
+_DIGITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+
+
+@dataclass(frozen=True, slots=True)
+class Fill:
+    """The numbers of a random tensor, made by :func:`dropout` and the functions after it.
+
+    Attributes:
+        name: The function that made it.
+        one: Its first number.
+        two: Its second number.
+    """
+
+    name: Literal["dropout", "bernoulli", "uniform", "normal", "exponential", "integers"]
+    one: float = 0.0
+    two: float = 0.0
+
+    def whole(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Returns a tensor that PyTorch's own function has filled."""
+        if self.name == "dropout" and device.type == "cpu" and 0 < self.one < 1:
+            kept = torch.empty(shape, dtype=dtype).bernoulli_(1 - self.one)
+            return kept.div_(1 - self.one)  # as F.dropout does, which then multiplies
+        if self.name == "dropout":
+            # Of ones: the factors themselves, drawn as dropout draws them on this device.
+            return F.dropout(torch.ones(shape, dtype=dtype, device=device), self.one)
+        out = torch.empty(shape, dtype=dtype, device=device)
+        if self.name == "bernoulli":
+            return out.bernoulli_(self.one)
+        if self.name == "uniform":
+            return out.uniform_(self.one, self.two)
+        if self.name == "normal":
+            return out.normal_(self.one, self.two)
+        if self.name == "exponential":
+            return out.exponential_(self.one)
+        return out.random_(int(self.one), int(self.two))
+
+    def words(self, dtype: torch.dtype) -> int:
+        """Returns how many words of 32 random bits make a value."""
+        if self.name in ("dropout", "bernoulli"):
+            return 1
+        return 2 if self.name in ("normal", "integers") or dtype == torch.float64 else 1
+
+    def of_words(self, words: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns values ``[*]`` made of random words ``[*, words(dtype)]``."""
+        if self.name == "dropout":
+            if self.one >= 1:
+                return words[..., 0].to(dtype) * 0
+            kept = words[..., 0] >= round(self.one * 2**32)
+            return kept.to(dtype).div_(1 - self.one)
+        if self.name == "bernoulli":
+            return (words[..., 0] < round(self.one * 2**32)).to(dtype)
+        if self.name == "normal":  # Box and Muller's
+            first, second = (words.double() + 0.5).mul_(2.0**-32).unbind(-1)
+            values = first.log().mul_(-2).sqrt_() * second.mul_(2 * pi).cos()
+            return values.mul_(self.two).add_(self.one).to(dtype)
+        if self.name == "integers":
+            low, high = int(self.one), int(self.two)
+            return (_uniform(words, 53) * (high - low)).to(torch.long).add_(low).to(dtype)
+        values = _uniform(words, _DIGITS[dtype])
+        if self.name == "uniform":
+            return values.mul_(self.two - self.one).add_(self.one).to(dtype)
+        return values.neg_().log1p_().div_(-self.one).to(dtype)
+
+
+def _uniform(words: Tensor, digits: int) -> Tensor:
+    """Numbers in [0, 1) with so many binary digits, float64, of words ``[*, 1]`` or ``[*, 2]``."""
+    bits = words[..., 0]
+    if digits > 32:
+        bits = (bits << 21) | (words[..., 1] >> 11)
+        return bits.double().mul_(2.0**-53)
+    return (bits >> (32 - digits)).double().mul_(2.0**-digits)
+
+
+def dropout(p: float) -> Fill:
+    """The factors of dropout: 0 with probability ``p``, else ``1 / (1 - p)``."""
+    return Fill("dropout", _probability(p))
+
+
+def bernoulli(p: float) -> Fill:
+    """1 with probability ``p``, else 0: ``Tensor.bernoulli_(p)``."""
+    return Fill("bernoulli", _probability(p))
+
+
+def uniform(low: float = 0.0, high: float = 1.0) -> Fill:
+    """Numbers in [low, high): ``Tensor.uniform_(low, high)``; ``torch.rand`` by default."""
+    return Fill("uniform", low, high)
+
+
+def normal(mean: float = 0.0, std: float = 1.0) -> Fill:
+    """Normal numbers: ``Tensor.normal_(mean, std)``; ``torch.randn`` by default."""
+    return Fill("normal", mean, std)
+
+
+def exponential(rate: float = 1.0) -> Fill:
+    """Exponential numbers: ``Tensor.exponential_(rate)``."""
+    return Fill("exponential", rate)
+
+
+def integers(low: int, high: int) -> Fill:
+    """Integers in [low, high): ``torch.randint``. At most :math:`2^{32}` values with a key."""
+    if not 0 < high - low <= 2**32:
+        raise ValueError(f"Expected 'high' to be from low + 1 to low + 2**32 (got {low}, {high})")
+    return Fill("integers", low, high)
+
+
+def _probability(p: float) -> float:
+    if not 0 <= p <= 1:
+        raise ValueError(f"Expected 'p' to be a probability (got {p!r})")
+    return float(p)
+
+
+@dataclass(frozen=True, slots=True)
+class Draws:
+    """How rows of random tensors are drawn.
+
+    Args:
+        strength: ``'same'`` or ``'keyed'``; see :mod:`pyg_sar.space.draws`.
+        key: Of ``'keyed'``, 64 bits; ``None``: each call draws one from PyTorch's generator.
+        limit: Bytes that ``'same'`` may hold at once where it can't draw piece by piece.
+
+    Raises:
+        ValueError: When the strength is none of these.
+    """
+
+    strength: Literal["same", "keyed"]
+    key: int | None = None
+    limit: int = 2**31
+
+    def __post_init__(self) -> None:
+        if self.strength not in STRENGTHS:
+            raise ValueError(f"Expected 'random' to be 'same' or 'keyed' (got {self.strength!r})")
+
+    def fixed(self) -> Draws:
+        """Returns these draws with a key of their own, so that :func:`draw` repeats itself.
+
+        Of ``'same'``: the draws themselves, which don't repeat.
+        """
+        if self.strength == "same" or self.key is not None:
+            return self
+        return replace(self, key=int(torch.randint(2**63 - 1, ())))
+
+
+def draw(
+    fill: Fill,
+    rest: Sequence[int],
+    ids: Tensor,
+    total: int,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    draws: Draws,
+) -> Tensor:
+    """Returns rows ``ids`` of a random tensor of shape ``[total, *rest]``.
+
+    Args:
+        fill: What the tensor is filled with.
+        rest: The shape of a row.
+        ids: Numbers of the wanted rows among all, ``[n]``, int64, in any order.
+        total: Rows of the whole tensor.
+        dtype: Of the tensor: floating, or integers for :func:`integers`.
+        device: Where it is drawn: one process's device.
+        draws: In which strength.
+
+    Returns:
+        ``[n, *rest]``.
+
+    Raises:
+        ValueError: When ``'same'`` would hold more bytes at once than ``draws.limit``.
+        IndexError: When an id is not in ``[0, total)``.
+    """
+    with torch._C.DisableTorchFunction():  # Those that watch what is drawn have seen this.
+        return _drawn(fill, rest, ids, total, dtype, torch.device(device), draws)
+
+
+def _drawn(
+    fill: Fill,
+    rest: Sequence[int],
+    ids: Tensor,
+    total: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    draws: Draws,
+) -> Tensor:
+    if ids.numel():
+        low, high = (int(n) for n in ids.aminmax())
+        if low < 0 or high >= total:
+            raise IndexError(f"Expected ids in [0, {total}) (got {low} to {high})")
+    ids = ids.to(device).long()
+    if draws.strength == "keyed":
+        return _keyed(fill, rest, ids, dtype, draws.fixed().key or 0)
+    if total * prod(rest) <= _PIECE:
+        return fill.whole([total, *rest], dtype, device).index_select(0, ids)
+    if device.type == "cpu" and _comes_in_pieces(fill, dtype):
+        return _in_pieces(fill, rest, ids, total, dtype)
+    size = total * prod(rest) * dtype.itemsize
+    if size > draws.limit:
+        raise ValueError(
+            f"random='same' draws a tensor of shape {[total, *rest]} as one process would: "
+            f"{size} bytes on each worker at once, more than {draws.limit}. Say random='keyed', "
+            "which needs the worker's own rows only"
+        )
+    return fill.whole([total, *rest], dtype, device).index_select(0, ids)
+
+
+def _keyed(fill: Fill, rest: Sequence[int], ids: Tensor, dtype: torch.dtype, key: int) -> Tensor:
+    width, words = prod(rest), fill.words(dtype)
+    out = torch.empty([ids.numel(), width], dtype=dtype, device=ids.device)
+    rows = max(_WORDS // max(width * words, 1), 1)
+    for part, some in zip(out.split(rows), ids.split(rows), strict=True):
+        found = philox_rows(some, width * words, key).view(some.numel(), width, words)
+        part.copy_(fill.of_words(found, dtype))
+    return out.view(ids.numel(), *rest)
+
+
+# As one process ###############################################################
+
+
+def _pieces(total: int, width: int, values: int) -> Iterator[tuple[int, int]]:
+    """Returns first and last rows of the pieces. See [Note: pieces]."""
+    rows = max(values // (width * _BLOCK), 1) * _BLOCK
+    first = 0
+    while first < total:
+        end = first + rows
+        if (total - end) * width < _BLOCK:
+            end = total
+        yield first, end
+        first = end
+
+
+def _in_pieces(
+    fill: Fill, rest: Sequence[int], ids: Tensor, total: int, dtype: torch.dtype
+) -> Tensor:
+    """Draws all rows, a piece at a time, and keeps those wanted."""
+    out = torch.empty([ids.numel(), *rest], dtype=dtype)
+    ordered, places = ids.sort()
+    for first, end in _pieces(total, prod(rest), _PIECE):
+        piece = fill.whole([end - first, *rest], dtype, ids.device)
+        low, high = torch.searchsorted(ordered, torch.tensor([first, end])).tolist()
+        out[places[low:high]] = piece[ordered[low:high] - first]
+    return out
+
+
+def _comes_in_pieces(fill: Fill, dtype: torch.dtype) -> bool:
+    """Tells whether drawing piece by piece gives one process's numbers and state."""
+    rows, cpu = 5 * _BLOCK + 7, torch.device("cpu")
+    before = torch.get_rng_state()
+
+    def found(make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+        torch.set_rng_state(before)
+        return make(), torch.get_rng_state()
+
+    try:
+        sizes = [end - first for first, end in _pieces(rows, 3, 6 * _BLOCK)]
+        whole = found(lambda: fill.whole([rows, 3], dtype, cpu))
+        parts = found(lambda: torch.cat([fill.whole([n, 3], dtype, cpu) for n in sizes]))
+    finally:
+        torch.set_rng_state(before)
+    return all(map(torch.equal, whole, parts))

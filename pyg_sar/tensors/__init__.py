@@ -1,0 +1,23 @@
+"""Tensors of the whole graph, of which each worker holds its rows."""
+
+from pyg_sar.tensors import indexing as indexing
+from pyg_sar.tensors import pointwise as pointwise
+from pyg_sar.tensors import products as products
+from pyg_sar.tensors import reductions as reductions
+from pyg_sar.tensors import views as views
+from pyg_sar.tensors.edges import Edges, edge_tensor
+from pyg_sar.tensors.node_tensor import NodeTensor, mapped, node_tensors, whole
+from pyg_sar.tensors.operands import wrap
+from pyg_sar.tensors.rows import Rows, node_rows
+
+__all__ = [
+    "Edges",
+    "NodeTensor",
+    "Rows",
+    "edge_tensor",
+    "mapped",
+    "node_rows",
+    "node_tensors",
+    "whole",
+    "wrap",
+]

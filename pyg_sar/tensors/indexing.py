@@ -1,0 +1,320 @@
+"""Rules of reading and writing rows by masks and global ids, and of scattering."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.tensors.node_tensor import (
+    NodeTensor,
+    by_gathering,
+    into_plain,
+    method,
+    node_tensors,
+    refusal,
+    rule,
+    tensors_in,
+    whole,
+)
+from pyg_sar.tensors.operands import arguments, beside, called, own, summed, wrap
+from pyg_sar.tensors.rows import Fetch, Rows
+
+
+class Chosen:
+    """What an index along the rows chooses.
+
+    Args:
+        rows: The layout of what is chosen.
+        local: This worker's rows that it chooses, or the plan that fetches them.
+    """
+
+    def __init__(self, rows: Rows, local: Tensor | Fetch) -> None:
+        self.rows, self.local = rows, local
+
+    def read(self, source: Tensor, axis: int) -> Tensor:
+        """Returns what it chooses, with rows at ``axis``."""
+        if isinstance(self.local, Fetch):
+            return self.local.get(source.movedim(axis, 0)).movedim(0, axis)
+        return source.index_select(axis, self.local)
+
+
+def choose(rows: Rows, index: Tensor, func: Any) -> Chosen:
+    """Returns what a mask ``[N]`` or ids ``[K]`` choose of rows."""
+    if index.dtype in (torch.bool, torch.uint8):
+        if index.size(0) != rows.total:
+            raise IndexError(
+                f"The shape of the mask [{index.size(0)}] at index 0 does not match the shape of "
+                f"the indexed tensor [{rows.total}] at index 0"
+            )
+        chosen = rows.selected(own(index, rows, 0).bool(), index)
+        return Chosen(chosen, _source(chosen))
+    if isinstance(index, NodeTensor):
+        return Chosen(index.rows, rows.fetch(rows.checked_together(index.local), index))
+    chosen = rows.taken(index)
+    return Chosen(chosen, _source(chosen))
+
+
+def _source(rows: Rows) -> Tensor:
+    assert rows.source is not None
+    return rows.source
+
+
+@rule("index", "_unsafe_index")
+def _index(func: Any, args: Any, kwargs: Any) -> Any:
+    source, indices = args[0], list(args[1])
+    named = [k for k, index in enumerate(indices) if index is not None]
+    if not isinstance(source, NodeTensor):
+        return _index_plain(func, source, indices, named)
+    if source.axis not in named:
+        if node_tensors(indices):
+            raise refusal(func, "by rows along another axis", source, *node_tensors(indices))
+        if source.edges is not None and indices[named[0]].tolist() == [1, 0]:
+            return source.flip(0)
+        out = func(source.local, indices)
+        first = named[0]
+        if named != list(range(first, named[-1] + 1)) or source.axis < first:
+            axis = source.axis if source.axis < first and len(named) > 0 else None
+        else:
+            width = max(indices[k].dim() for k in named)
+            masks = any(indices[k].dtype == torch.bool for k in named)
+            axis = None if masks else source.axis - len(named) + width
+        if axis is None:
+            raise refusal(func, "by several indices is not supported", source)
+        return wrap(out, source.rows, axis)
+    index = indices[source.axis]
+    if index.dim() != 1:
+        if index.dim() == 0 and len(named) == 1:
+            return one_of(source, int(whole(index, "index")))
+        return by_gathering(func, args, kwargs)
+    chosen = choose(source.rows, index, func)
+    others = [k for k in named if k != source.axis]
+    if source.edges is not None and not others:
+        return _selected_edges(source, index, chosen)
+    part = chosen.read(source.local, source.axis)
+    if not others:
+        return wrap(part, chosen.rows, source.axis)
+    if any(indices[k].dtype == torch.bool for k in others) or source.axis != 0:
+        return by_gathering(func, args, kwargs)
+    here: list[Any] = [None] * len(indices)
+    here[0] = torch.arange(part.size(0), device=part.device)
+    for k in others:
+        if indices[k].dim() > 1 or (
+            indices[k].dim() == 1 and indices[k].size(0) not in (1, chosen.rows.total)
+        ):
+            return by_gathering(func, args, kwargs)
+        here[k] = beside(func, indices[k], chosen.rows, -1, [source, indices[k]])
+    if named != list(range(named[0], named[-1] + 1)):
+        return wrap(func(part, here), chosen.rows, 0)
+    return wrap(func(part, here), chosen.rows, 0)
+
+
+def _selected_edges(source: NodeTensor, index: Tensor, chosen: Chosen) -> NodeTensor:
+    """Returns ``edge_index[:, index]``; by a mask, it stands for the edges selected."""
+    if index.dtype != torch.bool:
+        return wrap(chosen.read(source.local, 1), chosen.rows, 1)
+    mask = own(index, source.rows, 0)
+    out = wrap(source._local.index_select(1, _source(chosen.rows)), chosen.rows, 1)
+    out.edges = source.edges.changed(lambda edges: edges[:, mask])
+    out.make = lambda: chosen.read(source.local, 1)
+    return out
+
+
+def one_of(source: NodeTensor, number: int) -> Tensor:
+    """Returns one row of the whole."""
+    return source.select(source.axis, number)
+
+
+def _index_plain(func: Any, source: Tensor, indices: list[Any], named: list[int]) -> Any:
+    """Reads a plain tensor, which all workers hold, by node tensors of ids or by a mask."""
+    nodes = node_tensors(indices)
+    first = nodes[0]
+    if first.dtype == torch.bool:
+        if len(named) > 1 or first.dim() != 1:
+            return by_gathering(func, (source, indices), {})
+        axis = named[0]
+        chosen = first.rows.selected(first.local, first)
+        here = first.rows.cut(source, axis).index_select(axis, _source(chosen))
+        return wrap(here, chosen, axis)
+    rows, axis = first.rows, first.axis - first.dim()
+    together = named == list(range(named[0], named[-1] + 1))
+    before = named[0] if together else 0
+    width = max(indices[k].dim() for k in named)
+    local = [
+        i if i is None else beside(func, i, rows, axis, [t for t in indices if t is not None])
+        for i in indices
+    ]
+    return wrap(func(source, local), rows, before + width + axis)
+
+
+@rule("index_select")
+def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
+    source, dim, index = args
+    dim = dim % source.dim()
+    if not isinstance(source, NodeTensor):
+        out = func(source, dim, index.local)
+        return wrap(out, index.rows, dim)
+    if dim != source.axis:
+        return wrap(func(source.local, dim, whole(index, "index_select")), source.rows, source.axis)
+    chosen = choose(source.rows, index, func)
+    return wrap(chosen.read(source.local, dim), chosen.rows, dim)
+
+
+@method(Tensor.masked_select, torch.masked_select)
+def _masked_select(func: Any, args: Any, kwargs: Any) -> Any:
+    source, mask = args[0], args[1] if len(args) > 1 else kwargs["mask"]
+    if source.shape == mask.shape and source.dim() == 1:
+        return source[mask]
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args, **kwargs)
+
+
+@rule("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
+def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    target, indices, values = given["self"], list(given["indices"]), given["values"]
+    accumulate = bool(given["accumulate"])
+    writes = func._schema.name.endswith("_")
+    if not isinstance(target, NodeTensor):
+        return into_plain(func, args, kwargs) if writes else by_gathering(func, args, kwargs)
+    named = [k for k, index in enumerate(indices) if index is not None]
+    out: Any = target if writes else target.clone()
+    out.edges = None
+    axis = target.axis
+    if axis not in named:
+        if node_tensors(indices):
+            raise refusal(func, "by rows along another axis", target, *node_tensors(indices))
+        operands = [target, values]
+        width = target.dim() - axis
+        reach = beside(func, values, target.rows, -width, operands) if values.dim() else values
+        out.local.index_put_(indices, reach, accumulate)
+        return out
+    index = indices[axis]
+    if index.dim() != 1 or axis != 0 or any(indices[k].dim() > 1 for k in named):
+        return _put_gathered(func, given, out)
+    chosen = choose(target.rows, index, func)
+    inner = target.dim() - len(named) if len(named) > 1 else target.dim() - 1
+    operands = [target, values]
+    if isinstance(values, NodeTensor) or values.dim() > inner:
+        values = beside(func, values, chosen.rows, -inner - 1, operands)
+    if len(named) > 1:
+        others: list[Any] = [None] * len(indices)
+        for k in named[1:]:
+            if indices[k].dtype == torch.bool:
+                return _put_gathered(func, given, out)
+            others[k] = beside(func, indices[k], chosen.rows, -1, operands)
+        if isinstance(chosen.local, Fetch):
+            return _put_gathered(func, given, out)
+        others[0] = chosen.local
+        out.local.index_put_(others, values, accumulate)
+        return out
+    shape = [chosen.rows.count, *target.shape[1:]]
+    values = values.expand(shape)
+    if isinstance(chosen.local, Fetch):
+        chosen.local.put(values.contiguous(), out.local, accumulate)
+    else:
+        out.local.index_put_((chosen.local,), values, accumulate)
+    return out
+
+
+def _put_gathered(func: Any, given: dict[str, Any], out: NodeTensor) -> NodeTensor:
+    """Writes into all rows, gathered, and keeps those here."""
+    everything = whole(out, "index_put()")
+    indices = [None if i is None else whole(i, "index_put()") for i in given["indices"]]
+    values = whole(given["values"], "index_put()")
+    everything.index_put_(indices, values, bool(given["accumulate"]))
+    out.local.copy_(out.rows.cut(everything, out.axis))
+    return out
+
+
+# Along axes ###################################################################
+
+
+@rule("gather")
+def _gather(func: Any, args: Any, kwargs: Any) -> Any:
+    source, dim, index = args[:3]
+    first = next(iter(node_tensors(source, index)))
+    dim, axis = dim % first.dim(), first.axis
+    if dim == axis or source.size(axis) != index.size(axis):
+        return by_gathering(func, args, kwargs)
+    rows = first.rows
+    return wrap(func(own(source, rows, axis), dim, own(index, rows, axis)), rows, axis)
+
+
+@rule(
+    *("scatter", "scatter_", "scatter_add", "scatter_add_", "scatter_reduce", "scatter_reduce_"),
+    *("index_add", "index_add_", "index_copy", "index_copy_", "index_fill", "index_fill_"),
+    *("index_reduce", "index_reduce_"),
+)
+def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
+    """Along another axis each row for itself; along the rows into what all workers hold."""
+    given = arguments(func, args, kwargs)
+    name = func._schema.name.rpartition("::")[2]
+    writes, name = name.endswith("_"), name.rstrip("_")
+    target, dim = given["self"], given["dim"] % max(given["self"].dim(), 1)
+    index = given["index"]
+    value_name = next((n for n in ("src", "source", "value") if n in given), "value")
+    values = given[value_name]
+    by_axis = name.startswith("index_")
+    nodes = node_tensors(target, index, values)
+    axis = next((t.axis for t in nodes if t is not index or not by_axis), dim)
+    aligned = [target, *([] if by_axis else [index]), *tensors_in(values)]
+    aligned = [t for t in aligned if t.dim()]
+    if axis != dim and any(t.size(axis) != nodes[0].rows.total for t in aligned):
+        return _scatter_gathered(func, args, kwargs, writes)
+    if axis != dim:
+        rows = nodes[0].rows
+        if not isinstance(target, NodeTensor) and (writes or target.size(axis) != rows.total):
+            return into_plain(func, args, kwargs) if writes else by_gathering(func, args, kwargs)
+        local = own(target, rows, axis)
+        changed = {**given, "self": local}
+        if isinstance(values, Tensor) and values.dim():
+            changed[value_name] = own(values, rows, axis)
+        changed["index"] = whole(index, name) if by_axis else own(index, rows, axis)
+        out = called(func, changed)
+        return target if writes else wrap(out, rows, axis)
+    adds = name in ("scatter_add", "index_add") or given.get("reduce") in ("sum", "add")
+    if isinstance(target, NodeTensor) or not adds or not isinstance(values, Tensor):
+        return _scatter_gathered(func, args, kwargs, writes)
+    return _add_into_plain(func, given, target, values, value_name, dim, writes)
+
+
+def _scatter_gathered(func: Any, args: Any, kwargs: Any, writes: bool) -> Any:
+    """Scatters all rows, gathered, and keeps those here."""
+    target = args[0]
+    if not isinstance(target, NodeTensor):
+        return into_plain(func, args, kwargs) if writes else by_gathering(func, args, kwargs)
+    found = by_gathering(func, args, kwargs)
+    kept = target.rows.cut(found, target.axis)
+    if writes:
+        target.local.copy_(kept)
+        return target
+    return wrap(kept, target.rows, target.axis)
+
+
+def _add_into_plain(
+    func: Any, given: Any, target: Tensor, values: Tensor, name: str, dim: int, writes: bool
+) -> Tensor:
+    """Adds rows into a plain tensor: sums of this worker's rows, then over workers."""
+    index = given["index"]
+    nodes = node_tensors(index, values)
+    rows = nodes[0].rows
+    if values.dim() == 0 or any(
+        t.size(0 if t.dim() == 1 else dim) != rows.total for t in (index, values)
+    ):
+        whole_given = {name: whole(value, "scatter") for name, value in given.items()}
+        out = called(func, whole_given)
+        return target if writes else out
+    local = {
+        **given,
+        "self": torch.zeros_like(target),
+        "index": own(index, rows, dim if index.dim() > 1 else 0),
+        name: own(values, rows, dim),
+    }
+    if "include_self" in given:
+        local["include_self"] = True
+        if not given["include_self"]:
+            raise refusal(func, "with include_self=False is not supported", target, *nodes)
+    total = summed(called(func, local), rows)
+    return target.add_(total) if writes else target + total

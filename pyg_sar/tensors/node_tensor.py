@@ -1,0 +1,391 @@
+"""``NodeTensor``: a tensor with a row per node, or edge, of which each worker holds its own.
+
+[Note: what is where] To the code that uses it, a node tensor is the whole tensor: its shape is the
+global one. Each worker holds its rows of it. A plain tensor is the same on all workers. Every
+operator keeps to this: what works on each row stays local; a sum over rows is taken over all
+workers and gives a plain tensor; a plain tensor with as many rows that meets a node tensor is cut
+to this worker's. So gradients need no care: operators of backward passes follow the same rules,
+and the gradient of a plain tensor is complete on every worker. An operator without a rule is
+refused.
+
+[Note: below autograd] The rules are for the operators below autograd (``aten``), of which all
+others are composed, so that nothing gets past them. DTensor works in the same way, but with rows
+cut into equal runs and torch's own process groups; here rows lie where the partition put them.
+
+[Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
+anywhere. To write into such a copy would not reach the tensor that it is a view of, and to write
+into that one would not reach the copy. Both raise: the copy knows its origin and its version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.space.distributed_index import version_of
+from pyg_sar.space.pyg_calls import pyg_call
+from pyg_sar.tensors.rows import Rows
+
+Rule = Callable[[Any, Any, Any], Any]
+
+RULES: dict[str, Rule] = {}
+"""Rules by the operator's name without namespace and overload; ``pointwise``: torch says so."""
+
+METHODS: dict[Any, Rule] = {}
+"""Functions that are taken before autograd sees them: those that leave torch, and a few more."""
+
+
+def rule(*names: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of operators."""
+
+    def register(found: Rule) -> Rule:
+        for name in names:
+            RULES[name] = found
+        return found
+
+    return register
+
+
+def method(*functions: Any) -> Callable[[Rule], Rule]:
+    """Registers what is done in place of functions."""
+
+    def register(found: Rule) -> Rule:
+        for function in functions:
+            METHODS[function] = found
+        return found
+
+    return register
+
+
+class NodeTensor(Tensor):
+    """A tensor of the whole graph of which this worker holds its rows. See [Note: what is where].
+
+    Attributes:
+        rows: Which rows these are.
+        axis: The axis of the rows.
+        edges: Of an ``edge_index``: the distributed edges that it stands for.
+        make: Finds this worker's rows, where nothing has asked for them yet. Collective.
+        origin: The tensor that it is a copy of, and its version. See [Note: copies for views].
+    """
+
+    rows: Rows
+    axis: int
+    edges: Any
+    make: Callable[[], Tensor] | None
+    origin: tuple[Tensor, int] | None
+    _local: Tensor
+
+    @staticmethod
+    def __new__(cls, local: Tensor, rows: Rows, axis: int) -> NodeTensor:
+        shape = list(local.shape)
+        shape[axis] = rows.total
+        # Strides are those of a contiguous tensor: autograd looks at them to choose operators, and
+        # the order of a worker's own rows in memory may be another one than on the next worker.
+        out: NodeTensor = Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=False,
+        )
+        out._local, out.rows, out.axis, out.edges, out.make = local, rows, axis, None, None
+        out.origin = None
+        return out
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    @property
+    def local(self) -> Tensor:
+        """This worker's rows, a plain tensor."""
+        if self.make is not None:
+            with torch.inference_mode(False), torch.no_grad():
+                self._local = self.make()
+            self.make = None
+        return self._local
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = METHODS.get(func)
+        if found is not None:
+            return found(func, args, kwargs or {})
+        if isinstance((kwargs or {}).get("out"), Tensor):
+            return _into_out(func, args, dict(kwargs))
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func._schema.name.rpartition("::")[2]
+        found = RULES.get(name)
+        if found is None:
+            found = RULES["pointwise"] if torch.Tag.pointwise in func.tags else refused
+        if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
+            found = refused
+        kwargs = kwargs or {}
+        _check_copies(func, args, kwargs)
+        out = found(func, args, kwargs)
+        return _viewed(func, args, kwargs, out) if func.is_view else out
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        return repr(whole(self, "print()"))
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return whole(self, "pickling").__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        copy = self.detach().clone()
+        if self.is_leaf and self.requires_grad:
+            copy.requires_grad_()
+        memo[id(self)] = copy
+        return copy
+
+    def __iter__(self) -> Any:
+        return iter(self.unbind(0)) if self.axis else (self[k] for k in range(len(self)))
+
+    def __format__(self, spec: str) -> str:
+        return format(whole(self, "print()"), spec)
+
+
+class RowCopy(Tensor):
+    """A plain copy where torch gives a view. See [Note: copies for views]."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        name = getattr(func, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__")
+        if args and isinstance(args[0], cls) and (writes or name in _IN_PLACE):
+            raise DistributedIndexError(
+                f"'{name}' would write into a copy of rows, not into the node tensor that they are "
+                "of: assign to it, x[3] = x[3] + 1, say"
+            )
+        plain = lambda t: t.as_subclass(Tensor) if isinstance(t, cls) else t  # noqa: E731
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*mapped(plain, args), **mapped(plain, kwargs or {}))
+            copies = [t for t in tensors_in(args) if isinstance(t, cls)]
+            views = isinstance(out, Tensor) and any(_shares(out, t) for t in copies)
+        return out.as_subclass(cls) if views else out
+
+
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in (
+        *("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor"),
+        *("ilshift", "irshift", "setitem"),
+    )
+)
+
+
+def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
+    """Calls a function with ``out=``, a tensor of the result's shape and dtype."""
+    out: Tensor = kwargs.pop("out")
+    found = func(*args, **kwargs)
+    if not isinstance(found, Tensor) or found.shape != out.shape or found.dtype != out.dtype:
+        what = list(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise refusal(func, f"gives {what}, which 'out' doesn't fit: assign it", *args, out)
+    return out.copy_(found)
+
+
+def _check_copies(func: Any, args: Any, kwargs: Any) -> None:
+    """Raises where a copy, or what it is a copy of, is written. See [Note: copies for views]."""
+    writes = func._schema.is_mutable
+    for tensor in node_tensors(args, kwargs):
+        if tensor.origin is None:
+            continue
+        if writes and tensor is args[0]:
+            raise refusal(
+                func,
+                "would write into a copy of rows, not into the tensor that they are of",
+                tensor,
+            )
+        source, version = tensor.origin
+        if version_of(source) != version:
+            raise refusal(func, "takes rows of a tensor that was written since", tensor)
+
+
+def _viewed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
+    """Returns what a view operator gives, with its origin where it is a copy."""
+    if isinstance(out, list | tuple):
+        return type(out)(_viewed(func, args, kwargs, part) for part in out)
+    if not isinstance(out, NodeTensor):
+        return out.as_subclass(RowCopy) if isinstance(out, Tensor) else out
+    source = args[0]
+    if out.make is None and source.make is None and _shares(out.local, source.local):
+        return return_and_correct_aliasing(func, args, kwargs, out)
+    if source.edges is None:
+        out.origin = source.origin or (source, version_of(source))
+    return out
+
+
+def _shares(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors lie in the same memory."""
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+def name_of(func: Any) -> str:
+    """Returns an operator's name for messages: ``aten.sort``."""
+    return str(func._schema.name).replace("::", ".") if hasattr(func, "_schema") else func.__name__
+
+
+def refusal(func: Any, why: str, *tensors: Any) -> DistributedIndexError:
+    """Returns an error that names an operator, the shapes of what it got, and why."""
+    shapes = ", ".join(str(list(t.shape)) for t in tensors if isinstance(t, Tensor))
+    rank = next((t.rows.comm.rank for t in tensors if isinstance(t, NodeTensor)), "?")
+    call = pyg_call()
+    return DistributedIndexError(
+        f"{f'{call!r}: ' if call else ''}'{name_of(func)}' of node tensors (shapes {shapes}; rank "
+        f"{rank}) {why}"
+    )
+
+
+@rule("refused")
+def refused(func: Any, args: Any, kwargs: Any) -> Any:
+    """Raises: there is no rule."""
+    why = (
+        "has no rule that would give the whole graph's numbers. Take it of what is the same on all "
+        "workers: x.numpy(), x.tolist() and torch.from_numpy(x.numpy()) have all rows"
+    )
+    raise refusal(func, why, *tensors_in(args, kwargs))
+
+
+def tensors_in(*values: Any) -> list[Tensor]:
+    """Returns all tensors in nested lists, tuples and dicts."""
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, list | tuple):
+            found += tensors_in(*value)
+        elif isinstance(value, dict):
+            found += tensors_in(*value.values())
+    return found
+
+
+def node_tensors(*values: Any) -> list[NodeTensor]:
+    """Returns all node tensors in nested lists, tuples and dicts."""
+    return [t for t in tensors_in(*values) if isinstance(t, NodeTensor)]
+
+
+def mapped(change: Callable[[Any], Any], value: Any) -> Any:
+    """Returns nested lists, tuples and dicts with each tensor changed."""
+    if isinstance(value, Tensor):
+        return change(value)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(mapped(change, v) for v in value))
+    if isinstance(value, list | tuple):
+        return type(value)([mapped(change, v) for v in value])
+    if isinstance(value, dict):
+        return {key: mapped(change, v) for key, v in value.items()}
+    return value
+
+
+def whole(value: Any, what: str) -> Any:
+    """Returns a node tensor with all rows, as a plain tensor; anything else as it is. Collective.
+
+    Without its gradient.
+    """
+    if not isinstance(value, NodeTensor):
+        return value
+    with torch.no_grad():
+        return value.rows.whole(value.local, value.axis, what)
+
+
+def by_gathering(func: Any, args: Any, kwargs: Any) -> Any:
+    """The rule of what needs all rows in one place: they are gathered, on every worker."""
+    what = f"'{name_of(func)}'"
+    take = lambda t: whole(t, what)  # noqa: E731
+    return func(*mapped(take, args), **mapped(take, kwargs))
+
+
+def into_plain(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes node tensors into a plain tensor, which all workers hold: they are gathered."""
+    by_gathering(func, args, kwargs)
+    return args[0]
+
+
+# Functions that leave torch ###################################################
+
+
+@method(Tensor.numpy, Tensor.tolist, Tensor.__array__)
+def _leaves(func: Any, args: Any, kwargs: Any) -> Any:
+    name = f"Tensor.{func.__name__}()"
+    if args[0].requires_grad and func is not Tensor.tolist:
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+        )
+    out = func(whole(args[0], name), *args[1:], **kwargs)
+    if func is not Tensor.tolist:
+        out.flags.writeable = False  # In one process it would be written into the tensor, too.
+    return out
+
+
+@method(Tensor.__getitem__)
+def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
+    """One row is a plain tensor: autograd can't take it for a view."""
+    source, key = args
+    first = key[0] if isinstance(key, tuple) and key else key
+    if isinstance(source, NodeTensor) and source.axis == 0 and _is_number(first):
+        if not -source.size(0) <= first < source.size(0):
+            raise IndexError(
+                f"index {first} is out of bounds for dimension 0 with size {source.size(0)}"
+            )
+        row = source[first % source.size(0) :][:1]
+        row = row.any(0) if source.dtype == torch.bool else row.sum(0, dtype=source.dtype)
+        row = row.as_subclass(RowCopy)
+        return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args)
+
+
+@method(Tensor.__setitem__)
+def _setitem(func: Any, args: Any, kwargs: Any) -> None:
+    """Rows that torch would write through a view are written by their ids."""
+    target, key, value = args
+    first = key[0] if isinstance(key, tuple) and key else key
+    rest = key[1:] if isinstance(key, tuple) else ()
+    runs = isinstance(first, slice) and first != slice(None)
+    if isinstance(target, NodeTensor) and target.axis == 0 and (runs or _is_number(first)):
+        ids = torch.arange(target.size(0), device=target.device)[first]
+        if not runs:
+            ids = ids.view(1)
+            if isinstance(value, Tensor) and value.dim():
+                value = value.unsqueeze(0)
+        if any(not isinstance(part, slice) or part != slice(None) for part in rest):
+            raise DistributedIndexError(
+                f"x[rows, columns] = values with runs of rows and of columns is not supported for "
+                f"node tensors (shape {list(target.shape)}, rank {target.rows.comm.rank}): write "
+                "whole rows, or by a mask of rows"
+            )
+        key = ids
+    with torch._C.DisableTorchFunctionSubclass():
+        func(target, key, value)
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, int) and not isinstance(key, bool)
+
+
+@method(F.one_hot)
+def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each row's, with as many classes as the whole tensor has."""
+    values = args[0]
+    given = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if values.dtype != torch.long or not values.numel():
+        return func(whole(values, "one_hot()"), *args[1:], **kwargs)
+    low, high = int(values.min()), int(values.max())
+    if low < 0:
+        raise RuntimeError("Class values must be non-negative.")
+    if given != -1 and high >= given:
+        raise RuntimeError("Class values must be smaller than num_classes.")
+    classes = torch.arange(high + 1 if given == -1 else given, device=values.device)
+    return (values.unsqueeze(-1) == classes).long()

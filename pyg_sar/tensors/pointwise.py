@@ -1,0 +1,170 @@
+"""Rules of operators that work on each element, or make tensors like others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from pyg_sar.tensors.node_tensor import (
+    NodeTensor,
+    by_gathering,
+    into_plain,
+    mapped,
+    node_tensors,
+    refusal,
+    rule,
+    tensors_in,
+)
+from pyg_sar.tensors.operands import arguments, beside, one_row, place, wrap
+from pyg_sar.tensors.rows import Rows
+
+
+def _writes(func: Any) -> bool:
+    """Returns whether an operator writes into its first argument."""
+    first = func._schema.arguments[0]
+    return first.alias_info is not None and first.alias_info.is_write
+
+
+@rule(
+    "pointwise",
+    *("_prelu_kernel", "_prelu_kernel_backward", "complex", "copy_", "copysign", "fill", "fill_"),
+    *("floor_divide", "floor_divide_", "log_sigmoid_forward", "log_sigmoid_backward"),
+    *("masked_fill", "masked_fill_", "polar", "where", "zero_", "nan_to_num", "nan_to_num_"),
+    *("view_as_real_copy", "view_as_complex_copy", "mse_loss_backward_elementwise"),
+    *("native_dropout_backward", "positive"),
+    *("_conj", "_neg_view", "resolve_conj", "resolve_neg", "real", "imag"),
+    *("elu_backward", "leaky_relu_backward", "rrelu_with_noise_backward"),
+    *("hardtanh_backward", "threshold_backward", "softplus_backward", "silu_backward"),
+    *("gelu_backward", "hardswish_backward", "hardsigmoid_backward", "softshrink_backward"),
+    *("isnan", "isinf", "isneginf", "isposinf", "isfinite", "native_dropout_backward", "to"),
+)
+def by_element(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each element of the result is made of one element of each operand, broadcast."""
+    operands = tensors_in(args, kwargs)
+    if "out" in kwargs and kwargs["out"] is not None:
+        raise refusal(func, "with out=... is not supported: assign the result", *operands)
+    writes = _writes(func)
+    if writes and not isinstance(args[0], NodeTensor):
+        return into_plain(func, args, kwargs)
+    if one_row(operands):
+        return by_gathering(func, args, kwargs)
+    rows, axis = place(operands)
+    if writes:
+        if args[0].rows is not rows and not args[0].rows.same(rows):
+            rows = args[0].rows
+        args[0].edges = None
+    take = lambda t: beside(func, t, rows, axis, operands)  # noqa: E731
+    out = func(*mapped(take, args), **mapped(take, kwargs))
+    if writes:
+        return args[0]
+    found = mapped(lambda t: wrap(t, rows, t.dim() + axis), out)
+    return found
+
+
+@rule("clone", "_to_copy", "detach", "alias", "lift_fresh", "contiguous")
+def _copy(func: Any, args: Any, kwargs: Any) -> Any:
+    """The same values: an ``edge_index`` goes on standing for its edges."""
+    source = args[0]
+    if source.edges is None or kwargs.get("dtype", torch.long) != torch.long:
+        return by_element(func, args, kwargs)
+    out = wrap(source._local, source.rows, source.axis)
+    out.edges, out.make = source.edges, lambda: func(source.local, **kwargs)
+    return out
+
+
+@rule("view_as_real", "view_as_complex")
+def _complex_view(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    return wrap(func(source.local), source.rows, source.axis)
+
+
+# Tensors like others ##########################################################
+
+
+@rule("zeros_like", "ones_like", "full_like", "empty_like")
+def _like(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    return wrap(func(source.local, *args[1:], **kwargs), source.rows, source.axis)
+
+
+def known_rows(source: NodeTensor, total: int) -> Rows | None:
+    """Returns the layout with as many rows among a tensor's own and those it was selected from."""
+    rows: Rows | None = source.rows
+    while rows is not None and rows.total != total:
+        rows = rows.parent
+    return rows
+
+
+@rule("new_zeros", "new_ones", "new_full", "new_empty", "new_empty_strided")
+def _new(func: Any, args: Any, kwargs: Any) -> Any:
+    """A new tensor of as many rows lies as this one, any other on all workers."""
+    source, size = args[0], list(args[1])
+    axis = source.axis if source.axis < len(size) else 0
+    rows = known_rows(source, size[axis]) if size else None
+    if rows is None and size:
+        axis = 0
+        rows = known_rows(source, size[0])
+    if rows is None:
+        return func(source.local, *args[1:], **kwargs)
+    size[axis] = rows.count
+    if func._schema.name.endswith("strided"):
+        return wrap(source.local.new_empty(size, **kwargs), rows, axis)
+    return wrap(func(source.local, size, *args[2:], **kwargs), rows, axis)
+
+
+# Random numbers ###############################################################
+
+
+@rule(
+    *("bernoulli_", "uniform_", "normal_", "exponential_", "random_", "cauchy_", "log_normal_"),
+    *("geometric_",),
+)
+def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
+    """Every worker draws what one process would draw, and keeps its rows."""
+    target, *rest = args
+    if isinstance(target, NodeTensor) and not target.rows.agree(target.local.is_contiguous()):
+        why = "on a transposed tensor would draw in another order: take x.contiguous() before"
+        raise refusal(func, why, target)
+    if node_tensors(rest, kwargs):
+        if not isinstance(target, NodeTensor):
+            return into_plain(func, args, kwargs)
+        drawn = torch.empty(target.shape, dtype=target.dtype, device=target.device)
+        by_gathering(func, (drawn, *rest), kwargs)
+    else:
+        drawn = func(
+            torch.empty(target.shape, dtype=target.dtype, device=target.device), *rest, **kwargs
+        )
+    target.local.copy_(target.rows.cut(drawn, target.axis))
+    return target
+
+
+@rule("rand_like", "randn_like", "randint_like")
+def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
+    source, *rest = args
+    like = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+    drawn = func(like, *rest, **kwargs)
+    return wrap(source.rows.cut(drawn, source.axis), source.rows, source.axis)
+
+
+@rule("bernoulli", "multinomial", "poisson", "normal", "binomial")
+def _draw(func: Any, args: Any, kwargs: Any) -> Any:
+    """Drawn with the probabilities of all rows, which are gathered."""
+    drawn = by_gathering(func, args, kwargs)
+    rows, axis = place(node_tensors(args, kwargs))
+    if drawn.dim() >= -axis and drawn.size(axis) == rows.total:
+        return wrap(rows.cut(drawn, axis), rows, drawn.dim() + axis)
+    return drawn
+
+
+@rule("native_dropout")
+def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    source, p = given["input"], given["p"]
+    if not given["train"]:
+        return source.clone(), torch.ones_like(source, dtype=torch.bool)
+    drawn = torch.empty(source.shape, dtype=source.dtype, device=source.device)
+    mask = source.rows.cut(drawn.bernoulli_(1 - p), source.axis)
+    scale = 0.0 if p == 1 else 1 / (1 - p)
+    kept = wrap(mask.bool(), source.rows, source.axis)
+    return wrap(source.local * mask * scale, source.rows, source.axis), kept

@@ -1,0 +1,121 @@
+"""Rules of matrix products: over the rows they are sums over workers."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_sar.tensors.node_tensor import (
+    NodeTensor,
+    by_gathering,
+    method,
+    node_tensors,
+    refusal,
+    rule,
+    whole,
+)
+from pyg_sar.tensors.operands import arguments, beside, check_pairs, own, summed, wrap
+
+
+def _product(func: Any, left: Tensor, right: Tensor) -> Any:
+    """Returns the product of matrices, batches of matrices, or a matrix and a vector."""
+    # Axes of the left: [batch,] rows, inner. Of the right: [batch,] inner [, columns].
+    names = {
+        "mm": ("ri", "ic"), "bmm": ("bri", "bic"), "mv": ("ri", "i"), "dot": ("i", "i"),
+        "vdot": ("i", "i"),
+    }[func._schema.name.rpartition("::")[2]]  # fmt: skip
+    held = [
+        (name[t.axis], t)
+        for name, t in zip(names, (left, right), strict=True)
+        if isinstance(t, NodeTensor)
+    ]
+    if len({axis for axis, _ in held}) > 1:
+        # Rows of the left one by columns of the right one, say.
+        check_pairs(func, held[0][1].rows, held[1][1].rows.total, left, right)
+        right = whole(right, f"'{func._schema.name}'")
+        held = held[:1]
+    axis = held[0][0]
+    rows = held[0][1].rows
+    parts = []
+    for name, tensor in zip(names, (left, right), strict=True):
+        here = axis in name
+        parts.append(own(tensor, rows, name.index(axis)) if here else tensor)
+    for tensor, name in zip((left, right), names, strict=True):
+        if axis in name and tensor.size(name.index(axis)) != rows.total:
+            raise RuntimeError(
+                f"{func._schema.name}: shapes {list(left.shape)} and {list(right.shape)} don't fit"
+            )
+    out = func(*parts)
+    if axis == "i":
+        return summed(out, rows)
+    result = "brc"[-out.dim() :] if out.dim() > 1 else "r"
+    return wrap(out, rows, result.index(axis))
+
+
+@rule("mm", "bmm", "mv", "dot", "vdot")
+def _mm(func: Any, args: Any, kwargs: Any) -> Any:
+    return _product(func, *args)
+
+
+@rule("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation")
+def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
+    """A product and what is added to it."""
+    given = arguments(func, args, kwargs)
+    names = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}
+    name = func._schema.name.rpartition("::")[2]
+    if name not in names:
+        raise refusal(func, "is not supported", *node_tensors(args))
+    added = given["self"]
+    left, right = (given[part] for part in names[name])
+    plain = [t for t in (left, right) if isinstance(t, NodeTensor)]
+    if not plain:
+        return by_gathering(func, args, kwargs)
+    single = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}[name]
+    # Rows stay whole: one call, whose rounding is that of one process.
+    rows = plain[0].rows
+    rowwise = name == "addmm" and isinstance(left, NodeTensor) and left.axis == 0
+    if rowwise and not isinstance(right, NodeTensor):
+        beside_rows = beside(func, added, rows, -2, [added, left])
+        return wrap(
+            func(beside_rows, left.local, right, beta=given["beta"], alpha=given["alpha"]),
+            rows,
+            0,
+        )
+    packet = getattr(torch.ops.aten, single).default
+    product = _product(packet, left, right)
+    return product * given["alpha"] + added * given["beta"]
+
+
+@method(F.bilinear, torch.bilinear)
+def _bilinear(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Each row of two tensors with the matrices of a weight ``[out, in1, in2]``."""
+    given = dict(zip(("input1", "input2", "weight", "bias"), args, strict=False)) | kwargs
+    tensors = given["input1"], given["weight"], given["input2"]
+    out = torch.einsum("...i,oij,...j->...o", *tensors)
+    bias = given.get("bias")
+    return out if bias is None else out + bias
+
+
+@rule("embedding")
+def _embedding(func: Any, args: Any, kwargs: Any) -> Any:
+    """Rows of a table, which all workers hold, by ids that belong to rows."""
+    table, index, *rest = args
+    if not isinstance(index, NodeTensor):
+        return table.index_select(0, index.reshape(-1)).view(*index.shape, *table.shape[1:])
+    return wrap(
+        func(whole(table, "embedding()"), index.local, *rest, **kwargs), index.rows, index.axis
+    )
+
+
+@rule("embedding_dense_backward")
+def _embedding_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, index, count, padding, by_frequency = args
+    first = next(iter(node_tensors(index, gradient)))
+    if by_frequency:
+        return by_gathering(func, args, kwargs)
+    axis = first.axis
+    out = func(own(gradient, first.rows, axis), own(index, first.rows, axis), count, padding, False)
+    return summed(out, first.rows)

@@ -1,0 +1,355 @@
+"""Rules of reductions, and of what works along axes."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.tensors.node_tensor import (
+    NodeTensor,
+    by_gathering,
+    node_tensors,
+    refusal,
+    rule,
+    whole,
+)
+from pyg_sar.tensors.operands import arguments, beside, called, extreme, own, summed, wrap
+from pyg_sar.tensors.pointwise import by_element
+
+
+def _dims(source: Tensor, dim: Any) -> list[int]:
+    """Returns the axes that a reduction is over, none given being all."""
+    if dim is None or (isinstance(dim, list | tuple) and not dim):
+        return list(range(source.dim()))
+    return [d % source.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def _kept_axis(source: NodeTensor, dims: list[int], keepdim: bool) -> int:
+    """Returns the axis of the rows after a reduction along others."""
+    return source.axis - (0 if keepdim else sum(d < source.axis for d in dims))
+
+
+def _wrapped(out: Any, source: NodeTensor, axis: int) -> Any:
+    """Returns one or several results as node tensors."""
+    if isinstance(out, Tensor):
+        return wrap(out, source.rows, axis)
+    return tuple(wrap(part, source.rows, axis) for part in out)
+
+
+def reduction(*names: str) -> Any:
+    """Registers how results of workers' rows are made into one of all."""
+
+    def register(combine: Any) -> Any:
+        @rule(*names)
+        def reduce(func: Any, args: Any, kwargs: Any) -> Any:
+            given = arguments(func, args, kwargs)
+            source = given["self"]
+            if "other" in given:
+                return by_element(func, args, kwargs)
+            dims = _dims(source, given.get("dim"))
+            keepdim = bool(given.get("keepdim", False))
+            if source.axis not in dims:
+                out = called(func, given, self=source.local)
+                return _wrapped(out, source, _kept_axis(source, dims, keepdim))
+            return combine(func, given, source, dims, keepdim)
+
+        return combine
+
+    return register
+
+
+@reduction("sum", "nansum", "count_nonzero")
+def _sum(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    return summed(called(func, given, self=source.local), source.rows)
+
+
+@reduction("mean")
+def _mean(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    count = math.prod(source.size(d) for d in dims)
+    total = source.local.sum(dims, keepdim, dtype=given.get("dtype"))
+    total = summed(total, source.rows)
+    return total / count if count else total * float("nan")
+
+
+def _identity(dtype: torch.dtype, op: str) -> float | int | bool:
+    if dtype == torch.bool:
+        return op == "min"
+    if dtype.is_floating_point:
+        return float("inf") if op == "min" else float("-inf")
+    info = torch.iinfo(dtype)
+    return info.max if op == "min" else info.min
+
+
+def _largest(local: Tensor, dims: list[int], keepdim: bool, op: str) -> Tensor:
+    """Returns extremes along axes; where there is nothing, what changes no extreme."""
+    if all(local.shape):
+        return getattr(local, f"a{op}")(dims, keepdim)
+    shape = [1 if d in dims else n for d, n in enumerate(local.shape)]
+    out = local.new_full(shape, _identity(local.dtype, op))
+    return out if keepdim else out.reshape([n for d, n in enumerate(shape) if d not in dims])
+
+
+def _extreme(op: str, func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Any:
+    if not source.numel():
+        raise RuntimeError(
+            f"a{op}(): Expected reduction dim to be specified for input.numel() == 0"
+        )
+    if "dim" in given and isinstance(given["dim"], int):  # With indices: the first of the largest.
+        return by_gathering(func, (source, given["dim"], keepdim), {})
+    return extreme(_largest(source.local, dims, keepdim, op), source.rows, op)
+
+
+@reduction("max", "amax")
+def _max(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Any:
+    return _extreme("max", func, given, source, dims, keepdim)
+
+
+@reduction("min", "amin")
+def _min(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Any:
+    return _extreme("min", func, given, source, dims, keepdim)
+
+
+@reduction("all")
+def _all(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    return extreme(called(func, given, self=source.local), source.rows, "min")
+
+
+@reduction("any")
+def _any(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    return extreme(called(func, given, self=source.local), source.rows, "max")
+
+
+@reduction("prod")
+def _prod(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    local = called(func, given, self=source.local)
+    everyone = source.rows.comm.all_gather(local, label=("", "", "node tensors"))
+    return torch.stack(everyone).prod(0)
+
+
+@reduction("logsumexp")
+def _logsumexp(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    top = extreme(_largest(source.local, dims, True, "max"), source.rows, "max")
+    top = torch.where(top.isinf(), 0, top)
+    total = summed((source.local - top).exp().sum(dims, True), source.rows)
+    out = total.log() + top
+    return out if keepdim else out.squeeze(dims)
+
+
+@reduction("linalg_vector_norm", "norm")
+def _norm(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    order = given.get("ord", given.get("p", 2))
+    order = 2 if order is None else float(order)
+    kind = given.get("dtype")
+    local = source.local.abs() if kind is None else source.local.to(kind).abs()
+    if math.isinf(order):
+        op = "max" if order > 0 else "min"
+        return extreme(_largest(local, dims, keepdim, op), source.rows, op)
+    if order == 0:
+        return summed((local != 0).to(local.dtype).sum(dims, keepdim), source.rows)
+    total = summed(local.pow(order).sum(dims, keepdim), source.rows)
+    return total.sqrt() if order == 2 else total.pow(1 / order)
+
+
+def _moments(
+    source: NodeTensor, dims: Any, keepdim: bool, correction: Any
+) -> tuple[Tensor, Tensor]:
+    count = math.prod(source.size(d) for d in dims)
+    mean = summed(source.local.sum(dims, True), source.rows) / count
+    squares = summed((source.local - mean).square().sum(dims, True), source.rows)
+    left = count - (1 if correction is None else correction)
+    var = squares / left if left > 0 else squares * float("nan")
+    return (var, mean) if keepdim else (var.squeeze(dims), mean.squeeze(dims))
+
+
+@reduction("var")
+def _var(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    return _moments(source, dims, keepdim, given.get("correction", int(given.get("unbiased", 1))))[
+        0
+    ]
+
+
+@reduction("std")
+def _std(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    return _var(func, given, source, dims, keepdim).sqrt()
+
+
+# Along an axis ################################################################
+
+
+@rule(
+    *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort"),
+    *("topk", "argsort", "argmax", "argmin", "cummax", "cummin", "kthvalue", "median", "mode"),
+    *("flip", "roll", "aminmax", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
+    *("trace", "tril", "triu"),
+)
+def _along(func: Any, args: Any, kwargs: Any) -> Any:
+    """Along an axis of each row; along the rows, and without an axis, they are gathered."""
+    given = arguments(func, args, kwargs)
+    source = given["self"] if "self" in given else given["input"]
+    dim = given.get("dim", given.get("dims"))
+    dims = _dims(source, dim)
+    if func._schema.name == "aten::flip" and source.edges is not None and dims == [0]:
+        turned = wrap(source._local, source.rows, 1)
+        turned.edges = source.edges.changed(lambda edges: edges.flip(0))
+        turned.make = lambda: source.local.flip(0)
+        return turned
+    if dim is None or source.axis in dims or not isinstance(source, NodeTensor):
+        return by_gathering(func, args, kwargs)
+    name = "self" if "self" in given else "input"
+    out = called(func, given, **{name: source.local})
+    parts = out if isinstance(out, tuple | list) else (out,)
+    keeps = all(part.dim() == source.dim() for part in parts)
+    axis = source.axis if keeps else _kept_axis(source, dims, False)
+    return _wrapped(out, source, axis)
+
+
+@rule("_softmax_backward_data", "_log_softmax_backward_data")
+def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, output, dim, kind = args
+    first = next(iter(node_tensors(gradient, output)))
+    if dim % first.dim() == first.axis:
+        return by_gathering(func, args, kwargs)
+    rows, axis = first.rows, first.axis
+    return wrap(func(own(gradient, rows, axis), own(output, rows, axis), dim, kind), rows, axis)
+
+
+@rule("glu_backward", "logcumsumexp_backward")
+def _unsupported(func: Any, args: Any, kwargs: Any) -> Any:
+    raise refusal(func, "is not supported", *node_tensors(args, kwargs))
+
+
+@rule(
+    *("_unique2", "unique_consecutive", "bincount", "histc", "nonzero", "searchsorted", "isin"),
+    *("bucketize", "unique_dim", "quantile", "_local_scalar_dense", "is_nonzero", "histogram"),
+    *("trapezoid", "take", "_sparse_coo_tensor_unsafe", "nonzero_static", "_linalg_svd"),
+    *("linalg_qr", "_linalg_eigh", "_cdist_forward", "_cdist_backward"),
+)
+def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
+    """What needs all rows at once; the result is the same on all workers."""
+    return by_gathering(func, args, kwargs)
+
+
+@rule("equal")
+def _equal(func: Any, args: Any, kwargs: Any) -> bool:
+    left, right = args
+    if left.shape != right.shape:
+        return False
+    return bool((left == right).all())
+
+
+@rule("is_same_size")
+def _same_size(func: Any, args: Any, kwargs: Any) -> bool:
+    return bool(args[0].shape == args[1].shape)
+
+
+# Norms of each row ############################################################
+
+
+@rule("native_layer_norm")
+def _layer_norm(func: Any, args: Any, kwargs: Any) -> Any:
+    source, shape, weight, bias, eps = args
+    axes = source.dim() - len(shape)
+    if not isinstance(source, NodeTensor) or source.axis >= axes or node_tensors(weight, bias):
+        return by_gathering(func, args, kwargs)
+    found = func(source.local, shape, weight, bias, eps)
+    return tuple(wrap(t, source.rows, source.axis) for t in found)
+
+
+@rule("native_layer_norm_backward")
+def _layer_norm_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, source, shape, mean, rstd, weight, bias, mask = args
+    first = next(iter(node_tensors(source, gradient)), None)
+    if first is None or first.axis >= first.dim() - len(shape):
+        return by_gathering(func, args, kwargs)
+    rows, axis = first.rows, first.axis
+    out = func(
+        *(own(gradient, rows, axis), own(source, rows, axis), shape),
+        *(own(mean, rows, axis), own(rstd, rows, axis), weight, bias, mask),
+    )
+    inner, *parameters = out
+    inner = None if inner is None else wrap(inner, rows, axis)
+    return (inner, *(None if p is None else summed(p, rows) for p in parameters))
+
+
+# Losses #######################################################################
+
+
+@rule(
+    *("mse_loss", "binary_cross_entropy", "smooth_l1_loss", "huber_loss", "soft_margin_loss"),
+    *("l1_loss", "binary_cross_entropy_with_logits"),
+)
+def _loss(func: Any, args: Any, kwargs: Any) -> Any:
+    """Losses of each element, whose ``reduction`` is over all rows."""
+    given = arguments(func, args, kwargs)
+    how, tensors = given["reduction"], [given["self"], given["target"]]
+    first = next(iter(node_tensors(tensors)))
+    rows, axis = first.rows, first.axis
+    if given["self"].shape != given["target"].shape:
+        raise refusal(func, "needs input and target of one shape", *tensors)
+    left, right = (own(t, rows, axis) for t in tensors)
+    changed = {"self": left, "target": right, "reduction": 0}
+    for name in ("weight", "pos_weight"):
+        if isinstance(given.get(name), Tensor):
+            changed[name] = beside(func, given[name], rows, axis - first.dim(), tensors)
+    each = called(func, given, **changed)
+    if how == 0:
+        return wrap(each, rows, axis)
+    total = summed(each.sum(), rows)
+    return total / first.numel() if how == 1 else total
+
+
+@rule(
+    *("mse_loss_backward", "binary_cross_entropy_backward", "smooth_l1_loss_backward"),
+    *("huber_loss_backward", "soft_margin_loss_backward"),
+)
+def _loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    tensors = [given["self"], given["target"]]
+    first = next(iter(node_tensors(tensors, given["grad_output"])))
+    rows, axis = first.rows, first.axis
+    gradient, how = given["grad_output"], given["reduction"]
+    if gradient.dim():
+        gradient = own(gradient, rows, axis)
+    left, right = (own(t, rows, axis) for t in tensors)
+    changed = {"grad_output": gradient, "self": left, "target": right, "reduction": how}
+    if isinstance(given.get("weight"), Tensor):
+        changed["weight"] = beside(func, given["weight"], rows, axis - first.dim(), tensors)
+    if how == 1:
+        changed["reduction"] = 2  # Below, the mean is over all rows, not over those here.
+        changed["grad_output"] = gradient / first.numel()
+    return wrap(called(func, given, **changed), rows, axis)
+
+
+@rule("nll_loss_forward")
+def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
+    scores, target, weight, how, ignored = args
+    first = next(iter(node_tensors(scores, target)))
+    rows = first.rows
+    if scores.dim() != 2 or (isinstance(scores, NodeTensor) and scores.axis != 0):
+        return by_gathering(func, args, kwargs)
+    scores, target = own(scores, rows, 0), own(target, rows, 0)
+    weight = whole(weight, "nll_loss")
+    if how == 0:
+        each, none = func(scores, target, weight, 0, ignored)
+        return wrap(each, rows, 0), none
+    total, weights = func(scores, target, weight, 2, ignored)
+    facts = summed(torch.stack([total.reshape(()), weights.reshape(())]), rows)
+    total, weights = facts.unbind()
+    return total / weights if how == 1 else total, weights
+
+
+@rule("nll_loss_backward")
+def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, scores, target, weight, how, ignored, total = args
+    first = next(iter(node_tensors(scores, target, gradient)))
+    rows = first.rows
+    if scores.dim() != 2:
+        return by_gathering(func, args, kwargs)
+    if gradient.dim():
+        gradient = own(gradient, rows, 0)
+    scores, target = own(scores, rows, 0), own(target, rows, 0)
+    out = func(gradient, scores, target, whole(weight, "nll_loss"), how, ignored, total)
+    return wrap(out, rows, 0)

@@ -1,0 +1,411 @@
+"""``Rows``: which rows of a tensor that all workers share lie where, and their exchange.
+
+[Note: same rows] Whether two tensors have their rows in the same places is asked by all workers
+together, and answered for all of them: on one worker two different selections may hold the same
+rows (none, say). Answers are kept, as are selections by the same mask or the same ids.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.ledger import Label
+from pyg_sar.space.distributed_index import version_of
+
+GATHER_LIMIT = 1 << 31
+"""Bytes that a worker gathers of one tensor, for ``.numpy()``, say."""
+
+_LABEL: Label = ("", "", "node tensors")
+_PIECE = 1 << 24  # bytes of rows on their way at a time
+_LONG = 1 << 28  # bytes from which on progress is shown
+_KEPT = 16  # answers, selections and plans remembered by a layout
+
+
+def all_to_all(parts: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
+    """Sends a tensor to each worker, and returns those that each worker sent here.
+
+    Args:
+        parts: ``[k_q, *]`` for each worker q, alike but for their first axis.
+        comm: The workers.
+    """
+    counts = torch.tensor([part.size(0) for part in parts], device=comm.device)
+    theirs = [int(c[comm.rank]) for c in comm.all_gather(counts, label=_LABEL)]
+    got = [parts[0].new_empty(n, *parts[0].shape[1:]) for n in theirs]
+    got[comm.rank] = parts[comm.rank]
+    others = [rank != comm.rank for rank in range(comm.world_size)]
+    sends = [
+        p.contiguous() if away and p.numel() else None
+        for p, away in zip(parts, others, strict=True)
+    ]
+    receives = [t if away and t.numel() else None for t, away in zip(got, others, strict=True)]
+    comm.exchange_all(sends, receives, label=_LABEL).wait()
+    return got
+
+
+class Fetch:
+    """A plan by which each worker gets rows that it names from their owners.
+
+    Args:
+        owner: The worker of each row wanted here, ``[K]``.
+        place: The row's number there, ``[K]``.
+        num_local: Rows that this worker holds.
+        comm: The workers.
+    """
+
+    def __init__(self, owner: Tensor, place: Tensor, num_local: int, comm: Communicator) -> None:
+        self.comm, self.num_local = comm, num_local
+        order = owner.argsort(stable=True)
+        self._back = torch.empty_like(order)
+        self._back[order] = torch.arange(order.numel(), device=order.device)
+        self._order = order
+        counts = torch.bincount(owner, minlength=comm.world_size).tolist()
+        self._counts = counts
+        self._sends = all_to_all(list(place[order].split(counts)), comm)
+
+    def get(self, local: Tensor) -> Tensor:
+        """Returns the rows that are wanted here: ``[num_local, *]`` to ``[K, *]``."""
+        found = all_to_all([local.index_select(0, rows) for rows in self._sends], self.comm)
+        return torch.cat(found).index_select(0, self._back)
+
+    def put(self, rows: Tensor, out: Tensor, accumulate: bool) -> Tensor:
+        """Writes, or adds, rows ``[K, *]`` into those of their owners, ``out`` in place."""
+        parts = rows.index_select(0, self._order).split(self._counts)
+        for index, part in zip(self._sends, all_to_all(list(parts), self.comm), strict=True):
+            out.index_put_((index,), part, accumulate)
+        return out
+
+
+class Rows:
+    """The rows of a tensor of ``total`` rows that lie on this worker: each lies on one.
+
+    Args:
+        comm: The workers.
+        total: Rows on all of them.
+        count: Rows here.
+        ids: Their places in the whole, int64 ``[count]``, or a function that finds them: they are
+            asked for only where rows change places, are gathered, or are drawn at random.
+
+    Attributes:
+        parent: The rows that these were selected from, if so.
+        source: Their numbers among this worker's rows of the parent, ``[count]``.
+    """
+
+    def __init__(
+        self, comm: Communicator, total: int, count: int, ids: Tensor | Callable[[], Tensor]
+    ) -> None:
+        self.comm, self.total, self.count = comm, total, count
+        self._ids = ids
+        self.parent: Rows | None = None
+        self.source: Tensor | None = None
+        self._kept: OrderedDict[Any, Any] = OrderedDict()
+        self._sorted: tuple[Tensor, Tensor] | None = None
+        self._directory: Tensor | None = None
+
+    def __repr__(self) -> str:
+        return f"Rows({self.count} of {self.total} at rank {self.comm.rank})"
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Rows:
+        return self
+
+    @property
+    def ids(self) -> Tensor:
+        """Places of this worker's rows in the whole. Collective where they are not known yet."""
+        if not isinstance(self._ids, Tensor):
+            with torch.inference_mode(False):
+                self._ids = self._ids()
+        return self._ids
+
+    def keep(self, key: Any, alive: Any, make: Callable[[], Any]) -> Any:
+        """Returns what was made for ``key`` earlier, or makes it. ``alive`` keeps ids unique."""
+        if isinstance(alive, Tensor) and alive.is_inference():
+            return make()  # Nobody counts writes into it.
+        if key not in self._kept:
+            with torch.inference_mode(False):
+                self._kept[key] = (alive, make())
+            if len(self._kept) > _KEPT:
+                self._kept.popitem(last=False)
+        self._kept.move_to_end(key)
+        return self._kept[key][1]
+
+    def agree(self, mine: bool) -> bool:
+        """Returns whether all workers say yes."""
+        flag = torch.tensor([int(mine)], device=self.comm.device)
+        return bool(self.comm.all_reduce(flag, "min", label=_LABEL))
+
+    def same(self, other: Rows) -> bool:
+        """Returns whether two layouts are equal, on all workers. See [Note: same rows]."""
+        if self is other:
+            return True
+        if self.total != other.total:
+            return False
+        equal = lambda: torch.equal(self.ids, other.ids)  # noqa: E731
+        return bool(self.keep(("same", id(other)), other, lambda: self.agree(equal())))
+
+    # Other rows ##############################################################
+
+    def selected(self, local: Tensor, mask: Tensor) -> Rows:
+        """Returns the rows where a mask holds, in the order of the whole. Collective.
+
+        Args:
+            local: This worker's part of it, bool ``[count]``.
+            mask: The tensor that it is part of, by which the selection is known again.
+        """
+        key = "mask", id(mask), version_of(mask)
+        return self.keep(key, mask, lambda: self._selected(local.nonzero().view(-1)))
+
+    def _selected(self, source: Tensor) -> Rows:
+        count = torch.tensor([source.numel()], device=self.comm.device)
+        total = int(self.comm.all_reduce(count, label=_LABEL))
+
+        def ids() -> Tensor:
+            own = self.ids[source]
+            if self.comm.world_size == 1:
+                return torch.arange(total, device=own.device)
+            everyone = self.gathered_ids(own)
+            return torch.searchsorted(torch.cat(everyone).sort().values, own)
+
+        rows = Rows(self.comm, total, source.numel(), ids)
+        rows.parent, rows.source = self, source
+        return rows
+
+    def gathered_ids(self, ids: Tensor) -> list[Tensor]:
+        """Returns every worker's ids, in rank order. Collective."""
+        comm = self.comm
+        counts = [int(n) for n in comm.all_gather(torch.tensor([ids.numel()]), label=_LABEL)]
+        padded = ids.new_zeros(max([*counts, 1]))
+        padded[: ids.numel()] = ids
+        everyone = comm.all_gather(padded, label=_LABEL)
+        return [part[:n] for part, n in zip(everyone, counts, strict=True)]
+
+    def taken(self, index: Tensor) -> Rows:
+        """Returns the rows of the whole that ``index`` ``[K]``, alike on all workers, names.
+
+        Raises:
+            IndexError: When it names none of the ``total`` rows.
+        """
+        return self.keep(("ids", id(index), version_of(index)), index, lambda: self._taken(index))
+
+    def _taken(self, index: Tensor) -> Rows:
+        index = self.checked(index)
+        local = self.local(index)
+        here = (local >= 0).nonzero().view(-1)
+        rows = Rows(self.comm, index.numel(), here.numel(), here)
+        rows.parent, rows.source = self, local[here]
+        return rows
+
+    def checked(self, index: Tensor) -> Tensor:
+        """Returns ids with negative ones counted from the end."""
+        if index.numel():
+            low, high = (int(n) for n in index.aminmax())
+            if low < -self.total or high >= self.total:
+                bad = low if low < -self.total else high
+                raise IndexError(
+                    f"index {bad} is out of bounds for dimension 0 with size {self.total}"
+                )
+            if low < 0:
+                index = torch.where(index < 0, index + self.total, index)
+        return index
+
+    def checked_together(self, index: Tensor) -> Tensor:
+        """Returns ids, another list on each worker, with negative ones counted from the end.
+
+        Raises:
+            IndexError: On all workers, when one of them names none of the rows.
+        """
+        low, high = (int(n) for n in index.aminmax()) if index.numel() else (0, 0)
+        facts = torch.tensor([-low, high], device=self.comm.device)
+        low, high = self.comm.all_reduce(facts, "max", label=_LABEL).tolist()
+        if -low < -self.total or (high >= self.total and self.total + high > 0):
+            raise IndexError(
+                f"index {high if high >= self.total else -low} is out of bounds for dimension 0 "
+                f"with size {self.total}"
+            )
+        return torch.where(index < 0, index + self.total, index) if low > 0 else index
+
+    def local(self, ids: Tensor) -> Tensor:
+        """Returns this worker's numbers of rows by their places in the whole, -1 where not here."""
+        if self._sorted is None:
+            self._sorted = self.ids.sort()
+        values, order = self._sorted
+        if not values.numel():
+            return torch.full_like(ids, -1)
+        at = torch.searchsorted(values, ids).clamp_(max=values.numel() - 1)
+        return torch.where(values[at] == ids, order[at], -1)
+
+    def sliced(self, start: int, stop: int, step: int) -> Rows:
+        """Returns every ``step``-th row from ``start`` to before ``stop``."""
+        total = len(range(start, stop, step))
+
+        def make() -> Rows:
+            ids = self.ids
+            inside = (ids >= start) & (ids < stop) & ((ids - start) % step == 0)
+            source = inside.nonzero().view(-1)
+            rows = Rows(self.comm, total, source.numel(), (ids[source] - start) // step)
+            rows.parent, rows.source = self, source
+            return rows
+
+        return self.keep(("slice", start, stop, step), None, make)
+
+    def widened(self, width: int) -> Rows:
+        """Returns the rows of a tensor of which each of these became ``width``."""
+
+        def ids() -> Tensor:
+            own = self.ids
+            inner = torch.arange(width, device=own.device)
+            return (own.view(-1, 1) * width + inner).view(-1)
+
+        make = lambda: Rows(self.comm, self.total * width, self.count * width, ids)  # noqa: E731
+        rows: Rows = self.keep(("width", width), None, make)
+        rows.keep(("narrowed", width), None, lambda: self)
+        return rows
+
+    def narrowed(self, width: int) -> Rows | None:
+        """Returns the rows that :meth:`widened` made these of, if it did."""
+        found = self._kept.get(("narrowed", width))
+        return None if found is None else found[1]
+
+    def share(self, total: int) -> Rows:
+        """Returns ``total`` rows in equal runs: what replicated rows become beside these."""
+        world, rank = self.comm.world_size, self.comm.rank
+        first, last = total * rank // world, total * (rank + 1) // world
+
+        def make() -> Rows:
+            ids = torch.arange(first, last, device=self.comm.device)
+            return Rows(self.comm, total, last - first, ids)
+
+        return self.keep(("share", total), None, make)
+
+    def joined(self, others: Sequence[Rows]) -> Rows:
+        """Returns these rows followed by others."""
+        parts = (self, *others)
+        starts = list(accumulate((p.total for p in parts), initial=0))
+
+        def make() -> Rows:
+            def ids() -> Tensor:
+                return torch.cat([p.ids + s for p, s in zip(parts, starts, strict=False)])
+
+            return Rows(self.comm, starts[-1], sum(p.count for p in parts), ids)
+
+        return self.keep(("joined", *map(id, others)), others, make)
+
+    # Moving rows #############################################################
+
+    def cut(self, whole: Tensor, axis: int) -> Tensor:
+        """Returns this worker's rows of a tensor that all workers hold."""
+        if whole.stride(axis) == 0:
+            return whole.narrow(axis, 0, min(1, self.total)).expand(
+                *(self.count if d == axis % whole.dim() else n for d, n in enumerate(whole.shape))
+            )
+        return whole.index_select(axis, self.ids)
+
+    def whole(self, local: Tensor, axis: int, what: str) -> Tensor:
+        """Returns all workers' rows, on each of them, to the bit. Collective.
+
+        Args:
+            local: This worker's.
+            axis: The axis of the rows.
+            what: The operation that asks, for errors.
+
+        Raises:
+            DistributedIndexError: When they take more than :data:`GATHER_LIMIT` bytes.
+        """
+        comm = self.comm
+        row = math.prod(local.shape) // max(self.count, 1) * local.element_size()
+        if self.count == 0:
+            row = (
+                math.prod(n for d, n in enumerate(local.shape) if d != axis) * local.element_size()
+            )
+        size = row * self.total
+        if size > GATHER_LIMIT:
+            raise DistributedIndexError(
+                f"{what} needs all {self.total} rows on every worker, {size >> 20} MiB, more than "
+                f"{GATHER_LIMIT >> 20} MiB (rank {comm.rank}). Select rows or columns first"
+            )
+        if comm.world_size == 1:
+            out = torch.empty_like(local)
+            return out.index_copy_(axis, self.ids, local) if self.total else out
+        with torch.inference_mode(False):
+            moved = local.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
+            rows = _bytes(moved) if moved.numel() else None
+            ids = self.gathered_ids(self.ids)
+            out = moved.new_empty(self.total, *moved.shape[1:])
+            if out.numel():
+                width = row
+                flat = _bytes(out)
+                step = max(_PIECE // width, 1)
+                longest = max(part.numel() for part in ids)
+                first = range(0, longest, step)
+                for begin in tqdm(
+                    first, f"gathering {what}", disable=comm.rank != 0 or size < _LONG, leave=False
+                ):
+                    length = min(step, longest - begin)
+                    buffer = flat.new_zeros(length, width)
+                    if rows is not None:
+                        part = rows[begin : begin + length]
+                        buffer[: len(part)] = part
+                    for theirs, got in zip(ids, comm.all_gather(buffer, label=_LABEL), strict=True):
+                        some = theirs[begin : begin + length]
+                        flat[some] = got[: some.numel()]
+            return out.movedim(0, axis)
+
+    def fetch(self, ids: Tensor, known_by: Tensor | None = None) -> Fetch:
+        """Returns a plan to get rows of the whole, named on each worker by itself. Collective.
+
+        Args:
+            ids: Their places ``[K]``, none negative.
+            known_by: The tensor by which the plan is known again.
+        """
+        key = ids if known_by is None else known_by
+        return self.keep(("fetch", id(key), version_of(key)), key, lambda: self._fetch(ids))
+
+    def _fetch(self, ids: Tensor) -> Fetch:
+        comm, world = self.comm, self.comm.world_size
+        # A row's home, by its place in the whole, knows where it lies: N / W entries each.
+        if self._directory is None:
+            span = max(-(-self.total // world), 1)
+            own = self.ids
+            facts = torch.stack([own, torch.full_like(own, comm.rank), self._numbers(own)], 1)
+            order = (own // span).argsort(stable=True)
+            counts = torch.bincount(own // span, minlength=world).tolist()
+            told = torch.cat(all_to_all(list(facts[order].split(counts)), comm))
+            table = told.new_full((span, 2), -1)
+            table[told[:, 0] - span * comm.rank] = told[:, 1:]
+            self._directory = table
+        span = len(self._directory)
+        home = ids // span
+        order = home.argsort(stable=True)
+        counts = torch.bincount(home, minlength=world).tolist()
+        asked = all_to_all(list(ids[order].split(counts)), comm)
+        answers = [self._directory[part - span * comm.rank] for part in asked]
+        found = torch.cat(all_to_all(answers, comm))
+        places = torch.empty_like(found)
+        places[order] = found
+        return Fetch(places[:, 0], places[:, 1], self.count, comm)
+
+    def _numbers(self, ids: Tensor) -> Tensor:
+        return torch.arange(ids.numel(), device=ids.device)
+
+    def moved(self, local: Tensor, axis: int, other: Rows) -> Tensor:
+        """Returns the rows in the places of ``other``. Collective."""
+        plan = self.fetch(other.ids)
+        return plan.get(local.movedim(axis, 0)).movedim(0, axis)
+
+
+def _bytes(rows: Tensor) -> Tensor:
+    """Returns contiguous rows as bytes, ``[n, bytes]``, in the same memory."""
+    return rows.view(-1).view(torch.uint8).view(rows.size(0), -1)
+
+
+def node_rows(comm: Communicator, ids: Tensor, total: int) -> Rows:
+    """Returns the layout of a graph's nodes, or edges, by the global ids of this worker's."""
+    return Rows(comm, total, ids.numel(), ids)

@@ -1,0 +1,260 @@
+"""Rules of views, and of joining and cutting along axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from pyg_sar.tensors.node_tensor import NodeTensor, by_gathering, node_tensors, refusal, rule, whole
+from pyg_sar.tensors.operands import arguments, own, wrap
+from pyg_sar.tensors.pointwise import known_rows
+from pyg_sar.tensors.rows import Rows
+
+
+def resized(shape: Sequence[int], numel: int) -> list[int]:
+    """Returns a shape with -1 replaced by what it stands for."""
+    known = math.prod(n for n in shape if n != -1)
+    return [numel // max(known, 1) if n == -1 else n for n in shape]
+
+
+def _new_rows(source: NodeTensor, shape: Sequence[int]) -> tuple[Rows, int] | None:
+    """Returns the layout and its axis after a reshape; ``None``: rows don't stay together."""
+    before = math.prod(source.shape[: source.axis])
+    total, step = source.rows.total, 1
+    for axis, size in enumerate(shape):
+        if (step == before and size != 1) or (step == before and total == 1):
+            if size == total:
+                return source.rows, axis
+            inner = math.prod(source.shape[source.axis + 1 :])
+            if total and size > total and size % total == 0 and inner % (size // total) == 0:
+                return source.rows.widened(size // total), axis
+            narrow = source.rows.narrowed(total // size) if size and total % size == 0 else None
+            return None if narrow is None else (narrow, axis)
+        step *= size
+    return None
+
+
+@rule("view", "_unsafe_view", "reshape", "_reshape_alias", "_view_copy", "view_copy")
+def _view(func: Any, args: Any, kwargs: Any) -> Any:
+    source, shape = args[0], args[1]
+    if isinstance(shape, torch.dtype):
+        raise refusal(func, "as another dtype is not supported", source)
+    shape = resized(shape, source.numel())
+    if math.prod(shape) != source.numel():
+        raise RuntimeError(f"shape '{list(shape)}' is invalid for input of size {source.numel()}")
+    found = _new_rows(source, shape)
+    if found is None:
+        flat = len(shape) == 1 or not source.numel()
+        if flat or source.rows.total == 1:
+            gathered = whole(source, "reshape()")
+            return gathered.reshape(shape)
+        raise refusal(func, f"to {list(shape)} would not keep rows together", source)
+    rows, axis = found
+    local = list(shape)
+    local[axis] = rows.count
+    return wrap(source.local.reshape(local), rows, axis)
+
+
+@rule("expand")
+def _expand(func: Any, args: Any, kwargs: Any) -> Any:
+    source, shape = args[0], list(args[1])
+    axis = source.axis - source.dim() + len(shape)
+    if shape[axis] not in (-1, source.rows.total):
+        return by_gathering(func, args, kwargs)
+    shape[axis] = source.rows.count
+    return wrap(source.local.expand(shape), source.rows, axis)
+
+
+@rule("t", "transpose", "permute", "movedim", "swapaxes")
+def _permute(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    order = _order(func, args, source.dim())
+    return wrap(source.local.permute(order), source.rows, order.index(source.axis))
+
+
+def _order(func: Any, args: Any, dim: int) -> list[int]:
+    """Returns the axes in their new order."""
+    name = func._schema.name.rpartition("::")[2]
+    axes = list(range(dim))
+    if name == "permute":
+        return [d % dim for d in args[1]]
+    if name == "t":
+        return axes[::-1]
+    first, second = args[1] % dim, args[2] % dim
+    axes[first], axes[second] = axes[second], axes[first]
+    return axes
+
+
+@rule("unsqueeze")
+def _unsqueeze(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    dim = args[1] % (source.dim() + 1)
+    return wrap(source.local.unsqueeze(dim), source.rows, source.axis + (dim <= source.axis))
+
+
+@rule("squeeze")
+def _squeeze(func: Any, args: Any, kwargs: Any) -> Any:
+    source = args[0]
+    given = range(source.dim()) if len(args) < 2 else args[1]
+    given = [given] if isinstance(given, int) else given
+    dims = [d % source.dim() for d in given if source.size(d) == 1]
+    if source.axis in dims:
+        return by_gathering(func, args, kwargs)
+    local = source.local
+    for dim in sorted(dims, reverse=True):
+        local = local.squeeze(dim)
+    return wrap(local, source.rows, source.axis - sum(d < source.axis for d in dims))
+
+
+@rule("select")
+def _select(func: Any, args: Any, kwargs: Any) -> Any:
+    source, dim, number = args
+    dim = dim % source.dim()
+    if dim != source.axis:
+        local = source.local.select(dim, number)
+        return wrap(local, source.rows, source.axis - (dim < source.axis))
+    return one_row_of(source, int(number))
+
+
+def one_row_of(source: NodeTensor, number: int) -> Tensor:
+    """Returns one row of the whole, on all workers, to the bit."""
+    rows = source.rows
+    (place,) = rows.checked(torch.tensor([number], device=source.device))
+    at = int(rows.local(place.view(1)))
+    local = source.local.movedim(source.axis, 0)
+    row = local[at].contiguous() if at >= 0 else local.new_zeros(local.shape[1:])
+    holders = rows.comm.all_gather(torch.tensor([int(at >= 0)]), label=("", "", "node tensors"))
+    owner = next(rank for rank, flag in enumerate(holders) if int(flag))
+    return rows.comm.all_gather(row, label=("", "", "node tensors"))[owner]
+
+
+@rule("slice")
+def _slice(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    source, dim = given["self"], (given["dim"] or 0) % given["self"].dim()
+    if dim != source.axis:
+        out = func(source.local, dim, given["start"], given["end"], given["step"])
+        return wrap(out, source.rows, source.axis)
+    start, stop, step = slice(given["start"], given["end"], given["step"]).indices(source.size(dim))
+    if (start, step) == (0, 1) and stop >= source.size(dim):
+        return wrap(source.local[:], source.rows, source.axis)
+    rows = source.rows.sliced(start, max(stop, start), step)
+    return wrap(source.local.index_select(dim, rows.source), rows, source.axis)
+
+
+@rule("narrow")
+def _narrow(func: Any, args: Any, kwargs: Any) -> Any:
+    source, dim, start, length = args
+    return source.__getitem__((*[slice(None)] * (dim % source.dim()), slice(start, start + length)))
+
+
+@rule("split", "split_with_sizes", "unbind", "chunk", "unsafe_split", "unsafe_chunk")
+def _split(func: Any, args: Any, kwargs: Any) -> Any:
+    given = arguments(func, args, kwargs)
+    source = given["self"]
+    dim = given.get("dim", 0) % source.dim()
+    name = func._schema.name.rpartition("::")[2]
+    if dim != source.axis:
+        parts = func(source.local, *args[1:], **kwargs)
+        axis = source.axis - (name == "unbind" and dim < source.axis)
+        return [wrap(part, source.rows, axis) for part in parts]
+    if name == "unbind":
+        return list(by_gathering(func, args, kwargs))
+    sizes = given.get("split_sizes")
+    if sizes is None:
+        size, total = int(given["split_size"]), source.size(dim)
+        sizes = [min(size, total - first) for first in range(0, total, size)]
+    out, first = [], 0
+    for size in sizes:
+        rows = source.rows.sliced(first, first + size, 1)
+        out.append(wrap(source.local.index_select(dim, rows.source), rows, source.axis))
+        first += size
+    return out
+
+
+@rule("cat", "stack")
+def _cat(func: Any, args: Any, kwargs: Any) -> Any:
+    tensors = list(args[0])
+    dim = args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    name = func._schema.name.rpartition("::")[2]
+    first = node_tensors(tensors)[0]
+    dim = dim % (first.dim() + (name == "stack"))
+    if name == "stack" or dim != first.axis:
+        operands = [t for t in tensors if t.dim() == first.dim()]  # Empty ones of [0] are skipped.
+        if any(t.size(first.axis) != first.rows.total for t in operands):
+            raise RuntimeError(
+                f"{name}: sizes of axis {first.axis} differ: {[list(t.shape) for t in tensors]}"
+            )
+        local = [own(t, first.rows, first.axis) for t in operands]
+        out = func(local, dim)
+        return wrap(out, first.rows, first.axis + (name == "stack" and dim <= first.axis))
+    parts = []
+    for tensor in tensors:
+        if tensor.dim() != first.dim():
+            continue
+        if isinstance(tensor, NodeTensor):
+            if tensor.axis != dim:
+                raise refusal(func, "joins rows along different axes", *tensors)
+            parts.append((tensor.local, tensor.rows))
+        else:
+            rows = first.rows.share(tensor.size(dim))
+            parts.append((rows.cut(tensor, dim), rows))
+    rows = parts[0][1].joined([r for _, r in parts[1:]]) if len(parts) > 1 else parts[0][1]
+    return wrap(func([t for t, _ in parts], dim), rows, dim)
+
+
+# Backward passes of views #####################################################
+
+
+@rule("select_backward", "slice_backward")
+def _view_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, sizes, dim, *rest = args
+    dim = dim % len(sizes)
+    name = func._schema.name.rpartition("::")[2]
+    axis = gradient.axis + (name == "select_backward" and dim <= gradient.axis)
+    if dim != axis:
+        local = list(sizes)
+        local[axis] = gradient.rows.count
+        return wrap(func(gradient.local, local, dim, *rest), gradient.rows, axis)
+    rows = known_rows(gradient, sizes[dim])
+    if rows is None or name == "select_backward":
+        return by_gathering(func, args, kwargs)
+    start, stop, step = slice(*rest).indices(sizes[dim])
+    cut = rows.sliced(start, max(stop, start), step)
+    local = list(sizes)
+    local[dim] = rows.count
+    out = gradient.local.new_zeros(local)
+    return wrap(out.index_copy_(dim, cut.source, own(gradient, cut, dim)), rows, dim)
+
+
+@rule("diagonal", "as_strided", "unfold", "im2col")
+def _never(func: Any, args: Any, kwargs: Any) -> Any:
+    raise refusal(func, "is not supported", *node_tensors(args))
+
+
+@rule("repeat")
+def _repeat(func: Any, args: Any, kwargs: Any) -> Any:
+    source, counts = args
+    axis = source.axis - source.dim() + len(counts)
+    if counts[axis] != 1:
+        return by_gathering(func, args, kwargs)
+    return wrap(source.local.repeat(counts), source.rows, axis)
+
+
+@rule("repeat_interleave")
+def _repeat_interleave(func: Any, args: Any, kwargs: Any) -> Any:
+    return by_gathering(func, args, kwargs)
+
+
+@rule("constant_pad_nd")
+def _pad(func: Any, args: Any, kwargs: Any) -> Any:
+    source, pads, *rest = args
+    if len(pads) // 2 >= source.dim() - source.axis and any(
+        pads[2 * (source.dim() - 1 - source.axis) :][:2]
+    ):
+        return by_gathering(func, args, kwargs)
+    return wrap(func(source.local, pads, *rest), source.rows, source.axis)

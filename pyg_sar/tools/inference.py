@@ -1,0 +1,352 @@
+"""``infer(model, data)``: exact outputs for all nodes, after training of any kind.
+
+[Note: a state of its own] Layers remember things of the graph that they ran on (``cached=True``),
+and modules whether they train. Inference puts both aside and brings them back: the result belongs
+to the graph that was given, and the model goes on as it was.
+"""
+
+from __future__ import annotations
+
+import copy
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch_geometric.data import Data, HeteroData
+
+from pyg_sar.comm.group import current
+from pyg_sar.comm.launch import launch
+from pyg_sar.convert import distribute, plain_class
+from pyg_sar.errors import WorkerError
+from pyg_sar.files import parse_bytes
+from pyg_sar.partition.loading import PartData, PartHeteroData, load_partition
+from pyg_sar.partition.storage import write_partitions
+from pyg_sar.policy import SARPolicy
+from pyg_sar.reduction.gradients import GradientSum, SummedByHand
+from pyg_sar.reduction.parameters import check_replicas
+from pyg_sar.reduction.rows_file import write_rows
+
+Forward = Callable[[nn.Module, Any], Tensor]
+
+_AT_ONCE = 4
+"""Tensors as large as the largest that a part needs in memory together, about."""
+_BASE = 48 << 20
+"""Bytes that a worker takes for the first use of the libraries, about."""
+_EDGE_BYTES = 64
+"""Bytes that an edge takes: its ids, its place in a shard, and copies while these are made."""
+_MOST_PARTS = 1024
+_TRIES = 3
+
+
+def infer(
+    model: nn.Module,
+    data: Data | HeteroData,
+    *,
+    out: str | os.PathLike[str] | None = None,
+    memory: int | str | None = None,
+    parts: int | None = None,
+    workers: int = 1,
+    store: str | os.PathLike[str] | None = None,
+    forward: Forward | None = None,
+    node_type: str | None = None,
+    policy: SARPolicy | None = None,
+) -> Tensor:
+    r"""Computes a model's outputs for all nodes, :math:`f_\theta(X, E)`, exactly.
+
+    The model may have been trained in any way, by sampled neighbours (``NeighborLoader``) too: no
+    neighbour is sampled here. It runs in evaluation mode, without gradients, and is left in the
+    mode that it had.
+
+    .. code-block:: python
+
+        scores = pyg_sar.infer(model, data)                                   # plain PyG, one pass
+        scores = pyg_sar.infer(model, data, out="scores.npy", memory="1GiB")  # layer by layer
+
+    With ``memory`` or ``parts`` the graph is cut into parts, in a temporary folder, and a worker
+    process computes them in turn, one layer after the other; what waits lies in files
+    (docs/larger-than-memory.md; Linux, with the C++ kernels). On the workers of a partition every
+    worker calls this with its own part.
+
+    Args:
+        model: The model, plain or distributed.
+        data: The whole graph in one process, or the part that :func:`pyg_sar.load_partition` gave.
+        out: A ``.npy`` file, which the workers write in global order, each its own rows. It gets
+            its name once it is complete, and replaces one of that name.
+        memory: Bytes that each worker process may take beyond its start, such as ``'2GiB'``. The
+            number of parts follows from it. Not for a partition: its workers have been started.
+        parts: The number of parts, where it shall not follow from ``memory``.
+        workers: Worker processes that compute the parts.
+        store: A folder for the parts, on a local disk; that of ``out`` by default, else the
+            system's for temporary files.
+        forward: Computes the outputs, ``forward(model, data)``, where
+            ``model(data.x, data.edge_index)`` is not the right call; for a ``HeteroData``
+            ``model(data.x_dict, data.edge_index_dict)[node_type]`` is. With ``memory`` the parts
+            have only what the default call takes, unless it is given.
+        node_type: Of a ``HeteroData``: the nodes' type.
+        policy: How layers run on parts.
+
+    Returns:
+        The rows of all nodes ``[num_nodes, *]`` of a whole graph; with ``out`` they are mapped from
+        the file. On a partition this worker's rows ``[num_local, *]``. With ``out``, half precision
+        that NumPy does not have (bfloat16) becomes float32.
+
+    Raises:
+        ValueError: When an argument is out of range or does not fit the others; when the result
+            has not one row per node, naming the rank.
+        StoreError, WorkerError: When ``memory`` does not suffice.
+    """
+    comm, is_part = current(), isinstance(data, PartData | PartHeteroData)
+    _check(data, memory, parts, workers, store, node_type, is_part)
+    if not is_part and (memory is not None or parts is not None):
+        return _in_parts(
+            model, data, out, memory, parts, workers, store, forward, node_type, policy
+        )
+    if not is_part:
+        rows = _run(model, data, forward, node_type)
+    else:
+        hooks = model._forward_pre_hooks.values()
+        if not any(isinstance(hook, GradientSum | SummedByHand) for hook in hooks):
+            if comm.world_size > 1:
+                check_replicas(model, comm)
+            # A copy: the caller's stays a plain model.
+            with _put_aside(model):
+                model = distribute(copy.deepcopy(model), policy)
+        rows = _run(model, data, forward, node_type)
+    if out is None:
+        return rows
+    rows = rows.float() if rows.dtype == torch.bfloat16 else rows
+    write_rows(rows, _ids(data, node_type, rows), out)
+    return rows if is_part else _mapped(out)
+
+
+def _check(
+    data: Any, memory: Any, parts: Any, workers: Any, store: Any, node_type: Any, is_part: bool
+) -> None:
+    comm = current()
+    if not isinstance(data, Data | HeteroData):
+        raise TypeError(
+            f"Expected 'data' to be a Data or a HeteroData (got {type(data).__name__} at rank "
+            f"{comm.rank})"
+        )
+    if not is_part and comm.world_size > 1:
+        raise ValueError(
+            f"'data' at rank {comm.rank} of {comm.world_size} is not a part: pass what "
+            "pyg_sar.load_partition() gives, or call infer() in one process"
+        )
+    given = {"memory": memory, "parts": parts, "store": store}
+    name = next((name for name, value in given.items() if value is not None), None)
+    if is_part and name is not None:
+        raise ValueError(
+            f"{name}={given[name]!r} is of the workers, which have been started (rank "
+            f"{comm.rank}): say pyg_sar.launch(fn, num_workers, parts=..., memory=..., store=...)"
+        )
+    if memory is None and parts is None and (store is not None or workers != 1):
+        name, value = ("store", store) if store is not None else ("workers", workers)
+        raise ValueError(f"{name}={value!r} is for parts: pass memory= or parts=, too")
+    for name, count in (("parts", parts), ("workers", workers)):
+        whole = isinstance(count, int) and not isinstance(count, bool)
+        if count is not None and (not whole or count < 1):
+            raise ValueError(f"Expected {name!r} to be an integer of at least 1 (got {count!r})")
+    if isinstance(data, HeteroData) and node_type not in data.node_types:
+        raise ValueError(
+            f"Expected 'node_type' to be one of {data.node_types} for a HeteroData (got "
+            f"{node_type!r} at rank {comm.rank})"
+        )
+
+
+# One pass #####################################################################
+
+
+def call_default(model: nn.Module, data: Any, node_type: str | None = None) -> Tensor:
+    """Makes the default call of :func:`infer`."""
+    if isinstance(data, HeteroData):
+        typed: Tensor = model(data.x_dict, data.edge_index_dict)[node_type]
+        return typed
+    edges = data.edge_index if data.edge_index is not None else data.adj_t
+    out: Tensor = model(data.x, edges)
+    return out
+
+
+@contextmanager
+def _put_aside(model: nn.Module) -> Iterator[None]:
+    """Has a model evaluate, and its layers remember nothing. See [Note: a state of its own]."""
+    modes = [(module, module.training) for module in model.modules()]
+    kept = [
+        (module, name, value)
+        for module in model.modules()
+        for name, value in vars(module).items()
+        if name.startswith("_cached") and value is not None
+    ]
+    try:
+        for module, name, _ in kept:
+            setattr(module, name, None)
+        model.eval()
+        yield
+    finally:
+        for module in model.modules():
+            for name in [name for name in vars(module) if name.startswith("_cached")]:
+                setattr(module, name, None)
+        for module, name, value in kept:
+            setattr(module, name, value)
+        for module, mode in modes:
+            module.training = mode
+
+
+@torch.no_grad()
+def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | None) -> Tensor:
+    """Returns the rows of ``data``'s nodes."""
+    with _put_aside(model):
+        if forward is None:
+            rows: Any = call_default(model, data, node_type)
+        else:
+            rows = forward(model, data)
+    count = data[node_type].num_nodes if isinstance(data, HeteroData) else data.num_nodes
+    found = f"shape {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
+    if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.size(0) != count:
+        raise ValueError(
+            f"Expected the model to return a tensor with a row for each of the {count} nodes of "
+            f"rank {current().rank} (got {found}): pass forward=, a function of model and data"
+        )
+    return rows.detach()
+
+
+def _ids(data: Any, node_type: str | None, rows: Tensor) -> Tensor:
+    store = data[node_type] if isinstance(data, HeteroData) else data
+    found = store.get("n_id") if isinstance(data, PartData | PartHeteroData) else None
+    return torch.arange(len(rows)) if found is None else found
+
+
+def _mapped(path: str | os.PathLike[str]) -> Tensor:
+    """Returns a file's rows; they are read when they are needed, and changes stay in memory."""
+    return torch.from_numpy(np.load(path, mmap_mode="c", allow_pickle=False))
+
+
+# In parts #####################################################################
+
+
+def _in_parts(
+    model: nn.Module,
+    data: Any,
+    out: str | os.PathLike[str] | None,
+    memory: int | str | None,
+    parts: int | None,
+    workers: int,
+    store: str | os.PathLike[str] | None,
+    forward: Forward | None,
+    node_type: str | None,
+    policy: SARPolicy | None,
+) -> Tensor:
+    size = None if memory is None else parse_bytes(memory, "memory")
+    folder = store or (None if out is None else Path(out).absolute().parent)
+    graph = (_needed(data) if forward is None else copy.copy(data)).cpu()
+    with _put_aside(model), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        plain = _to_send(model)
+        root, path = f"{scratch}/parts", out or f"{scratch}/rows.npy"
+        for attempt in range(_TRIES):
+            count = _cut(graph, model, root, size, parts, workers, attempt)
+            hosting: dict[str, Any] = {"parts": count}
+            if size is not None:
+                hosting |= {"memory": size, "store": scratch}
+            task = (plain, root, os.fspath(path), forward, node_type, policy)
+            try:
+                launch(_infer_part, workers, *task, **hosting)
+                break
+            except WorkerError as error:
+                more = "Cut the graph into more parts" in str(error)
+                if not more or parts is not None or attempt == _TRIES - 1:
+                    raise
+        return _mapped(path) if out else torch.from_numpy(np.load(path, allow_pickle=False))
+
+
+def _to_send(model: nn.Module) -> nn.Module:
+    """Returns a model that another process can load: on the CPU, of classes that have a name."""
+    layers = [module for module in model.modules() if plain_class(type(module)) is not type(module)]
+    if layers or any(tensor.device.type != "cpu" for tensor in model.state_dict().values()):
+        model = copy.deepcopy(model).cpu()
+    for module in model.modules():
+        if (kind := plain_class(type(module))) is not type(module):
+            module.__class__ = kind
+            vars(module).pop("own_graphs", None)
+    return model
+
+
+def _infer_part(
+    model: nn.Module,
+    root: str,
+    path: str,
+    forward: Forward | None,
+    node_type: str | None,
+    policy: SARPolicy | None,
+) -> None:
+    """Runs for each part."""
+    data = load_partition(root)
+    infer(model, data, out=path, forward=forward, node_type=node_type, policy=policy)
+
+
+def _needed(data: Any) -> Any:
+    """Returns the part of a graph that the default call takes."""
+    kept: Any = HeteroData() if isinstance(data, HeteroData) else Data()
+    names = ("x", "edge_index", "adj_t")
+    if isinstance(data, HeteroData):
+        for key in (*data.node_types, *data.edge_types):
+            for name in names:
+                if name in data[key]:
+                    kept[key][name] = data[key][name]
+        for key in data.node_types:
+            kept[key].num_nodes = data[key].num_nodes
+        return kept
+    for name in names:
+        if data.get(name) is not None:
+            kept[name] = data[name]
+    kept.num_nodes = data.num_nodes
+    return kept
+
+
+def _cut(
+    graph: Any,
+    model: nn.Module,
+    root: str,
+    memory: int | None,
+    parts: int | None,
+    workers: int,
+    attempt: int,
+) -> int:
+    """Writes the parts of a graph; returns how many there are."""
+    if parts is not None or memory is None:
+        count = max(parts or 1, workers)
+        write_partitions(graph, count, root, overwrite=True)
+        return count
+    row_bytes = _widest(model, graph) * _item_size(model)
+    free = max(memory - _BASE, memory // 4)
+    whole = _AT_ONCE * graph.num_nodes * row_bytes + _EDGE_BYTES * graph.num_edges
+    count = max(-(-whole // free), workers, 1) * 2**attempt
+    while True:
+        count = min(count, _MOST_PARTS, graph.num_nodes)
+        found = write_partitions(graph, count, root, overwrite=True)
+        rows = max(own + halo for own, halo in zip(found.nodes, found.halo, strict=True))
+        needed = _AT_ONCE * rows * row_bytes + _EDGE_BYTES * max(found.edges)
+        if needed <= free or count in (_MOST_PARTS, graph.num_nodes):
+            return count
+        count = count * 2
+
+
+def _widest(model: nn.Module, graph: Any) -> int:
+    """Returns the most values per node that a layer reads or makes, as its parameters tell."""
+    widths = [1]
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            # Rows of an embedding are nodes, or words.
+            widths += parameter.shape[int(isinstance(module, nn.Embedding)) :]
+    stores = graph.node_stores if isinstance(graph, HeteroData) else [graph]
+    features = [store.get("x") for store in stores]
+    return max([*widths, *(x.size(1) for x in features if x is not None and x.dim() == 2)])
+
+
+def _item_size(model: nn.Module) -> int:
+    return max((parameter.element_size() for parameter in model.parameters()), default=4)

@@ -1,0 +1,195 @@
+"""Trained models from checkpoints, and ``pyg-sar predict``: their outputs for all nodes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch_geometric.nn
+from torch import nn
+from torch_geometric.data import Data
+
+from pyg_sar.comm.group import current
+from pyg_sar.errors import CheckpointError, PygSarError
+from pyg_sar.partition.loading import load_partition
+from pyg_sar.tools.inference import call_default, infer
+from pyg_sar.tools.models import StockModel, imported_model
+from pyg_sar.tools.run import UsageError, _features, _forward
+from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
+
+Weights = Literal["best", "last"]
+
+
+def load_model(
+    checkpoint: str | os.PathLike[str],
+    model: Callable[..., nn.Module] | None = None,
+    *,
+    weights: Weights = "best",
+) -> nn.Module:
+    """Builds the model of a checkpoint, with its weights, as a plain PyG model. Collective.
+
+    .. code-block:: python
+
+        model = pyg_sar.load_model("run.ckpt")  # of pyg-sar train
+        scores = pyg_sar.infer(model, data)
+
+    Checkpoints of ``pyg-sar train`` name a class of ``torch_geometric.nn`` and its arguments. For a
+    model of your own save the arguments, and give the class (no code is taken from a file)::
+
+        CheckpointEvery("run.ckpt", every=10, arguments={"hidden": 64})
+        model = pyg_sar.load_model("run.ckpt", MyModel)  # MyModel(hidden=64)
+
+    Args:
+        checkpoint: The file.
+        model: Your model's class, or a function that builds it; called with the ``arguments``
+            that the checkpoint holds, or with none.
+        weights: ``'best'``: those that were best on the validation nodes, or the last where the
+            checkpoint has no others. ``'last'``: as of when it was saved.
+
+    Returns:
+        The model on the CPU, in evaluation mode.
+
+    Raises:
+        CheckpointError: On every worker, when the file is missing, damaged or of another model, or
+            says nothing of how to build the model and ``model`` is not given.
+        ValueError: For other ``weights``.
+    """
+    if weights not in ("best", "last"):
+        raise ValueError(
+            f"Expected 'weights' to be 'best' or 'last' (got {weights!r} at rank {current().rank})"
+        )
+    found = inspect_checkpoint(checkpoint)
+    built = _build(checkpoint, found, model)
+    return _loaded(checkpoint, found, built, weights)
+
+
+def _build(
+    path: str | os.PathLike[str], found: Checkpoint, make: Callable[..., nn.Module] | None
+) -> nn.Module:
+    extra = _extra(found)
+    name = os.fspath(path)
+    try:
+        if make is not None:
+            arguments = extra.get("arguments") or {}
+            built = make(**arguments)
+        else:
+            stock = _stock(extra)
+            if stock is None:
+                raise CheckpointError(
+                    f"{name!r} does not say how its model is built: pass its class, "
+                    "load_model(checkpoint, MyModel), or build it and call "
+                    "pyg_sar.train.load_checkpoint(checkpoint, model)"
+                )
+            built = stock.build()
+    except (TypeError, ValueError) as error:
+        if isinstance(error, PygSarError):
+            raise
+        raise CheckpointError(f"Can't build the model of {name!r}: {error}") from error
+    if not isinstance(built, nn.Module):
+        raise CheckpointError(
+            f"Can't build the model of {name!r}: 'model' returned {type(built).__name__}, not a "
+            f"torch.nn.Module (rank {current().rank})"
+        )
+    return built
+
+
+def _extra(found: Checkpoint) -> dict[str, Any]:
+    extra = found.state.get("extra")
+    return extra if isinstance(extra, dict) else {}
+
+
+def _stock(extra: dict[str, Any]) -> StockModel | None:
+    """Returns the class of ``torch_geometric.nn`` and its arguments that a checkpoint holds."""
+    said = extra.get("pyg")
+    if not isinstance(said, dict) or not isinstance(said.get("arguments"), dict):
+        return None
+    kind = getattr(torch_geometric.nn, str(said.get("name")), None)
+    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
+        raise CheckpointError(
+            f"The checkpoint's model {said.get('name')!r} is no class of torch_geometric.nn here; "
+            "update PyG, or pass the model's class"
+        )
+    arguments = dict(said["arguments"])
+    if arguments.get("cached"):
+        arguments["cached"] = False  # The run had one graph; this model may be given others.
+    return StockModel(name=kind.__name__, arguments=arguments)
+
+
+def _loaded(
+    path: str | os.PathLike[str], found: Checkpoint, model: nn.Module, weights: Weights
+) -> nn.Module:
+    chosen = weights if found.has_best else "last"
+    load_checkpoint(path, model, weights=chosen, restore_rng=False)
+    return model.eval()
+
+
+# pyg-sar predict ##############################################################
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PredictConfig:
+    """A prediction for all nodes of a partitioned graph.
+
+    Args:
+        checkpoint: The file.
+        parts: A folder that :func:`pyg_sar.write_partitions` wrote.
+        out: The ``.npy`` file to write.
+        model: Builds the model, ``'module:callable'`` or ``'FILE.py:callable'``; by default the
+            checkpoint tells.
+        weights: The best weights, or the last.
+    """
+
+    checkpoint: str
+    parts: str
+    out: str
+    model: str | None = None
+    weights: Weights = "best"
+
+
+def predict_worker(config: PredictConfig) -> list[int]:
+    """Computes this worker's rows and writes them; returns the shape of all rows. Collective.
+
+    Raises:
+        UsageError: on every worker, where the model does not fit the graph.
+    """
+    comm = current()
+    data = load_partition(config.parts)
+    if not isinstance(data, Data):
+        raise UsageError(
+            f"{config.parts!r} holds a heterogeneous graph: write a script that calls "
+            "pyg_sar.infer(model, data, out=..., node_type=...)"
+        )
+    data.x = _features(data)
+    found = inspect_checkpoint(config.checkpoint)
+    forward: Any = call_default
+    try:
+        if config.model is not None:
+            model = imported_model(config.model, data)
+        else:
+            model = _build(config.checkpoint, found, None)
+            stock = _stock(_extra(found))
+            if stock is not None:
+                _check_width(stock, data.x.size(1), config)
+                forward = _forward(stock.name.lower(), data)
+    except PygSarError:
+        raise
+    except (TypeError, ValueError) as error:
+        raise UsageError(str(error)) from error
+    model = _loaded(config.checkpoint, found, model, config.weights).to(comm.device)
+    try:
+        rows = infer(model, data, out=config.out, forward=forward)
+    except OSError as error:
+        raise UsageError(f"{error.strerror}: {error.filename!r}") from error
+    counts = comm.all_gather_object(len(rows))
+    return [sum(counts), *rows.shape[1:]]
+
+
+def _check_width(stock: StockModel, width: int, config: PredictConfig) -> None:
+    wanted = stock.arguments.get("in_channels")
+    if isinstance(wanted, int) and wanted != width:
+        raise UsageError(
+            f"The model of {config.checkpoint!r} takes {wanted} features per node, the graph "
+            f"{config.parts!r} has {width}: give the parts of a graph with the same features"
+        )

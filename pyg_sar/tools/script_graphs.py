@@ -1,0 +1,286 @@
+"""Graphs of a script that several workers run: they are partitioned, and kept in a cache.
+
+[Note: the cache] Rank 0 partitions a graph into a folder that is named by a digest of the graph,
+the number of parts, the owners and the format, so that the next run finds it. A graph whose
+transforms have drawn random numbers is another one in each run: its folder is a temporary one.
+
+[Note: transforms] A transform of a distributed graph runs at rank 0, on the whole graph, which is
+gathered. The result is partitioned anew. Graphs with as many nodes have the same owners of nodes
+throughout a script, so that tensors of one go together with those of another.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch_geometric.data import Data, HeteroData
+
+from pyg_sar.errors import DistributedIndexError, PartitionError
+from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.metadata import VERSION, read_metadata
+from pyg_sar.partition.node_lists import is_named
+from pyg_sar.partition.storage import read_part, write_partitions
+from pyg_sar.partition.whole_graph import store_tensors
+from pyg_sar.tensors import NodeTensor, node_tensors, whole
+from pyg_sar.tools.script_together import Together, digest_of_states
+
+METHOD = "balanced"
+"""The partitioner."""
+
+Owners = Tensor | dict[str, Tensor]
+Graph: TypeAlias = Data | HeteroData
+
+
+@dataclass
+class Graphs:
+    """The graphs of a script at one rank.
+
+    Args:
+        together: The workers.
+        cache: Folder of partitions that stay.
+        node_ids: Names of attributes that hold node ids, for ``write_partitions``.
+    """
+
+    together: Together
+    cache: Path
+    node_ids: Mapping[str, bool] | None = None
+    temporary: str = ""
+    owners: dict[Any, Owners] = field(default_factory=dict)
+
+    def close(self) -> None:
+        """Removes what is not kept."""
+        if self.temporary:
+            shutil.rmtree(self.temporary, ignore_errors=True)
+
+    def share(self, make: Any, name: str) -> Any:
+        """Returns a graph that rank 0 makes, distributed: this worker's part. Collective.
+
+        Args:
+            make: Returns a ``Data`` or ``HeteroData``, or a tuple or list of them; called at rank
+                0 alone.
+            name: What it is of, for errors.
+        """
+
+        def work() -> Any:
+            before = digest_of_states()
+            made = make()
+            return self._written(made, digest_of_states() == before, name)
+
+        return self._loaded(self.together.first(work))
+
+    def transform(self, transform: Any, data: Any, name: str) -> Any:
+        """Returns what a transform makes of a distributed graph. See [Note: transforms]."""
+        plain = gathered(data, keep=self.together.comm.rank == 0)
+        return self.share(lambda: transform(plain), name)
+
+    def share_made(self, data: Graph, owners: Owners | None) -> Graph:
+        """Returns a graph that the script has made, distributed. Collective.
+
+        Args:
+            data: The graph, which every worker has.
+            owners: The worker of each node.
+        """
+        name = "an 'edge_index' that the script has made"
+        where = self.together.first(lambda: self._folder(data, False, name, owners))
+        return load_partition(where, view="global")
+
+    # At rank 0 ---------------------------------------------------------------
+
+    def _written(self, made: Any, keep: bool, name: str) -> Any:
+        """Partitions what was made, and returns where it is."""
+        if isinstance(made, Data | HeteroData):
+            return self._folder(made, keep, name)
+        if isinstance(made, tuple | list):
+            kind = "tuple" if isinstance(made, tuple) else "list"
+            return {kind: [self._written(one, keep, name) for one in made]}
+        raise TypeError(
+            f"{name} gives a {type(made).__name__}; 'pyg-sar run' distributes Data and HeteroData"
+        )
+
+    def _folder(self, data: Graph, keep: bool, name: str, owners: Owners | None = None) -> str:
+        parts = self.together.comm.world_size
+        key = node_counts(data)
+        owners = self.owners.get(key) if owners is None else owners
+        found = hashlib.sha256()
+        add_to_digest(found, [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids])
+        add_to_digest(found, data.to_dict())
+        if keep:
+            parent = self.cache
+        else:
+            self.temporary = self.temporary or tempfile.mkdtemp(prefix="pyg_sar-parts-")
+            parent = Path(self.temporary)
+        root = parent / f"{found.hexdigest()[:32]}-{parts}"
+        if not _is_partition(root):
+            parent.mkdir(parents=True, exist_ok=True)
+            method = METHOD if owners is None else owners
+            try:
+                write_partitions(
+                    data, parts, root, method, node_ids=self._said(data), overwrite=root.exists()
+                )
+            except FileExistsError:  # by another run, meanwhile
+                if not _is_partition(root):
+                    raise
+            except (TypeError, ValueError) as error:
+                raise type(error)(f"{name} can't be distributed: {error}") from error
+        self.owners.setdefault(key, owners_of(root) if owners is None else owners)
+        return str(root)
+
+    def _said(self, data: Graph) -> dict[str, bool]:
+        """Returns which attributes are lists of node ids; others may hold some, which stay global.
+
+        A node tensor is indexed by global ids, so either is right; lists are divided.
+        """
+        names = [name for store in data.stores for name in store]
+        kept = {name: False for name in names if not is_named(name)}
+        return kept | {
+            name: is_list for name, is_list in (self.node_ids or {}).items() if name in names
+        }
+
+    # At all ------------------------------------------------------------------
+
+    def _loaded(self, where: Any) -> Any:
+        if isinstance(where, str):
+            return load_partition(where, view="global")
+        (kind, roots) = next(iter(where.items()))
+        loaded = [self._loaded(root) for root in roots]
+        return tuple(loaded) if kind == "tuple" else loaded
+
+
+def default_cache() -> Path:
+    """Returns the folder of the user's cache for partitions."""
+    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(base) / "pyg_sar" / "graphs"
+
+
+def is_distributed(value: Any) -> bool:
+    """Returns whether ``value`` is a distributed graph."""
+    return isinstance(value, Data | HeteroData) and bool(node_tensors(value.to_dict()))
+
+
+def gathered(data: Any, keep: bool) -> Graph | None:
+    """Returns the whole graph of a distributed one as a plain ``Data``. Collective.
+
+    Args:
+        data: The distributed graph.
+        keep: Whether this worker is to have it.
+
+    Returns:
+        ``None`` where ``keep`` is false.
+    """
+    plain: Graph = HeteroData() if isinstance(data, HeteroData) else Data()
+    for store, target in zip(data.stores, _empty_stores(plain, data), strict=True):
+        for key, value in store.items():
+            value = _plain(value, f"a transform of '{key}'", keep)
+            if keep:
+                target[key] = value
+    return plain if keep else None
+
+
+def _empty_stores(plain: Any, data: Any) -> list[Any]:
+    if not isinstance(data, HeteroData):
+        return [plain._store]
+    named = [plain[store._key] for store in data.node_stores + data.edge_stores]
+    return [plain._global_store, *named]
+
+
+def _plain(value: Any, what: str, keep: bool) -> Any:
+    if isinstance(value, NodeTensor):
+        found = whole(value, what)
+        return found.contiguous() if keep else None
+    if isinstance(value, dict):
+        return {key: _plain(one, what, keep) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return type(value)(_plain(one, what, keep) for one in value)
+    return value
+
+
+def node_counts(data: Graph) -> Any:
+    """Returns the numbers of nodes by type, by which graphs with the same nodes are told."""
+    if isinstance(data, HeteroData):
+        return tuple((store._key, store.num_nodes) for store in data.node_stores)
+    return data.num_nodes
+
+
+def owners_of(root: str | Path) -> Owners:
+    """Returns the part of each node of a partition; of a heterogeneous one by node type."""
+    metadata = read_metadata(root)
+    rows = [read_part(root, p, verify=False, metadata=metadata) for p in range(metadata.num_parts)]
+    if metadata.hetero is None:
+        return _owners(metadata.num_nodes, [part["n_id"] for part in rows])
+    return {
+        info.name[0]: _owners(info.count, [store_tensors(part, "type", k)["n_id"] for part in rows])
+        for k, info in enumerate(metadata.hetero.types)
+    }
+
+
+def _owners(count: int, n_ids: list[Tensor]) -> Tensor:
+    owner = torch.empty(count, dtype=torch.long)
+    for part, n_id in enumerate(n_ids):
+        owner[n_id] = part
+    return owner
+
+
+def _is_partition(root: Path) -> bool:
+    try:
+        read_metadata(root)
+    except PartitionError:
+        return False
+    return True
+
+
+def add_to_digest(found: Any, value: Any) -> None:
+    """Adds a value to a digest: tensors by their bytes, containers by what is in them.
+
+    Raises:
+        DistributedIndexError: A value that has no such form.
+    """
+    found.update(type(value).__name__.encode() + b"\0")
+    if isinstance(value, Mapping):
+        for key, one in value.items():
+            add_to_digest(found, key)
+            add_to_digest(found, one)
+    elif isinstance(value, list | tuple):
+        for one in value:
+            add_to_digest(found, one)
+    elif isinstance(value, np.ndarray):
+        add_to_digest(found, torch.from_numpy(np.ascontiguousarray(value)))
+    elif isinstance(value, Tensor):
+        _add_tensor(found, value)
+    elif hasattr(value, "csr") and hasattr(value, "sparse_sizes"):  # torch_sparse.SparseTensor
+        add_to_digest(found, [value.sparse_sizes(), value.csr()])
+    elif value is None or isinstance(value, str | int | float | bool | bytes):
+        found.update(repr(value).encode())
+    else:
+        raise DistributedIndexError(
+            f"'pyg-sar run' can't tell what a {type(value).__name__} of a graph holds: leave the "
+            "attribute out, or make it a tensor"
+        )
+    found.update(b"\1")
+
+
+def _add_tensor(found: Any, value: Tensor) -> None:
+    found.update(f"{value.dtype} {list(value.shape)} {value.layout}".encode())
+    if value.layout == torch.sparse_coo:
+        value = value.coalesce()
+        add_to_digest(found, [value.indices(), value.values()])
+    elif value.layout in (torch.sparse_csr, torch.sparse_csc):
+        csr = value.layout == torch.sparse_csr
+        ends = (
+            [value.crow_indices(), value.col_indices()]
+            if csr
+            else [value.ccol_indices(), value.row_indices()]
+        )
+        add_to_digest(found, [*ends, value.values()])
+    else:
+        plain = value.detach().cpu().contiguous().as_subclass(Tensor)
+        found.update(plain.reshape(-1).view(torch.uint8).numpy() if plain.numel() else b"")

@@ -1,0 +1,276 @@
+"""Models of a script that several workers run: distributed when they are first used.
+
+[Note: lazy layers] A layer whose widths are not known draws its parameters in its first call, among
+the other random numbers of that call. A run on one node finds the widths, and which parameters are
+drawn in whose call. They are drawn again before the first real call, where one process draws them.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import Module
+from torch.nn.parameter import is_lazy
+from torch_geometric.data import Data, HeteroData
+
+from pyg_sar.convert import distribute
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.global_calls import GlobalCalls
+from pyg_sar.tensors import NodeTensor, mapped
+from pyg_sar.tools.script_files import called_by_package
+from pyg_sar.tools.script_together import Together
+
+PLAIN = "_pyg_sar_plain"
+"""Attribute of a distributed module, and of its copies: its class and attributes before."""
+
+
+class Models:
+    """The models of a script at one rank.
+
+    Args:
+        together: The workers.
+    """
+
+    def __init__(self, together: Together) -> None:
+        self.together = together
+        self._made: list[weakref.ref[Module]] = []
+        self._ready: dict[int, weakref.ref[Module]] = {}
+        self._calls: list[Module] = []
+        self._to_draw: list[tuple[Module, Module]] = []
+        """Modules in whose call parameters are to be drawn, and those that draw them."""
+
+    def note(self, module: Module) -> None:
+        """Notes a module that was made, or copied."""
+        self._made.append(weakref.ref(module))
+
+    def is_ready(self, module: Module) -> bool:
+        """Returns whether a module is distributed."""
+        found = self._ready.get(id(module))
+        return found is not None and found() is module
+
+    # When they are used ------------------------------------------------------
+
+    def call(self, real: Callable[..., Any], module: Module, args: Any, kwargs: Any) -> Any:
+        """Calls a module, which is distributed before if it is the first time."""
+        if self._to_draw:
+            self.draw_for([module])
+        if self._calls or called_by_package():  # as in the backward pass of a layer
+            return self._called(real, module, args, kwargs)
+        given = [value for value in _flat((args, kwargs)) if isinstance(value, Tensor)]
+        whole_graph = any(isinstance(tensor, NodeTensor) for tensor in given)
+        if whole_graph and not self.is_ready(module):
+            for root in self._roots([module]):
+                self.prepare(root, (args, kwargs) if root is module else None)
+            # By the method of the class that it has now.
+            return module(*args, **kwargs)
+        if not isinstance(module, GlobalCalls):
+            self.together.count_call()
+        return self._called(real, module, args, kwargs)
+
+    def _called(self, real: Callable[..., Any], module: Module, args: Any, kwargs: Any) -> Any:
+        self._calls.append(module)
+        try:
+            return real(module, *args, **kwargs)
+        finally:
+            self._calls.pop()
+
+    def before_layer(self, layer: Module) -> None:
+        """Does what goes before the call of a layer, which has random numbers of its own."""
+        if not self._calls:
+            self.together.count_call()
+        self.draw_for(layer.modules())
+
+    def draw_for(self, callers: Iterable[Module]) -> None:
+        """Has parameters drawn that one process draws in the calls of these modules."""
+        inside = {id(module) for module in callers}
+        now = [drawn for caller, drawn in self._to_draw if id(caller) in inside]
+        self._to_draw = [pair for pair in self._to_draw if id(pair[0]) not in inside]
+        for module in now:
+            module.reset_parameters()  # type: ignore[operator]
+
+    def optimize(self, params: Any) -> list[Any]:
+        """Distributes the models whose parameters an optimizer gets.
+
+        Returns:
+            The parameters, or groups of them, as they are now.
+        """
+        groups = [_listed(group) for group in params]
+        wanted = {id(p) for p in _parameters(groups)}
+        homes = [m for m in self._alive() if any(id(p) in wanted for p in _own(m))]
+        replaced: dict[int, Tensor] = {}
+        for root in self._roots(homes):
+            before = dict(root.named_parameters(remove_duplicate=False))
+            if not any(map(is_lazy, before.values())):
+                self.prepare(root, None)
+            after = dict(root.named_parameters(remove_duplicate=False))
+            replaced |= {id(before[name]): after[name] for name in before}
+        take = lambda p: replaced.get(id(p), p)  # noqa: E731
+        return [
+            {**group, "params": list(map(take, group["params"]))}
+            if isinstance(group, dict)
+            else take(group)
+            for group in groups
+        ]
+
+    def _alive(self) -> Iterator[Module]:
+        self._made = [ref for ref in self._made if ref() is not None]
+        for ref in self._made:
+            module = ref()
+            if module is not None:
+                yield module
+
+    def _roots(self, modules: list[Module]) -> list[Module]:
+        """Returns the outermost modules that hold these, in the order in which they were made."""
+        parents: dict[int, list[Module]] = {}
+        everyone = list(self._alive())
+        for module in everyone:
+            for child in module.children():
+                parents.setdefault(id(child), []).append(module)
+        found: dict[int, Module] = {}
+        todo, seen = list(modules), set()
+        while todo:
+            module = todo.pop()
+            if id(module) in seen:
+                continue
+            seen.add(id(module))
+            above = parents.get(id(module), [])
+            todo += above
+            if not above:
+                found[id(module)] = module
+        order = {id(module): place for place, module in enumerate(everyone)}
+        return sorted(found.values(), key=lambda m: order.get(id(m), -1))
+
+    def prepare(self, root: Module, call: tuple[Any, Any] | None) -> None:
+        """Distributes a model, unless it is already.
+
+        Args:
+            root: The model.
+            call: The arguments that it is called with, by which lazy layers get their widths.
+        """
+        if all(map(self.is_ready, root.modules())):
+            return
+        for module in root.modules():
+            if PLAIN not in module.__dict__:
+                module.__dict__[PLAIN] = type(module), frozenset(module.__dict__)
+        with torch.random.fork_rng(devices=[]):
+            lazy = [m for m in root.modules() if any(map(is_lazy, _own(m)))]
+            if lazy:
+                if call is None:
+                    raise DistributedIndexError(
+                        f"'{type(root).__name__}' has layers whose widths are not known yet "
+                        f"({', '.join(sorted({type(m).__name__ for m in lazy}))}), and a part of "
+                        "it is called alone: call the whole model first"
+                    )
+                self._find_widths(root, *call)
+            distribute(root, view="global")
+        for module in root.modules():
+            self._ready[id(module)] = weakref.ref(module)
+
+    @torch.no_grad()
+    def _find_widths(self, model: Module, args: Any, kwargs: Any) -> None:
+        """Runs a model on a graph of one node of each type and one edge of each relation."""
+
+        def cut(value: Tensor) -> Tensor:
+            if _is_pair(value):
+                return torch.zeros(2, 1, dtype=torch.long, device=value.device)
+            if value.dim() == 0:
+                return value
+            return torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
+
+        def small(value: Any) -> Any:
+            if isinstance(value, Data | HeteroData):
+                return copy.copy(value).apply(cut)
+            return mapped(cut, value)
+
+        def noted(module: Any) -> Callable[[], None]:
+            def reset() -> None:
+                if not drawing:
+                    self._to_draw.append((self._calls[-1], module))
+                drawing.append(module)
+                type(module).reset_parameters(module)
+                drawing.pop()
+
+            return reset
+
+        drawing: list[Module] = []
+        modes = [(module, module.training) for module in model.modules()]
+        drawn = [module for module, _ in modes if hasattr(module, "reset_parameters")]
+        for module in drawn:
+            module.__dict__["reset_parameters"] = noted(module)
+        self._calls.append(model)
+        model.eval()
+        try:
+            model(*map(small, args), **{name: small(value) for name, value in kwargs.items()})
+        finally:
+            self._calls.pop()
+            for module in drawn:
+                del module.__dict__["reset_parameters"]
+            for module, training in modes:
+                module.training = training
+
+    # When they are saved -----------------------------------------------------
+
+    def plain(self, value: Any) -> Any:
+        """Returns what is saved: models as they were before, all else as it is."""
+        if isinstance(value, Module):
+            return self._undistributed(value)
+        if isinstance(value, dict) and any(isinstance(v, Module) for v in value.values()):
+            return type(value)({key: self.plain(one) for key, one in value.items()})
+        if isinstance(value, list | tuple) and any(isinstance(v, Module) for v in value):
+            return type(value)(self.plain(one) for one in value)
+        return value
+
+    def _undistributed(self, module: Module) -> Module:
+        if not any(PLAIN in one.__dict__ for one in module.modules()):
+            return module
+        kind, names = module.__dict__.get(PLAIN, (type(module), frozenset(module.__dict__)))
+        out = kind.__new__(kind)
+        for name, value in module.__dict__.items():
+            if name in names:
+                out.__dict__[name] = copy.copy(value) if name.startswith("_") else value
+        out._forward_pre_hooks = type(module._forward_pre_hooks)()
+        out._modules = {
+            name: None if child is None else self._undistributed(child)
+            for name, child in module._modules.items()
+        }
+        return out
+
+
+def _is_pair(value: Tensor) -> bool:
+    return value.dim() == 2 and value.size(0) == 2 and value.dtype == torch.long
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    if isinstance(value, Data | HeteroData):
+        value = value.to_dict()
+    if isinstance(value, dict):
+        value = value.values()
+    elif not isinstance(value, list | tuple):
+        yield value
+        return
+    for one in value:
+        yield from _flat(one)
+
+
+def _own(module: Module) -> list[Tensor]:
+    return [p for p in module._parameters.values() if p is not None]
+
+
+def _listed(group: Any) -> Any:
+    if not isinstance(group, dict):
+        return group
+    params = group["params"]
+    return {**group, "params": [params] if isinstance(params, Tensor) else list(params)}
+
+
+def _parameters(groups: Iterable[Any]) -> Iterator[Tensor]:
+    for group in groups:
+        if isinstance(group, dict):
+            yield from group["params"]
+        else:
+            yield group

@@ -1,0 +1,350 @@
+"""Replaces what a script calls while workers run it: datasets, models, files, random seeds.
+
+All is put back when the block ends. Each replacement finds the rank that calls it, since the parts
+of one process share the functions that are replaced, and does nothing of its own where rank 0 acts
+for all.
+"""
+
+from __future__ import annotations
+
+import builtins
+import io
+import os
+import random
+import shutil
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import partial, wraps
+from typing import Any
+
+import numpy as np
+import torch
+import torch.multiprocessing
+import torch_geometric.loader
+from torch.nn import Module
+from torch.optim import Optimizer
+from torch_geometric.data import Dataset, InMemoryDataset
+from torch_geometric.nn import MessagePassing
+from torch_geometric.transforms import BaseTransform
+
+from pyg_sar.comm.group import current
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.global_calls import GlobalCalls
+from pyg_sar.tools.script_edges import MadeEdges
+from pyg_sar.tools.script_files import Output, PrivateFiles, called_by_package
+from pyg_sar.tools.script_graphs import Graphs, is_distributed
+from pyg_sar.tools.script_models import Models
+from pyg_sar.tools.script_together import Together
+
+Function = Callable[..., Any]
+
+
+@dataclass
+class Worker:
+    """A rank that runs the script."""
+
+    together: Together
+    graphs: Graphs
+    edges: MadeEdges
+    models: Models
+    files: PrivateFiles | None
+    """``None`` at rank 0, whose files are the script's."""
+
+
+@dataclass
+class Process:
+    """The ranks that run the script in this process."""
+
+    workers: dict[int, Worker] = field(default_factory=dict)
+    told: set[str] = field(default_factory=set)
+    first_thread: int = 0
+    """The thread of rank 0, if it is here."""
+
+    def here(self) -> Worker | None:
+        """Returns the rank that calls, of several workers; ``None`` where rank 0 acts for all."""
+        worker = self.workers.get(current().rank)
+        if worker is None or worker.together.alone or worker.together.comm.world_size == 1:
+            return None
+        return worker
+
+    def is_first(self) -> bool:
+        """Returns whether what the caller writes is seen."""
+        worker = self.workers.get(current().rank)
+        return worker is None or worker.files is None
+
+    def tell(self, text: str) -> None:
+        """Writes a line on standard error, once."""
+        if text not in self.told and self.is_first():
+            self.told.add(text)
+            sys.stderr.write(f"pyg-sar: {text}\n")
+
+    @contextmanager
+    def replaced(self) -> Iterator[None]:
+        """Replaces what the script calls, until the block ends."""
+        with ExitStack() as stack:
+            put = partial(_put, stack)
+            for stream in ("stdout", "stderr"):
+                output = Output(getattr(sys, stream), self.is_first)
+                stack.callback(output.close)
+                put(sys, stream, lambda real, output=output: output)
+            for replace in (self._datasets, self._models, self._files, self._seeds, self._refused):
+                replace(put)
+            yield
+
+    # Datasets ----------------------------------------------------------------
+
+    def _datasets(self, put: Function) -> None:
+        def made_once(real: Function) -> Function:
+            def make(dataset: Any) -> None:
+                worker = self.here()
+                if worker is None:
+                    real(dataset)
+                else:
+                    worker.together.first(lambda: real(dataset))
+
+            return make
+
+        def item(real: Function) -> Function:
+            def get(dataset: Any, index: Any) -> Any:
+                worker = self.here()
+                number = isinstance(index, int | np.integer) or getattr(index, "ndim", 1) == 0
+                if worker is None or not number or len(dataset) != 1:
+                    return real(dataset, index)
+                name = f"{type(dataset).__name__}[{int(index)}]"
+                return worker.graphs.share(lambda: real(dataset, index), name)
+
+            return get
+
+        def data(real: Any) -> Any:
+            def get(dataset: Any) -> Any:
+                worker = self.here()
+                if worker is None or len(dataset) != 1:
+                    return real.fget(dataset)
+                name = f"{type(dataset).__name__}.data"
+                return worker.graphs.share(lambda: real.fget(dataset), name)
+
+            return real.getter(get)
+
+        def number(real: Any) -> Any:
+            def get(dataset: Any) -> Any:
+                worker = self.here()
+                if worker is None or len(dataset) != 1:
+                    return real.fget(dataset)
+                return worker.together.first(lambda: int(real.fget(dataset)))
+
+            return real.getter(get)
+
+        def transform(real: Function) -> Function:
+            def apply(transform: Any, graph: Any) -> Any:
+                worker = self.here()
+                if worker is None or not is_distributed(graph):
+                    return real(transform, graph)
+                apply = partial(real, transform)
+                return worker.graphs.transform(apply, graph, type(transform).__name__)
+
+            return apply
+
+        put(Dataset, "_download", made_once)
+        put(Dataset, "_process", made_once)
+        put(Dataset, "__getitem__", item)
+        put(InMemoryDataset, "data", data)
+        for kind in (Dataset, InMemoryDataset):
+            for name in ("num_classes", "num_node_features", "num_edge_features"):
+                if name in vars(kind):
+                    put(kind, name, number)
+        put(BaseTransform, "__call__", transform)
+
+    # Models ------------------------------------------------------------------
+
+    def _models(self, put: Function) -> None:
+        def noted(real: Function) -> Function:
+            def make(module: Module, *args: Any, **kwargs: Any) -> None:
+                real(module, *args, **kwargs)
+                if (worker := self.here()) is not None:
+                    worker.models.note(module)
+
+            return make
+
+        def call(real: Function) -> Function:
+            def call(module: Module, *args: Any, **kwargs: Any) -> Any:
+                worker = self.here()
+                if worker is None:
+                    return real(module, *args, **kwargs)
+                return worker.models.call(real, module, args, kwargs)
+
+            return call
+
+        def layer(real: Function) -> Function:
+            def call(module: Any, *args: Any, **kwargs: Any) -> Any:
+                worker = self.here()
+                if worker is None:
+                    return real(module, *args, **kwargs)
+                worker.models.before_layer(module)
+                layer = isinstance(module, MessagePassing)
+                made = worker.edges.in_call(module, args, kwargs) if layer else {}
+                if made:
+                    self.tell(
+                        f"{type(module).__name__} got an 'edge_index' that the script has made: "
+                        "each one is partitioned on its way, which takes time"
+                    )
+                    args = tuple(made.get(id(value), value) for value in args)
+                    kwargs = {name: made.get(id(value), value) for name, value in kwargs.items()}
+                return real(module, *args, **kwargs)
+
+            return call
+
+        def optimizer(real: Function) -> Function:
+            def make(made: Any, params: Any, *args: Any, **kwargs: Any) -> None:
+                worker = self.here()
+                if worker is not None:
+                    params = worker.models.optimize(params)
+                real(made, params, *args, **kwargs)
+
+            return make
+
+        def left_out(name: str, real: Function) -> Function:
+            def keep(model: Any = None, *args: Any, **kwargs: Any) -> Any:
+                if self.here() is None:
+                    return real(model, *args, **kwargs)
+                self.tell(f"{name} is left out: layers on a distributed graph run as they are")
+                return (lambda found: found) if model is None else model
+
+            return keep
+
+        put(Module, "__init__", noted)
+        put(Module, "__setstate__", noted)
+        put(Module, "__call__", call)
+        put(GlobalCalls, "__call__", layer)
+        put(Optimizer, "__init__", optimizer)
+        put(torch, "compile", partial(left_out, "torch.compile"))
+        put(torch.jit, "script", partial(left_out, "torch.jit.script"))
+
+    # Files -------------------------------------------------------------------
+
+    def _files(self, put: Function) -> None:
+        def private(method: Function, real: Function) -> Function:
+            def call(*args: Any, **kwargs: Any) -> Any:
+                worker = self.workers.get(current().rank)
+                if worker is None or worker.files is None:
+                    return real(*args, **kwargs)
+                return method(worker.files, real, *args, **kwargs)
+
+            return call
+
+        def save(real: Function) -> Function:
+            def save(obj: Any, f: Any, *args: Any, **kwargs: Any) -> Any:
+                worker = self.here()
+                if worker is not None and not called_by_package():
+                    obj = worker.models.plain(obj)
+                    f = f if worker.files is None else worker.files.place(f, writes=True)
+                return real(obj, f, *args, **kwargs)
+
+            return save
+
+        def load(real: Function) -> Function:
+            def load(f: Any, *args: Any, **kwargs: Any) -> Any:
+                worker = self.here()
+                if worker is not None and worker.files is not None:
+                    f = worker.files.place(f)
+                return real(f, *args, **kwargs)
+
+            return load
+
+        for owner in (builtins, io):
+            put(owner, "open", partial(private, PrivateFiles.open))
+        put(os, "stat", partial(private, PrivateFiles.stat))
+        put(os, "mkdir", partial(private, PrivateFiles.mkdir))
+        for name in ("remove", "unlink", "rmdir"):
+            put(os, name, partial(private, PrivateFiles.remove))
+        put(shutil, "rmtree", partial(private, PrivateFiles.remove))
+        for name in ("rename", "replace"):
+            put(os, name, partial(private, PrivateFiles.rename))
+        for name in ("chmod", "utime"):
+            put(os, name, partial(private, PrivateFiles.change))
+        put(torch, "save", save)
+        put(torch, "load", load)
+
+    # Random seeds ------------------------------------------------------------
+
+    def _seeds(self, put: Function) -> None:
+        def agreed(real: Function) -> Function:
+            """Rank 0's seed: one that was made from the time is another at each rank."""
+
+            def seed(*args: Any, **kwargs: Any) -> Any:
+                worker = self.here()
+                if worker is None or called_by_package():
+                    return real(*args, **kwargs)
+                (given,) = [*args, *kwargs.values()] or [None]
+                if given is None:
+                    return real(worker.together.new_seed())
+                if isinstance(given, int | np.integer):
+                    given = worker.together.agreed(int(given))
+                return real(given)
+
+            return seed
+
+        def drawn(real: Function) -> Function:
+            def seed() -> int:
+                worker = self.here()
+                if worker is None or called_by_package():
+                    return int(real())
+                found = worker.together.new_seed()
+                torch.manual_seed(found)
+                return found
+
+            return seed
+
+        def generator(real: Function) -> Function:
+            def make(seed: Any = None) -> Any:
+                worker = self.here()
+                return real(worker.together.new_seed() if seed is None and worker else seed)
+
+            return make
+
+        put(torch, "manual_seed", agreed)
+        put(torch, "seed", drawn)
+        put(np.random, "seed", agreed)
+        put(np.random, "default_rng", generator)
+        put(random, "seed", agreed)
+
+    # What has no place here --------------------------------------------------
+
+    def _refused(self, put: Function) -> None:
+        def refused(name: str, why: str, real: Function) -> Function:
+            def refuse(*args: Any, **kwargs: Any) -> Any:
+                if self.here() is None:
+                    return real(*args, **kwargs)
+                raise DistributedIndexError(f"'{name}' under 'pyg-sar run': {why}")
+
+            return refuse
+
+        batches = "the script trains on mini-batches or many graphs, which need no distributed "
+        batches += "graph. Run it with python, or on all of one graph"
+        for name, kind in vars(torch_geometric.loader).items():
+            if isinstance(kind, type) and "__init__" in vars(kind):
+                put(kind, "__init__", partial(refused, name, batches))
+        traced = "a distributed model can't be traced: leave the call out (of SummaryWriter: "
+        traced += "add_graph)"
+        put(torch.jit, "trace", partial(refused, "torch.jit.trace", traced))
+        workers = "the script starts workers of its own. Run it with python"
+        put(
+            torch.multiprocessing, "spawn", partial(refused, "torch.multiprocessing.spawn", workers)
+        )
+        starts = "torch.distributed.init_process_group"
+        put(torch.distributed, "init_process_group", partial(refused, starts, workers))
+
+
+def _put(stack: ExitStack, owner: Any, name: str, make: Function) -> None:
+    """Replaces an attribute until the stack is left."""
+    real = vars(owner)[name] if isinstance(owner, type) and name in vars(owner) else None
+    inherited = isinstance(owner, type) and real is None
+    real = getattr(owner, name) if real is None else real
+    new = make(real)
+    if callable(real) and callable(new) and not isinstance(new, Output):
+        new = wraps(real)(new)
+    setattr(owner, name, new)
+    stack.callback(delattr, owner, name) if inherited else stack.callback(
+        setattr, owner, name, real
+    )

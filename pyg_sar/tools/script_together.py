@@ -1,0 +1,137 @@
+"""Workers that run one script: one acts for all of them, and all draw the same numbers."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import hashlib
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.errors import PygSarError
+
+_STATES = ("", "", "random states")
+
+
+class Together:
+    """The workers of one script. Its methods are collective.
+
+    Args:
+        comm: The workers.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm = comm
+        self.alone = False
+        """While rank 0 acts for all, nothing is to be done together."""
+        self._calls = 0
+        self._seeds = random.Random()
+
+    # One for all -------------------------------------------------------------
+
+    def first(self, work: Callable[[], Any]) -> Any:
+        """Returns what ``work()`` returns at rank 0, where alone it runs.
+
+        The others wait. Afterwards the random states of all are those of rank 0.
+
+        Args:
+            work: Returns what has a JSON form.
+
+        Raises:
+            Exception: At every rank, what ``work`` raised; of types that are not Python's own
+                the others raise a ``RuntimeError``.
+        """
+        failure: Exception | None = None
+        outcome: list[Any] = []
+        if self.comm.rank == 0:
+            before = digest_of_states()
+            try:
+                with self._acting():
+                    outcome = ["result", work(), digest_of_states() != before]
+            except Exception as error:  # Whatever it is, the others must not wait for more.
+                failure = error
+                outcome = ["error", type(error).__name__, str(error)]
+        kind, *rest = self.comm.broadcast_object(outcome)
+        if failure is not None:
+            raise failure
+        if kind == "error":
+            name, text = rest
+            found = getattr(builtins, name, RuntimeError)
+            known = isinstance(found, type) and issubclass(found, Exception)
+            raise (found if known and found is not UnicodeDecodeError else RuntimeError)(text)
+        result, drew = rest
+        if drew:
+            self.share_states()
+        return result
+
+    @contextlib.contextmanager
+    def _acting(self) -> Iterator[None]:
+        before, self.alone = self.alone, True
+        try:
+            yield
+        finally:
+            self.alone = before
+
+    # Random numbers ----------------------------------------------------------
+
+    def seed_all(self) -> None:
+        """Gives all workers one seed, which rank 0 draws."""
+        seed = self.comm.broadcast_object(random.SystemRandom().getrandbits(63))
+        torch.manual_seed(seed)
+        np.random.seed(seed % 2**32)
+        random.seed(seed)
+        self._seeds = random.Random(seed)
+
+    def new_seed(self) -> int:
+        """Returns a seed for what would take one from the system, the same on all workers."""
+        return self._seeds.getrandbits(32)
+
+    def agreed(self, value: Any) -> Any:
+        """Returns rank 0's value, such as a seed made from the time."""
+        return self.comm.broadcast_object(value)
+
+    def share_states(self) -> None:
+        """Gives all workers the states of rank 0's generators: torch's, numpy's and Python's."""
+        state = torch.get_rng_state()
+        torch.set_rng_state(self.comm.broadcast(state, label=_STATES))
+        name, keys, *rest = np.random.get_state(legacy=True)
+        version, numbers, gauss = random.getstate()
+        mine = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
+        numpy_state, (version, numbers, gauss) = self.comm.broadcast_object(mine, label=_STATES)
+        np.random.set_state(tuple(numpy_state))
+        random.setstate((version, tuple(numbers), gauss))
+
+    def count_call(self) -> None:
+        """Counts calls of models; at the 1st, 2nd, 4th, ... it checks the random states."""
+        self._calls += 1
+        if self._calls & (self._calls - 1) == 0:
+            self.check_states(f"call {self._calls} of a model")
+
+    def check_states(self, where: str) -> None:
+        """Checks that all workers have drawn the same random numbers.
+
+        Raises:
+            PygSarError: They have not; names the ranks.
+        """
+        everyone = self.comm.all_gather_object(digest_of_states(), label=_STATES)
+        other = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
+        if other:
+            raise PygSarError(
+                f"At {where} rank(s) {other} have drawn other random numbers than rank 0, so the "
+                "workers no longer run the same script. Seeds and decisions must not depend on "
+                "the time, the process or the rank"
+            )
+
+
+def digest_of_states() -> str:
+    """Returns a digest of the states of torch's, numpy's and Python's generators."""
+    name, keys, *rest = np.random.get_state(legacy=True)
+    found = hashlib.blake2b(torch.get_rng_state().numpy().tobytes(), digest_size=16)
+    found.update(np.asarray(keys).tobytes())
+    found.update(repr((name, rest, random.getstate())).encode())
+    return found.hexdigest()

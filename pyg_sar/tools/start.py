@@ -1,0 +1,89 @@
+"""Workers as the command line starts, or finds, them: for ``train`` and ``predict``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pyg_sar.comm.group import Communicator, init
+from pyg_sar.comm.launch import launch, run
+from pyg_sar.errors import PartitionError
+from pyg_sar.files import parse_bytes
+from pyg_sar.partition.metadata import read_metadata
+
+T = TypeVar("T")
+
+
+def add_workers(command: argparse.ArgumentParser) -> Any:
+    """Adds the options that :func:`on_workers` reads; returns what adds more to their group."""
+    group = command.add_argument_group("workers").add_argument
+    group("--parts", required=True, metavar="DIR", help="folder of the partition")
+    group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
+    group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
+    group("--store", metavar="DIR", help="folder for what parts that wait hold")
+    group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
+    group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
+    return group
+
+
+def on_workers(
+    arguments: argparse.Namespace, work: Callable[[Any], T], config: Any
+) -> tuple[T, bool]:
+    """Runs ``work(config)`` on each worker; returns rank 0's result, and whether it speaks here."""
+    options = {"backend": arguments.backend, "timeout": arguments.timeout}
+    hosting = _hosting(arguments)
+    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
+        if arguments.workers is not None:
+            raise ValueError(
+                "--workers starts workers, but torchrun (RANK, WORLD_SIZE) has started them: "
+                "leave it out"
+            )
+        with init(**options) as comm:
+            num_parts = _agreed_parts(config.parts, comm)
+            if hosting or comm.world_size < num_parts:
+                result = run(work, config, parts=num_parts, **options, **hosting)[0]
+            else:
+                result = work(config)
+            return result, comm.rank == 0
+    num_parts = read_metadata(config.parts).num_parts
+    workers = num_parts if arguments.workers is None else arguments.workers
+    if not 1 <= workers <= num_parts:
+        raise PartitionError(
+            f"--workers {workers}: the folder {config.parts!r} has {num_parts} parts, of which "
+            f"each worker takes one or more; start 1 to {num_parts} workers, or partition the "
+            f"graph into {max(workers, 1)} parts"
+        )
+    if hosting or workers < num_parts:
+        hosting["parts"] = num_parts
+    return launch(work, workers, config, **options, **hosting)[0], True
+
+
+def _agreed_parts(root: str, comm: Communicator) -> int:
+    """Returns the number of parts in a folder, which each worker's host must have. Collective."""
+    found, problem = 0, ""
+    try:
+        found = read_metadata(root).num_parts
+    except PartitionError as error:
+        problem = str(error)
+    everyone = comm.all_gather_object([found, problem])
+    for rank, (_, text) in enumerate(everyone):
+        if text:
+            same = all(other == text for _, other in everyone)
+            raise PartitionError(text if same else f"rank {rank}: {text}")
+    # Loading tells different partitions apart, on all workers.
+    return max(number for number, _ in everyone)
+
+
+def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Returns where parts that wait are kept, as far as it was said."""
+    options: dict[str, Any] = {}
+    if arguments.memory is not None:
+        options["memory"] = parse_bytes(arguments.memory, "--memory")
+    if arguments.store is not None:
+        if not Path(arguments.store).absolute().parent.is_dir():
+            raise ValueError(f"--store {arguments.store}: there is no such folder")
+        options["store"] = arguments.store
+    return options

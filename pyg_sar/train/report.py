@@ -1,0 +1,313 @@
+"""The report folder of a training run, written while it goes on.
+
+[Note: the report folder]
+
+================== ============================================================================
+``config.json``    settings, command, hosts, versions, numbers of workers and of parts
+``metrics.jsonl``  one JSON object per epoch: loss, learning rate, scores, seconds, bytes sent by
+                   kind; per part of the graph the bytes sent and received in the epoch, per worker
+                   the memory at the start and the peak since
+``summary.json``   the result, and each part's ledger (bytes per layer and peer, resident rows)
+``report.png``     loss, metrics, time per epoch, memory per worker, bytes sent per epoch
+================== ============================================================================
+
+Rank 0 writes all of it. Where that fails after the start (a full disk), training goes on, with one
+warning. The picture needs matplotlib (the extra ``plot``); without it everything
+else is written, with one warning, and :func:`draw_report` makes the picture later.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import shlex
+import sys
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import asdict
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.errors import ReportError
+from pyg_sar.files import explained, replace_file
+from pyg_sar.ledger import HALO_KINDS, Ledger, peak_memory
+from pyg_sar.train.config import EpochRecord, TrainResult
+from pyg_sar.train.targets import SPLITS
+from pyg_sar.train.trainer import Callback, Trainer
+
+_METRICS = "metrics.jsonl"
+_KINDS = (*HALO_KINDS, "others")  # What else is sent: sums of losses and gradients, agreements.
+_PACKAGES = ("pyg_sar", "torch", "torch_geometric", "numpy")
+_PICTURE = "report.png"
+
+
+class Report(Callback):
+    """Writes a report folder while a :class:`pyg_sar.train.trainer.Trainer` trains.
+
+    A resumed run continues the lines of the epochs before it. The figures of each part travel to
+    rank 0 once per epoch, 72 bytes per part, and are not part of the bytes reported.
+
+    Args:
+        folder: Made where it does not exist.
+        config: Further settings for ``config.json``, values that JSON can hold.
+        overwrite: Replace the report of another run in this folder.
+
+    Raises:
+        ReportError: on every worker when training starts, where the folder holds a report and
+            neither ``overwrite`` nor a resumed run explains it, or rank 0 cannot write there.
+    """
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        config: Mapping[str, Any] | None = None,
+        overwrite: bool = False,
+    ) -> None:
+        self.folder = Path(folder)
+        self.config = dict(config or {})
+        self.overwrite = overwrite
+        self._ledger: Ledger | None = None
+        self._before = torch.zeros(1 + len(_KINDS), dtype=torch.int64)
+        self._warned = False
+
+    def on_start(self, trainer: Trainer) -> None:
+        problem: str | None = None
+        hosts = trainer.comm.all_gather_object(platform.node())
+        if trainer.comm.rank == 0:
+            try:
+                self._prepare(trainer, list(dict.fromkeys(hosts)))
+            except (OSError, TypeError, ValueError) as error:
+                why = explained(error, self.folder)
+                problem = f"Cannot write the report {os.fspath(self.folder)!r}: {why}"
+        problem = trainer.comm.broadcast_object(problem)
+        if problem is not None:
+            raise ReportError(problem)
+        self._ledger = Ledger(trainer.comm)
+        self._ledger.__enter__()
+
+    def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        workers = self._gather_figures(trainer.comm)
+        if trainer.comm.rank == 0:
+            line = json.dumps(_line(record) | workers) + "\n"
+            with self._going_on():
+                _append(self.folder / _METRICS, line)
+
+    def on_end(self, trainer: Trainer, result: TrainResult) -> None:
+        summary = {} if self._ledger is None else self._ledger.summary()
+        workers = trainer.comm.all_gather_object(summary)
+        if trainer.comm.rank != 0:
+            return
+        outcome: dict[str, Any] = asdict(result) | {"workers": workers}
+        del outcome["losses"]  # They are in metrics.jsonl.
+        with self._going_on():
+            _write_json(self.folder / "summary.json", outcome)
+            draw_report(self.folder)
+
+    @contextmanager
+    def _going_on(self) -> Iterator[None]:
+        """Warns once that the report can't be written; training goes on."""
+        try:
+            yield
+        except OSError as error:
+            if not self._warned:
+                warnings.warn(
+                    f"The report {os.fspath(self.folder)!r} is incomplete: {error}; training goes "
+                    "on without what can't be written",
+                    stacklevel=3,
+                )
+            self._warned = True
+
+    def close(self) -> None:
+        if self._ledger is not None:
+            self._ledger.__exit__(None, None, None)
+            self._ledger = None
+
+    def _prepare(self, trainer: Trainer, hosts: list[str]) -> None:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        path = self.folder / _METRICS
+        lines: list[dict[str, Any]] = []
+        if path.exists():
+            if trainer.epoch == 0 and not self.overwrite:
+                raise ValueError(
+                    "it holds the report of another run; choose another folder, or overwrite"
+                )
+            lines = [m for m in read_metrics(self.folder) if m["epoch"] <= trainer.epoch]
+        text = "".join(json.dumps(line) + "\n" for line in lines)
+        replace_file(path, lambda file: file.write_text(text))
+        settings = {
+            "train": asdict(trainer.config),
+            "workers": len(set(_worker_of(trainer.comm))),
+            "num_parts": trainer.comm.world_size,
+            "backend": trainer.comm.backend,
+            "device": str(trainer.comm.device),
+            "command": shlex.join([Path(sys.executable).name, *sys.argv]),
+            "hosts": hosts,
+            "platform": platform.platform(),
+            "cpus": os.cpu_count(),
+            "versions": _versions(),
+        }
+        _write_json(self.folder / "config.json", settings | self.config)
+
+    def _gather_figures(self, comm: Communicator) -> dict[str, Any]:
+        """Returns bytes of this epoch of every part, and the memory of every worker."""
+        assert self._ledger is not None
+        memory = torch.tensor([self._ledger.baseline_memory, peak_memory(comm.device)])
+        own = torch.cat([self._bytes(self._ledger) - self._before, memory]).to(comm.device)
+        table = torch.stack(comm.all_gather(own, label=("", "", "report"))).cpu()
+        # Read again: what this function itself sent belongs to no epoch.
+        self._before = self._bytes(self._ledger)
+        received, kinds, start, peak = table.T.split([1, len(_KINDS), 1, 1])
+        workers = _worker_of(comm)
+        starts = dict(zip(reversed(workers), reversed(start[0].tolist()), strict=True))
+        peaks = dict(zip(workers, peak[0].tolist(), strict=True))
+        return {
+            "sent_bytes": kinds.sum(dim=0).tolist(),
+            "received_bytes": received[0].tolist(),
+            "sent_by_kind": dict(zip(_KINDS, kinds.sum(dim=1).tolist(), strict=True)),
+            "start_memory_bytes": [starts[worker] for worker in peaks],
+            "memory_bytes": list(peaks.values()),
+        }
+
+    @staticmethod
+    def _bytes(ledger: Ledger) -> torch.Tensor:
+        """Returns the bytes received so far, and those sent of each kind."""
+        kinds = [ledger.sent_bytes(kind=kind) for kind in HALO_KINDS]
+        return torch.tensor([ledger.received, *kinds, ledger.sent - sum(kinds)])
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in _PACKAGES:
+        with suppress(PackageNotFoundError):  # A checkout that is not installed.
+            found[name] = version(name)
+    return found
+
+
+def _worker_of(comm: Communicator) -> list[int]:
+    """Returns the worker of each rank: several parts may be in one."""
+    ranks = list(range(comm.world_size))
+    return ranks if comm.host is None else list(comm.host.worker_of)
+
+
+def _line(record: EpochRecord) -> dict[str, Any]:
+    line = asdict(record)
+    scores = line.pop("scores") or {}
+    return line | scores
+
+
+def _write_json(path: Path, content: Mapping[str, Any]) -> None:
+    replace_file(path, lambda file: file.write_text(json.dumps(content, indent=2) + "\n"))
+
+
+def _append(path: Path, text: str) -> None:
+    """Appends a line, or nothing where the disk is full: another may follow."""
+    with path.open("ab", buffering=0) as file:
+        before = os.fstat(file.fileno()).st_size
+        rest = memoryview(text.encode())
+        try:
+            while rest:
+                rest = rest[file.write(rest) or 0 :]
+        except OSError as error:
+            with suppress(OSError):
+                file.truncate(before)
+            raise explained(error, path) from error
+
+
+def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Returns the lines of a report's ``metrics.jsonl``, one dictionary per epoch.
+
+    A last line that a killed run left unfinished is dropped.
+    """
+    metrics: list[dict[str, Any]] = []
+    for line in (Path(folder) / _METRICS).read_text().splitlines(keepends=True):
+        if line.endswith("\n"):
+            metrics.append(json.loads(line))
+    return metrics
+
+
+def draw_report(folder: str | os.PathLike[str]) -> Path | None:
+    """Draws ``report.png`` from a report's ``metrics.jsonl``.
+
+    Returns:
+        The picture's path, or ``None``, after one warning, where matplotlib is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+        from matplotlib.ticker import MaxNLocator
+    except ImportError:
+        warnings.warn(
+            f"{_PICTURE} is not drawn: matplotlib is not installed "
+            "(pip install 'pyg_sar[plot]', then pyg_sar.train.draw_report(folder))",
+            stacklevel=2,
+        )
+        return None
+    metrics = read_metrics(folder)
+    # A figure without pyplot: no global state, no window, and usable beside a notebook's own.
+    figure = Figure(figsize=(15, 8), layout="constrained")
+    (loss, scores, seconds), (memory, traffic, kinds) = figure.subplots(2, 3)
+    _draw_scores(loss, scores, metrics)
+    _draw_bytes(memory, traffic, kinds, metrics)
+    seconds.plot(*_points(metrics, "seconds"))
+    seconds.set_ylim(bottom=0)
+    loss.set(title="Loss", ylabel="mean over rows")
+    scores.set(title="Metrics")
+    seconds.set(title="Time per epoch, with its evaluation", ylabel="seconds (rank 0)")
+    memory.set(title="Peak memory per worker", xlabel="worker", ylabel="MiB")
+    traffic.set(title="Bytes sent per epoch and rank", ylabel="MiB")
+    kinds.set(title="Bytes sent per epoch, by kind", ylabel="MiB")
+    for axes in (loss, scores, seconds, traffic, kinds):
+        axes.set_xlabel("epoch")
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    for axes in (loss, scores, memory, traffic, kinds):
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(fontsize="small")
+    path = Path(folder) / _PICTURE
+    replace_file(path, lambda file: figure.savefig(file, dpi=110, format="png"))
+    return path
+
+
+def _draw_scores(loss: Any, scores: Any, metrics: list[dict[str, Any]]) -> None:
+    loss.plot(*_points(metrics, "loss"), label="train (loss of the step)")
+    names = dict.fromkeys(name for line in metrics for name in line)
+    for name in names:
+        split, _, what = name.partition("_")
+        points = _points(metrics, name)
+        if split not in SPLITS or not points[0] or name == "train_loss":
+            continue
+        if what == "loss":
+            loss.plot(*points, label=f"{split} (evaluation)")
+        else:
+            scores.plot(*points, label=f"{split} {what}")
+
+
+def _draw_bytes(memory: Any, traffic: Any, kinds: Any, metrics: list[dict[str, Any]]) -> None:
+    if not metrics:
+        return
+    last = metrics[-1]
+    start, peak = ([n / 2**20 for n in last[f"{k}memory_bytes"]] for k in ("start_", ""))
+    beyond = [max(b - a, 0.0) for a, b in zip(start, peak, strict=True)]
+    memory.bar(range(len(peak)), start, label="at the start", color="tab:gray")
+    memory.bar(range(len(peak)), beyond, bottom=start, label="beyond")
+    memory.set_xticks(range(len(peak)))
+    for rank in range(len(last["sent_bytes"])):
+        # A run that was resumed may have had fewer parts before.
+        lines = [line for line in metrics if rank < len(line["sent_bytes"])]
+        sent = [line["sent_bytes"][rank] / 2**20 for line in lines]
+        traffic.plot([line["epoch"] for line in lines], sent, label=f"rank {rank}")
+    for kind in _KINDS:
+        sent = [line["sent_by_kind"][kind] / 2**20 for line in metrics]
+        if any(sent):
+            kinds.plot([line["epoch"] for line in metrics], sent, label=kind)
+
+
+def _points(metrics: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """Returns the epochs that have a number, and these numbers."""
+    lines = [line for line in metrics if line.get(name) is not None]
+    return [line["epoch"] for line in lines], [line[name] for line in lines]

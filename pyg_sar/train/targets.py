@@ -1,0 +1,157 @@
+"""Targets, and the rows of each split."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.data import Data
+
+SPLITS: tuple[str, ...] = ("train", "val", "test")
+
+MASKS: dict[str, str] = {split: f"{split}_mask" for split in SPLITS}
+"""Attributes that hold the splits of nodes."""
+
+_LISTS = "_index_place"  # The end of the name of a list's places in the whole graph.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Targets:
+    """The targets of one graph, of this worker.
+
+    Attributes:
+        values: A row for each row that the model returns, ``[n, *]``; classes as int64 ``[n]``.
+        index: The rows of each split that count, int64.
+        ids: Where these rows are in the whole graph's order, int64 ``[n]``, if that is known.
+    """
+
+    values: Tensor
+    index: dict[str, Tensor]
+    ids: Tensor | None
+
+    def select(self, split: str) -> Tensor:
+        """Returns the targets of a split."""
+        return self.values[self.index[split]]
+
+
+def find_targets(
+    data: Data,
+    name: str = "y",
+    *,
+    splits: Mapping[str, str] | None = None,
+    column: int = 0,
+    of_classes: bool = True,
+    probabilities: bool = False,
+    whole: str | None = None,
+) -> Targets:
+    """Finds the targets in a graph's data, and the rows of each split.
+
+    Args:
+        data: This worker's part, or the whole graph.
+        name: The attribute that holds the targets.
+        splits: The attribute of each split: a mask, bool ``[n]`` or ``[n, num_splits]``, or a list
+            of rows, int64 ``[K]``. By default ``train_mask``, ``val_mask`` and ``test_mask`` for
+            ``y``; all rows of other targets are for training.
+        column: Which split of two-dimensional masks.
+        of_classes: Integer targets are classes, -1 where there is none.
+        probabilities: Targets may also be floating point: probabilities of the classes.
+        whole: The split that all rows belong to, in place of ``splits``.
+
+    Raises:
+        ValueError: When targets or the training rows are missing, have another shape or type, or
+            hold NaN.
+    """
+    values = data.get(name)
+    if not isinstance(values, Tensor) or values.dim() == 0:
+        raise _missing(name)
+    of_classes = of_classes and not (probabilities and values.is_floating_point())
+    if of_classes:
+        values = node_labels(data, name)
+    if whole is None and splits is None:
+        splits, whole = (MASKS, None) if name == "y" else ({}, "train")
+    if whole is None:
+        masks = splits or {}
+        index = {s: _rows(data, masks.get(s), s, column, values, name) for s in SPLITS}
+    else:
+        counts = {split: len(values) if split == whole else 0 for split in SPLITS}
+        index = {s: torch.arange(n, device=values.device) for s, n in counts.items()}
+    if of_classes:
+        index = {split: rows[values[rows] >= 0] for split, rows in index.items()}
+    for split, rows in index.items():
+        missing = int(values[rows].isnan().view(len(rows), -1).any(1).sum()) if len(rows) else 0
+        if missing:
+            raise ValueError(
+                f"data.{name} holds NaN in {missing} of the {len(rows)} {split} rows: leave rows "
+                "without a target out of the split"
+            )
+    return Targets(values=values, index=index, ids=_ids(data, name, len(values)))
+
+
+def node_labels(data: Data, name: str = "y") -> Tensor:
+    """Returns ``data.y`` as int64 ``[num_nodes]``.
+
+    Raises:
+        ValueError: When it is missing or does not hold one class per node.
+    """
+    labels = data.get(name)
+    if not isinstance(labels, Tensor):
+        raise _missing(name)
+    if labels.dim() == 2 and labels.size(1) == 1:
+        labels = labels.view(-1)
+    if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
+        raise ValueError(
+            f"Expected 'data.{name}' to hold one integer class per node, shape [num_nodes] or "
+            f"[num_nodes, 1] (got {labels.dtype} {list(labels.shape)}); for other targets give the "
+            "Trainer a loss, such as loss=torch.nn.BCEWithLogitsLoss()"
+        )
+    return labels.long()
+
+
+def _missing(name: str) -> ValueError:
+    what = "node classification needs a label per node (-1: none)" if name == "y" else "the target"
+    return ValueError(f"data.{name} is missing: {what}")
+
+
+def _rows(
+    data: Data, mask_name: str | None, split: str, column: int, values: Tensor, target: str
+) -> Tensor:
+    """Returns the rows of a split, from its mask or list."""
+    rows = None if mask_name is None else data.get(mask_name)
+    if not isinstance(rows, Tensor):
+        if split != "train" and mask_name in (None, MASKS[split]):
+            return torch.empty(0, dtype=torch.long, device=values.device)
+        raise ValueError(
+            f"data.{mask_name or MASKS[split]} is missing: training needs to know which rows of "
+            f"data.{target} to use (torch_geometric.transforms.RandomNodeSplit makes masks)"
+        )
+    if rows.dtype == torch.long and rows.dim() == 1:
+        if len(rows) and not 0 <= int(rows.min()) <= int(rows.max()) < len(values):
+            raise ValueError(
+                f"data.{mask_name} holds rows {int(rows.min())} to {int(rows.max())}, "
+                f"data.{target} has {len(values)}"
+            )
+        return rows
+    if rows.dtype != torch.bool or rows.dim() not in (1, 2) or len(rows) != len(values):
+        raise ValueError(
+            f"Expected 'data.{mask_name}' to be bool of shape [{len(values)}] or "
+            f"[{len(values)}, num_splits] (got {rows.dtype} {list(rows.shape)})"
+        )
+    if rows.dim() == 2:
+        if column >= rows.size(1):
+            raise ValueError(f"split {column}: data.{mask_name} has {rows.size(1)} splits")
+        rows = rows[:, column]
+    return rows.nonzero().view(-1)
+
+
+def _ids(data: Any, name: str, rows: int) -> Tensor | None:
+    """Returns where the rows are in the whole graph's order; ``None`` where nothing tells."""
+    edges = name.startswith("edge")
+    candidates = (f"{name}{_LISTS}", "e_id") if edges else ("n_id", f"{name}{_LISTS}")
+    for candidate in candidates:
+        ids = data.get(candidate)
+        if isinstance(ids, Tensor) and tuple(ids.shape) == (rows,):
+            return ids
+    return None

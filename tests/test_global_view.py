@@ -1,0 +1,333 @@
+"""``view='global'``: code that is written for one process computes its numbers on several."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data, HeteroData
+
+import pyg_sar
+from pyg_sar.errors import DistributedIndexError, WorkerError
+from pyg_sar.tensors import NodeTensor, whole
+
+NODES, EDGES, CLASSES, WIDTH = 60, 240, 3, 16
+DOUBLE = torch.float64
+
+
+def make_graph() -> Data:
+    draw = torch.Generator().manual_seed(0)
+    return Data(
+        x=torch.randn(NODES, 8, dtype=DOUBLE, generator=draw),
+        edge_index=torch.randint(0, NODES, (2, EDGES), generator=draw),
+        y=torch.randint(0, CLASSES, (NODES,), generator=draw),
+        train_mask=torch.rand(NODES, generator=draw) < 0.5,
+        train_idx=torch.randperm(NODES, generator=draw)[:20],
+        edge_type=torch.randint(0, 3, (EDGES,), generator=draw),
+        edge_attr=torch.randn(EDGES, 4, dtype=DOUBLE, generator=draw),
+        edge_label_index=torch.randint(0, NODES, (2, 30), generator=draw),
+        edge_label=torch.randint(0, 2, (30,), generator=draw).to(DOUBLE),
+    )
+
+
+class Net(torch.nn.Module):
+    """Layers between operators that mix all nodes, parameters that meet them, and a norm."""
+
+    def __init__(self, conv: Callable[[int, int], Any], edges: str = "") -> None:
+        super().__init__()
+        self.first, self.second = conv(8, WIDTH), conv(WIDTH, WIDTH)
+        self.norm = torch.nn.BatchNorm1d(WIDTH, affine=False)
+        self.head, self.scale = torch.nn.Linear(WIDTH, CLASSES), torch.nn.Parameter(torch.ones(1))
+        self.edges = edges
+
+    def forward(self, data: Data) -> Tensor:
+        more = (data[self.edges],) if self.edges else ()
+        x = F.relu(self.norm(self.first(data.x, data.edge_index, *more)))
+        x = F.dropout(x, 0.3, self.training)
+        x = x - x.mean(0)
+        x = self.second(x, data.edge_index, *more) + x * self.scale
+        return self.head(torch.cat([x, x.softmax(-1)], dim=-1)[:, :WIDTH])
+
+
+def relations(x: Tensor, edge_index: Tensor, kind: Tensor, convs: Any) -> Tensor:
+    return sum(conv(x, edge_index[:, kind == k]) for k, conv in enumerate(convs))
+
+
+class Relational(torch.nn.Module):
+    """A layer for the edges of each kind, which the model itself selects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList(gnn.SAGEConv(8, CLASSES) for _ in range(3))
+        self.other = gnn.GraphConv(8, CLASSES)
+
+    def forward(self, data: Data) -> Tensor:
+        out = relations(data.x, data.edge_index, data.edge_type, self.convs)
+        return out + self.other(data.x, data.edge_index.flip([0]))
+
+
+class Linkx(torch.nn.Module):
+    """A weight with a row per node, beside what all workers hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = gnn.LINKX(NODES, 8, WIDTH, CLASSES, num_layers=2)
+
+    def forward(self, data: Data) -> Tensor:
+        return self.model(data.x, data.edge_index)
+
+
+MODELS: dict[str, Callable[[], torch.nn.Module]] = {
+    "gcn": lambda: Net(gnn.GCNConv),
+    "sage": lambda: Net(gnn.SAGEConv),
+    "gat": lambda: Net(lambda i, o: gnn.GATConv(i, o // 4, heads=4)),
+    "transformer": lambda: Net(lambda i, o: gnn.TransformerConv(i, o, edge_dim=4), "edge_attr"),
+    "gin": lambda: Net(lambda i, o: gnn.GINConv(gnn.MLP([i, WIDTH, o]))),
+    "directed": lambda: Net(lambda i, o: gnn.DirGNNConv(gnn.SAGEConv(i, o))),
+    "rgcn": lambda: Net(lambda i, o: gnn.RGCNConv(i, o, 3), "edge_type"),
+    "pna": lambda: Net(
+        lambda i, o: gnn.PNAConv(i, o, ["mean", "std"], ["identity"], torch.ones(9))
+    ),
+    "selected edges": Relational,
+    "gat with dropout": lambda: Net(lambda i, o: gnn.GATConv(i, o // 4, heads=4, dropout=0.4)),
+    "linkx": Linkx,
+    "arma with dropout": lambda: Net(lambda i, o: gnn.ARMAConv(i, o, 2, 2, dropout=0.4)),
+}
+
+
+def train(model: torch.nn.Module, data: Any) -> list[Any]:
+    """Losses, metrics and gradients of a few epochs, as a script for one process writes them."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-3)
+    torch.manual_seed(2)
+    found: list[Any] = []
+    for _ in range(3):
+        model.train()
+        optimizer.zero_grad()
+        out = model(data)
+        mask = data.train_mask
+        loss = F.cross_entropy(out[mask], data.y[mask])
+        loss = loss + 1e-2 * sum(p.square().sum() for p in model.parameters())
+        loss = loss + F.nll_loss(out.log_softmax(-1)[data.train_idx], data.y[data.train_idx])
+        source, target = data.edge_label_index
+        scores = (out[source] * out[target]).sum(-1)
+        loss = loss + F.binary_cross_entropy_with_logits(scores, data.edge_label)
+        loss.backward()
+        optimizer.step()
+        model.eval()
+        with torch.no_grad():
+            right = model(data).argmax(-1) == data.y
+        found += [loss.item(), int(right.sum()), int(right[mask].sum()) / int(mask.sum())]
+    return found + [p.grad.clone() for p in model.parameters()]
+
+
+def built(name: str) -> torch.nn.Module:
+    torch.manual_seed(1)
+    return MODELS[name]().to(DOUBLE)
+
+
+def worker(root: str, names: list[str]) -> list[list[Any]]:
+    data = pyg_sar.load_partition(root, view="global")
+    return [train(pyg_sar.distribute(built(name), view="global"), data) for name in names]
+
+
+@pytest.fixture(scope="module")
+def roots(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
+    made: dict[int, str] = {}
+
+    def make(world: int) -> str:
+        if world not in made:
+            made[world] = str(tmp_path_factory.mktemp("global") / "parts")
+            pyg_sar.write_partitions(make_graph(), world, made[world])
+        return made[world]
+
+    return make
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_training_gives_the_numbers_of_one_process(world: int, roots: Callable[[int], str]) -> None:
+    names = list(MODELS)
+    expected = [train(built(name), make_graph()) for name in names]
+    # Workers in processes: each draws from a generator of its own.
+    for found in pyg_sar.launch(worker, world, roots(world), names):
+        for name, one, other in zip(names, expected, found, strict=True):
+            torch.testing.assert_close(
+                other, one, rtol=1e-9, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}"
+            )
+
+
+def test_several_parts_of_a_process(roots: Callable[[int], str]) -> None:
+    expected = train(built("sage"), make_graph())
+    for (found,) in pyg_sar.launch(worker, 1, roots(3), ["sage"], parts=3):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def propagated(data: Data) -> list[Tensor]:
+    """Label propagation and Correct and Smooth, by a mask and by ids."""
+    spread = gnn.LabelPropagation(num_layers=3, alpha=0.9)
+    smooth = gnn.CorrectAndSmooth(2, 0.8, 2, 0.5)
+    ids = torch.arange(0, NODES, 3)
+    if isinstance(data.x, NodeTensor):
+        spread = pyg_sar.distribute(spread, view="global")
+        smooth = pyg_sar.distribute(smooth, view="global")
+    found = [spread(data.y, data.edge_index, mask) for mask in (data.train_mask, ids)]
+    soft = data.x[:, :CLASSES].softmax(-1)
+    corrected = smooth.correct(soft, data.y[ids], ids, data.edge_index)
+    found += [corrected, smooth.smooth(corrected, data.y[ids], ids, data.edge_index)]
+    return [whole(t, "test") for t in found]
+
+
+def test_propagation_of_labels(roots: Callable[[int], str]) -> None:
+    expected = propagated(make_graph())
+    run = lambda root: propagated(pyg_sar.load_partition(root, view="global"))  # noqa: E731
+    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
+        torch.testing.assert_close(found, expected)
+
+
+# Forces: gradients of gradients ###############################################
+
+
+def forces(model: torch.nn.Module, data: Any) -> list[Tensor]:
+    """Forces as derivatives of an energy, and gradients of a loss of them."""
+    x = data.x.detach().clone().requires_grad_()
+    energy = model.first(x, data.edge_index).tanh().sum()
+    (force,) = torch.autograd.grad(energy, x, create_graph=True)
+    loss = (force - data.x).square().mean()
+    gradients = torch.autograd.grad(loss, list(model.first.parameters()), allow_unused=True)
+    return [energy, loss, *(g for g in gradients if g is not None)]
+
+
+def test_derivatives_of_derivatives(roots: Callable[[int], str]) -> None:
+    expected = forces(built("sage"), make_graph())
+
+    def run(root: str) -> list[Tensor]:
+        data = pyg_sar.load_partition(root, view="global")
+        policy = pyg_sar.SARPolicy(mode=3)
+        model = pyg_sar.distribute(built("sage"), policy, view="global")
+        return [t.detach() for t in forces(model, data)]
+
+    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
+        torch.testing.assert_close(found, [t.detach() for t in expected])
+
+
+# What a script sees ###########################################################
+
+
+def looks(data: Data) -> list[Any]:
+    index = data.edge_index
+    return [
+        *(
+            data.num_nodes,
+            data.num_edges,
+            data.num_features,
+            list(data.x.shape),
+            list(data.to_dict())[:3],
+        ),
+        *(index.tolist(), index[0].tolist(), (index[0] == index[1]).sum().item(), int(index.max())),
+        *(
+            data.x[index[0]].sum(0).tolist(),
+            data.train_idx.tolist(),
+            data.edge_label_index.tolist(),
+        ),
+        *(len(repr(data)), data.edge_attr.mean().item(), len(data.y), data.is_directed()),
+        *(data.x[data.edge_index[0, :5]].tolist(), data.edge_type.bincount().tolist()),
+    ]
+
+
+def test_the_data_is_that_of_the_whole_graph(roots: Callable[[int], str]) -> None:
+    expected = looks(make_graph())
+    run = lambda root: looks(pyg_sar.load_partition(root, view="global"))  # noqa: E731
+    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
+        for one, other in zip(expected, found, strict=True):
+            if isinstance(one, float) or (
+                isinstance(one, list) and one and isinstance(one[0], float)
+            ):
+                torch.testing.assert_close(torch.tensor(other), torch.tensor(one))
+            else:
+                assert other == one
+
+
+def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str]) -> None:
+    def refused(root: str) -> None:
+        data = pyg_sar.load_partition(root, view="global")
+        conv = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE), view="global")
+        gat = pyg_sar.distribute(gnn.GATConv(8, 2).to(DOUBLE), view="global")
+        plain = torch.randint(0, NODES, (2, 9))
+        with pytest.raises(DistributedIndexError, match="plain 'edge_index'"):
+            conv(data.x, plain)
+        with pytest.raises(DistributedIndexError, match="computed from the graph"):
+            conv(data.x, torch.cat([data.edge_index, plain], dim=1))
+        with pytest.raises(DistributedIndexError, match="gave a tuple"):
+            gat(data.x, data.edge_index, return_attention_weights=True)
+        with pytest.raises(ValueError, match="'view'"):
+            pyg_sar.load_partition(root, view="whole")
+        with pytest.raises(ValueError, match="'view'"):
+            pyg_sar.distribute(conv, view="whole")
+        assert isinstance(conv(torch.ones(NODES, 8, dtype=DOUBLE), data.edge_index), NodeTensor)
+
+    pyg_sar.launch(refused, 1, roots(2), parts=2)
+    with pytest.raises(WorkerError, match="threads share PyTorch's"):
+        pyg_sar.launch(refused, 2, roots(2), backend="threads")
+
+
+# Several node types ###########################################################
+
+
+def make_hetero() -> HeteroData:
+    draw = torch.Generator().manual_seed(0)
+    data = HeteroData()
+    sizes = {"paper": 40, "author": 25}
+    for name, size in sizes.items():
+        data[name].x = torch.randn(size, 8, dtype=DOUBLE, generator=draw)
+    data["paper"].y = torch.randint(0, CLASSES, (40,), generator=draw)
+    for one, other in (("paper", "author"), ("author", "paper"), ("paper", "paper")):
+        ends = [torch.randint(0, sizes[kind], (90,), generator=draw) for kind in (one, other)]
+        data[one, "to", other].edge_index = torch.stack(ends)
+    return data
+
+
+class Hetero(torch.nn.Module):
+    def __init__(self, metadata: Any) -> None:
+        super().__init__()
+        self.first = gnn.HGTConv(8, WIDTH, metadata, heads=2)
+        convs = {kind: gnn.SAGEConv((-1, -1), WIDTH) for kind in metadata[1]}
+        self.second, self.head = gnn.HeteroConv(convs), torch.nn.Linear(WIDTH, CLASSES)
+
+    def forward(self, data: HeteroData) -> Tensor:
+        x = self.first(data.x_dict, data.edge_index_dict)
+        x = {name: rows.relu() for name, rows in x.items()}
+        return self.head(self.second(x, data.edge_index_dict)["paper"])
+
+
+def hetero_step(model: torch.nn.Module, data: HeteroData) -> list[Any]:
+    out = model(data)
+    loss = F.cross_entropy(out, data["paper"].y)
+    loss.backward()
+    return [loss.item(), whole(out, "test").detach(), *(p.grad for p in model.parameters())]
+
+
+def built_hetero(data: HeteroData) -> torch.nn.Module:
+    torch.manual_seed(1)
+    model = Hetero(data.metadata()).to(DOUBLE)
+    with torch.no_grad():
+        model(data)
+    return model
+
+
+def test_node_types(tmp_path: Path) -> None:
+    graph = make_hetero()
+    expected = hetero_step(built_hetero(graph), graph)
+    pyg_sar.write_partitions(graph, 2, tmp_path / "parts")
+
+    def run() -> list[Any]:
+        model = built_hetero(make_hetero())
+        data = pyg_sar.load_partition(tmp_path / "parts", view="global")
+        return hetero_step(pyg_sar.distribute(model, view="global"), data)
+
+    for found in pyg_sar.launch(run, 2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -1,0 +1,418 @@
+"""Tensors of the whole graph: every operator gives one process's numbers, or is refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from oracle import threads
+from torch import Tensor
+
+import pyg_sar
+from pyg_sar.comm import current
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.tensors import NodeTensor, Rows, node_rows, whole, wrap
+from pyg_sar.tensors import rows as rows_module
+
+N = 23
+DOUBLE = torch.float64
+Values = SimpleNamespace
+
+
+def _values() -> dict[str, Tensor]:
+    draw = torch.Generator().manual_seed(0)
+    return {
+        "x": torch.randn(N, 6, dtype=DOUBLE, generator=draw),
+        "y": torch.randint(0, 4, (N,), generator=draw),
+        "m": torch.rand(N, generator=draw) < 0.5,
+        "z": torch.randn(N, 2, 3, dtype=DOUBLE, generator=draw),
+        "p": torch.randperm(N, generator=draw),
+        "w": torch.randn(6, 4, dtype=DOUBLE, generator=draw),
+        "owner": torch.randint(0, 3, (N,), generator=draw),
+    }
+
+
+def _layout() -> Rows:
+    """The last of three workers owns nothing where there are two: rows lie anywhere."""
+    comm = current()
+    owner = _values()["owner"] % comm.world_size
+    return node_rows(comm, (owner == comm.rank).nonzero().view(-1), N)
+
+
+def _ones(*shape: int) -> Tensor:
+    return torch.ones(*shape, dtype=DOUBLE)
+
+
+def _line(n: int) -> Tensor:
+    return torch.arange(1.0, n + 1, dtype=DOUBLE)
+
+
+def set_by_mask(v: Values) -> Tensor:
+    out = torch.zeros_like(v.x)
+    out[v.m] = v.x[v.m]
+    return out
+
+
+def set_by_ids(v: Values) -> Tensor:
+    out = v.x.clone()
+    out[v.ids[:5]] = 7.0
+    return out
+
+
+def set_plain(v: Values) -> Tensor:
+    out = torch.zeros(N, 6, dtype=DOUBLE)
+    out[v.m] = v.x[v.m]
+    return out
+
+
+def set_columns(v: Values) -> Tensor:
+    out = v.x.clone()
+    out[:, 1] = 3.0
+    out[v.m, 2] = 4.0
+    return out
+
+
+def in_place(v: Values) -> Tensor:
+    out = v.x * 1
+    out += 1
+    out.mul_(2)
+    return out
+
+
+def gru(v: Values) -> Tensor:
+    with torch.random.fork_rng():
+        cell = torch.nn.GRUCell(6, 4).double()
+    with torch.no_grad():
+        for parameter in cell.parameters():
+            parameter.fill_(0.1)
+    return cell(v.x)
+
+
+def two_slices(v: Values) -> Tensor:
+    return (v.x[1:] - v.x[:-1]) * v.x[:-1]
+
+
+CASES: dict[str, Callable[[Values], Any]] = {
+    "relu": lambda v: F.relu(v.x),
+    "lin": lambda v: F.linear(v.x, v.w.t()),
+    "lin3": lambda v: F.linear(v.z, torch.ones(4, 3, dtype=DOUBLE), torch.ones(4, dtype=DOUBLE)),
+    "mm": lambda v: v.x @ v.w,
+    "gram": lambda v: v.x.t() @ v.x,
+    "sum": lambda v: v.x.sum(),
+    "mean0": lambda v: v.x.mean(0),
+    "mean0k": lambda v: v.x.mean(dim=0, keepdim=True),
+    "sum1": lambda v: v.x.sum(1),
+    "max": lambda v: v.x.max(),
+    "amax0": lambda v: v.x.amax(0),
+    "max1": lambda v: v.x.max(1).values,
+    "max0": lambda v: v.x.max(0)[0],
+    "argmax": lambda v: v.x.argmax(-1),
+    "norm": lambda v: v.x.norm(),
+    "norm1": lambda v: v.x.norm(dim=1),
+    "norm0": lambda v: v.x.norm(p=1, dim=0),
+    "normalize": lambda v: F.normalize(v.x),
+    "std": lambda v: v.x.std(),
+    "var0": lambda v: v.x.var(0),
+    "std0": lambda v: (v.x - v.x.mean(0)) / v.x.std(0),
+    "lsm": lambda v: F.log_softmax(v.x, 1),
+    "sm": lambda v: v.x.softmax(-1),
+    "sm0": lambda v: v.x.softmax(0),
+    "mask": lambda v: v.x[v.m],
+    "maskset": lambda v: torch.where(v.m.unsqueeze(1), v.x, 0.0),
+    "pidx": lambda v: v.x[v.ids],
+    "neg": lambda v: v.x[torch.tensor([-1, 0, 3, 3])],
+    "row": lambda v: v.x[3],
+    "col": lambda v: v.x[:, 2],
+    "cols": lambda v: v.x[:, 1:4],
+    "rows": lambda v: v.x[5:15],
+    "rows2": lambda v: v.x[2::3],
+    "rowsneg": lambda v: v.x[-4:],
+    "permute": lambda v: v.z.permute(1, 0, 2).sum(0),
+    "view": lambda v: v.z.view(N, 6) * v.x,
+    "view2": lambda v: v.x.view(-1, 2, 3) + v.z,
+    "flat": lambda v: v.z.flatten(1),
+    "wide": lambda v: (v.z.reshape(-1, 3) * 2).view(N, 2, 3),
+    "cat1": lambda v: torch.cat([v.x, v.z.flatten(1)], 1),
+    "cat0p": lambda v: torch.cat([v.x, torch.ones(3, 6, dtype=DOUBLE)]),
+    "stack": lambda v: torch.stack([v.x, v.x * 2]).mean(0),
+    "stack-1": lambda v: torch.stack([v.x, v.x * 2], -1).max(-1)[0],
+    "ce": lambda v: F.cross_entropy(v.x, v.y),
+    "cem": lambda v: F.cross_entropy(v.x[v.m], v.y[v.m]),
+    "nll": lambda v: F.nll_loss(F.log_softmax(v.x, -1)[v.m], v.y[v.m]),
+    "cesum": lambda v: F.cross_entropy(v.x, v.y, reduction="sum"),
+    "cew": lambda v: F.cross_entropy(v.x, v.y, weight=torch.arange(1.0, 7, dtype=DOUBLE)),
+    "ls": lambda v: F.cross_entropy(v.x, v.y, label_smoothing=0.1),
+    "cenone": lambda v: F.cross_entropy(v.x, v.y, reduction="none"),
+    "bce": lambda v: F.binary_cross_entropy_with_logits(v.x[:, 0], (v.y > 1).double()),
+    "bce2": lambda v: F.binary_cross_entropy(v.x.sigmoid(), (v.x.detach() > 0).double()),
+    "mse": lambda v: F.mse_loss(v.x, v.z.flatten(1)),
+    "mse_plain": lambda v: F.mse_loss(v.x, torch.ones(N, 6, dtype=DOUBLE)),
+    "l1": lambda v: F.l1_loss(v.x, v.z.flatten(1)),
+    "sl1": lambda v: F.smooth_l1_loss(v.x, v.z.flatten(1)),
+    "kl": lambda v: F.kl_div(
+        F.log_softmax(v.x, 1), F.softmax(v.z.flatten(1), 1), reduction="batchmean"
+    ),
+    "acc": lambda v: (v.x.argmax(1) == v.y).sum(),
+    "accm": lambda v: int((v.x.argmax(1)[v.m] == v.y[v.m]).sum()) / int(v.m.sum()),
+    "onehot": lambda v: F.one_hot(v.y),
+    "onehot9": lambda v: F.one_hot(v.y, 9).double() @ torch.ones(9, 2, dtype=DOUBLE),
+    "ln": lambda v: F.layer_norm(
+        v.x, (6,), torch.arange(6.0, dtype=DOUBLE), torch.ones(6, dtype=DOUBLE)
+    ),
+    "elu": lambda v: F.elu(v.x),
+    "prelu": lambda v: F.prelu(v.x, v.w[0, :1]),
+    "gelu": lambda v: F.gelu(v.x),
+    "leaky": lambda v: F.leaky_relu(v.x, 0.2),
+    "emb": lambda v: F.embedding(v.y, v.w),
+    "wy": lambda v: v.w[v.y],
+    "gather": lambda v: v.x.gather(1, v.y.view(-1, 1)),
+    "pick": lambda v: v.x[torch.arange(N), v.y],
+    "scat": lambda v: torch.zeros(4, 6, dtype=DOUBLE).scatter_add_(
+        0, v.y.view(-1, 1).expand(-1, 6), v.x
+    ),
+    "idxadd": lambda v: torch.zeros(4, 6, dtype=DOUBLE).index_add_(0, v.y, v.x),
+    "put": lambda v: v.x.clone().masked_fill(v.m.view(-1, 1), 0.0),
+    "setm": lambda v: set_by_mask(v),
+    "seti": lambda v: set_by_ids(v),
+    "setcol": lambda v: set_columns(v),
+    "nonzero": lambda v: v.m.nonzero().view(-1),
+    "xnz": lambda v: v.x[v.m.nonzero().view(-1)],
+    "sort": lambda v: v.x[:, 0].sort()[0],
+    "topk": lambda v: v.x.topk(2, dim=1)[0],
+    "unique": lambda v: v.y.unique(),
+    "bincount": lambda v: v.y.bincount(),
+    "cumsum": lambda v: v.x.cumsum(0),
+    "plainmul": lambda v: v.x * torch.arange(float(N), dtype=DOUBLE).view(-1, 1),
+    "plainmm": lambda v: torch.ones(5, N, dtype=DOUBLE) @ v.x,
+    "xTplain": lambda v: v.x.t() @ torch.arange(float(N), dtype=DOUBLE),
+    "nodep": lambda v: v.x[v.p],
+    "nodep2": lambda v: v.x[v.p] * v.x,
+    "mix": lambda v: v.x[v.ids] * v.x[torch.arange(N)],
+    "bmm": lambda v: torch.bmm(v.z, v.z.transpose(1, 2)),
+    "matmul3": lambda v: v.z @ torch.ones(3, 5, dtype=DOUBLE),
+    "einsum": lambda v: torch.einsum("nhd,nhd->nh", v.z, v.z),
+    "einsum2": lambda v: torch.einsum("nf,ng->fg", v.x, v.x),
+    "cos": lambda v: F.cosine_similarity(v.x, v.z.flatten(1)),
+    "lse": lambda v: v.x.logsumexp(0),
+    "prod": lambda v: v.x.prod(0),
+    "any": lambda v: v.m.any(),
+    "all": lambda v: (v.x < 100).all(),
+    "chunk": lambda v: v.x.chunk(2, 1)[1],
+    "split": lambda v: v.x.split(10)[1],
+    "unbind": lambda v: v.z.unbind(1)[1],
+    "expand": lambda v: v.x.unsqueeze(1).expand(-1, 3, -1).sum(1),
+    "repeat": lambda v: v.x.repeat(1, 2),
+    "cdist": lambda v: torch.cdist(v.x, v.w.t()),
+    "pad": lambda v: F.pad(v.x, (1, 1)),
+    "clamp": lambda v: v.x.clamp(-1, 1),
+    "clone": lambda v: v.x.clone(),
+    "inplace": lambda v: in_place(v),
+    "masked_select": lambda v: v.x[:, 0].masked_select(v.m),
+    "float": lambda v: v.x.float(),
+    "tolist": lambda v: v.y.tolist(),
+    "len": lambda v: len(v.x),
+    "shape": lambda v: torch.tensor(v.x.shape),
+    "iter": lambda v: list(v.y)[2],
+    "eq": lambda v: torch.equal(v.x, v.x.clone()),
+    "addmv": lambda v: torch.mv(v.x, v.w[:, 0]),
+    "dot": lambda v: torch.dot(v.x[:, 0], v.x[:, 1]),
+    "min2": lambda v: torch.minimum(v.x, v.z.flatten(1)),
+    "max2": lambda v: torch.max(v.x, v.z.flatten(1)),
+    "median": lambda v: v.x.median(),
+    "maskneg": lambda v: v.x[~v.m],
+    "two": lambda v: v.x[v.m][v.y[v.m] > 1],
+    "xmcol": lambda v: v.x[v.m, 1],
+    "tri": lambda v: F.triplet_margin_loss(v.x, v.z.flatten(1), v.x * 2),
+    "sigm": lambda v: torch.sigmoid(v.x).log().mean(),
+    "lastrow": lambda v: v.x[-1],
+    "pow": lambda v: (v.x**2).sum(-1).sqrt().mean(),
+    "hub": lambda v: F.huber_loss(v.x, v.z.flatten(1)),
+    "bcew": lambda v: F.binary_cross_entropy_with_logits(
+        v.x, (v.x.detach() > 0).double(), pos_weight=torch.arange(1.0, 7, dtype=DOUBLE)
+    ),
+    "joined rows": lambda v: torch.cat([v.x, v.x[v.m]]),
+    "into a plain tensor": set_plain,
+    "gru cell": gru,
+    "two slices": two_slices,
+    "bilinear": lambda v: F.bilinear(v.x, v.z.flatten(1), v.w.t()[:, :, None] * _ones(4, 6, 6)),
+    "outer": lambda v: torch.outer(v.x[:, 0], v.x[:, 1]),
+    "product of all pairs": lambda v: (v.x @ v.x.t()).softmax(-1),
+    "out=": lambda v: torch.index_select(v.m, 0, v.y, out=v.m.new_empty(N)),
+}
+
+
+def _run(names: list[str]) -> dict[str, str]:
+    """Each case on whole tensors and on node tensors: values, then gradients."""
+    given, rows = _values(), _layout()
+    found = {}
+    for name in names:
+        results = []
+        for take in (lambda t: t.clone(), lambda t: wrap(t[rows.ids].clone(), rows, 0)):
+            v = SimpleNamespace(**{key: take(given[key]) for key in "xyzmp"})
+            v.ids, v.w = given["p"], given["w"].clone().requires_grad_()
+            v.x.requires_grad_(), v.z.requires_grad_()
+            out = CASES[name](v)
+            gradients: tuple[Any, ...] = ()
+            if isinstance(out, Tensor) and out.requires_grad:
+                weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+                loss = (out * weights).sum()
+                gradients = torch.autograd.grad(loss, [v.x, v.z, v.w], allow_unused=True)
+            results.append([whole(t, "test") for t in (out, *gradients)])
+        places = [k for k, pair in enumerate(zip(*results, strict=True)) if not _equal(*pair)]
+        found[name] = f"{name}: differs in {places}" if places else ""
+    return found
+
+
+def _equal(plain: Any, found: Any) -> bool:
+    if not isinstance(plain, Tensor) or not isinstance(found, Tensor):
+        absent = [t for t in (plain, found) if isinstance(t, Tensor)]
+        if absent:  # A gradient that is zero, and one that is not there.
+            return not bool(absent[0].any())
+        return plain == found or (isinstance(plain, float) and abs(plain - found) < 1e-10)
+    if plain.shape != found.shape or plain.dtype != found.dtype:
+        return False
+    plain, found = plain.detach(), found.detach()
+    if not plain.is_floating_point():
+        return torch.equal(plain, found)
+    return torch.allclose(plain, found, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3])
+def test_values_and_gradients_are_those_of_whole_tensors(world: int) -> None:
+    for found in threads(_run, world, list(CASES)):
+        assert [text for text in found.values() if text] == []
+
+
+REFUSED: dict[str, Callable[[Values], Any]] = {
+    "statistics of batch_norm": lambda v: F.batch_norm(v.x, None, None, training=True),
+    "merged rows": lambda v: v.z.transpose(0, 1).reshape(2 * N, 3),
+    "fft": lambda v: torch.fft.fft(v.x),
+    "inverse": lambda v: torch.linalg.pinv(v.x),
+    "out= of another shape": lambda v: torch.add(v.x, 1, out=torch.zeros(N, 5, dtype=DOUBLE)),
+}
+
+
+def _refused(name: str) -> str:
+    given, rows = _values(), _layout()
+    v = SimpleNamespace(**{k: wrap(given[k][rows.ids].clone(), rows, 0) for k in "xyzmp"})
+    with pytest.raises(DistributedIndexError) as caught:
+        REFUSED[name](v)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_others_are_refused_by_name(name: str) -> None:
+    for rank, text in enumerate(threads(_refused, 2, name)):
+        assert f"rank {rank}" in text and "shape" in text
+
+
+def _drawn() -> list[Tensor]:
+    rows = _layout()
+    x = wrap(torch.zeros(rows.count, 6, dtype=DOUBLE), rows, 0)
+    torch.manual_seed(5)
+    drawn = [F.dropout(x + 1, 0.5), torch.randn_like(x), torch.rand_like(x), F.gumbel_softmax(x)]
+    drawn.append(F.alpha_dropout(x + 1, 0.3))
+    drawn.append(torch.bernoulli(x + 0.5))
+    return [whole(t, "test") for t in drawn] + [torch.rand(3)]
+
+
+def test_random_numbers_are_those_of_one_process() -> None:
+    torch.manual_seed(5)
+    x = torch.zeros(N, 6, dtype=DOUBLE)
+    expected = [F.dropout(x + 1, 0.5), torch.randn_like(x), torch.rand_like(x), F.gumbel_softmax(x)]
+    expected += [F.alpha_dropout(x + 1, 0.3), torch.bernoulli(x + 0.5), torch.rand(3)]
+    for found in pyg_sar.launch(_drawn, 2):
+        for one, other in zip(expected, found, strict=True):
+            torch.testing.assert_close(other, one)
+
+
+def _shown() -> tuple[Any, ...]:
+    given, rows = _values(), _layout()
+    y = wrap(given["y"][rows.ids], rows, 0)
+    return repr(y), str(y), y.numpy().tolist(), y.tolist(), f"{y.sum()}", len(y), list(y.shape)
+
+
+def test_what_leaves_torch_is_gathered() -> None:
+    y = _values()["y"]
+    expected = (repr(y), str(y), y.tolist(), y.tolist(), f"{y.sum()}", N, [N])
+    assert threads(_shown, 3) == [expected] * 3
+
+
+def test_gathering_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rows_module, "GATHER_LIMIT", 100)
+
+    def gather() -> str:
+        given, rows = _values(), _layout()
+        with pytest.raises(DistributedIndexError, match="all 23 rows on every worker") as caught:
+            wrap(given["x"][rows.ids], rows, 0).numpy()
+        return str(caught.value)
+
+    assert all("Tensor.numpy()" in text for text in threads(gather, 2))
+
+
+def test_plain_and_node_tensors_of_other_lengths_do_not_meet() -> None:
+    def meet() -> None:
+        given, rows = _values(), _layout()
+        x = wrap(given["x"][rows.ids], rows, 0)
+        with pytest.raises(RuntimeError, match="must match the size"):
+            x + torch.ones(N + 1, 1)
+        with pytest.raises(RuntimeError, match="must match the size"):
+            x[wrap(given["m"][rows.ids], rows, 0)] + x
+        with pytest.raises(IndexError, match="out of bounds"):
+            x[torch.tensor([N])]
+
+    threads(meet, 2)
+
+
+def test_copies_where_torch_has_views_can_not_be_written() -> None:
+    def write() -> list[str]:
+        given, rows = _values(), _layout()
+        x = wrap(given["x"][rows.ids].clone(), rows, 0)
+        texts = []
+        for copy in (x[2:5], x[3], x[3, :2], x.split(10)[1], next(iter(x))):
+            with pytest.raises(DistributedIndexError) as caught:
+                copy += 1
+            texts.append(str(caught.value))
+        run = x[2:5]
+        x[0] = 0.0
+        with pytest.raises(DistributedIndexError, match="was written since"):
+            run + 1
+        with pytest.raises(ValueError, match="read-only"):
+            x.numpy()[0] = 1
+        column = x[:, 1]
+        column += 1
+        given["x"][0] = 0.0
+        given["x"][:, 1] += 1
+        x[5] = x[5] + 1
+        given["x"][5] += 1
+        x[7:9] = x[7:9] * 2
+        given["x"][7:9] *= 2
+        torch.testing.assert_close(whole(x, "test"), given["x"])
+        return texts
+
+    assert all("copy of rows" in text for found in threads(write, 2) for text in found)
+
+
+def test_a_selection_is_known_again_and_a_changed_mask_is_not() -> None:
+    def select() -> None:
+        given, rows = _values(), _layout()
+        x = wrap(given["x"][rows.ids].clone(), rows, 0)
+        mask = wrap(given["m"][rows.ids].clone(), rows, 0)
+        first = x[mask]
+        assert isinstance(first, NodeTensor) and x[mask].rows is first.rows
+        mask[:3] = True
+        changed = given["m"].clone()
+        changed[:3] = True
+        assert x[mask].shape == given["x"][changed].shape
+        torch.testing.assert_close(whole(x[mask], "test"), given["x"][changed])
+        with torch.inference_mode():
+            other = mask.clone()
+            assert x[other].size(0) == int(changed.sum())
+            other.logical_not_()
+            assert x[other].size(0) == N - int(changed.sum())
+
+    threads(select, 2)

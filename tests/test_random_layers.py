@@ -1,0 +1,404 @@
+"""Random numbers of layers and models: those of one process, or the same for any workers."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hosted_workers import host
+from oracle import apart, assemble, make_graph
+from torch_geometric.nn import (
+    GAT,
+    FAConv,
+    GATConv,
+    GATv2Conv,
+    GCNConv,
+    GPSConv,
+    GraphConv,
+    MessagePassing,
+    RGATConv,
+    TransformerConv,
+)
+from torch_geometric.utils import dropout_edge, dropout_node
+
+import pyg_sar
+from pyg_sar import SARPolicy
+from pyg_sar.comm.group import current
+from pyg_sar.errors import WorkerError
+from pyg_sar.kernels import ops
+
+DATA = make_graph(40, 200)
+POLICIES = (
+    SARPolicy(),
+    SARPolicy(mode=2, kernels="off", message_budget=4000),
+    SARPolicy(mode=1, kernels="off", message_budget=4000),
+    SARPolicy(mode=3),
+    SARPolicy(kernels="off", message_budget=4000, strategy="chunked"),
+)
+
+
+class Noise(MessagePassing):
+    """Messages that draw in all the ways that are known, in `edge_update` and in `message`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin = torch.nn.Linear(6, 6)
+        self.drop = torch.nn.Dropout(0.3)
+
+    def forward(self, x, edge_index):
+        x = self.lin(x)
+        alpha = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=x, alpha=alpha)
+
+    def edge_update(self, x_i, x_j):
+        return F.dropout((x_i * x_j).sum(-1), 0.5, self.training)
+
+    def message(self, x_j, alpha):
+        noise = torch.randn_like(x_j) + torch.rand_like(x_j) + torch.zeros_like(x_j).bernoulli_(0.4)
+        noise = noise + torch.empty_like(x_j).exponential_(2.0)
+        return self.drop(x_j * torch.sigmoid(alpha).view(-1, 1)) + 0.1 * noise
+
+
+class Model(torch.nn.Module):
+    """Dropout of features, of attention weights and of edges, and noise on nodes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = GATConv(6, 4, heads=2, dropout=0.6)
+        self.second = GCNConv(8, 3)
+
+    def forward(self, x, edge_index):
+        x = F.dropout(x, 0.6, self.training) + torch.rand(x.size(0), 1, dtype=x.dtype)
+        fewer, _ = dropout_edge(edge_index, 0.4, training=self.training)
+        x = F.elu(self.first(x, fewer))
+        x = x * torch.randint(1, 4, (x.size(0), 8)) + 0.1 * torch.randn_like(x)
+        kept, _, _ = dropout_node(edge_index, 0.3, num_nodes=x.size(0), training=self.training)
+        return self.second(x, kept) + torch.rand(3)  # alike on all workers
+
+
+MODELS = {
+    "gat": lambda: GATConv(6, 5, heads=2, dropout=0.6),
+    "gat, edge features": lambda: GATConv(6, 5, heads=3, dropout=0.6, edge_dim=4),
+    "gat, no loops": lambda: GATConv(6, 5, dropout=0.5, add_self_loops=False),
+    "gat, 33 heads": lambda: GATConv(6, 1, heads=33, dropout=0.6),
+    "gatv2": lambda: GATv2Conv(6, 5, heads=2, dropout=0.6),
+    "transformer": lambda: TransformerConv(6, 5, heads=2, dropout=0.3),
+    "fa": lambda: FAConv(6, dropout=0.4),
+    "rgat": lambda: RGATConv(6, 5, 3, heads=2, dropout=0.4),
+    "noise": Noise,
+    "model": Model,
+    "GAT": lambda: GAT(6, 8, 2, 3, dropout=0.5, heads=2),
+    "nothing random": lambda: GCNConv(6, 3),
+}
+
+
+def made(name):
+    torch.manual_seed(1)
+    return MODELS[name]().double()
+
+
+def arguments(model, data, x):
+    if isinstance(model, GATConv) and model.lin_edge is not None:
+        return x, data.edge_index, data.edge_attr
+    if isinstance(model, FAConv):
+        return x, x, data.edge_index
+    if isinstance(model, RGATConv):
+        return x, data.edge_index, data.edge_type
+    return x, data.edge_index
+
+
+def two_steps(model, data):
+    """Outputs, gradients, and a number drawn afterwards."""
+    torch.manual_seed(5)
+    outs = []
+    for _ in range(2):
+        model.zero_grad()
+        x = data.x.clone().requires_grad_()
+        out = model(*arguments(model, data, x))
+        (out.square().sum() + out.sum()).backward()
+        outs.append(out.detach())
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return torch.cat(outs, 1), x.grad, gradients, torch.rand(())
+
+
+def work(root, models, policies):
+    data = pyg_sar.load_partition(root)
+    found = []
+    for model in models:
+        for policy in policies:
+            mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+            found.append((data.n_id, *two_steps(mine, data)))
+    return found
+
+
+def whole(results):
+    """The rows of all nodes; parameter gradients and what was drawn next must be alike."""
+    ids = [result[0] for result in results]
+    rows = [assemble([(i, r[k]) for i, r in zip(ids, results, strict=True)], 40) for k in (1, 2)]
+    first = results[0]
+    for result in results:
+        assert torch.equal(result[4], first[4])
+        for mine, other in zip(result[3], first[3], strict=True):
+            assert (mine is None) == (other is None)
+            assert mine is None or torch.allclose(mine, other, rtol=1e-10, atol=1e-10)
+    return (*rows, first[3], first[4])
+
+
+def assert_same(found, expected, title):
+    for mine, other in zip((*found[:2], *found[2]), (*expected[:2], *expected[2]), strict=True):
+        assert (mine is None) == (other is None), title
+        if mine is not None:
+            torch.testing.assert_close(mine, other, rtol=1e-10, atol=1e-10, msg=title)
+    assert torch.equal(found[3], expected[3]), title
+
+
+def random(strength, policies=POLICIES):
+    return [replace(policy, random=strength) for policy in policies]
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory):
+    """Folders of 1, 2 and 3 parts; of the three, the last has the isolated node alone."""
+    folder = tmp_path_factory.mktemp("parts")
+    lonely = torch.arange(40) % 2
+    lonely[39] = 2
+    for world, method in ((1, "random"), (2, "random"), (3, lonely)):
+        pyg_sar.write_partitions(DATA, world, folder / str(world), method)
+    return folder
+
+
+def tried(name):
+    """Each strength in one way, and ``'same'`` in another that goes round with the models."""
+    number = list(MODELS).index(name)
+    ways = POLICIES if name in ("gat", "noise", "model") else POLICIES[:1]
+    one = POLICIES[1 + number % (len(POLICIES) - 1)]
+    return [*random("same", dict.fromkeys((*ways, one))), *random("keyed", (POLICIES[0], one))]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_as_one_process_draws_and_as_any_number_of_workers(name, parts):
+    model, policies = made(name), tried(name)
+    expected = {"same": two_steps(copy.deepcopy(model), DATA)}
+    for world in (1, 3):
+        workers = host(work, world, parts / str(world), [model], policies)
+        for k, policy in enumerate(policies):
+            found = whole([worker[k] for worker in workers])
+            title = f"{name}, {world} workers, {policy}"
+            assert_same(found, expected.setdefault(policy.random, found), title)
+    if name != "nothing random":
+        assert not torch.allclose(expected["same"][0], expected["keyed"][0])
+
+
+def test_processes_draw_alike_where_rows_travel_and_where_they_are_read(parts):
+    """Edges between workers run at their sources, too: there the same weights are dropped."""
+    names = ("gat", "transformer", "model")
+    models = [made(name) for name in names]
+    policies = [*random("same", POLICIES[:1]), *random("keyed", POLICIES[:1])]
+    expected = [two_steps(copy.deepcopy(model), DATA) for model in models]
+    keyed = [host(work, 1, parts / "1", [model], policies[1:])[0][0] for model in models]
+    near = pyg_sar.launch(work, 2, parts / "2", models, policies, backend="gloo")
+    with apart():
+        far = pyg_sar.launch(work, 3, parts / "3", models, policies, backend="gloo")
+    for workers in (near, far):
+        for k, name in enumerate(names):
+            found = [whole([worker[2 * k + s] for worker in workers]) for s in (0, 1)]
+            assert_same(found[0], expected[k], name)
+            assert_same(found[1], whole([keyed[k]]), f"{name}, keyed")
+
+
+def counted(root, model, policy):
+    data = pyg_sar.load_partition(root)
+    mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+    with pyg_sar.Ledger(current()) as ledger:
+        two_steps(mine, data)
+    return ledger.events("fused attention")
+
+
+@pytest.mark.skipif(not ops.built, reason="the C++ kernels are not built")
+def test_the_kernels_compute_what_they_compute_without(parts):
+    for name in ("gat", "gatv2", "transformer", "fa", "rgat"):
+        for strength in (None, "same", "keyed"):
+            policy = SARPolicy(random=strength)
+            assert host(counted, 2, parts / "2", made(name), policy) == [2, 2], (name, strength)
+
+
+def test_without_a_policy_each_worker_draws_its_own(parts):
+    results = host(work, 2, parts / "2", [made("gat")], [SARPolicy()])
+    whole_graph = two_steps(made("gat"), DATA)
+    rows = assemble([(r[0][0], r[0][1]) for r in results], 40)
+    assert not torch.allclose(rows, whole_graph[0])
+
+
+def test_evaluation_draws_nothing(parts):
+    def evaluated(root, model, policy):
+        data = pyg_sar.load_partition(root)
+        mine = pyg_sar.distribute(copy.deepcopy(model), policy).eval()
+        torch.manual_seed(3)
+        state = torch.get_rng_state()
+        out = mine(data.x, data.edge_index)
+        return data.n_id, out.detach(), torch.equal(torch.get_rng_state(), state)
+
+    model = made("GAT")
+    expected = copy.deepcopy(model).eval()(DATA.x, DATA.edge_index)
+    for policy in (SARPolicy(random="same"), SARPolicy(random="keyed")):
+        results = host(evaluated, 2, parts / "2", model, policy)
+        assert all(result[2] for result in results)
+        rows = assemble([result[:2] for result in results], 40)
+        torch.testing.assert_close(rows, expected, rtol=1e-10, atol=1e-10)
+
+
+# Refused #####################################################################
+
+
+class Drawing(MessagePassing):
+    """A message that draws by a function of its own."""
+
+    def __init__(self, draw):
+        super().__init__()
+        self.draw, self.weight = draw, torch.nn.Parameter(torch.ones(6))
+
+    def forward(self, x, edge_index):
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j):
+        return x_j * self.draw(self, x_j)
+
+
+class Between(Noise):
+    """Draws between an edge update, which draws itself, and the messages."""
+
+    def forward(self, x, edge_index):
+        alpha = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=F.dropout(x, 0.5), alpha=alpha)
+
+
+class Plain(torch.nn.Module):
+    """A model whose forward pass is a function."""
+
+    def __init__(self, forward):
+        super().__init__()
+        self.function, self.conv = forward, GraphConv(6, 6).double()
+
+    def forward(self, x, edge_index):
+        return self.function(self, x, edge_index)
+
+
+def refused(root, model, policy, unlike=False):
+    data = pyg_sar.load_partition(root)
+    mine = pyg_sar.distribute(copy.deepcopy(model).double(), policy)
+    torch.manual_seed(data.n_id[0] if unlike else 0)
+    for _ in range(2):
+        mine(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
+
+
+def after(model, x, edge_index):
+    return F.dropout1d(model.conv(x, edge_index), 0.5)
+
+
+def deeper(model, x, edge_index):
+    return model.conv(x, edge_index) * F.dropout(torch.ones(6, x.size(0), dtype=x.dtype)).sum()
+
+
+def some(model, x, edge_index):
+    return model.conv(x, edge_index)[: F.dropout(x[1:], 0.5).size(0)]
+
+
+def shuffled(model, x, edge_index):
+    return model.conv(x[torch.randperm(x.size(0))], edge_index)
+
+
+def transposed(model, x, edge_index):
+    return model.conv(F.dropout(x.t().contiguous().t(), 0.5), edge_index)
+
+
+def permuted(model, x, edge_index):
+    backwards = torch.arange(edge_index.size(1) - 1, -1, -1)
+    return model.conv(x, edge_index[:, backwards])
+
+
+REFUSED = {
+    "a function that isn't known": (
+        Drawing(lambda layer, x: F.rrelu(x, training=True)),
+        "Drawing.*by a function that is not known to draw a row for each edge",
+    ),
+    "what is no row per edge": (
+        Drawing(lambda layer, x: F.dropout(layer.weight, 0.5)),
+        r"dropout numbers for a tensor of shape \[6\], which isn't a row for each",
+    ),
+    "memory in another order": (
+        Drawing(
+            lambda layer, x: F.dropout(x.repeat(3, 1).t().reshape(6, 3, -1).permute(2, 1, 0))[
+                :, 0, :
+            ]
+        ),
+        "lies in memory in another order.*contiguous",
+    ),
+    "between an edge update and the messages": (
+        Between(),
+        r"random numbers between edge_updater\(\) and propagate\(\)",
+    ),
+    "a function of the model that isn't known": (Plain(after), "Plain.*'.*dropout1d' is not known"),
+    "nodes on another axis": (
+        Plain(deeper),
+        r"which is neither a row for each of the \[\d+\] nodes",
+    ),
+    "some of the nodes": (Plain(some), "for a tensor that is another one on each worker"),
+    "a permutation": (Plain(shuffled), "randperm' is not known"),
+    "nodes in another order": (Plain(transposed), "Plain.*lies in memory in another order"),
+    "dense attention": (
+        GPSConv(6, GCNConv(6, 6), attn_kwargs={"dropout": 0.5}),
+        "can't draw the dropout of 'attn'.*set its dropout to 0",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused(case, parts):
+    model, message = REFUSED[case]
+    policy = SARPolicy(random="same", kernels="off", message_budget=4000)
+    with pytest.raises(WorkerError, match=f"(?s){message}"):
+        host(refused, 2, parts / "2", model, policy)
+
+
+def test_edges_in_an_unknown_order_are_refused_where_they_draw(parts):
+    model = Plain(permuted)
+    host(refused, 2, parts / "2", model, SARPolicy(random="same"))
+    model.conv = GATv2Conv(6, 6, dropout=0.5, add_self_loops=False)
+    for policy in random("same"):
+        with pytest.raises(WorkerError, match="isn't known where they stand"):
+            host(refused, 2, parts / "2", model, policy)
+
+
+def test_generators_in_other_states_are_told(parts):
+    for model in (made("gat"), made("nothing random")):
+        for strength in ("same", "keyed"):
+            with pytest.raises(WorkerError, match="same state.*manual_seed.*one seed"):
+                host(refused, 2, parts / "2", model, SARPolicy(random=strength), True)
+
+
+def dropped_outside(root):
+    data = pyg_sar.load_partition(root)
+    conv = pyg_sar.distribute(GCNConv(6, 3).double(), SARPolicy(random="same"))
+    torch.manual_seed(0)
+    for _ in range(2):
+        conv(F.dropout(data.x, 0.5), data.edge_index)
+
+
+def test_dropout_outside_the_model_is_noticed(parts):
+    with pytest.raises(WorkerError, match="GCNConv.*not. Call torch.manual_seed"):
+        host(dropped_outside, 3, parts / "3")
+
+
+def test_threads_share_a_generator(parts):
+    with pytest.raises(WorkerError, match="workers that are threads share PyTorch's"):
+        pyg_sar.launch(
+            refused, 2, parts / "2", made("gat"), SARPolicy(random="same"), backend="threads"
+        )
+
+
+def test_the_policy_is_checked():
+    with pytest.raises(ValueError, match="'random' to be 'same', 'keyed' or None .got 'all'"):
+        SARPolicy(random="all")

@@ -1,0 +1,367 @@
+"""``pyg-sar run``: scripts for one process, on workers; what is printed and written is the same."""
+
+from __future__ import annotations
+
+import builtins
+import contextlib
+import io
+import os
+import random
+import re
+import runpy
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Dataset
+from torch_geometric.loader import NeighborLoader
+
+import pyg_sar
+from pyg_sar.comm.group import current, finalize
+from pyg_sar.tools import cli
+from pyg_sar.tools.script import ScriptConfig, in_own_lines, work
+from pyg_sar.tools.script_files import PrivateFiles
+
+# A dataset of one graph, which each script begins with.
+GRAPH = """
+import copy, os, sys
+import torch
+import torch.nn.functional as F
+from torch_geometric import seed_everything, transforms as T
+from torch_geometric.data import Data, InMemoryDataset
+from torch_geometric.nn import GATConv, GCNConv, SAGEConv
+
+torch.set_default_dtype(torch.float64)
+
+class Graphs(InMemoryDataset):
+    def __init__(self, root="graphs", transform=None):
+        super().__init__(root, transform)
+        self.load(self.processed_paths[0])
+    processed_file_names = ["data.pt"]
+    def process(self):
+        g = torch.Generator().manual_seed(1)
+        half = torch.randint(40, (2, 90), generator=g)
+        data = Data(x=torch.rand(40, 5, generator=g), edge_index=torch.cat([half, half.flip(0)], 1))
+        data.y = torch.randint(3, (40,), generator=g)
+        data.train_mask = torch.rand(40, generator=g) < 0.6
+        self.save([data], self.processed_paths[0])
+        print("processed", file=sys.stderr)
+
+class Net(torch.nn.Module):
+    def __init__(self, kind, width, classes):
+        super().__init__()
+        self.conv1, self.conv2 = kind(width, 8), kind(8, classes)
+    def forward(self, x, edge_index):
+        x = F.dropout(x, 0.5, self.training)
+        x = self.conv1(x, edge_index).relu()
+        x = F.dropout(x, 0.5, self.training)
+        return self.conv2(x, edge_index)
+
+def train(model, data, optimizer):
+    model.train()
+    optimizer.zero_grad()
+    out = model(data.x, data.edge_index)
+    loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+    loss.backward()
+    optimizer.step()
+    return loss.item()
+
+seed_everything(5)
+"""
+
+SCRIPTS = {
+    "train": """
+dataset = Graphs(transform=T.NormalizeFeatures())
+data = dataset[0]
+model = Net(GCNConv, dataset.num_features, dataset.num_classes)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+for epoch in range(3):
+    print(f"{epoch} {train(model, data, optimizer):.14f}")
+pred = model(data.x, data.edge_index).argmax(-1)
+print(int((pred == data.y).sum()), pred[:3].tolist())
+torch.save(copy.deepcopy(model), "model.pt")
+torch.save(model.state_dict(), "state.pt")
+again = Net(GCNConv, dataset.num_features, dataset.num_classes)
+again.load_state_dict(torch.load("state.pt"))
+print(f"{again.eval()(data.x, data.edge_index).sum().item():.12f}")
+""",
+    "lazy": """
+data = Graphs()[0]
+model = Net(lambda a, b: SAGEConv((-1, -1), b), -1, 3)
+with torch.no_grad():
+    model(data.x, data.edge_index)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+for epoch in range(2):
+    print(f"{train(model, data, optimizer):.14f}", f"{torch.rand(1).item():.12f}")
+""",
+    "made edges": """
+from torch_geometric.utils import dropout_edge
+data = Graphs()[0]
+model = Net(GCNConv, 5, 3)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+whole = data.edge_index
+for epoch in range(2):
+    data.edge_index = torch.cat([whole[:, :50], whole[:, 60:]], dim=1)
+    print(f"{train(model, data, optimizer):.14f}")
+""",
+    "transforms": """
+data = T.AddSelfLoops()(Graphs()[0])
+split = T.RandomLinkSplit(num_val=0.1, num_test=0.2, is_undirected=True)
+train_data, val_data, test_data = split(data)
+model = Net(SAGEConv, 5, 3).eval()
+z = model(train_data.x, train_data.edge_index)
+a, b = train_data.edge_label_index
+score = (z[a] * z[b]).sum(-1)
+loss = F.binary_cross_entropy_with_logits(score, train_data.edge_label)
+print(f"{loss.item():.14f}", test_data.edge_label.size(0), f"{torch.rand(1).item():.12f}")
+""",
+}
+
+EVERYTHING = """
+import os, random, sys
+import numpy as np
+import torch
+print(sys.argv, __name__, os.path.basename(__file__), sys.path[0] == os.getcwd())
+print(torch.rand(1).item(), np.random.rand(), random.random(), np.random.default_rng().random())
+with open("a.txt", "w") as file:
+    file.write("one")
+with open("a.txt", "a") as file:
+    file.write(" two")
+print(open("a.txt").read(), os.path.exists("a.txt"))
+os.makedirs("made/here")
+np.save("made/here/b.npy", np.ones(2))
+os.rename("made/here/b.npy", "c.npy")
+print(np.load("c.npy"), os.path.exists("made/here/b.npy"))
+open("gone.txt", "w").close()
+os.remove("gone.txt")
+print(os.path.exists("gone.txt"))
+sys.stderr.write("seen once\\n")
+sys.exit(7)
+"""
+
+
+def sweep(folder: str, scripts: dict[str, str], names: list[str]) -> dict[str, Any]:
+    """Runs scripts one after the other, in a worker: exit codes or errors, and what they print."""
+    found: dict[str, Any] = {}
+    os.chdir(folder)
+    for name in names:
+        Path(f"{name}.py").write_text(scripts[name]) if current().rank == 0 else None
+        current().barrier()
+        config = ScriptConfig(script=f"{name}.py", arguments=("--a", "1"), cache="cache")
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code: Any = work(config)
+            except Exception as error:
+                code = in_own_lines(error, config.script)
+        torch.set_default_dtype(torch.float32)
+        found[name] = code, out.getvalue(), err.getvalue()
+    return found
+
+
+def run(tmp_path: Path, scripts: dict[str, str], workers: int = 2) -> list[dict[str, Any]]:
+    return pyg_sar.launch(sweep, workers, str(tmp_path), scripts, list(scripts))
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory) -> tuple[Path, list[dict[str, Any]]]:
+    """All scripts of this file, on the workers of one launch."""
+    folder = tmp_path_factory.mktemp("scripts")
+    scripts = {name: GRAPH + text for name, text in SCRIPTS.items()}
+    return folder, run(folder, {**scripts, "everything": EVERYTHING, **REFUSED})
+
+
+def alone(text: str, folder: Path, monkeypatch) -> str:
+    """What a script prints in one process."""
+    monkeypatch.chdir(folder)
+    Path("alone.py").write_text(text)
+    out = io.StringIO()
+    kept = torch.get_default_dtype()
+    try:
+        with contextlib.redirect_stdout(out):
+            runpy.run_path("alone.py", run_name="__main__")
+    finally:
+        torch.set_default_dtype(kept)
+    return out.getvalue()
+
+
+def numbers(text: str) -> list[float]:
+    return [float(found) for found in re.findall(r"-?\d+\.?\d*", text)]
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_is_printed_is_what_one_process_prints(name, outcomes, tmp_path, monkeypatch):
+    _, found = outcomes
+    assert [result[name][0] for result in found] == [0, 0], found[0][name]
+    first, second = (result[name][1] for result in found)
+    assert second == ""
+    expected = alone(GRAPH + SCRIPTS[name], tmp_path, monkeypatch)
+    assert len(expected.splitlines()) == len(first.splitlines()) > 0
+    assert numbers(first) == pytest.approx(numbers(expected), abs=1e-10)
+
+
+def test_a_saved_model_is_a_plain_one(outcomes, monkeypatch):
+    folder, _ = outcomes
+    monkeypatch.chdir(folder)
+    code = GRAPH.replace("torch.set_default_dtype(torch.float64)", "")
+    code += "model = torch.load('model.pt', weights_only=False)\n"
+    code += "print({type(m) for m in model.modules()} == {Net, GCNConv, *map(type, "
+    code += "Net(GCNConv, 5, 3).modules())}, len(model._forward_pre_hooks))\n"
+    code += "state = torch.load('state.pt', weights_only=True)\n"
+    code += "print(all(torch.equal(p, state[n]) for n, p in model.state_dict().items()))\n"
+    code += "x, e = torch.rand(4, 5, dtype=torch.float64), torch.tensor([[0, 1], [1, 2]])\n"
+    code += "print(model(x, e).shape[0])\n"
+    assert alone(code, folder, monkeypatch) == "True 0\nTrue\n4\n"
+
+
+def test_prints_files_and_exit_codes(outcomes):
+    folder, found = outcomes
+    (code, out, err), (other, silent, nothing) = (result["everything"] for result in found)
+    assert code == other == 7 and silent == nothing == ""
+    assert err == "seen once\n"
+    lines = out.splitlines()
+    assert lines[0] == "['everything.py', '--a', '1'] __main__ everything.py True"
+    assert lines[2:] == ["one two True", "[1. 1.] False", "False"]
+    assert (folder / "a.txt").read_text() == "one two"
+    assert np.load(folder / "c.npy").tolist() == [1, 1]
+    assert not (folder / "gone.txt").exists() and not list((folder / "made/here").iterdir())
+
+
+def test_a_graph_is_processed_once_and_partitioned_once(outcomes):
+    folder = outcomes[0]
+    processed = [result["train"][2].count("processed\n") for result in outcomes[1]]
+    assert processed == [1, 0]
+    # With features as they are, and normalised; what draws random numbers is not kept.
+    assert len(list((folder / "cache").iterdir())) == 3
+
+
+# Refused ######################################################################
+
+REFUSED = {
+    "loader": GRAPH
+    + "from torch_geometric.loader import NeighborLoader\n"
+    + "NeighborLoader(Graphs()[0], [2], batch_size=2)\n",
+    "group": "import torch\ntorch.distributed.init_process_group('gloo')\n",
+    "trace": "import torch\ntorch.jit.trace(torch.nn.Linear(2, 2), torch.ones(1, 2))\n",
+    "states": GRAPH
+    + "data = Graphs()[0]\nmodel = Net(GCNConv, 5, 3)\n"
+    + "rank = int(os.environ['RANK'])\ntorch.rand(1 + rank)\nmodel(data.x, data.edge_index)\n",
+    "error": "def fail(x):\n    return x.foo\n\nimport os\nfail(os)\n",
+    "syntax": "a = = 1\n",
+    "caught": GRAPH.replace("g = torch.Generator", "raise OSError('no net'); g = torch.Generator")
+    + "try:\n    Graphs('other')\nexcept OSError as error:\n    print('caught', error)\n",
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("loader", "'NeighborLoader' under 'pyg-sar run'"),
+        ("group", "starts workers of its own"),
+        ("trace", "can't be traced"),
+        ("states", r"rank\(s\) \[1\] have drawn other random numbers"),
+    ],
+)
+def test_what_has_no_place_is_refused_by_name(name, text, outcomes):
+    for result in outcomes[1]:
+        code, _, _ = result[name]
+        assert isinstance(code, str) and re.search(text, code), code
+
+
+def test_files_of_other_ranks(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    files = PrivateFiles()
+    Path("there").write_text("real")
+    with contextlib.closing(files):
+        for mode, text in (("w", "mine"), ("a", " more")):
+            with files.open(open, "there", mode) as file:
+                file.write(text)
+        with files.open(open, "there") as file:
+            assert file.read() == "mine more"
+        assert files.stat(os.stat, "there").st_size == 9 and Path("there").read_text() == "real"
+        with files.open(open, "log", "a") as file:
+            file.write("end")
+        with pytest.raises(OSError, match="was appended to by this run"):
+            files.open(open, "log")
+        files.remove(os.remove, "there")
+        with pytest.raises(FileNotFoundError):
+            files.open(open, "there")
+        with pytest.raises(FileNotFoundError):
+            files.open(open, "none/there", "w")
+        files.mkdir(os.mkdir, "none")
+        files.open(open, "none/there", "w").close()
+        assert os.listdir() == ["there"] and Path("there").read_text() == "real"
+    assert not Path(files.folder).exists()
+
+
+def test_tracebacks_have_the_lines_of_the_script(outcomes):
+    for result in outcomes[1]:
+        code, _, _ = result["error"]
+        lines = [line.strip() for line in code.splitlines()]
+        assert lines[0] == "Traceback (most recent call last):"
+        assert lines[1] == 'File "error.py", line 5, in <module>'
+        assert 'File "error.py", line 2, in fail' in lines
+        assert not re.search(r"script\w*\.py\", line|runpy|launch", code)
+        syntax, _, _ = result["syntax"]
+        assert syntax.startswith('  File "syntax.py", line 1') and "SyntaxError" in syntax
+
+
+def test_an_error_of_rank_0_alone_is_one_of_all(outcomes):
+    assert [result["caught"][0] for result in outcomes[1]] == [0, 0]
+    assert outcomes[1][0]["caught"][1] == "caught no net\n"
+
+
+def test_parts_in_one_process(tmp_path, monkeypatch, capsys):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    text = GRAPH + SCRIPTS["train"] + "print(torch.load('model.pt', weights_only=False).conv1)\n"
+    expected = alone(text, tmp_path, monkeypatch)
+    kept = torch.get_default_dtype()
+    try:
+        assert work(ScriptConfig(script="alone.py", parts=3, cache="cache")) == 0
+    finally:
+        finalize()
+        torch.set_default_dtype(kept)
+    found = capsys.readouterr().out
+    assert numbers(found) == pytest.approx(numbers(expected), abs=1e-10)
+
+
+def test_all_is_put_back(tmp_path, monkeypatch):
+    def replaced() -> list[Any]:
+        return [
+            *(builtins.open, os.stat, os.remove, io.open, torch.save, torch.load, torch.compile),
+            *(torch.nn.Module.__call__, torch.optim.Optimizer.__init__, Dataset.__getitem__),
+            *(NeighborLoader.__init__, np.random.default_rng, random.seed, torch.manual_seed),
+            *(sys.stdout, sys.argv, sys.modules["__main__"], list(sys.path)),
+        ]
+
+    monkeypatch.chdir(tmp_path)
+    before = replaced()
+    Path("s.py").write_text("import sys\nassert len(sys.argv) == 1\nprint('done')\n")
+    assert work(ScriptConfig(script="s.py")) == 0
+    assert replaced() == before
+
+
+# The command ##################################################################
+
+
+def test_the_command_shows_one_traceback_and_its_mistakes(tmp_path, capfd, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("s.py").write_text("import sys\nprint(sys.argv[1:])\nraise KeyError('here')\n")
+    assert cli.main(["run", "--workers", "2", "s.py", "--workers", "9"]) == 1
+    captured = capfd.readouterr()
+    assert captured.out == "['--workers', '9']\n"
+    assert captured.err.count("Traceback") == captured.err.count("KeyError: 'here'") == 1
+    assert captured.err.count("File ") == 1 and 'File "s.py", line 3' in captured.err
+    for arguments, text in (
+        (["none.py"], "No such file: 'none.py'"),
+        (["--workers", "3", "--parts", "2", "s.py"], "--workers 3 must be from 1"),
+        (["--memory", "much", "s.py"], "--memory='much' must be a number of bytes"),
+    ):
+        assert cli.main(["run", *arguments]) == cli.EXIT_USAGE
+        assert text in capfd.readouterr().err
