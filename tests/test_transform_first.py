@@ -252,6 +252,36 @@ def test_constant_features_are_mapped_where_both_passes_take_less(out: int, root
         assert {key: n for key, n in found.items() if n} == law
 
 
+def saved_numbers(root: Path, first: bool) -> tuple[list[torch.Tensor], int, int, bool]:
+    """Outputs and gradients of a square layer, the numbers that autograd keeps, and rows."""
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    layer = gnn.SAGEConv(64, 64).double()
+    conv = pyg_sar.distribute(layer, SARPolicy(transform_first=first))
+    x = data.x[:, :1].repeat(1, 64).requires_grad_()
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        kept[tensor.data_ptr()] = tensor.numel()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        out = conv(x, data.edge_index)
+    pyg_sar.mean(out.square().sum(-1)).backward()
+    gradients = [p.grad for p in conv.parameters() if p.grad is not None]
+    return [out.detach(), x.grad, *gradients], sum(kept.values()), len(x), conv._transforms_first
+
+
+def test_a_square_map_goes_first_and_keeps_no_sums(root: Path) -> None:
+    """Autograd keeps the rows alone, in place of the rows and their sums; the numbers are equal."""
+    both = (threads(saved_numbers, 3, root, first) for first in (True, False))
+    for (found, kept, rows, took), (expected, more, _, not_taken) in zip(*both, strict=True):
+        assert took and not not_taken and rows > 0
+        assert more - kept == rows * 64
+        for one, other in zip(found, expected, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", LAYERS)
 def test_every_layer_takes_less(name: str, root: Path) -> None:
     """By the difference of the widths, for each sum and halo row, in both passes."""

@@ -14,7 +14,9 @@ after the sum, as PyG does. docs/transform_first.md lists PyG's layers.
 [Note: what travels] With rows of :math:`F` numbers, mapped to :math:`F'`, each of :math:`H` halo
 rows carries :math:`F` numbers in the forward pass and, if the rows take a gradient, :math:`F` in
 the backward pass; mapped first :math:`F'` and, if the rows or the weight take one, :math:`F'`. The
-map goes first where that sum is less. So constant features need :math:`2 F' < F` in training.
+map goes first where that sum is less. So constant features need :math:`2 F' < F` in training. A
+square map goes first as well where the rows take a gradient: nothing less is sent, but the weight's
+gradient then takes the rows, which are kept anyway, in place of their sums.
 """
 
 from __future__ import annotations
@@ -139,9 +141,11 @@ def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> b
     learns = torch.is_grad_enabled()
     before = wide * (1 + (learns and rows.requires_grad))
     after = narrow * (1 + (learns and (rows.requires_grad or weight.requires_grad)))
-    if after < before:
+    # Square maps too: the weight's gradient then takes the rows, and their sums are not kept.
+    less = after < before or (wide == narrow and learns and rows.requires_grad)
+    if less:
         layer.__dict__["_transforms_first"] = True
-    return after < before
+    return less
 
 
 class _Ahead:
