@@ -6,16 +6,11 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from pyg_sar.partition.assignment import EdgeType
-
-
-def offsets_of(counts: Tensor) -> Tensor:
-    """Returns ``[0, c_0, c_0 + c_1, ...]``: where groups start, one entry more than ``counts``."""
-    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+from pyg_sar.partition.scratch import GroupedEdges, Scratch, group_by_part, offsets_of
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +25,8 @@ class Layout:
         node_order: Global ids sorted by (part, id), ``[N]``.
         node_offsets: Where each part starts in ``node_order``, ``[P + 1]``.
         node_rank: Inverse of ``node_order``, ``[N]``.
-        edge_order: Edge ids sorted by (part of the target, id), ``[E]``.
+        edge_order: Edge ids sorted by (part of the target, id), ``[E]``; or the edges in scratch
+            files, in this order.
         edge_offsets: Where each part starts in ``edge_order``, ``[P + 1]``.
         halos: Per part, the ranks of the remote sources of its edges, ascending.
         halo_offsets: Where each owner starts in a part's halo, ``[P, P + 1]``.
@@ -43,7 +39,7 @@ class Layout:
     node_order: Tensor
     node_offsets: Tensor
     node_rank: Tensor
-    edge_order: Tensor
+    edge_order: Tensor | GroupedEdges
     edge_offsets: Tensor
     halos: list[Tensor]
     halo_offsets: Tensor
@@ -62,7 +58,16 @@ class Layout:
 
     def edges(self, p: int) -> Tensor:
         """Returns the ids of the edges whose target is in part ``p``, ascending."""
+        if isinstance(self.edge_order, GroupedEdges):
+            return self.edge_order.ids(p)
         return self.edge_order[self.edge_offsets[p] : self.edge_offsets[p + 1]]
+
+    def edge_rows(self, edge_index: Tensor, p: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns sources, targets and ids of the edges whose target is in part ``p``."""
+        if isinstance(self.edge_order, GroupedEdges):
+            return self.edge_order.part(p)
+        ids = self.edges(p)
+        return edge_index[0, ids], edge_index[1, ids], ids
 
     def halo_counts(self, p: int) -> Tensor:
         """Returns the number of halo rows of part ``p`` per owner, ``[P]``."""
@@ -74,16 +79,6 @@ class Layout:
         return self.halos[q][start:end] - self.node_offsets[p]
 
 
-def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
-    """Sorts positions by part, stably, and returns ``(order, offsets)``."""
-    counts = torch.bincount(part, minlength=num_parts)
-    values = part.numpy()
-    if num_parts <= 2**16:
-        values = values.astype(np.uint16)  # NumPy's stable sort is a radix sort for 16 bits.
-    order = torch.from_numpy(np.argsort(values, kind="stable"))
-    return order, offsets_of(counts)
-
-
 def rank_nodes(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
     """Returns ``node_order``, ``node_offsets`` and ``node_rank`` of a :class:`Layout`."""
     order, offsets = group_by_part(part, num_parts)
@@ -93,15 +88,21 @@ def rank_nodes(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def make_layout(
-    edge_index: Tensor, part: Tensor, num_parts: int, target_part: Tensor | None = None
+    edge_index: Tensor,
+    part: Tensor,
+    num_parts: int,
+    target_part: Tensor | None = None,
+    scratch: Scratch | None = None,
 ) -> Layout:
     """Groups nodes and edges by part and finds the halos.
 
     Args:
-        edge_index: Edges (source, target), int64, shape ``[2, num_edges]``.
+        edge_index: Edges (source, target), int64, shape ``[2, num_edges]``; with ``scratch`` of
+            any integer dtype.
         part: Part of each node, int64, shape ``[num_nodes]``.
         num_parts: The number of parts.
         target_part: Part of each target node, where targets are of another type than sources.
+        scratch: Where grouped edges and halos go. See [Note: bounded memory].
     """
     num_nodes = part.numel()
     node_order, node_offsets, node_rank = rank_nodes(part, num_parts)
@@ -109,16 +110,25 @@ def make_layout(
     if target_part is not None:
         _, target_offsets, target_rank = rank_nodes(target_part, num_parts)
     target_owner = part if target_part is None else target_part
-    edge_order, edge_offsets = group_by_part(target_owner[edge_index[1]], num_parts)
+    edge_order: Tensor | GroupedEdges
+    if scratch is None:
+        edge_order, edge_offsets = group_by_part(target_owner[edge_index[1]], num_parts)
+    else:
+        edge_order = GroupedEdges(scratch, edge_index, target_owner, num_parts)
+        edge_offsets = offsets_of(edge_order.counts)
     halos, edge_cut = [], 0
     needed = torch.zeros(num_nodes, dtype=torch.bool)
     for p in range(num_parts):
-        source = edge_index[0, edge_order[edge_offsets[p] : edge_offsets[p + 1]]]
+        if isinstance(edge_order, GroupedEdges):
+            source = edge_order.sources(p)
+        else:
+            source = edge_index[0, edge_order[edge_offsets[p] : edge_offsets[p + 1]]]
         remote = source[part[source] != p]
         edge_cut += remote.numel()
         ranks = node_rank[remote]
         needed[ranks] = True
-        halos.append(needed.nonzero().view(-1))
+        halo = needed.nonzero().view(-1)
+        halos.append(halo if scratch is None else scratch.keep(halo))
         needed[ranks] = False
     halo_offsets = torch.stack([torch.searchsorted(halo, node_offsets) for halo in halos])
     return Layout(
@@ -213,7 +223,7 @@ def partition_statistics(layout: Layout, train_mask: Tensor | None = None) -> Pa
     return PartitionStatistics(
         num_parts=layout.num_parts,
         num_nodes=layout.part.numel(),
-        num_edges=layout.edge_order.numel(),
+        num_edges=int(layout.edge_offsets[-1]),
         edge_cut=layout.edge_cut,
         nodes=layout.node_offsets.diff().tolist(),
         edges=layout.edge_offsets.diff().tolist(),

@@ -42,7 +42,7 @@ edge_index, ...            of pairs: the same as of edges; the target's owner ha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -59,20 +59,11 @@ from pyg_sar.partition.attributes import (
     select_rows,
     tensor_names,
 )
-from pyg_sar.partition.layout import Layout, group_by_part, make_layout, rank_nodes
+from pyg_sar.partition.layout import Layout, make_layout, rank_nodes
 from pyg_sar.partition.node_lists import NodeList, WholeList
+from pyg_sar.partition.scratch import GroupedRows, Scratch, group_by_part, grouped
 
 PartTensors = dict[str, Tensor]
-
-
-def part_tensors(
-    edge_index: Tensor, layout: Layout, columns: dict[str, Column], p: int
-) -> PartTensors:
-    """Returns the tensors of part ``p``, by their names in its file."""
-    n_id = layout.nodes(p)
-    tensors = {"n_id": n_id.clone(), **relation_tensors(edge_index, layout, p)}
-    tensors |= attribute_tensors(columns, {"node": n_id, "edge": tensors["e_id"]}, tensors)
-    return tensors
 
 
 def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
@@ -98,7 +89,10 @@ def relation_tensors(edge_index: Tensor, layout: Layout, p: int) -> PartTensors:
 
 
 def attribute_tensors(
-    columns: dict[str, Column], ids: dict[str, Tensor], taken: Container[str] = ()
+    columns: dict[str, Column],
+    ids: dict[str, Tensor],
+    taken: Container[str] = (),
+    runs: Mapping[str, Tensor] | None = None,
 ) -> PartTensors:
     """Returns the attributes' tensors for the rows ``ids`` of each level, by their names in a file.
 
@@ -106,11 +100,14 @@ def attribute_tensors(
         columns: The attributes of the whole graph.
         ids: Rows of the levels of which a part holds some rows only.
         taken: Names that are in use.
+        runs: These rows of attributes where they are known (:class:`AttributeRuns`).
     """
     tensors: PartTensors = {}
     for name, column in columns.items():
         rows = column.tensors
-        if column.attribute.level in ids:
+        if runs and name in runs:
+            rows = {"": runs[name]}
+        elif column.attribute.level in ids:
             rows = select_rows(column.attribute, rows, ids[column.attribute.level])
         for suffix, full_name in tensor_names(name, column.attribute).items():
             if full_name in tensors or full_name in taken:
@@ -121,14 +118,64 @@ def attribute_tensors(
     return tensors
 
 
+class AttributeRuns:
+    """Attributes' rows in scratch files, grouped by part: of dense ones with a row per item.
+
+    Args:
+        groups: The grouped rows by the attribute's name.
+    """
+
+    def __init__(self, groups: dict[str, GroupedRows]) -> None:
+        self._groups = groups
+
+    @classmethod
+    def of_nodes(
+        cls, columns: dict[str, Column], part: Tensor, num_parts: int, scratch: Scratch | None
+    ) -> AttributeRuns:
+        """Groups node-level attributes; without ``scratch`` none."""
+        if scratch is None:
+            return cls({})
+        counts = torch.bincount(part, minlength=num_parts)
+        found = {
+            name: grouped(scratch, rows, part.__getitem__, counts)
+            for name, rows in _dense(columns, "node")
+        }
+        return cls(found)
+
+    @classmethod
+    def of_edges(cls, columns: dict[str, Column], layout: Layout) -> AttributeRuns:
+        """Groups edge-level attributes, where the layout's edges are in scratch files."""
+        edges = layout.edge_order
+        if isinstance(edges, Tensor):
+            return cls({})
+        return cls({name: edges.rows(rows) for name, rows in _dense(columns, "edge")})
+
+    def part(self, p: int, ids: Tensor | None = None) -> dict[str, Tensor]:
+        """Returns the rows of part ``p`` by name: ascending, or in the order of its ``ids``."""
+        if ids is None or not self._groups:
+            return {name: rows.part(p) for name, rows in self._groups.items()}
+        place = torch.empty_like(ids)
+        place[ids.argsort()] = torch.arange(ids.numel())
+        return {name: rows.part(p)[place] for name, rows in self._groups.items()}
+
+
+def _dense(columns: dict[str, Column], level: str) -> list[tuple[str, Tensor]]:
+    return [
+        (name, column.tensors[""])
+        for name, column in columns.items()
+        if (column.attribute.level, column.attribute.layout, column.attribute.dim)
+        == (level, "dense", 0)
+    ]
+
+
 def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Tensor]:
     """Returns the edges of part ``p`` in its numbering, and their global ids, as in the file."""
-    e_id, halo = layout.edges(p), layout.halos[p]
+    source, target, e_id = layout.edge_rows(edge_index, p)
+    halo = layout.halos[p]
     low, high = int(layout.node_offsets[p]), int(layout.node_offsets[p + 1])
-    source = edge_index[0, e_id]
     rank, owner = layout.node_rank[source], layout.part[source]
     targets = layout.target_offsets[p : p + 2].tolist()
-    target = layout.target_rank[edge_index[1, e_id]] - targets[0]
+    target = layout.target_rank[target] - targets[0]
     # Stable sorts, the last key first; ids ascend already. By rank is by (owner, source).
     unit = (owner.long() - p) % layout.num_parts
     order = rank.sort(stable=True).indices

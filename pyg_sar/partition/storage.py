@@ -29,7 +29,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import beside, explained, save_tensors
+from pyg_sar.files import beside, explained, parse_bytes, save_tensors
 from pyg_sar.files import flush as _flush
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.layout import PartitionStatistics
@@ -37,6 +37,7 @@ from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadat
 from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
 from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_lists, merge_parts
+from pyg_sar.partition.scratch import Scratch
 from pyg_sar.partition.whole_graph import merge_hetero, prepare_hetero, prepare_homogeneous
 
 Progress = Callable[[str], None]
@@ -55,6 +56,7 @@ def write_partitions(
     node_ids: NodeIds | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
+    memory: int | str | None = None,
 ) -> PartitionStatistics:
     """Partitions a graph and writes it to a folder, one file per part.
 
@@ -83,6 +85,11 @@ def write_partitions(
             keeps an attribute's values as they are.
         overwrite: Replace an existing partition at ``root``.
         progress: Called with a line of text before each stage.
+        memory: Bytes, or ``'2GiB'``, that this may take beside the graph. What has a row per edge
+            or node is then read in pieces and grouped in files beside ``root``, twice the graph's
+            size at most; a graph that is memory mapped (``load_graph`` of a folder) may be larger
+            than the memory. ``'balanced'`` becomes ``'fennel'`` where METIS takes more
+            (:mod:`pyg_sar.partition.scratch`). Sparse matrices and texts stay in memory.
 
     Returns:
         Edge cut, balance, halo rows and replication factor; ``print`` shows a table, of a
@@ -90,7 +97,8 @@ def write_partitions(
 
     Raises:
         ValueError: When an argument or an attribute of ``data`` can't be used, or may hold node
-            ids (integers with no row per node or edge) and nothing says so.
+            ids (integers with no row per node or edge) and nothing says so; when a part does not
+            fit into ``memory``: names a number of parts that does.
         TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
             not fit it.
         FileExistsError: When ``root`` exists.
@@ -99,21 +107,29 @@ def write_partitions(
     report = progress or (lambda text: None)
     root = Path(root)
     _check_target(root, overwrite)
+    limit = None if memory is None else parse_bytes(memory, "memory")
     prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
-    header, statistics, tensors_of = prepare(data, num_parts, method, seed, report, node_ids)
-    scratch = beside(root)
+    given = data, num_parts, method, seed, report, node_ids
+    if limit is None:
+        prepared = prepare(*given)
+    finished, grouped = beside(root), beside(root)
     try:
-        scratch.mkdir(parents=True)
+        if limit is not None:
+            grouped.mkdir(parents=True)
+            prepared = prepare(*given, Scratch(grouped, limit, report))
+        header, statistics, tensors_of = prepared
+        finished.mkdir(parents=True)
         parts = []
         for p in range(num_parts):
             report(f"writing part {p + 1} of {num_parts}")
-            parts.append(_write_part(scratch, tensors_of(p), p, num_parts))
-        _write_metadata(scratch, {**header, "parts": parts})
-        _publish(scratch, root)
+            parts.append(_write_part(finished, tensors_of(p), p, num_parts))
+        _write_metadata(finished, {**header, "parts": parts})
+        _publish(finished, root)
     except (OSError, SafetensorError) as error:
         raise explained(error, root) from error
     finally:
-        shutil.rmtree(scratch, ignore_errors=True)
+        shutil.rmtree(finished, ignore_errors=True)
+        shutil.rmtree(grouped, ignore_errors=True)
     return statistics
 
 

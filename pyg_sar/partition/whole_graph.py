@@ -24,7 +24,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch_geometric.data import HeteroData
-from torch_geometric.utils import is_undirected
 
 from pyg_sar.partition.assignment import (
     Assignment,
@@ -56,15 +55,16 @@ from pyg_sar.partition.node_lists import (
     without_lists,
 )
 from pyg_sar.partition.parts import (
+    AttributeRuns,
     PartTensors,
     SplitLists,
     attribute_tensors,
     decode_attributes,
     merge_lists,
     merged_attributes,
-    part_tensors,
     relation_tensors,
 )
+from pyg_sar.partition.scratch import Scratch, is_symmetric
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,17 +120,20 @@ class HeteroGraph:
     Args:
         data: The graph.
         said: What the caller says of attributes that may hold node ids.
+        whole: Edges as int64; else as they are, without a copy.
 
     Raises:
         ValueError: When a store does not tell its size, edges or attributes can't be used.
     """
 
-    def __init__(self, data: HeteroData, said: Mapping[str, bool] | None = None) -> None:
+    def __init__(
+        self, data: HeteroData, said: Mapping[str, bool] | None = None, whole: bool = True
+    ) -> None:
         names = data.node_types
         if not names:
             raise ValueError("'data' has no node type; set data['name'].num_nodes")
         self.num_nodes = {name: count_nodes(name, data[name]) for name in names}
-        self.edges = edges_of_relations(data, self.num_nodes)
+        self.edges = edges_of_relations(data, self.num_nodes, whole)
         self.lists: dict[Any, list[WholeList]] = {}
         self._said = said or {}
         most = max(self.num_nodes.values())
@@ -187,11 +190,16 @@ class HeteroGraph:
         return [whole.info for whole in self.lists[key]]
 
     def partition(
-        self, num_parts: int, method: str | Assignment, seed: int, report: Callable[[str], None]
+        self,
+        num_parts: int,
+        method: str | Assignment,
+        seed: int,
+        report: Callable[[str], None],
+        scratch: Scratch | None = None,
     ) -> HeteroPartition:
         """Assigns nodes and edges to parts; ``report`` is called with a line before each stage."""
-        parts = assign_node_types(self.edges, self.num_nodes, num_parts, method, seed, report)
-        return HeteroPartition(self, parts, num_parts)
+        given = self.edges, self.num_nodes, num_parts, method, seed, report, scratch
+        return HeteroPartition(self, assign_node_types(*given), num_parts, scratch)
 
 
 class HeteroPartition:
@@ -201,9 +209,16 @@ class HeteroPartition:
         graph: The graph.
         parts: Part of each node by type.
         num_parts: The number of parts.
+        scratch: Where rows grouped by part go. See [Note: bounded memory].
     """
 
-    def __init__(self, graph: HeteroGraph, parts: dict[str, Tensor], num_parts: int) -> None:
+    def __init__(
+        self,
+        graph: HeteroGraph,
+        parts: dict[str, Tensor],
+        num_parts: int,
+        scratch: Scratch | None = None,
+    ) -> None:
         self.graph, self.parts, self.num_parts = graph, parts, num_parts
         self._nodes = {name: rank_nodes(part, num_parts)[:2] for name, part in parts.items()}
         self.layouts: dict[EdgeType, Layout] = {}
@@ -214,8 +229,16 @@ class HeteroPartition:
         for (source, relation, target), rows in graph.edges.items():
             key = source, relation, target
             other = None if source == target else parts[target]
-            self.layouts[key] = make_layout(rows, parts[source], num_parts, other)
+            self.layouts[key] = make_layout(rows, parts[source], num_parts, other, scratch)
             self._links[key] = SplitLists(graph.lists[key], parts[source], num_parts, other)
+        self._node_runs = {
+            name: AttributeRuns.of_nodes(columns, parts[name], num_parts, scratch)
+            for name, columns in graph.node_columns.items()
+        }
+        self._edge_runs = {
+            name: AttributeRuns.of_edges(columns, self.layouts[name])
+            for name, columns in graph.edge_columns.items()
+        }
 
     def statistics(self) -> HeteroPartitionStatistics:
         """Returns the statistics of this partition."""
@@ -233,12 +256,14 @@ class HeteroPartition:
         for k, (name, columns) in enumerate(graph.node_columns.items()):
             order, offsets = self._nodes[name]
             n_id = order[offsets[p] : offsets[p + 1]].clone()
-            rows = {"n_id": n_id, **attribute_tensors(columns, {"node": n_id})}
+            runs = self._node_runs[name].part(p)
+            rows = {"n_id": n_id, **attribute_tensors(columns, {"node": n_id}, runs=runs)}
             rows |= self._lists[name].tensors(p)
             found |= {f"type.{k}/{key}": value for key, value in rows.items()}
         for k, (edge_type, columns) in enumerate(graph.edge_columns.items()):
             rows = relation_tensors(graph.edges[edge_type], self.layouts[edge_type], p)
-            rows |= attribute_tensors(columns, {"edge": rows["e_id"]})
+            runs = self._edge_runs[edge_type].part(p, rows["e_id"])
+            rows |= attribute_tensors(columns, {"edge": rows["e_id"]}, runs=runs)
             rows |= self._links[edge_type].tensors(p)
             found |= {f"relation.{k}/{key}": value for key, value in rows.items()}
         return found
@@ -305,25 +330,36 @@ def prepare_homogeneous(
     seed: int,
     report: Callable[[str], None],
     node_ids: NodeIds | None = None,
+    scratch: Scratch | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``Data``; arguments as of ``write_partitions``."""
     data = with_edges(data)
-    edge_index, num_nodes = check_graph(data)
+    edge_index, num_nodes = check_graph(data, whole=scratch is None)
     said = said_of(node_ids, data.keys())
     data, lists = without_lists(data, num_nodes, said)
     columns = encode_attributes(data, num_nodes)
     report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
-    part = assign_nodes(edge_index, num_nodes, num_parts, method, seed, report)
-    layout = make_layout(edge_index, part, num_parts)
+    part = assign_nodes(edge_index, num_nodes, num_parts, method, seed, report, scratch)
+    layout = make_layout(edge_index, part, num_parts, scratch=scratch)
     statistics = partition_statistics(layout, _train_mask(columns))
-    directed = not is_undirected(edge_index, num_nodes=num_nodes)
+    if scratch is not None:
+        rows = _row_bytes(columns, "node"), _row_bytes(columns, "edge")
+        scratch.check(statistics.nodes, statistics.edges, rows)
+    directed = not is_symmetric(edge_index)
     header = _header(directed, statistics, columns, method, seed)
     header["num_graphs"] = _num_graphs(columns)
     header["lists"] = [whole.info.as_dict() for whole in lists]
     split = SplitLists(lists, part, num_parts)
+    nodes = AttributeRuns.of_nodes(columns, part, num_parts, scratch)
+    edges = AttributeRuns.of_edges(columns, layout)
 
     def tensors(p: int) -> PartTensors:
-        return part_tensors(edge_index, layout, columns, p) | split.tensors(p)
+        n_id = layout.nodes(p)
+        found = {"n_id": n_id.clone(), **relation_tensors(edge_index, layout, p)}
+        runs = nodes.part(p) | edges.part(p, found["e_id"])
+        ids = {"node": n_id, "edge": found["e_id"]}
+        found |= attribute_tensors(columns, ids, found, runs)
+        return found | split.tensors(p)
 
     return header, statistics, tensors
 
@@ -335,17 +371,37 @@ def prepare_hetero(
     seed: int,
     report: Callable[[str], None],
     node_ids: NodeIds | None = None,
+    scratch: Scratch | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``HeteroData``; arguments as of ``write_partitions``."""
     said = said_of(node_ids, {name for store in data.stores for name in store})
-    graph = HeteroGraph(data, said)
+    graph = HeteroGraph(data, said, whole=scratch is None)
     total = sum(graph.num_nodes.values())
     report(f"assigning {total:,} nodes of {len(graph.num_nodes)} type(s) to {num_parts} part(s)")
-    partition = graph.partition(num_parts, method, seed, report)
+    partition = graph.partition(num_parts, method, seed, report, scratch)
     statistics = partition.statistics()
+    if scratch is not None:
+        nodes = sum(
+            _row_bytes(c, "node") * graph.num_nodes[t] for t, c in graph.node_columns.items()
+        )
+        edges = sum(
+            _row_bytes(c, "edge") * graph.edges[t].size(1) for t, c in graph.edge_columns.items()
+        )
+        rows = nodes / max(statistics.num_nodes, 1), edges / max(statistics.num_edges, 1)
+        scratch.check(statistics.nodes, statistics.edges, rows)
     header = _header(True, statistics, graph.columns, method, seed)
     header["hetero"] = graph.schema().as_dict()
     return header, statistics, partition.tensors
+
+
+def _row_bytes(columns: Mapping[str, Column], level: str) -> float:
+    """Returns the bytes of a level's attributes per row."""
+    return sum(
+        tensor.nbytes / max(column.attribute.shape[column.attribute.dim], 1)
+        for column in columns.values()
+        if column.attribute.level == level
+        for tensor in column.tensors.values()
+    )
 
 
 def _header(

@@ -44,6 +44,8 @@ sources:
   cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
   ogbn-arxiv, ...           through ogb (pip install 'pyg_sar[ogb]')
   FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
+  FOLDER                    edge_index.npy, x.npy, ..., or edges.parquet, nodes.csv: memory mapped,
+                            so that with --memory it may be larger than the memory
 Options follow a colon:
   pyg-sar partition synthetic:nodes=200000,degree=50 --parts 4 --out parts
   pyg-sar partition photo:undirected=true,split=random --parts 4 --out parts
@@ -156,6 +158,7 @@ def _partition(arguments: argparse.Namespace) -> int:
         node_ids=arguments.node_ids,
         overwrite=arguments.overwrite,
         progress=None if arguments.quiet else lambda line: print(line, file=sys.stderr),
+        memory=arguments.memory,
     )
     print(statistics)
     print(f"written to {arguments.out}")
@@ -326,11 +329,13 @@ def _add_partition(commands: Any) -> None:
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
     add("--parts", type=int, required=True, metavar="N", help="parts: one or more per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
-    of_method = "balanced: even nodes and edges; metis: even nodes"
+    of_method = "balanced: even nodes and edges; metis: even nodes; fennel: in less memory"
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
     add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
+    of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
+    add("--memory", metavar="SIZE", help=of_memory)
     add("--overwrite", action="store_true", help="replace a partition in DIR")
     add("--quiet", action="store_true", help="print the statistics only")
 

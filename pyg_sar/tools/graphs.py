@@ -9,6 +9,8 @@ source                                     graph
 ``ogbn-arxiv``, ...                        a node dataset of OGB (needs the extra ``ogb``)
 ``FILE.npz``                               arrays (:func:`~pyg_sar.tools.graph_sources.load_npz`)
 ``FILE.pt``                                a saved ``Data``
+``FOLDER``                                 arrays and tables, memory mapped
+                                           (:mod:`~pyg_sar.tools.graph_folders`)
 =========================================  =====================================================
 
 Options follow a colon, as in ``synthetic:nodes=200000,degree=50`` or ``wikics:split=3``. They are
@@ -33,6 +35,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import ToUndirected
 
 from pyg_sar.partition.assignment import check_graph, count_nodes, edges_of_relations
+from pyg_sar.tools.graph_folders import is_graph_folder, load_folder
 from pyg_sar.tools.graph_sources import (
     FILE_SUFFIXES,
     SyntheticGraph,
@@ -147,6 +150,8 @@ def load_graph(
         data = synthetic_graph(SyntheticGraph(**special[0]), seed)
     elif Path(name).suffix in FILE_SUFFIXES:
         data = load_npz(name) if Path(name).suffix == ".npz" else load_saved(name)
+    elif is_graph_folder(Path(name)):
+        data = load_folder(name)
     elif name.lower().startswith("ogbn-"):
         data = _load_ogb(name.lower(), Path(root or "data"))
     else:
@@ -268,8 +273,8 @@ def _unknown_source(name: str) -> str:
     hint = f"; did you mean '{close[0]}'?" if close else "."
     return (
         f"Unknown graph '{name}'{hint} Choose 'synthetic', a dataset ({', '.join(DATASETS)}), "
-        "'Class/Name' of torch_geometric.datasets, 'ogbn-NAME', or a file ending in "
-        f"{' or '.join(FILE_SUFFIXES)}"
+        "'Class/Name' of torch_geometric.datasets, 'ogbn-NAME', a file ending in "
+        f"{' or '.join(FILE_SUFFIXES)}, or a folder with edge_index.npy or edges.parquet"
     )
 
 
@@ -315,7 +320,7 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
         data.x = _prepare_features(data.x, options)
     data.num_nodes = num_nodes
     if data.get("edge_index") is not None:
-        check_graph(data)
+        check_graph(data, whole=False)
     if options.remove_self_loops:
         data = data.edge_subgraph(data.edge_index[0] != data.edge_index[1])
     if options.undirected:
@@ -327,7 +332,7 @@ def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> Hetero
     """Applies :class:`GraphOptions` to each node type and relation."""
     rng = np.random.default_rng([seed, 1])
     counts = {name: count_nodes(name, data[name]) for name in data.node_types}
-    edges_of_relations(data, counts)
+    edges_of_relations(data, counts, whole=False)
     for name, count in counts.items():
         store: Any = data[name]
         if store.get("x") is None and options.random_features:

@@ -1,0 +1,258 @@
+"""Rows grouped by part in scratch files, in one pass over each array: partitions in bounded memory.
+
+[Note: bounded memory] With a limit, what has a row per edge or node attribute is never held as a
+whole: arrays are read in pieces (memory mapped, they needn't be in memory before), each row is
+written to the run of its part in a scratch file, and a part's run is read when the part is written.
+A few numbers per node (:data:`PER_NODE`) and one part's tensors have to fit. The files are those of
+an unlimited write, to the byte.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+Unsigned = NDArray[np.uint64]
+
+PER_NODE = 64
+"""Bytes for each node that stay in memory: its part, rank and place, and what sorts them."""
+_PER_EDGE = 120  # bytes for each edge of a piece that is sorted by part
+PER_PART_EDGE = 200
+"""Bytes for each edge of the part that is written: ends, ranks, sorts, and the file's tensors."""
+_SAID_EVERY = 5.0  # seconds between lines of progress
+
+
+def offsets_of(counts: Tensor) -> Tensor:
+    """Returns ``[0, c_0, c_0 + c_1, ...]``: where groups start, one entry more than ``counts``."""
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+class Scratch:
+    """A folder for scratch files, and the memory that may be taken beside them.
+
+    Args:
+        folder: An existing folder.
+        memory: Bytes.
+        report: Called with lines of progress.
+    """
+
+    def __init__(self, folder: Path, memory: int, report: Callable[[str], None]) -> None:
+        self.folder, self.memory, self.report = folder, memory, report
+        self._files, self._said = 0, 0.0
+        self._stage = ("", 0.0)
+
+    def file(self) -> Path:
+        """Returns the path of another scratch file."""
+        self._files += 1
+        return self.folder / f"scratch-{self._files}"
+
+    def say(self, what: str, done: int, total: int) -> None:
+        """Reports how far a stage is, and the time left, every few seconds."""
+        now = time.monotonic()
+        if self._stage[0] != what:
+            self._stage = (what, now)
+            self._said = now
+        if now - self._said >= _SAID_EVERY and done < total:
+            self._said, left = now, (now - self._stage[1]) * (total - done) / max(done, 1)
+            self.report(f"{what}: {100 * done / total:.0f}%, about {left:.0f} s left")
+
+    def pieces(self, what: str, rows: int, row_bytes: int = 0) -> Iterator[slice]:
+        """Yields slices of ``rows`` rows that fit, and reports how far it is and the time left."""
+        step = max(self.memory // 8 // (_PER_EDGE + 4 * row_bytes), 2**14)
+        for first in range(0, rows, step):
+            yield slice(first, min(first + step, rows))
+            self.say(what, min(first + step, rows), rows)
+
+    def keep(self, values: Tensor) -> Tensor:
+        """Returns the values as a file, memory mapped."""
+        if not values.numel():
+            return values
+        path = self.file()
+        values.numpy().tofile(path)
+        return torch.from_file(str(path), shared=False, size=values.numel(), dtype=values.dtype)
+
+    def check(self, nodes: list[int], edges: list[int], row_bytes: tuple[float, float]) -> None:
+        """Raises where a part can't be written within the memory.
+
+        Args:
+            nodes: Nodes of each part, of all types.
+            edges: Edges of each part, of all relations.
+            row_bytes: Bytes of the attributes of a node and of an edge, on average.
+
+        Raises:
+            ValueError: Names the largest part, and a number of parts that would fit.
+        """
+        fixed, (of_node, of_edge) = PER_NODE * sum(nodes), row_bytes
+        most = max(
+            2 * of_node * n + (PER_PART_EDGE + 2 * of_edge) * e
+            for n, e in zip(nodes, edges, strict=True)
+        )
+        if fixed + most <= self.memory:
+            return
+        left, wanted = self.memory - fixed, f"{(fixed + most) / 2**20:.0f} MiB"
+        remedy = f"memory='{wanted.replace(' ', '')}'"
+        if left > 0:
+            more = math.ceil(len(nodes) * most / left)
+            remedy = f"about {max(more, len(nodes) + 1)} parts, or {remedy}"
+        raise ValueError(
+            f"Expected 'memory' to hold {PER_NODE} bytes for each of {sum(nodes):,} nodes and the "
+            f"largest part of {len(nodes)}, {wanted} in all (got {self.memory / 2**20:.0f} MiB); "
+            f"choose {remedy}"
+        )
+
+
+class GroupedRows:
+    """Rows of an array, those of a part together, in the array's order.
+
+    Args:
+        scratch: Where they go.
+        counts: Rows of each part, int64 ``[P]``.
+        like: A tensor with rows of this shape and dtype.
+    """
+
+    def __init__(self, scratch: Scratch, counts: Tensor, like: Tensor) -> None:
+        self._path, self._dtype, self._shape = scratch.file(), like.dtype, list(like.shape[1:])
+        self._row = like[:0].new_empty(1, *self._shape).nbytes
+        self._offsets = offsets_of(counts)
+        self._next = self._offsets[:-1].clone()
+        self._path.touch()
+
+    def put(self, rows: Tensor, order: Tensor, bounds: Tensor) -> None:
+        """Adds rows: ``order`` sorts them by part, whose runs then start at ``bounds``."""
+        if not self._row:
+            return
+        flat = rows[order].contiguous().view(-1).view(torch.uint8).numpy()
+        with self._path.open("r+b", buffering=0) as file:
+            for p in bounds.diff().nonzero().view(-1).tolist():
+                first, last = (bounds[p : p + 2] * self._row).tolist()
+                _write(file.fileno(), flat[first:last], int(self._next[p]) * self._row)
+        self._next += bounds.diff()
+
+    def replace(self, p: int, rows: Tensor) -> None:
+        """Puts other rows in the place of those of part ``p``."""
+        with self._path.open("r+b", buffering=0) as file:
+            data = rows.contiguous().view(-1).view(torch.uint8).numpy()
+            _write(file.fileno(), data, int(self._offsets[p]) * self._row)
+
+    def part(self, p: int) -> Tensor:
+        """Returns the rows of part ``p``."""
+        first, last = self._offsets[p : p + 2].tolist()
+        found = torch.empty(last - first, *self._shape, dtype=self._dtype)
+        if found.nbytes:
+            data = np.fromfile(
+                self._path, np.uint8, (last - first) * self._row, offset=first * self._row
+            )
+            found.view(-1).view(torch.uint8).copy_(torch.from_numpy(data))
+        return found
+
+
+def _write(descriptor: int, data: NDArray[np.uint8], at: int) -> None:
+    view = memoryview(data)  # type: ignore[arg-type]
+    while view:
+        written = os.pwrite(descriptor, view, at)
+        view, at = view[written:], at + written
+
+
+def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
+    """Sorts positions by part, stably, and returns ``(order, offsets)``."""
+    counts = torch.bincount(part, minlength=num_parts)
+    values = part.numpy()
+    if num_parts <= 2**16:
+        values = values.astype(np.uint16)  # NumPy's stable sort is a radix sort for 16 bits.
+    order = torch.from_numpy(np.argsort(values, kind="stable"))
+    return order, offsets_of(counts)
+
+
+class GroupedEdges:
+    """Edges grouped by the part of their target, with their ids.
+
+    Args:
+        scratch: Where they go.
+        edge_index: Edges (source, target), of any integer dtype, ``[2, E]``.
+        owner: Part of each target node.
+        num_parts: The number of parts.
+    """
+
+    def __init__(self, scratch: Scratch, edge_index: Tensor, owner: Tensor, num_parts: int) -> None:
+        self._scratch, self._owner, self._targets = scratch, owner, edge_index[1]
+        self.counts = torch.zeros(num_parts, dtype=torch.long)
+        count = edge_index.size(1)
+        for piece in scratch.pieces("counting edges", count):
+            found = owner[edge_index[1, piece].long()]
+            self.counts += torch.bincount(found, minlength=num_parts)
+        empty = torch.empty(0, dtype=torch.long)
+        self._columns = [GroupedRows(scratch, self.counts, empty) for _ in range(3)]
+        for piece in scratch.pieces("edges by part", count):
+            source, target = edge_index[:, piece].long()
+            order, bounds = group_by_part(owner[target], num_parts)
+            ids = torch.arange(piece.start, piece.stop)
+            for column, values in zip(self._columns, (source, target, ids), strict=True):
+                column.put(values, order, bounds)
+
+    def part(self, p: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Returns sources, targets and ids of the edges of part ``p``, ids ascending."""
+        source, target, ids = (column.part(p) for column in self._columns)
+        return source, target, ids
+
+    def sources(self, p: int) -> Tensor:
+        """Returns the sources of the edges of part ``p``."""
+        return self._columns[0].part(p)
+
+    def ids(self, p: int) -> Tensor:
+        """Returns the ids of the edges of part ``p``, ascending."""
+        return self._columns[2].part(p)
+
+    def rows(self, values: Tensor) -> GroupedRows:
+        """Returns rows that belong to edges, grouped as these are."""
+        return grouped(self._scratch, values, self._owners, self.counts)
+
+    def _owners(self, piece: slice) -> Tensor:
+        return self._owner[self._targets[piece].long()]
+
+
+def grouped(
+    scratch: Scratch, values: Tensor, owners: Callable[[slice], Tensor], counts: Tensor
+) -> GroupedRows:
+    """Groups the rows of an array by part.
+
+    Args:
+        scratch: Where they go.
+        values: ``[rows, ...]``.
+        owners: Returns the parts of a slice of the rows.
+        counts: Rows of each part.
+    """
+    found = GroupedRows(scratch, counts, values)
+    for piece in scratch.pieces("attributes by part", len(values), values[:1].nbytes):
+        found.put(values[piece], *group_by_part(owners(piece), counts.numel()))
+    return found
+
+
+def is_symmetric(edge_index: Tensor) -> bool:
+    """Says if each edge comes as often as its reverse, by sums of two hashes of 64 bits."""
+    found = np.zeros(2, dtype=np.uint64)
+    for first in range(0, edge_index.size(1), 2**20):
+        ends = edge_index[:, first : first + 2**20].numpy().astype(np.uint64)
+        for k in range(2):
+            source, target = _hashed(ends + np.uint64(k << 62))
+            forth, back = _hashed(source * _ODD + target), _hashed(target * _ODD + source)
+            found[k : k + 1] += (forth - back).sum(keepdims=True)
+    return not found.any()
+
+
+_ODD = np.uint64(0x9E3779B97F4A7C15)
+
+
+def _hashed(values: Unsigned) -> Unsigned:
+    """Returns SplitMix64's hash of each value (Steele et al., OOPSLA 2014)."""
+    values = values + _ODD
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -1,0 +1,251 @@
+"""Partitions written within a memory limit, from mapped folders too, are those without a limit."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch_geometric.data import Data, HeteroData
+from torch_geometric.utils import is_undirected
+
+import pyg_sar
+from pyg_sar.partition import merge_partitions
+from pyg_sar.partition.assignment import assign_nodes
+from pyg_sar.partition.layout import make_layout, partition_statistics
+from pyg_sar.partition.scratch import Scratch, is_symmetric
+from pyg_sar.tools import load_graph
+from pyg_sar.tools.cli import main
+
+NODES, EDGES = 3000, 60_000  # several pieces at the smallest limit
+
+
+def graph() -> Data:
+    """Every kind of attribute: dense of all levels, sparse, texts, node ids."""
+    torch.manual_seed(0)
+    data = Data(x=torch.randn(NODES, 5), edge_index=torch.randint(0, NODES, (2, EDGES)))
+    data.edge_attr, data.edge_weight = torch.randn(EDGES, 2), torch.rand(EDGES).bfloat16()
+    data.y, data.train_mask = torch.randint(0, 4, (NODES,)), torch.rand(NODES) < 0.5
+    data.bag = torch.eye(NODES).to_sparse_csr()
+    data.title = [f"node {i}" for i in range(NODES)]
+    data.train_idx, data.names = torch.randperm(NODES)[:100], ["a", "b"]
+    data.empty = torch.empty(NODES, 0)
+    return data
+
+
+def hetero() -> HeteroData:
+    torch.manual_seed(1)
+    data, half = HeteroData(), NODES // 2
+    data["a"].x, data["b"].x = torch.randn(NODES, 3), torch.randn(half, 4)
+    ends = torch.randint(0, NODES, (EDGES,)), torch.randint(0, half, (EDGES,))
+    data["a", "to", "b"].edge_index = torch.stack(ends)
+    data["a", "to", "b"].edge_attr = torch.randn(EDGES, 2)
+    data["b", "of", "a"].edge_index = torch.stack(ends[::-1])
+    data["a", "is", "a"].edge_index = torch.randint(0, NODES, (2, EDGES // 2))
+    return data
+
+
+def content(root: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in root.iterdir()}
+
+
+@pytest.mark.parametrize("method", ["random", "fennel"])
+@pytest.mark.parametrize("make", [graph, hetero])
+def test_the_same_bytes_as_without_a_limit(make: Any, method: str, tmp_path: Path) -> None:
+    data, free, bounded = make(), tmp_path / "free", tmp_path / "bounded"
+    expected = pyg_sar.write_partitions(data, 5, free, method)
+    assert pyg_sar.write_partitions(data, 5, bounded, method, memory="12MiB") == expected
+    assert content(bounded) == content(free)
+    assert sorted(tmp_path.iterdir()) == [bounded, free]  # No scratch is left.
+
+
+def test_what_does_not_fit_names_a_number_of_parts_that_does(tmp_path: Path) -> None:
+    data = graph()
+    with pytest.raises(ValueError, match=r"Expected 'memory' to hold 64 bytes .* parts") as caught:
+        pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random", memory="2MiB")
+    assert not list(tmp_path.iterdir())
+    words = str(caught.value).split()
+    parts = int(words[words.index("about") + 1])
+    pyg_sar.write_partitions(data, parts + 2, tmp_path / "parts", "random", memory="2MiB")
+    with pytest.raises(ValueError, match=r"method='metis' takes about .* 'balanced' or 'fennel'"):
+        pyg_sar.write_partitions(data, 20, tmp_path / "other", "metis", memory="2MiB")
+    with pytest.raises(ValueError, match=r"memory='much' must be a number of bytes"):
+        pyg_sar.write_partitions(data, 2, tmp_path / "other", memory="much")
+
+
+PEAK = """
+import sys, threading, time
+import pyg_sar
+from pyg_sar.tools import load_graph
+
+def anonymous():
+    line = next(line for line in open("/proc/self/status") if line.startswith("RssAnon"))
+    return int(line.split()[1]) * 1024
+
+data = load_graph(sys.argv[1])
+pyg_sar.write_partitions(data, 16, sys.argv[2] + "-warm", "random", memory=2**25)
+before = most = anonymous()
+done = False
+
+def watch():
+    global most
+    while not done:
+        most = max(most, anonymous())
+        time.sleep(0.001)
+
+thread = threading.Thread(target=watch)
+thread.start()
+pyg_sar.write_partitions(data, 16, sys.argv[2], memory=2**25)
+done = True
+thread.join()
+print(most - before)
+"""
+
+
+def arrays(folder: Path, nodes: int, edges: int) -> None:
+    """A folder with the arrays of a graph, whose edges stay near."""
+    draw = np.random.default_rng(0)
+    folder.mkdir()
+    source = draw.integers(0, nodes, edges)
+    target = (source + draw.integers(-300, 300, edges)) % nodes
+    np.save(folder / "edge_index.npy", np.stack([source, target]).astype(np.int32))
+    np.save(folder / "x.npy", draw.standard_normal((nodes, 200), dtype=np.float32))
+    np.save(folder / "edge_attr.npy", draw.standard_normal((edges, 8), dtype=np.float32))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_limit_holds_for_a_folder_several_times_as_large(tmp_path: Path) -> None:
+    """A graph of 100 MB in 32 MiB: memory that can't be given back stays below that."""
+    arrays(tmp_path / "graph", 100_000, 600_000)
+    size = sum(file.stat().st_size for file in (tmp_path / "graph").iterdir())
+    assert size > 3 * 2**25
+    given = [sys.executable, "-c", PEAK, str(tmp_path / "graph"), str(tmp_path / "parts")]
+    done = subprocess.run(given, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert 0 < int(done.stdout) <= 2**25
+
+
+def test_fennel_is_balanced_and_keeps_neighbours_together() -> None:
+    """On planted groups: nodes and edges within 1.1 of the mean, far fewer halo rows than drawn."""
+    torch.manual_seed(0)
+    count, parts = 4000, 4
+    group = torch.randint(0, 40, (count,))
+    order = group.argsort()
+    ends = torch.randint(0, count, (2, 30_000))
+    near = order[(order.argsort()[ends[0]] + torch.randint(-50, 50, (30_000,))) % count]
+    edge_index = torch.stack([ends[0], torch.where(torch.rand(30_000) < 0.9, near, ends[1])])
+
+    def measured(method: str) -> Any:
+        part = assign_nodes(edge_index, count, parts, method)
+        return partition_statistics(make_layout(edge_index, part, parts))
+
+    found, drawn = measured("fennel"), measured("random")
+    assert found.balance["nodes"] <= 1.1 and found.balance["edges"] <= 1.1
+    assert sum(found.halo) < 0.6 * sum(drawn.halo)
+
+
+def test_balanced_becomes_fennel_where_metis_does_not_fit(tmp_path: Path) -> None:
+    data, lines = graph(), []
+    scratch = tmp_path / "scratch"
+    scratch.mkdir()
+    small = Scratch(scratch, 2**22, lines.append)
+    given = data.edge_index, NODES, 3
+    found = assign_nodes(*given, "balanced", report=lines.append, scratch=small)
+    assert torch.equal(found, assign_nodes(*given, "fennel"))
+    assert any("Fennel" in line for line in lines)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_symmetric_is_what_pyg_calls_undirected(seed: int) -> None:
+    torch.manual_seed(seed)
+    edges = torch.randint(0, 6, (2, 9))
+    both = torch.cat([edges, edges.flip(0)], 1)
+    dropped = both[:, torch.randperm(18)[:17]]
+    for found in (edges, both, dropped, edges[:, :0]):
+        assert is_symmetric(found) == is_undirected(found, num_nodes=6)
+
+
+# Folders ######################################################################
+
+
+def test_a_folder_of_arrays_and_of_tables_is_the_graph(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import csv, parquet
+
+    data = Data(edge_index=torch.randint(0, 50, (2, 300)), x=torch.randn(50, 3))
+    data.y, data.edge_weight = torch.arange(50), torch.rand(300).double()
+    for name in ("npy", "parquet", "csv"):
+        (tmp_path / name).mkdir()
+    for name, value in data.to_dict().items():
+        np.save(tmp_path / "npy" / f"{name}.npy", value.numpy())
+    source, target = data.edge_index.numpy()
+    edges = {"src": source, "dst": target, "edge_weight": data.edge_weight.numpy()}
+    nodes = {"x": list(data.x.numpy()), "y": data.y.numpy()}
+    parquet.write_table(pa.table(edges), tmp_path / "parquet" / "edges.parquet", row_group_size=64)
+    parquet.write_table(pa.table(nodes), tmp_path / "parquet" / "nodes.parquet")
+    csv.write_csv(pa.table(edges), tmp_path / "csv" / "edges.csv")
+    np.save(tmp_path / "csv" / "x.npy", data.x.numpy())
+    np.save(tmp_path / "csv" / "y.npy", data.y.numpy())
+    for name in ("npy", "parquet", "csv"):
+        found = load_graph(str(tmp_path / name))
+        assert found.num_nodes == 50
+        for key, value in data.to_dict().items():
+            assert torch.equal(found[key], value), (name, key)
+    found.x[0] = 7.0  # A change stays in memory: the file is as it was.
+    assert torch.equal(load_graph(str(tmp_path / "csv")).x, data.x)
+
+
+def test_a_folder_of_a_heterogeneous_graph(tmp_path: Path) -> None:
+    data = hetero()
+    for name, store in zip([*data.node_types, *data.edge_types], data.stores[1:], strict=True):
+        folder = tmp_path / "graph" / (name if isinstance(name, str) else "__".join(name))
+        folder.mkdir(parents=True)
+        for key, value in store.items():
+            np.save(folder / f"{key}.npy", value.numpy())
+    out = tmp_path / "parts"
+    given = ["partition", str(tmp_path / "graph"), "--parts", "3", "--out", str(out), "--quiet"]
+    assert main([*given, "--method", "random", "--memory", "12MiB"]) == 0
+    whole = merge_partitions(out)
+    for store in data.stores[1:]:
+        for key, value in store.items():
+            assert torch.equal(whole[store._key][key], value), (store._key, key)
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no nodes": ({"edge_index.npy": np.zeros((2, 1), int)}, "no x.npy, no nodes table"),
+    "floats": (
+        {"edge_index.npy": np.zeros((2, 1)), "x.npy": np.zeros((2, 1))},
+        "'edge_index' to hold integers",
+    ),
+    "objects": (
+        {"edge_index.npy": np.zeros((2, 1), int), "x.npy": np.array([["a"]])},
+        "x.npy' is not an array of numbers",
+    ),
+    "range": (
+        {"edge_index.npy": np.full((2, 1), 9), "num_nodes.npy": np.array(3)},
+        "node ids 0 to 2",
+    ),
+    "text": ({"edges.csv": "source,target\na,b\n"}, "'source' of .* to hold numbers"),
+    "empty": ({"edges.csv": "source,target\n1,\n"}, "'target' of .* rows without a value"),
+    "names": ({"edges.csv": "from,to\n1,2\n"}, "one column named source or src or row"),
+    "table": (
+        {"edge_index.npy": np.zeros((2, 1), int), "other.csv": "a\n1\n"},
+        "to be named nodes or edges",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_folders_are_named(name: str, tmp_path: Path) -> None:
+    files, message = WRONG[name]
+    for file, value in files.items():
+        if isinstance(value, str):
+            (tmp_path / file).write_text(value)
+        else:
+            np.save(tmp_path / file, value, allow_pickle=True)
+    with pytest.raises(ValueError, match=message):
+        load_graph(str(tmp_path))
