@@ -66,7 +66,7 @@ class Scratch:
 
     def pieces(self, what: str, rows: int, row_bytes: int = 0) -> Iterator[slice]:
         """Yields slices of ``rows`` rows that fit, and reports how far it is and the time left."""
-        step = max(self.memory // 8 // (_PER_EDGE + 4 * row_bytes), 2**14)
+        step = max(self.memory // 8 // (_PER_EDGE + 4 * row_bytes), 2**10)
         for first in range(0, rows, step):
             yield slice(first, min(first + step, rows))
             self.say(what, min(first + step, rows), rows)
@@ -237,22 +237,22 @@ def grouped(
 
 def is_symmetric(edge_index: Tensor) -> bool:
     """Says if each edge comes as often as its reverse, by sums of two hashes of 64 bits."""
-    found = np.zeros(2, dtype=np.uint64)
-    for first in range(0, edge_index.size(1), 2**20):
-        ends = edge_index[:, first : first + 2**20].numpy().astype(np.uint64)
+    found, odd = np.zeros(2, dtype=np.uint64), np.uint64(_ODD)
+    for first in range(0, edge_index.size(1), 2**16):
+        ends = edge_index[:, first : first + 2**16].numpy().astype(np.uint64)
         for k in range(2):
             source, target = _hashed(ends + np.uint64(k << 62))
-            forth, back = _hashed(source * _ODD + target), _hashed(target * _ODD + source)
+            forth, back = _hashed(source * odd + target), _hashed(target * odd + source)
             found[k : k + 1] += (forth - back).sum(keepdims=True)
     return not found.any()
 
 
-_ODD = np.uint64(0x9E3779B97F4A7C15)
+_ODD = 0x9E3779B97F4A7C15
 
 
 def _hashed(values: Unsigned) -> Unsigned:
     """Returns SplitMix64's hash of each value (Steele et al., OOPSLA 2014)."""
-    values = values + _ODD
+    values = values + np.uint64(_ODD)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return values ^ (values >> np.uint64(31))
