@@ -24,6 +24,9 @@ from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, SAGEConv, Sequential
 
 import pyg_sar
 from pyg_sar.comm import current
+from pyg_sar.comm.communicator import LocalCommunicator
+from pyg_sar.comm.host import Hosting
+from pyg_sar.comm.hosting import host_parts
 from pyg_sar.errors import StoreError
 from pyg_sar.kernels import ops
 from pyg_sar.ledger import peak_memory, reset_peak_memory
@@ -246,6 +249,11 @@ def test_a_report_says_what_was_kept_and_moved(tmp_path):
     # In two passes, as the epoch ends with an evaluation.
     assert sum(loaded) == 2 * read[1] * WIDE * 8
     assert found["read_bytes"][0] >= sum(loaded)
+    # HongTu's rule forgets what the next part does not need.
+    hosting = Hosting(parts, memory, str(tmp_path), keep="adjacent")
+    outer = LocalCommunicator(torch.device("cpu"), 60.0)
+    more = host_parts(reported, (str(tmp_path / "parts"), tmp_path / "other"), hosting, outer)
+    assert sum(more) > sum(loaded)
     text = "\n".join(hosting_lines(tmp_path / "report"))
     assert f"3 parts on 1 worker(s) (3), memory={memory:,} bytes each, store={tmp_path}" in text
     assert f"{read[1]:,.0f}, {read[1] / nodes:.2f}" in text

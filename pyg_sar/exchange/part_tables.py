@@ -101,7 +101,7 @@ class StoredPlan:
         # are cached from their publication on only where all of them are.
         stay = bool(first[-1] <= capacity)
         turns = [*host.parts, *others]
-        self.rows = plan_rows(needs, first, capacity, order=turns, published_stay=stay)
+        self.rows = plan_rows(needs, first, capacity, turns, stay, host.keep)
         used = np.zeros(len(routes.sizes) + 1, np.int64)
         for turn in self.rows.turns:
             begin = np.searchsorted(first, turn.run_start, side="right") - 1
