@@ -148,7 +148,8 @@ bool Pager::write(Lock& lock, Region& first, bool yields) {
   ++in_flight_;
   lock.unlock();
   // Only a region that is alone may stop half way.
-  const int error = store_->write(std::move(pieces), first.place, all.size() > 1 ? nullptr : &first.stop, count_.written);
+  const std::atomic<bool>* stop = all.size() > 1 ? nullptr : &first.stop;
+  const int error = store_->write(std::move(pieces), first.place, stop, count_.written);
   lock.lock();
   --in_flight_;
   const bool done = error == 0 || first.freed;
