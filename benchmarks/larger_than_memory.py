@@ -6,8 +6,9 @@ SAGE (3 layers of 256, BatchNorm) and GAT (3 layers of 4 heads of 32, BatchNorm)
 graph. One process trains on the whole graph; then one worker hosts P parts, all in memory (no
 limit), and with a limit of a half and of a quarter of what that took, the rest in a store on disk.
 Each row is a fresh process; a first epoch is not counted. Memory: the highest resident set
-(``VmHWM``) over the resident set at the start. The benchmark stops where a limit changes a loss by
-one bit.
+(``VmHWM``) over the resident set at the start. Where the system lets a cgroup be made, the worker
+is in one with the same limit from its start on: beyond it the system would kill the worker. The
+benchmark stops where a limit changes a loss by one bit.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import platform
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
@@ -54,6 +56,7 @@ class Measured:
         written: Bytes written to it per epoch.
         losses: Of all epochs.
         limit: Bytes that were allowed.
+        grouped: A cgroup had this limit.
     """
 
     peak: int
@@ -62,11 +65,47 @@ class Measured:
     written: float
     losses: list[float]
     limit: int | None = None
+    grouped: bool = False
 
 
-def measure(root: str, model_name: str, epochs: int) -> tuple[int, int, list[list[int]], Any]:
+@contextmanager
+def memory_group(limit: int | None) -> Iterator[Path | None]:
+    """A cgroup with a limit of memory, of version 1 or 2; ``None`` where none can be made.
+
+    What a process has when it joins is not counted.
+    """
+    group = None
+    for line in Path("/proc/self/cgroup").read_text().split() if limit is not None else ():
+        _, kinds, path = line.split(":", 2)
+        old = "memory" in kinds.split(",")
+        if kinds and not old:
+            continue
+        root = Path("/sys/fs/cgroup/memory" if old else "/sys/fs/cgroup")
+        place = root / path.lstrip("/") / f"pyg_sar_benchmark_{os.getpid()}"
+        with suppress(OSError):
+            place.mkdir()
+            try:
+                (place / ("memory.limit_in_bytes" if old else "memory.max")).write_text(str(limit))
+                group = place
+                break
+            except OSError:
+                place.rmdir()
+    try:
+        yield group
+    finally:
+        if group is not None:
+            group.rmdir()
+
+
+def measure(
+    root: str, model_name: str, epochs: int, group: Path | None
+) -> tuple[int, int, list[list[int]], Any]:
     """A part's: bytes at its start, at most; bytes read and written by epoch; times and losses."""
-    start = reset_peak_memory(CPU) if pyg_sar.comm.current().rank == 0 else 0
+    start = 0
+    if pyg_sar.comm.current().rank == 0:
+        if group is not None:
+            (group / "cgroup.procs").write_text(str(os.getpid()))
+        start = reset_peak_memory(CPU)
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     model = pyg_sar.distribute(MODELS[model_name](data.num_features))
@@ -94,11 +133,13 @@ def row(root: str, model: str, epochs: int, parts: int, limit: int | None, store
     if limit is not None:
         how |= {"memory": limit, "store": store}
     threads = len(os.sched_getaffinity(0))
-    found = pyg_sar.launch(measure, 1, root, model, epochs, threads_per_worker=threads, **how)
+    with memory_group(limit) as group:
+        given = root, model, epochs, group
+        found = pyg_sar.launch(measure, 1, *given, threads_per_worker=threads, **how)
     _, _, moved, (times, losses) = found[-1]
     read, written = ((b - a) / epochs for a, b in zip(moved[0], moved[-1], strict=True))
     peak = max(most for _, most, _, _ in found) - found[0][0]
-    return Measured(peak, median(times), read, written, losses, limit)
+    return Measured(peak, median(times), read, written, losses, limit, group is not None)
 
 
 Found = dict[tuple[str, int, str], Measured]
@@ -195,6 +236,8 @@ def document(args: argparse.Namespace, found: Found, load: float) -> str:
         f"python benchmarks/larger_than_memory.py --nodes {args.nodes} --edges {args.edges} "
         f"--features {args.features} --epochs {args.epochs} --parts {parts}"
     )
+    grouped = all(now.grouped for now in found.values() if now.limit is not None)
+    limits = "Each limit was a cgroup's, too." if grouped else "No cgroup limited the memory."
     lines = [
         "# Larger than memory",
         "",
@@ -208,7 +251,7 @@ def document(args: argparse.Namespace, found: Found, load: float) -> str:
         "without, to the bit.",
         "",
         "One process: `distribute` on the whole graph. MiB: beyond the start of the process, the "
-        "libraries' first use included. MB: of the store, per epoch.",
+        f"libraries' first use included. MB: of the store, per epoch. {limits}",
         "",
         *table(found),
         "",

@@ -300,7 +300,7 @@ void Pager::move_out(int64_t arena) {
   Lock lock(mutex_);
   last_error_ = 0;
   const uint64_t last = clock_;
-  for (const int state : {1, 0}) {
+  for (const int state : {1, 0, 1}) {  // dirty ones are written several at a time, and are clean then
     for (uint64_t from = 0;;) {
       const Queue& queue = arenas_[arena][state];
       const auto next = queue.lower_bound(from);

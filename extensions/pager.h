@@ -95,7 +95,8 @@ class Pager {
   Region* victim(int64_t nearest, bool has_place) const;
   bool evict(Lock& lock, Region& r, int64_t wanted);
   bool lift(Region& r);
-  bool write(Lock& lock, Region& r, bool yields);
+  std::vector<Region*> together(Region& first);
+  bool write(Lock& lock, Region& first, bool yields);
   bool read(Lock& lock, Region& r, bool writable, Region* spare);
   bool bring_in(Lock& lock, Region& r, Access access, bool demand);
   bool fill(Lock& lock, Region& r, bool writable, bool demand);

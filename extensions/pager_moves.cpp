@@ -15,6 +15,10 @@ namespace {
 // A region that is missed again within so many misses, so many times running, thrashes.
 constexpr int64_t kSoon = 4, kOften = 4;
 
+// Regions that are written together: bytes, and how many.
+constexpr int64_t kTogether = 8 << 20;
+constexpr size_t kMostTogether = 64;
+
 }  // namespace
 
 // The next region to go: of the arena whose turn is farthest away, down to 'nearest' turns from now, the
@@ -94,36 +98,73 @@ bool Pager::lift(Region& r) {
   return true;
 }
 
-// Writes a dirty region. True: it is clean now, or was freed, or (where the write yields) changed.
-bool Pager::write(Lock& lock, Region& r, bool yields) {
-  if (r.place < 0 && (r.place = store_->reserve(r.bytes)) < 0) {
+// A dirty region with a place in the file, and those that follow it there or can: the disk takes one large write
+// faster than many small ones. Empty: there is no place.
+std::vector<Region*> Pager::together(Region& first) {
+  std::vector<Region*> found{&first};
+  int64_t bytes = first.bytes;
+  const Queue& dirty = queue(first);
+  for (auto it = dirty.upper_bound(first.stamp); it != dirty.end() && found.size() < kMostTogether; ++it) {
+    Region* r = it->second;
+    if (r->busy != Busy::kNo || r->pins > 0) continue;
+    const bool follows = first.place < 0 ? r->place < 0 : r->place == first.place + bytes;
+    if (!follows || bytes + r->bytes > kTogether) break;
+    found.push_back(r);
+    bytes += r->bytes;
+  }
+  if (first.place >= 0) return found;
+  int64_t place = found.size() > 1 ? store_->take(bytes) : -1;
+  if (place < 0) {
+    found.resize(1);
+    if ((place = store_->reserve(first.bytes)) < 0) return {};
+  }
+  for (Region* r : found) {
+    r->place = place;
+    place += r->bytes;
+  }
+  return found;
+}
+
+// Writes a dirty region, with others. True: it is clean now, or was freed, or (where the write yields) changed.
+bool Pager::write(Lock& lock, Region& first, bool yields) {
+  std::vector<Region*> all = together(first);
+  if (all.empty()) {
     last_error_ = store_->error();
     return false;
   }
-  if (!protect_pages(r.base, r.bytes, false)) {
-    last_error_ = errno;
-    return false;
+  std::vector<iovec> pieces;
+  for (Region* r : all) {
+    if (!protect_pages(r->base, r->bytes, false)) {
+      last_error_ = errno;
+      break;
+    }
+    r->busy = Busy::kWriting;
+    r->yields = yields;
+    r->stop = false;
+    pieces.push_back({r->base, static_cast<size_t>(r->bytes)});
   }
-  r.busy = Busy::kWriting;
-  r.yields = yields;
-  r.stop = false;
+  if (pieces.empty()) return false;
+  all.resize(pieces.size());
   ++in_flight_;
   lock.unlock();
-  const int error = store_->write(r.base, r.bytes, r.place, r.stop, count_.written);
+  // Only a region that is alone may stop half way.
+  const std::atomic<bool>* stop = all.size() > 1 ? nullptr : &first.stop;
+  const int error = store_->write(std::move(pieces), first.place, stop, count_.written);
   lock.lock();
   --in_flight_;
-  r.busy = Busy::kNo;
-  changed_.notify_all();
-  if (r.freed) {
-    retire(r);
-  } else if (error != 0) {
-    last_error_ = error;
-    if (!r.stop) protect_pages(r.base, r.bytes, true);
-    return false;
-  } else if (!r.stop) {
-    place(r, State::kClean);
+  const bool done = error == 0 || first.freed;
+  if (error != 0) last_error_ = error;
+  for (Region* r : all) {
+    r->busy = Busy::kNo;
+    if (r->freed) {
+      retire(*r);
+    } else if (!r->stop) {
+      if (error == 0) place(*r, State::kClean);
+      else protect_pages(r->base, r->bytes, true);
+    }
   }
-  return true;
+  changed_.notify_all();
+  return done;
 }
 
 // Fills a region that is out; the caller has made room, or gives pages.

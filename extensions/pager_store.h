@@ -3,9 +3,12 @@
 
 #include "pager_extents.h"
 
+#include <sys/uio.h>
+
 #include <atomic>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 namespace pyg_sar::pager {
 
@@ -19,10 +22,11 @@ class Store {
 
   // A place for 'bytes', -1 where the file system has none (error() says what it said). Not thread-safe.
   int64_t reserve(int64_t bytes);
+  int64_t take(int64_t bytes);  // -1 where the file would have to grow
   void give(int64_t place, int64_t bytes);
 
-  // 0, or the number of the error. 'stop' ends a write early; 'moved' counts what went over. Thread-safe.
-  int write(const char* from, int64_t bytes, int64_t place, const std::atomic<bool>& stop,
+  // 0, or the number of the error. 'stop' ends a write early, if given; 'moved' counts what went over. Thread-safe.
+  int write(std::vector<iovec> pieces, int64_t place, const std::atomic<bool>* stop,
             std::atomic<int64_t>& moved) const;
   int read(char* to, int64_t bytes, int64_t place) const;
 

@@ -63,6 +63,8 @@ class Ledger:
         self._resident_all = 0
         self._peak_resident_all = 0
         self._events: Counter[str] = Counter()
+        self._gathers: defaultdict[str, defaultdict[str, Counter[str]]]
+        self._gathers = defaultdict(lambda: defaultdict(Counter))
         self.gradient_errors: list[dict[str, float]] = []
 
     def __enter__(self) -> Ledger:
@@ -97,6 +99,11 @@ class Ledger:
         self._peak_resident[layer] = max(self._peak_resident[layer], self._resident[layer])
         self._resident_all += rows
         self._peak_resident_all = max(self._peak_resident_all, self._resident_all)
+
+    def gather(self, label: Label, read: int, halo: int) -> None:
+        """Records a hosted part's halo rows in one pass, and those of them read from the store."""
+        layer, phase, _ = label
+        self._gathers[layer][phase].update(passes=1, read=read, halo=halo)
 
     def count(self, event: str, number: int = 1) -> None:
         """Counts an event: ``'bucketing'``, ``'probe'``, ``'recompute'``, ``'halo_gather'``..."""
@@ -138,6 +145,16 @@ class Ledger:
         """Returns the remote rows resident now."""
         return self._resident_all
 
+    def gathers(self) -> dict[str, dict[str, dict[str, int]]]:
+        """Returns halo rows of hosted parts, and those of them that were read from the store.
+
+        Of all passes, per layer and phase: ``{layer: {'forward': {'passes', 'read', 'halo'}}}``.
+        """
+        return {
+            layer: {phase: dict(counts) for phase, counts in phases.items()}
+            for layer, phases in self._gathers.items()
+        }
+
     def by_layer(self) -> dict[str, dict[str, int]]:
         """Returns bytes per layer, phase, kind and way: ``{layer: {'forward fetch in': n}}``."""
         table: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -172,6 +189,7 @@ class Ledger:
             "layers": self.by_layer(),
             "peers": {str(peer): row for peer, row in self.by_peer().items()},
             "transports": self.by_transport(),
+            "gathers": self.gathers(),
             "peak_resident_rows": self._peak_resident_all,
             "peak_resident_rows_by_layer": dict(self._peak_resident),
             "baseline_memory_bytes": self.baseline_memory,

@@ -6,6 +6,7 @@ Resident sets are those of fresh processes, beyond what they had when their part
 from __future__ import annotations
 
 import gc
+import json
 import os
 import signal
 import subprocess
@@ -23,9 +24,14 @@ from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, SAGEConv, Sequential
 
 import pyg_sar
 from pyg_sar.comm import current
+from pyg_sar.comm.communicator import LocalCommunicator
+from pyg_sar.comm.host import Hosting
+from pyg_sar.comm.hosting import host_parts
 from pyg_sar.errors import StoreError
 from pyg_sar.kernels import ops
 from pyg_sar.ledger import peak_memory, reset_peak_memory
+from pyg_sar.train.config import TrainConfig
+from pyg_sar.train.report import Report, hosting_lines
 
 pytestmark = [
     pytest.mark.skipif(not ops.built, reason="no C++ kernels"),
@@ -206,6 +212,52 @@ def test_parts_without_edges_between_take_their_turns_in_order(tmp_path):
     stored = pyg_sar.run(part_step, root, "gcn", parts=32, memory=64 * MB, store=tmp_path)
     for (a, _), (b, _) in zip(alone, stored, strict=True):
         assert torch.equal(a, b)
+
+
+# What is said of it ###########################################################
+
+
+def reported(root: str, folder: Path) -> int:
+    """A part's training for an epoch with a report; bytes of halo rows read from the store."""
+    data = pyg_sar.load_partition(root)
+    data.train_mask = torch.ones(data.num_nodes, dtype=torch.bool)
+    model = pyg_sar.distribute(GraphSAGE(FEATURES, WIDE, 3, CLASSES).double())
+    with pyg_sar.Ledger(current()) as ledger:
+        callbacks = [Report(folder / "report")]
+        pyg_sar.Trainer(model, data, TrainConfig(epochs=1), callbacks=callbacks).fit()
+    return ledger.received_bytes(transport="store")
+
+
+def test_a_report_says_what_was_kept_and_moved(tmp_path):
+    """Rows of the middle layer, 22 MB of all nodes, don't fit into the cache of 20 MiB."""
+    nodes, parts, memory = 4000, 3, 160 * MB
+    owner = torch.arange(nodes) % parts
+    pyg_sar.write_partitions(make_graph(nodes), parts, tmp_path / "parts", owner)
+    given = str(tmp_path / "parts"), tmp_path
+    loaded = pyg_sar.run(reported, *given, parts=parts, memory=memory, store=tmp_path)
+    found = json.loads((tmp_path / "report" / "summary.json").read_text())["hosting"]
+    assert (found["parts"], found["memory"], found["store"]) == ([parts], memory, str(tmp_path))
+    source, target = make_graph(nodes).edge_index
+    cut = owner[source] != owner[target]
+    halo = torch.unique(source[cut] * parts + owner[target[cut]]).numel()
+    layers = found["layers"].values()
+    assert [layer["forward"]["halo"] for layer in layers] == [halo] * 3
+    assert [layer["case"] for layer in layers] == [1] * 3  # sums of rows
+    assert [layer["backward"]["halo"] for layer in layers] == [0] * 3
+    read = [layer["forward"]["read"] for layer in layers]
+    assert read[0] == read[2] == 0 < read[1] < halo
+    # In two passes, as the epoch ends with an evaluation.
+    assert sum(loaded) == 2 * read[1] * WIDE * 8
+    assert found["read_bytes"][0] >= sum(loaded)
+    # HongTu's rule forgets what the next part does not need.
+    hosting = Hosting(parts, memory, str(tmp_path), keep="adjacent")
+    outer = LocalCommunicator(torch.device("cpu"), 60.0)
+    more = host_parts(reported, (str(tmp_path / "parts"), tmp_path / "other"), hosting, outer)
+    assert sum(more) > sum(loaded)
+    text = "\n".join(hosting_lines(tmp_path / "report"))
+    assert f"3 parts on 1 worker(s) (3), memory={memory:,} bytes each, store={tmp_path}" in text
+    assert f"{read[1]:,.0f}, {read[1] / nodes:.2f}" in text
+    assert f"{found['written_bytes'][0] / 1e6:,.1f} out" in text
 
 
 # What fails ###################################################################

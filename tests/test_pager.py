@@ -402,6 +402,29 @@ def test_clean_regions_are_not_written_again(tmp_path):
         assert pager.counters().bytes_written == 8 * MB and x[0] == 1
 
 
+def write_calls() -> int:
+    lines = Path("/proc/self/io").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("syscw"))
+
+
+def test_neighbours_in_the_file_are_written_at_once(tmp_path):
+    with opened(tmp_path, None) as pager:
+        tensors = [torch.full((16 * KB,), i, dtype=torch.int64) for i in range(64)]
+        held = [pager.pinned(tensors[i]) for i in (0, 31)]
+        for pin in held:
+            pin.__enter__()
+        for again in range(3):  # All have places in the file after the first time.
+            before = write_calls()
+            pager.move_out(0)
+            assert write_calls() - before <= 62 // 8
+            assert pager.counters().resident_bytes == len(held) * 128 * KB
+            for i, tensor in enumerate(tensors):
+                assert bool((tensor == i + again).all())
+                tensor.add_(1)
+        for pin in held:
+            pin.__exit__(None, None, None)
+
+
 def test_freed_while_it_is_written(tmp_path):
     with opened(tmp_path, 8 * MB) as pager:
         for round in range(40):

@@ -69,6 +69,27 @@ def test_rows_held_are_those_of_a_shard(graph: Data):
     assert (one.case, three.case, three.strategy) == (1, 0, "one_shot")
 
 
+def test_hosted_parts_and_what_they_keep(graph: Data, tmp_path: Path):
+    model = gnn.Sequential(
+        "x, edge_index",
+        [
+            (gnn.SAGEConv(CHANNELS, 8), "x, edge_index -> x"),
+            (gnn.GATConv(8, OUT), "x, edge_index -> x"),
+        ],
+    )
+    report = pyg_sar.verify(model, graph, 4, memory="1GiB", store=tmp_path)
+    assert report.ok and report.hosting["parts"] == [4]
+    assert [layer["case"] for layer in report.hosting["layers"].values()] == [1, 2]
+    halos = [layer["backward"]["halo"] for layer in report.hosting["layers"].values()]
+    assert halos[0] == 0 < halos[1]
+    text = str(report)
+    assert f"4 parts on 1 worker(s) (4), memory=1,073,741,824 bytes each, store={tmp_path}" in text
+    assert "rows and messages again" in text
+    mixes = gnn.Sequential("x, edge_index", [(Mixes(CHANNELS), "x, edge_index -> x")])
+    refused = pyg_sar.verify(mixes, graph, 2, memory="1GiB")
+    assert refused.refused.keys() == {"module_0 (Mixes)"}
+
+
 @pytest.mark.parametrize("workers", [1, 2, 4])
 def test_numbers_of_workers(workers: int, graph: Data):
     assert pyg_sar.verify(Net(), graph, workers).ok

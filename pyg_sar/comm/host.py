@@ -18,7 +18,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple, NoReturn, TypeVar
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -56,11 +56,14 @@ class Hosting:
         parts: Parts of the graph, of all workers.
         memory: Bytes that a worker may take beyond its start; ``None``: no limit.
         store: The directory where parts wait; ``None``: they wait in memory.
+        keep: Which published rows a cache keeps: ``'belady'``, those that are needed soonest;
+            ``'adjacent'``, those of a part that the next one needs (HongTu's rule), to compare.
     """
 
     parts: int
     memory: int | None = None
     store: str | None = None
+    keep: Literal["belady", "adjacent"] = "belady"
 
     @classmethod
     def of(
@@ -146,7 +149,7 @@ class Host:
 
     def __init__(self, hosting: Hosting, outer: Communicator) -> None:
         num_parts, memory, store = hosting.parts, hosting.memory, hosting.store
-        self.num_parts, self.outer = num_parts, outer
+        self.num_parts, self.outer, self.keep = num_parts, outer, hosting.keep
         self.hosted = split_parts(num_parts, outer.world_size)
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]

@@ -219,9 +219,11 @@ class PartSource(RowSource):
             shape, device = (plan.num_halo, width), self.tensors[0].device
             buffers.append(tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device))
         self._hold(plan.num_halo)
-        loaded = tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
+        rows, size = tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
         label = (self.label[0], self.label[1], "load")
-        count_all(plan.comm.ledgers, label, 0, loaded, STORE)
+        count_all(plan.comm.ledgers, label, 0, size, STORE)
+        for ledger in plan.comm.ledgers:
+            ledger.gather(label, rows, plan.num_halo)
         for buffer in buffers:
             self.wire.land(buffer)
         return UnitRows(self.layout.unpack(buffers))

@@ -101,7 +101,7 @@ class StoredPlan:
         # are cached from their publication on only where all of them are.
         stay = bool(first[-1] <= capacity)
         turns = [*host.parts, *others]
-        self.rows = plan_rows(needs, first, capacity, order=turns, published_stay=stay)
+        self.rows = plan_rows(needs, first, capacity, turns, stay, host.keep)
         used = np.zeros(len(routes.sizes) + 1, np.int64)
         for turn in self.rows.turns:
             begin = np.searchsorted(first, turn.run_start, side="right") - 1
@@ -175,26 +175,26 @@ class Tables:
         """True where a part may gather now."""
         return True
 
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of rows that were read from the store so far."""
-        return 0
+    def loaded(self) -> tuple[int, int]:
+        """Rows that were read from the store so far, and their bytes."""
+        return 0, 0
 
-    def gather(self, part: int, into: Sequence[Tensor]) -> int:
+    def gather(self, part: int, into: Sequence[Tensor]) -> tuple[int, int]:
         """Fills a part's halo rows, of each message, in the order of its halo.
 
         Returns:
-            Bytes of rows that were read from the store.
+            Rows that were read from the store, and their bytes.
         """
-        before = self.loaded_bytes
+        before = self.loaded()
         self._settle()
         for number, out in enumerate(into):
             self._gather(part, number, out)
-        loaded = self.loaded_bytes - before
+        rows, size = self.loaded()
+        found = rows - before[0], size - before[1]
         self._gathered += 1
         if self._gathered == len(self._order):
             self._close()
-        return loaded
+        return found
 
     # Where the rows are ------------------------------------------------------
 
@@ -247,11 +247,10 @@ class StoredTables(Tables):
             slots = store.take_slots((self.plan.rows.num_slots, width), dtype)
             self._caches.append(self._cache(number, slots))
 
-    @property
-    def loaded_bytes(self) -> int:
-        """Bytes of rows that were read from the store so far."""
-        caches = zip(self._caches, self._row_bytes, strict=True)
-        return sum(cache.loaded * row for cache, row in caches)
+    def loaded(self) -> tuple[int, int]:
+        """Rows that were read from the store so far, and their bytes."""
+        rows = max((cache.loaded for cache in self._caches), default=0)  # of each message the same
+        return rows, rows * sum(self._row_bytes)
 
     def _cache(self, number: int, slots: Tensor) -> RowCache:
         first, row = self.plan.rows.first, self._row_bytes[number]

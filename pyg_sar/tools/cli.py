@@ -26,6 +26,7 @@ from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
 from pyg_sar.tools.start import add_workers, on_workers
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
+from pyg_sar.train.report import hosting_lines
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -170,6 +171,8 @@ def _train(arguments: argparse.Namespace) -> int:
     result, speaks = on_workers(arguments, train_worker, config)
     if speaks:
         print(describe(result))
+        for line in [] if config.report is None else hosting_lines(config.report):
+            print(line)
         for what, path in (("checkpoint", config.checkpoint), ("report", config.report)):
             if path is not None:
                 print(f"{what}: {path}")
@@ -259,6 +262,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         method=arguments.method,
         node_ids=arguments.node_ids,
         seed=arguments.seed,
+        memory=arguments.memory,
+        store=arguments.store,
     )
     print(report)
     return 0 if report.ok else EXIT_FAILURE
@@ -431,6 +436,8 @@ def _add_verify(commands: Any) -> None:
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     add("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
     add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--memory", metavar="SIZE", help="limit: workers are then parts in turn, as in train")
+    add("--store", metavar="DIR", help="folder for what parts that wait hold")
     add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")
     add("--seed", type=int, default=0, help="of the sample and the parameters")
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")

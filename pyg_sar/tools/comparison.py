@@ -24,6 +24,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
+from pyg_sar.train.hosted import describe_hosting
+
 # The report ###################################################################
 
 
@@ -77,6 +79,8 @@ class VerifyReport:
         failure: Why the workers could not run at all.
         first_difference: Where numbers first differ.
         warnings: Layers that fetch their whole halo, and why.
+        hosting: Of hosted parts, what they kept, computed again and moved
+            (:meth:`pyg_sar.train.hosted.HostedRun.summary`).
     """
 
     model: str
@@ -93,6 +97,7 @@ class VerifyReport:
     failure: str = ""
     first_difference: str = ""
     warnings: list[str] = field(default_factory=list)
+    hosting: dict[str, Any] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -110,6 +115,8 @@ class VerifyReport:
             lines.append(f"outputs: largest error {self.output_error:.1e}")
         if self.gradient_errors:
             lines.append(f"gradients: largest error {max(self.gradient_errors.values()):.1e}")
+        if self.hosting:
+            lines += describe_hosting(self.hosting)
         lines += [f"warning: {text}" for text in self.warnings]
         lines += [f"not supported: {name}: {why}" for name, why in self.refused.items()]
         if self.failure and self.failure not in self.refused.values():
@@ -350,6 +357,7 @@ class ModelPass:
     buffers: dict[str, Tensor] = field(default_factory=dict)
     results: dict[str, list[Any]] = field(default_factory=dict)
     layers: dict[str, LayerReport] = field(default_factory=dict)
+    hosting: dict[str, Any] = field(default_factory=dict)
 
 
 def compare(

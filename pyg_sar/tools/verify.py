@@ -22,7 +22,9 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.comm.group import current
+from pyg_sar.comm.group import LocalCommunicator, current
+from pyg_sar.comm.host import Hosting
+from pyg_sar.comm.hosting import PartError, host_parts
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning, WorkerError
@@ -47,6 +49,7 @@ from pyg_sar.tools.comparison import (
     watched,
     without_dropout,
 )
+from pyg_sar.train.hosted import HostedRun, backward_case
 
 __all__ = ["call_with", "sample_nodes", "verify"]
 
@@ -67,6 +70,8 @@ def verify(
     seed: int = 0,
     timeout: float = 300.0,
     node_ids: NodeIds | None = None,
+    memory: int | str | None = None,
+    store: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
     r"""Compares a model on a few workers with itself in one process, before a long run.
 
@@ -83,7 +88,8 @@ def verify(
     Args:
         model: A plain PyG model.
         data: The graph, or a part of it.
-        num_workers: Workers: threads of this process.
+        num_workers: Workers: threads of this process. With ``memory`` or ``store``: parts that it
+            hosts in turn.
         policy: How layers run.
         call: Runs the model, ``call(model, data)``. By default the arguments of ``forward``
             without a default value are attributes of ``data`` by their names; see
@@ -95,6 +101,9 @@ def verify(
         seed: Of the sample.
         timeout: Seconds that an operation of a worker may take.
         node_ids: Attributes that hold node ids (see :func:`pyg_sar.write_partitions`).
+        memory: The limit of memory of these parts, as of :func:`pyg_sar.run`. The report then says
+            what they kept, computed again and moved.
+        store: The directory where they wait, as of :func:`pyg_sar.run`.
 
     Returns:
         A report with ``ok``, ``layers``, ``refused``, ``first_difference``; ``str(report)`` is a
@@ -109,6 +118,7 @@ def verify(
             "Expected 'num_workers' and 'max_nodes' to be at least 1 (got "
             f"{num_workers} and {max_nodes})"
         )
+    hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
     with _float64():
         part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))
         plain = without_dropout(copy.deepcopy(model)).double()
@@ -123,7 +133,7 @@ def verify(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,
             )  # fmt: skip
-            _run(task, report, num_workers, timeout)
+            _run(task, report, num_workers, timeout, hosting)
     return report
 
 
@@ -291,7 +301,9 @@ def _with_gradients(found: ModelPass, model: nn.Module, leaves: Mapping[str, Ten
 # Workers #####################################################################
 
 
-def _run(task: _Task, report: VerifyReport, num_workers: int, timeout: float) -> None:
+def _run(
+    task: _Task, report: VerifyReport, num_workers: int, timeout: float, hosting: Hosting | None
+) -> None:
     """Runs workers until no layer fails any more: one that does is replaced by its results."""
     refused = task.refused
     settings: dict[str, Any] = {"backend": "threads", "timeout": timeout}
@@ -301,14 +313,20 @@ def _run(task: _Task, report: VerifyReport, num_workers: int, timeout: float) ->
         refused.update(_innermost(launch(_refusals, num_workers, task, **settings)[0]))
         while report.failure == "":
             try:
-                workers = launch(_worker, num_workers, task, **settings)
+                if hosting is None:
+                    workers = launch(_worker, num_workers, task, **settings)
+                else:
+                    outer = LocalCommunicator(torch.device("cpu"), timeout)
+                    workers = host_parts(_worker, (task,), hosting, outer)
                 break
-            except WorkerError as failure:
+            except (WorkerError, PartError) as failure:
                 place, text = _place_of(failure)
                 if not place or place in refused or len(refused) == _MOST_FAILURES:
                     report.failure = text
                 else:
                     refused[place] = text
+        if report.failure == "":
+            report.hosting = workers[0].hosting
     report.warnings = list(dict.fromkeys(str(warning.message) for warning in caught))
     kinds = {name: type(module).__name__ for name, module in task.model.named_modules()}
     report.refused = {f"{name or 'model'} ({kinds[name]})": why for name, why in refused.items()}
@@ -318,7 +336,7 @@ def _run(task: _Task, report: VerifyReport, num_workers: int, timeout: float) ->
         compare(task.model, task.expected, workers, report)
 
 
-def _place_of(failure: WorkerError) -> tuple[str, str]:
+def _place_of(failure: WorkerError | PartError) -> tuple[str, str]:
     """Returns the module in which a worker failed, and what it said."""
     cause = failure.__cause__ or failure
     text = str(cause) if isinstance(cause, ValueError) else f"{type(cause).__name__}: {cause}"
@@ -363,8 +381,10 @@ def _worker(task: _Task) -> ModelPass:
         error.module_name = recorder.active[-1] if recorder.active else ""  # type: ignore
         raise
     found.events = recorder.events
+    run = HostedRun(current())
     with Ledger(current()) as ledger:
         _pass(task, model, mine, rows)
+    found.hosting = run.summary(model, ledger, mine.num_nodes, 1)
     plan = mine.edge_index.plan
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
@@ -395,14 +415,12 @@ def _backward(expected: ModelPass, outputs: Sequence[Tensor], rows: Rows) -> Non
 def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
     """Returns how a layer ran on this worker."""
     choices = layer.__dict__.get("_choices", {}).values()
-    needs = [choice.needs for choice in choices if choice.needs is not None]
-    case = 0 if not needs else 2 if any(need.needs_sources for need in needs) else 1
     label = layer.ledger_name
     return LayerReport(
         name=name,
         kind=type(layer).__name__.removeprefix("Dist"),
         strategy=", ".join(sorted({choice.strategy for choice in choices})) or "not called",
-        case=case,
+        case=backward_case(layer),
         received_bytes=sum(ledger.received_bytes(layer=label, kind=kind) for kind in HALO_KINDS),
         resident_rows=ledger.peak_resident_rows(label),
         halo_rows=halo,

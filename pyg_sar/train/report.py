@@ -7,7 +7,9 @@
 ``metrics.jsonl``  one JSON object per epoch: loss, learning rate, scores, seconds, bytes sent by
                    kind; per part of the graph the bytes sent and received in the epoch, per worker
                    the memory at the start and the peak since
-``summary.json``   the result, and each part's ledger (bytes per layer and peer, resident rows)
+``summary.json``   the result, each part's ledger (bytes per layer and peer, resident rows), and of
+                   hosted parts ``hosting``: what they kept, computed again and moved
+                   (:meth:`pyg_sar.train.hosted.HostedRun.summary`)
 ``report.png``     loss, metrics, time per epoch, memory per worker, bytes sent per epoch
 ================== ============================================================================
 
@@ -38,10 +40,12 @@ from pyg_sar.errors import ReportError
 from pyg_sar.files import explained, replace_file
 from pyg_sar.ledger import HALO_KINDS, Ledger, peak_memory
 from pyg_sar.train.config import EpochRecord, TrainResult
+from pyg_sar.train.hosted import HostedRun, describe_hosting
 from pyg_sar.train.targets import SPLITS
 from pyg_sar.train.trainer import Callback, Trainer
 
 _METRICS = "metrics.jsonl"
+_SUMMARY = "summary.json"
 _KINDS = (*HALO_KINDS, "others")  # What else is sent: sums of losses and gradients, agreements.
 _PACKAGES = ("pyg_sar", "torch", "torch_geometric", "numpy")
 _PICTURE = "report.png"
@@ -74,6 +78,8 @@ class Report(Callback):
         self.config = dict(config or {})
         self.overwrite = overwrite
         self._ledger: Ledger | None = None
+        self._hosted: HostedRun | None = None
+        self._epochs = 0
         self._before = torch.zeros(1 + len(_KINDS), dtype=torch.int64)
         self._warned = False
 
@@ -89,10 +95,12 @@ class Report(Callback):
         problem = trainer.comm.broadcast_object(problem)
         if problem is not None:
             raise ReportError(problem)
+        self._hosted, self._epochs = HostedRun(trainer.comm), 0
         self._ledger = Ledger(trainer.comm)
         self._ledger.__enter__()
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        self._epochs += 1
         workers = self._gather_figures(trainer.comm)
         if trainer.comm.rank == 0:
             line = json.dumps(_line(record) | workers) + "\n"
@@ -100,14 +108,18 @@ class Report(Callback):
                 _append(self.folder / _METRICS, line)
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
-        summary = {} if self._ledger is None else self._ledger.summary()
-        workers = trainer.comm.all_gather_object(summary)
+        assert self._ledger is not None and self._hosted is not None
+        workers = trainer.comm.all_gather_object(self._ledger.summary())
+        nodes = int(trainer.data.num_nodes or 0)
+        hosting = self._hosted.summary(trainer.model, self._ledger, nodes, self._epochs)
         if trainer.comm.rank != 0:
             return
         outcome: dict[str, Any] = asdict(result) | {"workers": workers}
+        if hosting:
+            outcome["hosting"] = hosting
         del outcome["losses"]  # They are in metrics.jsonl.
         with self._going_on():
-            _write_json(self.folder / "summary.json", outcome)
+            _write_json(self.folder / _SUMMARY, outcome)
             draw_report(self.folder)
 
     @contextmanager
@@ -230,6 +242,15 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
         if line.endswith("\n"):
             metrics.append(json.loads(line))
     return metrics
+
+
+def hosting_lines(folder: str | os.PathLike[str]) -> list[str]:
+    """Returns a table of what hosted parts kept, computed again and moved; none without hosts."""
+    try:
+        summary = json.loads((Path(folder) / _SUMMARY).read_text())
+    except OSError:  # The report could not be written, of which it has warned.
+        return []
+    return describe_hosting(summary["hosting"]) if "hosting" in summary else []
 
 
 def draw_report(folder: str | os.PathLike[str]) -> Path | None:

@@ -1,0 +1,137 @@
+"""Says what hosted parts keep, compute again, and move to the store and back."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torch_geometric.nn import MessagePassing
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.ledger import Ledger
+
+PHASES = ("forward", "backward")
+
+
+def backward_case(layer: Any) -> int:
+    """Returns what a distributed layer's backward pass does.
+
+    2: it gets source rows again, and runs the message again; 1: neither, as the sums suffice; 0:
+    it has kept all messages.
+    """
+    choices = layer.__dict__.get("_choices", {}).values()
+    needs = [choice.needs for choice in choices if choice.needs is not None]
+    if not needs:
+        return 0
+    return 2 if any(need.needs_sources for need in needs) else 1
+
+
+def moved_bytes(comm: Communicator) -> tuple[int, int]:
+    """Returns the bytes that this process has read from its store so far, and written to it."""
+    found = {} if comm.host is None or comm.host.store is None else comm.host.store.counters()
+    return found.get("bytes_read", 0), found.get("bytes_written", 0)
+
+
+class HostedRun:
+    """Counts what hosted parts do from now on.
+
+    Args:
+        comm: The communicator of a part.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self._before = comm, moved_bytes(comm)
+
+    def summary(
+        self, model: nn.Module, ledger: Ledger, num_nodes: int, epochs: int
+    ) -> dict[str, Any]:
+        """Returns what all parts kept, computed again and moved. Collective; empty without a host.
+
+        Args:
+            model: The distributed model.
+            ledger: Opened when this object was made.
+            num_nodes: This part's nodes.
+            epochs: Epochs since.
+
+        Returns:
+            ``parts`` of each worker; ``memory``, its limit in bytes, and ``store``, or ``None``;
+            ``read_bytes`` and ``written_bytes`` of the store per epoch, of each worker; and per
+            layer ``case`` (:func:`backward_case`), and for each phase how many halo rows one pass
+            needs and how many of them it reads from the store, over all parts and per node.
+        """
+        host = self.comm.host
+        if host is None:
+            return {}
+        moved = [b - a for a, b in zip(self._before, moved_bytes(self.comm), strict=True)]
+        everyone = self.comm.all_gather_object([num_nodes, moved, ledger.gathers()])
+        nodes = sum(count for count, _, _ in everyone)
+        workers = [[everyone[part][1] for part in parts] for parts in host.hosted]
+        read, written = (
+            [max(found[k] for found in worker) / max(epochs, 1) for worker in workers]
+            for k in (0, 1)
+        )
+        layers = {}
+        for name, module in model.named_modules():
+            if isinstance(module, MessagePassing):
+                label = getattr(module, "ledger_name", name)
+                rows = {p: _rows([g.get(label, {}) for *_, g in everyone], p) for p in PHASES}
+                for counts in rows.values():
+                    counts["read_per_node"] = counts["read"] / max(nodes, 1)
+                layers[name] = {"case": backward_case(module), **rows}
+        return {
+            "parts": [len(parts) for parts in host.hosted],
+            "memory": None if host.store is None else host.store.memory,
+            "store": None if host.store is None else host.store.directory,
+            "read_bytes": read,
+            "written_bytes": written,
+            "layers": layers,
+        }
+
+
+def _rows(gathers: list[Mapping[str, Mapping[str, int]]], phase: str) -> dict[str, float]:
+    """Returns rows of one pass over all parts, on average."""
+    found = [gather[phase] for gather in gathers if phase in gather]
+    passes = max((counts["passes"] for counts in found), default=1)
+    return {k: sum(counts[k] for counts in found) / passes for k in ("halo", "read")}
+
+
+_CASES = {
+    0: "all kept",
+    1: "sums kept, nothing again",
+    2: "rows and messages again",
+}
+
+
+def describe_hosting(found: Mapping[str, Any]) -> list[str]:
+    """Returns the lines of a table of what :meth:`HostedRun.summary` has found."""
+    parts = found["parts"]
+    each = "+".join(map(str, parts))
+    memory = "no limit" if found["memory"] is None else f"memory={found['memory']:,} bytes each"
+    store = (
+        "no store: parts wait in memory" if found["store"] is None else f"store={found['store']}"
+    )
+    rows = [["layer", "backward pass", "halo rows", "read forward, per node", "backward"]]
+    for name, layer in found["layers"].items():
+        forward, backward = (layer[phase] for phase in PHASES)
+        rows.append(
+            [
+                name or "(model)",
+                _CASES[layer["case"]],
+                f"{forward['halo']:,.0f}",
+                *(f"{way['read']:,.0f}, {way['read_per_node']:.2f}" for way in (forward, backward)),
+            ]
+        )
+    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
+    table = [
+        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
+    ]
+    lines = [f"{sum(parts)} parts on {len(parts)} worker(s) ({each}), {memory}, {store}", *table]
+    if found["store"] is not None:
+        lines.append("between layers: all kept, moved out and back; nothing computed again")
+        written, read = (
+            ", ".join(f"{size / 1e6:,.1f}" for size in found[key])
+            for key in ("written_bytes", "read_bytes")
+        )
+        lines.append(f"moved per epoch, MB of each worker: {written} out, {read} in")
+    return lines
