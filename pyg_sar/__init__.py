@@ -24,6 +24,7 @@ from pyg_sar.convert import distribute
 from pyg_sar.ledger import Ledger
 from pyg_sar.nn import DistMessagePassing
 from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.message_flow import message_flow_graphs
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
@@ -49,6 +50,7 @@ __all__ = [
     "load_model",
     "load_partition",
     "mean",
+    "message_flow_graphs",
     "negative_sampling",
     "run",
     "verify",

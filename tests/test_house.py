@@ -384,6 +384,7 @@ TOP = {
         "load_model",
         "load_partition",
         "mean",
+        "message_flow_graphs",
         "negative_sampling",
         "run",
         "verify",

@@ -206,6 +206,7 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         model=ModelConfig(name=arguments.model, **choose(ModelConfig)),
         train=TrainConfig(**choose(TrainConfig)),
         policy=SARPolicy(**choose(SARPolicy)),
+        mfg=arguments.mfg,
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
         resume=resume,
@@ -388,6 +389,8 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     group("--label-smoothing", type=float, default=0.0, metavar="X", help="in [0, 1)")
     group("--clip-norm", type=float, metavar="X", help="largest norm of all gradients")
     group("--seed", type=int, default=0, help="of parameters and dropout")
+    of_mfg = "compute what training nodes need, not all; auto: where that is less"
+    group("--mfg", choices=("auto", "on", "off"), default="off", help=of_mfg)
 
     group = command.add_argument_group("evaluation").add_argument
     group("--eval-every", type=int, default=1, metavar="N", help="epochs")

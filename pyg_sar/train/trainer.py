@@ -43,6 +43,7 @@ from pyg_sar.train.checkpoint import (
 )
 from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.train.evaluation import Evaluation
+from pyg_sar.train.flow import call_model, check_flow, flow_rows, refuse_in_flow
 from pyg_sar.train.graph_digest import graph_digest
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, resume_schedulers
@@ -80,12 +81,6 @@ class Callback:
         """Is called at the very end, also when training failed. Must not communicate."""
 
 
-def call_model(model: nn.Module, data: Data) -> Tensor:
-    """Makes the default forward pass: ``model(data.x, data.edge_index)``."""
-    out: Tensor = model(data.x, data.edge_index)
-    return out
-
-
 class Trainer:
     """Trains a model full-batch on all workers.
 
@@ -111,6 +106,9 @@ class Trainer:
             whatever ``forward`` returns rows for (``'edge_label'``).
         splits: The mask or list of rows of each split, by name, such as ``{'train': 'train_mask'}``
             (:func:`~pyg_sar.train.targets.find_targets`).
+        flow: The message flow graph of the training nodes (:func:`pyg_sar.message_flow_graphs`).
+            Training steps run on it, evaluation on ``data``. The seeds' outputs on both are
+            compared before the first step. ``forward`` is called with it in place of ``data``.
         evaluate_on: Other graphs for ``'val'`` and ``'test'``, of whose targets all count, as
             ``RandomLinkSplit`` makes them.
         optimizer: Made from ``config`` unless given.
@@ -136,6 +134,7 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         target: str = "y",
         splits: Mapping[str, str] | None = None,
+        flow: Data | None = None,
         evaluate_on: Mapping[str, Data] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
@@ -168,6 +167,10 @@ class Trainer:
             metrics=self.metrics,
             comm=self.comm,
         )
+        self.flow = flow
+        if flow is not None:
+            refuse_in_flow(model)
+            self._seeds = flow_rows(flow, self.rows.graphs[0][1].index["train"], target)
         self.monitor, self._higher = self.rows.monitored(self.config)
         self.optimizer = optimizer or _make_optimizer(model, self.config)
         if scheduler is None:
@@ -210,6 +213,8 @@ class Trainer:
         check_settings(shared, self.optimizer, self.comm)
         if self.epoch == 0 and self.config.seed is not None:
             seed_worker(self.config.seed, 0 if self._draws_alike() else self.comm.rank)
+        if self.flow is not None:
+            check_flow(self.model, self.data, self.flow, forward=self.forward)
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
@@ -275,7 +280,12 @@ class Trainer:
 
     def _backward(self) -> float:
         """Returns the global training loss, after adding its gradients to the parameters'."""
-        loss = self.objective(*self.rows.training_rows(self.forward, self.model), self.comm)
+        if self.flow is None:
+            rows = self.rows.training_rows(self.forward, self.model)
+        else:
+            out = self.forward(self.model, self.flow)[self._seeds]
+            rows = out, self.rows.graphs[0][1].select("train")
+        loss = self.objective(*rows, self.comm)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise DivergedError(
