@@ -207,6 +207,7 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         train=TrainConfig(**choose(TrainConfig)),
         policy=SARPolicy(**choose(SARPolicy)),
         mfg=arguments.mfg,
+        labels=arguments.labels,
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
         resume=resume,
@@ -391,6 +392,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     group("--seed", type=int, default=0, help="of parameters and dropout")
     of_mfg = "compute what training nodes need, not all; auto: where that is less"
     group("--mfg", choices=("auto", "on", "off"), default="off", help=of_mfg)
+    group("--labels", type=float, metavar="X", help="share of training labels that are inputs")
 
     group = command.add_argument_group("evaluation").add_argument
     group("--eval-every", type=int, default=1, metavar="N", help="epochs")

@@ -13,6 +13,7 @@ says: per layer and pass, worker p's halo rows H_p times the bytes of a row,
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Callable
@@ -86,6 +87,8 @@ class RunConfig:
         train: Settings of the training loop; its seed also draws the first parameters.
         policy: How layers run distributed.
         mfg: Whether training steps run on message flow graphs; ``'auto'``: where they pay.
+        labels: The share of training nodes that show their labels in each step, as one-hot columns
+            behind the features (``Trainer(labels=...)``).
         checkpoint: File for checkpoints.
         checkpoint_every: Epochs between them.
         resume: Checkpoint to go on from.
@@ -101,6 +104,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     policy: SARPolicy = field(default_factory=SARPolicy)
     mfg: Literal["auto", "on", "off"] = "off"
+    labels: float | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 10
     resume: str | None = None
@@ -139,13 +143,15 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
         torch.manual_seed(seed)
     flow = _message_flow(config, data)
     classes = _count_classes(data, comm)
-    stock = config.model.stock(data.x.size(1), classes, cached=flow is None)
+    columns = 0 if config.labels is None else classes
+    stock = config.model.stock(data.x.size(1) + columns, classes, cached=flow is None)
     trainer = Trainer(
         distribute(stock.build().to(comm.device), policy=config.policy),
         data,
         config.train,
-        forward=_forward(config.model.name, data),
+        forward=_forward(config.model.name, data, columns),
         flow=flow,
+        labels=config.labels,
         callbacks=_callbacks(config, stock),
     )
     path = config.resume
@@ -174,11 +180,15 @@ def _count_classes(data: Data, comm: Communicator) -> int:
     return int(max(highest)) + 1
 
 
-def _forward(name: str, data: Data) -> Any:
+def _forward(name: str, data: Data, columns: int = 0) -> Any:
     """Calls the model; GCN takes edge weights where the graph has them, others take none."""
     weighted = name == "gcn" and isinstance(data.get("edge_weight"), Tensor)
 
     def forward(model: nn.Module, data: Data) -> Any:
+        if columns:
+            data = copy.copy(data)
+            labels = F.one_hot(data.y.view(-1).clamp(min=0), columns) * data.label_mask.view(-1, 1)
+            data.x = torch.cat([data.x, labels.to(data.x.dtype)], dim=1)
         if weighted:
             return model(data.x, data.edge_index, data.edge_weight.view(-1))
         return call_model(model, data)
@@ -214,7 +224,7 @@ def _callbacks(config: RunConfig, stock: StockModel) -> list[Callback]:
         }
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
-        extra = {"model": asdict(config.model), "pyg": asdict(stock)}
+        extra = {"model": asdict(config.model), "pyg": asdict(stock), "labels": config.labels}
         callbacks.append(CheckpointEvery(config.checkpoint, config.checkpoint_every, **extra))
     return callbacks
 

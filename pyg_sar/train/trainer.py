@@ -45,6 +45,7 @@ from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.train.evaluation import Evaluation
 from pyg_sar.train.flow import call_model, check_flow, flow_rows, refuse_in_flow
 from pyg_sar.train.graph_digest import graph_digest
+from pyg_sar.train.labels import LabelSplit
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, resume_schedulers
 from pyg_sar.train.schedules import check_scheduler, make_schedulers, step
@@ -109,6 +110,10 @@ class Trainer:
         flow: The message flow graph of the training nodes (:func:`pyg_sar.message_flow_graphs`).
             Training steps run on it, evaluation on ``data``. The seeds' outputs on both are
             compared before the first step. ``forward`` is called with it in place of ``data``.
+        labels: Masked label prediction: the share of the training nodes that show the model their
+            labels in each step, drawn anew, while the loss is that of the others. In evaluation all
+            of them do. ``forward`` finds the mask in ``data.label_mask``, bool ``[num_nodes]``, for
+            PyG's ``MaskLabel`` say.
         evaluate_on: Other graphs for ``'val'`` and ``'test'``, of whose targets all count, as
             ``RandomLinkSplit`` makes them.
         optimizer: Made from ``config`` unless given.
@@ -135,6 +140,7 @@ class Trainer:
         target: str = "y",
         splits: Mapping[str, str] | None = None,
         flow: Data | None = None,
+        labels: float | None = None,
         evaluate_on: Mapping[str, Data] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
@@ -171,6 +177,13 @@ class Trainer:
         if flow is not None:
             refuse_in_flow(model)
             self._seeds = flow_rows(flow, self.rows.graphs[0][1].index["train"], target)
+        self.labels = None
+        if labels is not None:
+            seed, index = self.config.seed or 0, self.rows.graphs[0][1].index["train"]
+            ids, nodes = self.rows.graphs[0][1].ids, len(self.rows.graphs[0][1].values)
+            if ids is None and self.comm.world_size == 1:
+                ids = torch.arange(nodes, device=index.device)
+            self.labels = LabelSplit(labels, seed, index, ids, nodes)
         self.monitor, self._higher = self.rows.monitored(self.config)
         self.optimizer = optimizer or _make_optimizer(model, self.config)
         if scheduler is None:
@@ -196,6 +209,7 @@ class Trainer:
             "loss": self.objective.name,
             "metrics": list(self.metrics),
             "scheduler": [type(scheduler).__name__ for scheduler in self.schedulers],
+            "labels": None if self.labels is None else self.labels.ratio,
         }
 
     # Training ################################################################
@@ -214,6 +228,7 @@ class Trainer:
         if self.epoch == 0 and self.config.seed is not None:
             seed_worker(self.config.seed, 0 if self._draws_alike() else self.comm.rank)
         if self.flow is not None:
+            self._show_all_labels()
             check_flow(self.model, self.data, self.flow, forward=self.forward)
         try:
             for callback in self.callbacks:
@@ -280,12 +295,7 @@ class Trainer:
 
     def _backward(self) -> float:
         """Returns the global training loss, after adding its gradients to the parameters'."""
-        if self.flow is None:
-            rows = self.rows.training_rows(self.forward, self.model)
-        else:
-            out = self.forward(self.model, self.flow)[self._seeds]
-            rows = out, self.rows.graphs[0][1].select("train")
-        loss = self.objective(*rows, self.comm)
+        loss = self.objective(*self._training_rows(), self.comm)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise DivergedError(
@@ -294,6 +304,22 @@ class Trainer:
             )
         loss.backward()
         return value
+
+    def _training_rows(self) -> tuple[Tensor, Tensor]:
+        """Returns the model's rows, and targets, of this worker's part of a step."""
+        data, index = self.data, self.rows.graphs[0][1].index["train"]
+        if self.flow is not None:
+            data, index = self.flow, self._seeds
+        shown = None
+        if self.labels is not None:
+            shown = self.labels.shown(self.epoch)
+            data.label_mask = torch.zeros(data.num_nodes, dtype=torch.bool, device=index.device)
+            data.label_mask[index[shown]] = True
+        if self.flow is None:
+            out, target = self.rows.training_rows(self.forward, self.model)
+        else:
+            out, target = self.forward(self.model, data)[index], self.rows.training_targets()
+        return (out, target) if shown is None else (out[~shown], target[~shown])
 
     @torch.no_grad()
     def evaluate(self) -> Scores:
@@ -304,7 +330,17 @@ class Trainer:
                 or a metric fails.
         """
         self.model.eval()
+        self._show_all_labels()
         return self.rows.scores(self.forward, self.model)
+
+    def _show_all_labels(self) -> None:
+        """Gives each graph the mask of evaluations."""
+        if self.labels is None:
+            return
+        self.data.label_mask = self.labels.everything()
+        if self.flow is not None:
+            self.flow.label_mask = torch.zeros_like(self.flow.n_id, dtype=torch.bool)
+            self.flow.label_mask[self._seeds] = True
 
     def _take_note(self, scores: Scores) -> None:
         """Keeps the best weights, and counts evaluations without a better value."""
