@@ -59,6 +59,7 @@ RIGHT: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda t: True, ""),
     ),
     **dict.fromkeys(("Cartesian", "Distance", "Polar", "Spherical", "TargetIndegree"), _BOUNDED),
+    "SIGN": (lambda t: False, "pyg_sar.propagate_features(parts, K) computes it on workers"),
     "IndexToMask": (
         lambda t: t.sizes is None,
         "'sizes' are the whole graph's: leave them out",
