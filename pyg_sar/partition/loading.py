@@ -59,13 +59,15 @@ RIGHT: dict[str, tuple[Callable[[Any], bool], str]] = {
         (lambda t: True, ""),
     ),
     **dict.fromkeys(("Cartesian", "Distance", "Polar", "Spherical", "TargetIndegree"), _BOUNDED),
-    "SIGN": (lambda t: False, "pyg_sar.propagate_features(parts, K) computes it on workers"),
     "IndexToMask": (
         lambda t: t.sizes is None,
         "'sizes' are the whole graph's: leave them out",
     ),
 }  # fmt: skip
 """Transforms that give a part the whole graph's numbers, on what condition, and what to do."""
+
+INSTEAD = {"SIGN": "pyg_sar.propagate_features(parts, K) computes it on workers"}
+"""What to call in the place of other transforms."""
 
 
 class PartData(Data):
@@ -99,7 +101,7 @@ def check_transform() -> None:
         kind = type(transform)
         allowed, hint = lambda t: False, ""
         if kind.__module__.startswith("torch_geometric."):
-            allowed, hint = RIGHT.get(kind.__name__, (allowed, hint))
+            allowed, hint = RIGHT.get(kind.__name__, (allowed, INSTEAD.get(kind.__name__, "")))
         elif kind.forward is not BaseTransform.forward:
             hint = "If it changes each node by itself, call its forward(data)"
         if allowed(transform):
