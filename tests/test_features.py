@@ -140,3 +140,27 @@ def test_models_that_only_propagate(world, run, partitions):
         assert error(out, expected[n_id]) < TOLERANCE
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             assert error(grad, parameter.grad) < TOLERANCE
+
+
+class Relational(torch.nn.Module):
+    """R-GCN: bases in the first layer, blocks in the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gnn.RGCNConv(CHANNELS, 4, 3, num_bases=2)
+        self.last = gnn.RGCNConv(4, 2, 3, num_blocks=2)
+
+    def forward(self, data: Data, reduce: Any) -> tuple[Tensor, Tensor]:
+        edges = data.edge_index, data.edge_type
+        out = self.last(self.first(data.x, *edges).relu(), *edges)
+        return reduce(out[data.train_mask].square().sum(-1)), out.detach()
+
+
+def test_rgcn_on_parts(partitions):
+    graph, model = make_graph(NODES, 200), Relational()
+    loss, expected = model(graph, torch.mean)
+    loss.backward()
+    for out, n_id, grads in host(propagated, 8, partitions(graph, 8), model):
+        assert error(out, expected[n_id]) < TOLERANCE
+        for grad, parameter in zip(grads, model.parameters(), strict=True):
+            assert error(grad, parameter.grad) < TOLERANCE
