@@ -51,7 +51,7 @@ class RGCN(torch.nn.Module):
         super().__init__()
         self.entities = entities
         self.first = RGCNConv(HIDDEN, HIDDEN, relations, **how)
-        self.last = RGCNConv(HIDDEN, classes, relations, **how)
+        self.last = RGCNConv(HIDDEN, classes, relations, num_bases=8)
 
     def forward(self, edge_index: torch.Tensor, kind: torch.Tensor) -> torch.Tensor:
         return self.last(
