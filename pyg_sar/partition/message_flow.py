@@ -10,6 +10,7 @@ layer l: layers replace them by others, and a node's number of in-edges must be 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.partition.loading import PartData
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.space.distributed_index import DistEdgeIndex, Partial, dist_edge_index, plain
+from pyg_sar.space.draws import Draws, draw, uniform
 
 
 @torch.no_grad()
@@ -66,6 +68,47 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
         TypeError: When ``data`` is no worker's part of a graph with one type of nodes.
         ValueError: When the seeds are no nodes, or there is none on any worker.
     """
+    edges = _distributed_edges(data)
+    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
+        raise ValueError(f"Expected 'num_layers' to be an integer >= 1 (got {num_layers!r})")
+    hop = _hops(edges, _mask(data, seeds, edges.plan), num_layers)
+    return _flow(data, edges, hop, _turns(edges, hop), num_layers, whole=True)
+
+
+@torch.no_grad()
+def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], key: int) -> Data:
+    """Samples a message flow graph, as a batch of ``NeighborLoader`` does. Collective.
+
+    Of each node that a layer computes, some in-edges are kept, drawn without replacement. A node's
+    neighbours are drawn once. Edges are drawn by their global numbers: the same ones for any number
+    of workers. What a model computes on it is an estimate of what it computes on the whole graph.
+
+    Args:
+        data: What :func:`pyg_sar.load_partition` gave.
+        seeds: This worker's nodes of the batch, as of :func:`pyg_sar.message_flow_graphs`.
+        num_neighbors: The most in-edges of a node, by hop from the seeds; -1 keeps all.
+        key: Which draw: another number for each batch and epoch.
+
+    Returns:
+        A ``Data`` as of :func:`pyg_sar.message_flow_graphs`. Degrees are those among its edges.
+
+    Raises:
+        TypeError: When ``data`` is no worker's part of a graph with one type of nodes.
+        ValueError: When the seeds are no nodes, there is none on any worker, or ``num_neighbors``
+            is no list of integers, -1 or at least 1.
+    """
+    edges, layers = _distributed_edges(data), len(num_neighbors)
+    if not layers or any(isinstance(n, bool) or n == 0 or n < -1 for n in num_neighbors):
+        raise ValueError(
+            f"Expected 'num_neighbors' to be integers, -1 or at least 1 (got {num_neighbors!r})"
+        )
+    if edges.order is None:
+        raise ValueError("Edges whose global numbers are unknown can't be sampled")
+    hop, turns = _sampled(edges, _mask(data, seeds, edges.plan), num_neighbors, key)
+    return _flow(data, edges, hop, turns, layers, whole=False)
+
+
+def _distributed_edges(data: Data) -> DistEdgeIndex:
     edges = data.get("edge_index") if isinstance(data, Data) else None
     if not isinstance(edges, DistEdgeIndex) or edges.bipartite or edges.partial is not None:
         raise TypeError(
@@ -73,24 +116,35 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
             f"it in the local view (got {type(data).__name__} with "
             f"{'a part of a message flow graph' if edges is not None else 'no edge_index'})"
         )
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
-        raise ValueError(f"Expected 'num_layers' to be an integer >= 1 (got {num_layers!r})")
     if edges.dist_row != 0:
         raise ValueError("Expected 'data.edge_index' to go from sources to targets (it is flipped)")
-    hop = _hops(edges, _mask(data, seeds, edges.plan), num_layers)
-    kept = int((hop <= num_layers).sum())
-    nodes = hop.argsort(stable=True)[:kept]
-    key = _turns(edges, hop)
-    columns = key.argsort(stable=True)[: int((key < num_layers).sum())]
+    return edges
+
+
+def _flow(
+    data: Data, edges: DistEdgeIndex, hop: Tensor, turns: Tensor, layers: int, whole: bool
+) -> Data:
+    """Returns the graph of the nodes of at most ``layers`` hops, and of edges by their turns.
+
+    Args:
+        data: The part.
+        edges: Its edges.
+        hop: Each own node's hop.
+        turns: The hop that each edge is sorted by; ``layers`` where it is left out.
+        layers: The number of layers.
+        whole: Degrees are those of the whole graph.
+    """
+    nodes = hop.argsort(stable=True)[: int((hop <= layers).sum())]
+    columns = turns.argsort(stable=True)[: int((turns < layers).sum())]
     flow = PartData()
     for name, level in _levels(data, edges.plan).items():
         flow[name] = _rows(data[name], nodes if level == "node" else columns)
-    flow.num_nodes = kept
-    flow.num_sampled_nodes = hop[nodes].bincount(minlength=num_layers + 1).tolist()
-    flow.num_sampled_edges = key[columns].bincount(minlength=num_layers).tolist()
+    flow.num_nodes = len(nodes)
+    flow.num_sampled_nodes = hop[nodes].bincount(minlength=layers + 1).tolist()
+    flow.num_sampled_edges = turns[columns].bincount(minlength=layers).tolist()
     flow.batch_size = flow.num_sampled_nodes[0]
     flow.input_id = nodes[: flow.batch_size]
-    flow.edge_index = _edges(edges, nodes, columns, flow)
+    flow.edge_index = _edges(edges, nodes, columns, flow, whole)
     return flow
 
 
@@ -128,6 +182,41 @@ def _hops(edges: DistEdgeIndex, seeds: Tensor, num_layers: int) -> Tensor:
     return hop
 
 
+def _sampled(
+    edges: DistEdgeIndex, seeds: Tensor, num_neighbors: Sequence[int], key: int
+) -> tuple[Tensor, Tensor]:
+    """Returns each own node's hop over sampled edges, and the hop of each sampled edge's target."""
+    (source, target), order = edges.ends(), edges.order
+    if order is None:
+        raise AssertionError("edges without global numbers")
+    layers = len(num_neighbors)
+    hop = torch.full(seeds.shape, layers + 1, device=seeds.device)
+    hop[seeds] = 0
+    turns = torch.full(target.shape, layers, device=seeds.device)
+    for k, most in enumerate(num_neighbors):
+        columns = (hop[target] == k).nonzero().view(-1)
+        if most > 0:
+            columns = columns[_first(target[columns], order[columns], most, key)]
+        turns[columns] = k
+        found = torch.zeros(edges.plan.num_ids, device=seeds.device)
+        found[source[columns]] = 1
+        hop[(halo_reduce(found, edges.plan, "amax") > 0) & (hop > k + 1)] = k + 1
+    return hop, turns
+
+
+def _first(target: Tensor, ids: Tensor, most: int, key: int) -> Tensor:
+    """Returns which edges are the first ones of their target by random numbers of their own."""
+    total = int(ids.max()) + 1 if ids.numel() else 0
+    options: Any = {"dtype": torch.float64, "device": ids.device, "draws": Draws("keyed", key=key)}
+    by_number = draw(uniform(), (), ids, total, **options).argsort(stable=True)
+    place = by_number[target[by_number].argsort(stable=True)]
+    counts = target.bincount()
+    start = (counts.cumsum(0) - counts)[target[place]]
+    kept = torch.empty(target.shape, dtype=torch.bool, device=ids.device)
+    kept[place] = torch.arange(len(place), device=ids.device) - start < most
+    return kept
+
+
 def _turns(edges: DistEdgeIndex, hop: Tensor) -> Tensor:
     """Returns the hop by which edges are sorted. See [Note: layers]."""
     source, target = edges.ends()
@@ -157,7 +246,9 @@ def _rows(value: Tensor, rows: Tensor) -> Tensor:
     return chosen.to_sparse_csr() if value.layout == torch.sparse_csr else chosen
 
 
-def _edges(edges: DistEdgeIndex, nodes: Tensor, columns: Tensor, flow: Any) -> DistEdgeIndex:
+def _edges(
+    edges: DistEdgeIndex, nodes: Tensor, columns: Tensor, flow: Any, whole: bool
+) -> DistEdgeIndex:
     """Returns the first layer's edges, which know those of the next."""
     plan, device = edges.plan, nodes.device
     place = torch.full((plan.num_local,), -1, device=device)
@@ -182,6 +273,7 @@ def _edges(edges: DistEdgeIndex, nodes: Tensor, columns: Tensor, flow: Any) -> D
         if order is not None:
             made.ordered(order[columns[: counts[k]]])
         missing = degree[: sizes[k]] - ends[1].bincount(minlength=sizes[k])
+        missing = missing if whole else torch.zeros_like(missing)
         made.partial = Partial(missing, following)
         following = made
     if following is None:

@@ -43,6 +43,7 @@ from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import call_model, flow_that_pays
 from pyg_sar.train.report import Report
+from pyg_sar.train.sampling import NeighborSampling
 from pyg_sar.train.targets import find_targets, node_labels
 from pyg_sar.train.trainer import Callback, Trainer
 
@@ -89,6 +90,7 @@ class RunConfig:
         mfg: Whether training steps run on message flow graphs; ``'auto'``: where they pay.
         labels: The share of training nodes that show their labels in each step, as one-hot columns
             behind the features (``Trainer(labels=...)``).
+        sampler: Train on sampled neighbours.
         checkpoint: File for checkpoints.
         checkpoint_every: Epochs between them.
         resume: Checkpoint to go on from.
@@ -105,6 +107,7 @@ class RunConfig:
     policy: SARPolicy = field(default_factory=SARPolicy)
     mfg: Literal["auto", "on", "off"] = "off"
     labels: float | None = None
+    sampler: NeighborSampling | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 10
     resume: str | None = None
@@ -144,7 +147,8 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
     flow = _message_flow(config, data)
     classes = _count_classes(data, comm)
     columns = 0 if config.labels is None else classes
-    stock = config.model.stock(data.x.size(1) + columns, classes, cached=flow is None)
+    one_graph = flow is None and config.sampler is None
+    stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
     trainer = Trainer(
         distribute(stock.build().to(comm.device), policy=config.policy),
         data,
@@ -152,6 +156,7 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
         forward=_forward(config.model.name, data, columns),
         flow=flow,
         labels=config.labels,
+        sampler=config.sampler,
         callbacks=_callbacks(config, stock),
     )
     path = config.resume

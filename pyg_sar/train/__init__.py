@@ -6,6 +6,7 @@ from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
 from pyg_sar.train.flow import check_flow
 from pyg_sar.train.labels import ratio_mask
 from pyg_sar.train.report import Report, draw_report, read_metrics
+from pyg_sar.train.sampling import NeighborSampling
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.train.wire_error import gradient_error
 
@@ -15,6 +16,7 @@ __all__ = [
     "CheckpointEvery",
     "EpochRecord",
     "LineProgress",
+    "NeighborSampling",
     "Report",
     "TqdmProgress",
     "TrainConfig",

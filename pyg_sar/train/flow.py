@@ -36,8 +36,12 @@ def trimming(model: nn.Module, data: Data) -> dict[str, Any]:
     return {f"{n}_per_hop": data[n] for n in names if f"{n}_per_hop" in takes}
 
 
-def refuse_in_flow(model: nn.Module) -> None:
+def refuse_in_flow(model: nn.Module, *, sampled: bool = False) -> None:
     """Raises where a message flow graph is known to change a model's training.
+
+    Args:
+        model: The model.
+        sampled: Statistics of batches are asked for.
 
     Raises:
         ValueError: Naming the module.
@@ -45,7 +49,7 @@ def refuse_in_flow(model: nn.Module) -> None:
     for name, module in model.named_modules():
         policy = getattr(module, "policy", None)
         reason = ""
-        if isinstance(module, _BatchNorm | HeteroBatchNorm):
+        if isinstance(module, _BatchNorm | HeteroBatchNorm) and not sampled:
             reason = "takes statistics over all nodes in training"
         elif getattr(module, "cached", False) is True:
             reason = "has cached=True, and keeps the edges of one graph for the other"

@@ -48,6 +48,7 @@ from pyg_sar.train.graph_digest import graph_digest
 from pyg_sar.train.labels import LabelSplit
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, resume_schedulers
+from pyg_sar.train.sampling import NeighborSampling
 from pyg_sar.train.schedules import check_scheduler, make_schedulers, step
 from pyg_sar.train.scoring import Metric, check_metrics
 from pyg_sar.train.wire_error import gradient_error, measure_every
@@ -114,6 +115,8 @@ class Trainer:
             labels in each step, drawn anew, while the loss is that of the others. In evaluation all
             of them do. ``forward`` finds the mask in ``data.label_mask``, bool ``[num_nodes]``, for
             PyG's ``MaskLabel`` say.
+        sampler: Train on sampled neighbours, to compare with: an epoch has a step for each batch of
+            training nodes, with ``forward`` on its graph. Evaluation is exact.
         evaluate_on: Other graphs for ``'val'`` and ``'test'``, of whose targets all count, as
             ``RandomLinkSplit`` makes them.
         optimizer: Made from ``config`` unless given.
@@ -141,6 +144,7 @@ class Trainer:
         splits: Mapping[str, str] | None = None,
         flow: Data | None = None,
         labels: float | None = None,
+        sampler: NeighborSampling | None = None,
         evaluate_on: Mapping[str, Data] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
@@ -184,6 +188,11 @@ class Trainer:
             if ids is None and self.comm.world_size == 1:
                 ids = torch.arange(nodes, device=index.device)
             self.labels = LabelSplit(labels, seed, index, ids, nodes)
+        self.sampler = sampler
+        if sampler is not None:
+            refuse_in_flow(model, sampled=True)
+        if sampler is not None and (flow is not None or labels is not None):
+            raise ValueError("Give the Trainer 'sampler' without 'flow' and 'labels'")
         self.monitor, self._higher = self.rows.monitored(self.config)
         self.optimizer = optimizer or _make_optimizer(model, self.config)
         if scheduler is None:
@@ -210,6 +219,7 @@ class Trainer:
             "metrics": list(self.metrics),
             "scheduler": [type(scheduler).__name__ for scheduler in self.schedulers],
             "labels": None if self.labels is None else self.labels.ratio,
+            "sampler": None if self.sampler is None else str(self.sampler),
         }
 
     # Training ################################################################
@@ -285,6 +295,8 @@ class Trainer:
             DivergedError: on every worker, when the loss is infinite or nan; no step is taken.
         """
         self.model.train()
+        if self.sampler is not None:
+            return self._sampled_steps(self.sampler)
         self.optimizer.zero_grad(set_to_none=True)
         value = self._backward()
         norm = None
@@ -293,9 +305,25 @@ class Trainer:
         self.optimizer.step()
         return value, norm
 
-    def _backward(self) -> float:
+    def _sampled_steps(self, sampler: NeighborSampling) -> tuple[float, float | None]:
+        """Makes the steps of an epoch; returns the mean of the losses, and the last norm."""
+        targets, losses, norm = self.rows.graphs[0][1], [], None
+        index, y = targets.index["train"], targets.select("train")
+        if targets.ids is None:
+            raise ValueError("'sampler' needs global ids of the nodes: data.n_id is missing")
+        seed, ids = self.config.seed or 0, targets.ids[index]
+        for flow, rows in sampler.batches(self.data, index, ids, seed, self.epoch, self.comm):
+            self.optimizer.zero_grad(set_to_none=True)
+            out = self.forward(self.model, flow)[: flow.batch_size]
+            losses.append(self._backward((out, y[rows])))
+            if self.config.clip_norm is not None:
+                norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
+            self.optimizer.step()
+        return sum(losses) / len(losses), norm
+
+    def _backward(self, rows: tuple[Tensor, Tensor] | None = None) -> float:
         """Returns the global training loss, after adding its gradients to the parameters'."""
-        loss = self.objective(*self._training_rows(), self.comm)
+        loss = self.objective(*(rows or self._training_rows()), self.comm)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise DivergedError(
