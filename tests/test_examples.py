@@ -77,6 +77,14 @@ def test_rgcn_learns(capfd, monkeypatch):
     assert all(float(accuracy) > 0.5 for _, accuracy in found)  # By chance: 1 of 3.
 
 
+def test_mesh_is_the_same_on_workers(capfd):
+    assert len((EXAMPLES / "mesh.py").read_text().splitlines()) <= 80
+    out = run_here("mesh.py", capfd)
+    found = re.search(r"loss (\S+) to (\S+); largest difference (\S+)", out)
+    assert found is not None and float(found[2]) < 0.3 * float(found[1])
+    assert float(found[3]) < 1e-10
+
+
 @pytest.mark.skipif(not ops.built, reason="no C++ kernels")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the store is for Linux")
 def test_larger_than_memory_stays_within_its_limit():
