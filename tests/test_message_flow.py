@@ -209,10 +209,15 @@ def weighted(root: Any) -> None:
     with pytest.raises(TypeError, match="message flow graph"):
         pyg_sar.message_flow_graphs(flow, torch.tensor([0]), 1)
     check_flow(pyg_sar.distribute(gnn.GCNConv(CHANNELS, CLASSES).double()), data, flow)
+    keyed = pyg_sar.distribute(gnn.GCN(CHANNELS, 4, 1, 3).double(), SARPolicy(random="keyed"))
+    with pytest.raises(ValueError, match="random numbers of the whole graph"):
+        check_flow(keyed, data, flow)
+    with pytest.raises(DistributedIndexError, match="can't be told for a message flow graph"):
+        keyed(flow.x, flow.edge_index)
 
 
 def test_weighted_degrees_and_wrong_seeds_are_refused(graph, partitions):
-    threads(weighted, 2, partitions(graph, 2))
+    host(weighted, 2, partitions(graph, 2))
 
 
 @pytest.mark.parametrize("model", ["gcn", "gat"])
