@@ -24,10 +24,12 @@ from pyg_sar.convert import distribute
 from pyg_sar.ledger import Ledger
 from pyg_sar.nn import DistMessagePassing
 from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.message_flow import message_flow_graphs
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
 from pyg_sar.space.negative_sampling import negative_sampling
+from pyg_sar.tools.features import propagate_features
 from pyg_sar.tools.inference import infer
 from pyg_sar.tools.predict import load_model
 from pyg_sar.tools.verify import verify
@@ -49,7 +51,9 @@ __all__ = [
     "load_model",
     "load_partition",
     "mean",
+    "message_flow_graphs",
     "negative_sampling",
+    "propagate_features",
     "run",
     "verify",
     "write_partitions",

@@ -118,6 +118,12 @@ def test_training(tmp_path, monkeypatch):
     assert {"report", "run.ckpt"} <= set(os.listdir())
 
 
+def test_recipes(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pyg_sar.write_partitions(a_graph(), 1, "parts")
+    run("docs/recipes.md", snippets("docs/recipes.md"))
+
+
 class Log:
     """In the place of a ``SummaryWriter`` and of a run of wandb."""
 
@@ -342,6 +348,6 @@ def test_no_document_with_python_is_left_out():
     documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("**/*.md")]
     names = {str(path.relative_to(REPOSITORY)) for path in documents}
     tried = ("compiled", "global", "hetero", "inference", "larger-than-memory", "link_prediction")
-    tried = (*tried, "global-view", "random_numbers")
+    tried = (*tried, "global-view", "random_numbers", "recipes")
     found = {name for name in names if snippets(name)}
     assert found == {"README.md", *(f"docs/{name}.md" for name in (*tried, "training", "verify"))}

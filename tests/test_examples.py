@@ -69,6 +69,22 @@ def test_hetero_learns(capfd):
     assert found is not None and float(found[1]) > 0.8
 
 
+def test_rgcn_learns(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["rgcn.py"])
+    assert len((EXAMPLES / "rgcn.py").read_text().splitlines()) <= 80
+    found = re.findall(r"'(num_\w+)': \d.: test accuracy (\d\.\d+)", run_here("rgcn.py", capfd))
+    assert [name for name, _ in found] == ["num_bases", "num_blocks"]
+    assert all(float(accuracy) > 0.5 for _, accuracy in found)  # By chance: 1 of 3.
+
+
+def test_mesh_is_the_same_on_workers(capfd):
+    assert len((EXAMPLES / "mesh.py").read_text().splitlines()) <= 80
+    out = run_here("mesh.py", capfd)
+    found = re.search(r"loss (\S+) to (\S+); largest difference (\S+)", out)
+    assert found is not None and float(found[2]) < 0.3 * float(found[1])
+    assert float(found[3]) < 1e-10
+
+
 @pytest.mark.skipif(not ops.built, reason="no C++ kernels")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the store is for Linux")
 def test_larger_than_memory_stays_within_its_limit():

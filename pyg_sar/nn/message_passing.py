@@ -63,6 +63,7 @@ from pyg_sar.nn.transform_first import transforming_first
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.joint_index import widened
+from pyg_sar.space.partial_edges import inner
 
 
 class DistMessagePassing(MessagePassing):
@@ -147,6 +148,8 @@ class DistMessagePassing(MessagePassing):
             if self.explain or self.decomposed_layers > 1:  # not in PyG's compiled template
                 return MessagePassing.propagate(self, edge_index, size=size, **kwargs)
             return super().propagate(edge_index, size=size, **kwargs)
+        if edge_index.partial is not None:
+            edge_index = inner(edge_index, self._source_row())
         if self.model_draws is None:
             return self._propagate(edge_index, size, kwargs)
         with away(self.model_draws):
@@ -209,6 +212,8 @@ class DistMessagePassing(MessagePassing):
         """
         if not isinstance(edge_index, DistEdgeIndex):
             return super().edge_updater(edge_index, size=size, **kwargs)
+        if edge_index.partial is not None:
+            edge_index = inner(edge_index, self._source_row())
         edge_index = self._with_room(edge_index, kwargs)
         size = known_size(edge_index, size, self)
         strategy, _ = self._strategy()

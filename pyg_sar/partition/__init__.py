@@ -1,9 +1,10 @@
 """Partitions: who owns which node, the files, and what a worker loads from them."""
 
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.storage import merge_partitions
+from pyg_sar.partition.storage import add_attributes, merge_partitions
 
 __all__ = [
+    "add_attributes",
     "assign_nodes",
     "merge_partitions",
 ]

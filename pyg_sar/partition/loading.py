@@ -66,6 +66,9 @@ RIGHT: dict[str, tuple[Callable[[Any], bool], str]] = {
 }  # fmt: skip
 """Transforms that give a part the whole graph's numbers, on what condition, and what to do."""
 
+INSTEAD = {"SIGN": "pyg_sar.propagate_features(parts, K) computes it on workers"}
+"""What to call in the place of other transforms."""
+
 
 class PartData(Data):
     """A worker's part of a graph: a ``Data``. See [Note: transforms]."""
@@ -98,7 +101,7 @@ def check_transform() -> None:
         kind = type(transform)
         allowed, hint = lambda t: False, ""
         if kind.__module__.startswith("torch_geometric."):
-            allowed, hint = RIGHT.get(kind.__name__, (allowed, hint))
+            allowed, hint = RIGHT.get(kind.__name__, (allowed, INSTEAD.get(kind.__name__, "")))
         elif kind.forward is not BaseTransform.forward:
             hint = "If it changes each node by itself, call its forward(data)"
         if allowed(transform):

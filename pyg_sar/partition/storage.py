@@ -16,9 +16,10 @@ without its metadata does not load, so no interrupted write does.
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,12 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import beside, explained, parse_bytes, save_tensors
 from pyg_sar.files import flush as _flush
 from pyg_sar.partition.assignment import Assignment
+from pyg_sar.partition.attributes import RESERVED, encode, tensor_names
 from pyg_sar.partition.layout import PartitionStatistics
 from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata, with_checksum
 from pyg_sar.partition.node_lists import NodeIds
@@ -193,6 +196,97 @@ def _publish(scratch: Path, root: Path) -> None:
     _flush(root.parent)
     if old is not None:
         shutil.rmtree(old)
+
+
+# Adding to it ############################################################################
+
+
+def add_attributes(
+    root: str | os.PathLike[str],
+    attributes: Mapping[str, Tensor],
+    out: str | os.PathLike[str],
+    *,
+    overwrite: bool = False,
+) -> None:
+    """Writes a partition again with more node-level attributes. Collective.
+
+    Every worker passes the rows of its own nodes, in the order of ``data.n_id``, and writes its own
+    part; the folder gets its name when all have.
+
+    Args:
+        root: The partition that the workers have loaded.
+        attributes: New attributes by name, the same names on all workers, each with a row per node
+            of the worker.
+        out: The folder to write, which all workers share. It may be ``root`` with ``overwrite``.
+        overwrite: Replace a partition at ``out``.
+
+    Raises:
+        ValueError: On every worker, where an attribute is there already, or has other rows.
+        PartitionError: On every worker, where a part can't be read or written.
+    """
+    comm, out, scratch = current(), Path(out), ""
+    problem = ""
+    if comm.rank == 0:
+        try:
+            _check_target(out, overwrite)
+            scratch = os.fspath(beside(out))
+            Path(scratch).mkdir(parents=True)
+        except OSError as error:
+            problem = str(explained(error, out))
+    problem, scratch = comm.broadcast_object((problem, scratch))
+    if problem:
+        raise PartitionError(problem)
+    found: Any = None
+    described: dict[str, Any] = {}
+    try:
+        metadata = read_metadata(root)
+        metadata.check_world_size(comm.world_size, comm.host is not None)
+        tensors = dict(read_part(root, comm.rank, metadata=metadata))
+        for name, value in attributes.items():
+            _check(name, value, metadata, tensors["n_id"].numel())
+            column = encode(name, value, "node")
+            whole = column.attribute.as_dict()
+            described[name] = whole | {"shape": [metadata.num_nodes, *whole["shape"][1:]]}
+            for suffix, full in tensor_names(name, column.attribute).items():
+                tensors[full] = column.tensors[suffix].contiguous()
+        if not Path(scratch).is_dir():
+            raise PartitionError(f"'{out}' is no folder that all workers share (rank {comm.rank})")
+        found = _write_part(Path(scratch), tensors, comm.rank, metadata.num_parts)
+    except (OSError, SafetensorError, PartitionError, ValueError) as error:
+        problem = f"{explained(error, out)}"
+    gathered = comm.all_gather_object((problem, found, described))
+    problem = next((text for text, _, _ in gathered if text), "")
+    if not problem and any(shapes != described for _, _, shapes in gathered):
+        problem = f"the workers' attributes differ in name, dtype or shape: {sorted(described)}"
+    if comm.rank == 0:
+        try:
+            if not problem:
+                content = json.loads((Path(root) / METADATA).read_text())
+                content.pop("checksum")
+                content["attributes"] |= described
+                _write_metadata(
+                    Path(scratch), content | {"parts": [part for _, part, _ in gathered]}
+                )
+                _publish(Path(scratch), out)
+        except OSError as error:
+            problem = str(explained(error, out))
+        finally:
+            shutil.rmtree(scratch, ignore_errors=True)
+    problem = comm.broadcast_object(problem)
+    if problem:
+        raise PartitionError(problem)
+
+
+def _check(name: str, value: Any, metadata: PartitionMetadata, nodes: int) -> None:
+    if metadata.hetero is not None:
+        raise ValueError("attributes are added to partitions with one type of nodes only")
+    if name in RESERVED or name in metadata.attributes:
+        raise ValueError(f"'{name}' is an attribute of the partition '{metadata.root}' already")
+    if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != nodes:
+        raise ValueError(
+            f"Expected '{name}' to have a row for each of this worker's {nodes} nodes (got "
+            f"{list(value.shape) if isinstance(value, Tensor) else type(value).__name__})"
+        )
 
 
 # Reading #################################################################################

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Self
 
 import torch
@@ -123,6 +124,20 @@ class Order:
         return self._found
 
 
+@dataclass(frozen=True, slots=True)
+class Partial:
+    """The mark of edges of a message flow graph (``partial_edges.py``).
+
+    Attributes:
+        missing: How many in-edges each own node has beside those that are here, int64
+            ``[num_local]``; ``None`` where it is not known.
+        next: The edges of the next layer, the first ones of these; of no derived edges.
+    """
+
+    missing: Tensor | None
+    next: DistEdgeIndex | None = None
+
+
 class InSpace(Tensor):
     """The base of :class:`DistIndex` and :class:`DistEdgeIndex`. Not a public class."""
 
@@ -130,6 +145,7 @@ class InSpace(Tensor):
     by_content: bool = False  # found again by what it holds, or derived from what is
     targets: int | None
     places: Order | None = None
+    partial: Partial | None = None
     _memory: OrderedDict[Any, Any]
 
     @property
@@ -350,8 +366,11 @@ def _same(func: Any, args: Any, kwargs: Any) -> Any:
         copy = dist_edge_index(out, plan, source.dist_row, source.targets).ordered(order)
         copy.by_content = source.by_content
         copy.origin = source if plan is source.plan else None
+        copy.partial = source.partial
         return copy
-    return dist_index(out, plan, targets=source.targets).ordered(order)
+    row = dist_index(out, plan, targets=source.targets).ordered(order)
+    row.partial = source.partial
+    return row
 
 
 def _moved(order: Tensor | None, device: torch.device) -> Tensor | None:
@@ -398,4 +417,6 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(source, DistIndex):
         raise refusal(func)
     out = func(plain(source), *[plain(a) for a in args[1:]], **kwargs)
-    return dist_index(out, source.plan, source.flat, source.targets).ordered(source.places)
+    row = dist_index(out, source.plan, source.flat, source.targets).ordered(source.places)
+    row.partial = source.partial
+    return row

@@ -49,6 +49,7 @@ from pyg_sar.space.joint_index import (
     set_shifted_row,
     widened_row,
 )
+from pyg_sar.space.partial_edges import derived, flow_targets, refuse_partial
 from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.space.selections import Selections
 
@@ -73,10 +74,10 @@ def _row(edge_index: DistEdgeIndex, number: int) -> Tensor:
     def make() -> Tensor:
         row = plain(edge_index)[number]
         if number != edge_index.dist_row:
-            return row
+            return row if edge_index.partial is None else flow_targets(row, edge_index)
         index = dist_index(row, edge_index.plan, targets=edge_index.targets)
         index.by_content = edge_index.by_content
-        return index.ordered(edge_index.places)
+        return derived(index.ordered(edge_index.places), edge_index)
 
     return edge_index.remember(("row", number), make)
 
@@ -102,7 +103,15 @@ def _edges_like(edge_index: Tensor, source: DistEdgeIndex) -> DistEdgeIndex:
     """Other edges in the same space."""
     out = dist_edge_index(edge_index, source.plan, source.dist_row, source.targets)
     out.by_content = source.by_content
-    return out
+    return derived(out, source)
+
+
+def _only_loops_left_out(source: DistEdgeIndex, columns: Any) -> bool:
+    """True where a mask leaves out no edge between two nodes."""
+    if not isinstance(columns, Tensor) or columns.dtype != torch.bool:
+        return False
+    ends = plain(source)[:, ~columns]
+    return torch.equal(ends[0], ends[1])
 
 
 def _selected_order(source: Any, columns: Any) -> Order | None:
@@ -171,6 +180,8 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
                 everything = _edges_like(plain(source), source)
                 return everything.ordered(source.places)
             chosen = _edges_like(plain(source)[:, columns], source)
+            if source.partial is not None:
+                derived(chosen, source, known=_only_loops_left_out(source, columns))
             return chosen.ordered(_selected_order(source, columns))
 
     if not isinstance(columns, Tensor):
@@ -203,6 +214,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(source, DistIndex):
         if not isinstance(key, InSpace) and source.dim() == 1 and not isinstance(key, int):
             chosen = dist_index(plain(source)[key], source.plan, targets=source.targets)
+            derived(chosen, source, known=False)
             return chosen.ordered(_selected_order(source, key))
         raise refusal(func)
     if isinstance(key, DistIndex):
@@ -222,6 +234,8 @@ def _flip(func: Any, args: Any, kwargs: Any) -> Any:
     dims = args[1] if len(args) > 1 else kwargs.get("dims")
     if not isinstance(source, DistEdgeIndex) or dims not in (0, [0], (0,)):
         raise refusal(func)
+    if source.partial is not None:
+        raise refuse_partial("Turning edges round")
 
     def make() -> Any:
         rows, other = plain(source).flip(0), 1 - source.dist_row
@@ -241,12 +255,14 @@ def _stack(func: Any, args: Any, kwargs: Any) -> Any:
         raise refusal(func)
     place = places[0]
     base, other = rows[place], rows[1 - place]
+    if base.partial is not None and place != 0:
+        raise refuse_partial("Turning edges round")
 
     def make() -> Any:
         joined = torch.stack([plain(row) for row in rows], 0)
         edges = dist_edge_index(joined, base.plan, place, base.targets)
         edges.by_content = base.by_content
-        return other, edges.ordered(base.places)
+        return other, derived(edges.ordered(base.places), base, known=False)
 
     return base.remember(("stack", place, id(other), version_of(other)), make)[1]
 
@@ -275,8 +291,10 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
         if edges:
             out = _edges_like(joined, base)
             out.by_content |= len(others) > 0
+            derived(out, base, known=sum(isinstance(part, InSpace) for part in parts) == 1)
             return parts, kept, out.ordered(order)
-        return parts, kept, dist_index(joined, base.plan, targets=base.targets).ordered(order)
+        index = dist_index(joined, base.plan, targets=base.targets)
+        return parts, kept, derived(index.ordered(order), base, known=False)
 
     key = ("cat", where)
     found = base.remember(key, make)
@@ -383,6 +401,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
         return _selected_edges(x, index)
     if isinstance(x, DistIndex) and not isinstance(index, InSpace):
         chosen = dist_index(plain(x).index_select(0, index), x.plan, targets=x.targets)
+        derived(chosen, x, known=False)
         return chosen.ordered(_selected_order(x, index))
     if isinstance(x, InSpace) or not isinstance(index, DistIndex):
         raise refusal(func)
@@ -393,6 +412,8 @@ def _scatter(
     out: Tensor, dim: int, index: DistIndex, values: Tensor, reduce: Literal["sum", "amax", "amin"]
 ) -> Tensor:
     """Scatters ``values`` into a copy of ``out``, remote targets included."""
+    if index.partial is not None:
+        raise refuse_partial("A reduction over the out-edges of nodes")
     dim = dim % out.dim()
     index = widened_row(index, out.size(dim))
     plan = index.plan

@@ -27,6 +27,7 @@ from pyg_sar.tools.start import add_workers, on_workers
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 from pyg_sar.train.report import hosting_lines
+from pyg_sar.train.sampling import NeighborSampling
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -212,6 +213,9 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         model=ModelConfig(name=arguments.model, **choose(ModelConfig)),
         train=TrainConfig(**choose(TrainConfig)),
         policy=SARPolicy(**choose(SARPolicy)),
+        mfg=arguments.mfg,
+        labels=arguments.labels,
+        sampler=_sampler(arguments),
         checkpoint=arguments.checkpoint,
         checkpoint_every=arguments.checkpoint_every,
         resume=resume,
@@ -221,6 +225,22 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         overwrite=arguments.overwrite,
         progress=progress,  # type: ignore[arg-type]
     )
+
+
+def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
+    if arguments.sampler == "none":
+        return None
+    given = arguments.num_neighbors.split(",")
+    if not all(re.fullmatch(r"-1|[1-9]\d*", n) for n in given):
+        raise ValueError(
+            f"--num-neighbors {arguments.num_neighbors}: expected numbers, such as 10,5"
+        )
+    if len(given) not in (1, arguments.layers):
+        raise ValueError(
+            f"--num-neighbors: one number, or one for each of {arguments.layers} layers"
+        )
+    numbers = tuple(map(int, given if len(given) > 1 else given * arguments.layers))
+    return NeighborSampling(num_neighbors=numbers, batch_size=arguments.batch_size)
 
 
 def describe(result: TrainResult) -> str:
@@ -398,6 +418,12 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     group("--label-smoothing", type=float, default=0.0, metavar="X", help="in [0, 1)")
     group("--clip-norm", type=float, metavar="X", help="largest norm of all gradients")
     group("--seed", type=int, default=0, help="of parameters and dropout")
+    of_mfg = "compute what training nodes need, not all; auto: where that is less"
+    group("--mfg", choices=("auto", "on", "off"), default="off", help=of_mfg)
+    group("--labels", type=float, metavar="X", help="share of training labels that are inputs")
+    group("--sampler", choices=("none", "neighbor"), default="none", help="to compare with")
+    group("--num-neighbors", default="10", metavar="N,N", help="sampled ones, by hop; -1: all")
+    group("--batch-size", type=int, default=1024, metavar="N", help="training nodes of a sample")
 
     group = command.add_argument_group("evaluation").add_argument
     group("--eval-every", type=int, default=1, metavar="N", help="epochs")

@@ -76,6 +76,12 @@ def _build(
             built = make(**arguments)
         else:
             stock = _stock(extra)
+            if extra.get("labels") is not None:
+                raise CheckpointError(
+                    f"{name!r} was trained with labels as inputs (--labels), which predictions of "
+                    "another graph don't have: load its weights by pyg_sar.train.load_checkpoint, "
+                    "and give the model the labels' columns behind the features"
+                )
             if stock is None:
                 raise CheckpointError(
                     f"{name!r} does not say how its model is built: pass its class, "

@@ -13,6 +13,7 @@ says: per layer and pass, worker p's halo rows H_p times the bytes of a row,
 
 from __future__ import annotations
 
+import copy
 import os
 import tempfile
 from collections.abc import Callable
@@ -31,6 +32,7 @@ from pyg_sar.convert import distribute
 from pyg_sar.errors import CheckpointError, PygSarError
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.message_flow import message_flow_graphs
 from pyg_sar.partition.storage import merge_partitions, read_metadata, write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
@@ -39,8 +41,10 @@ from pyg_sar.tools.models import StockModel, build_model, stock_model
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
+from pyg_sar.train.flow import call_model, flow_that_pays
 from pyg_sar.train.report import Report
-from pyg_sar.train.targets import node_labels
+from pyg_sar.train.sampling import NeighborSampling
+from pyg_sar.train.targets import find_targets, node_labels
 from pyg_sar.train.trainer import Callback, Trainer
 
 
@@ -59,8 +63,8 @@ class ModelConfig:
     dropout: float = 0.5
     norm: str = "none"
 
-    def stock(self, in_channels: int, out_channels: int) -> StockModel:
-        """Returns the class of PyG and its arguments."""
+    def stock(self, in_channels: int, out_channels: int, *, cached: bool = True) -> StockModel:
+        """Returns the class of PyG and its arguments; ``cached`` for a run with one graph."""
         return stock_model(
             self.name,
             in_channels,
@@ -70,7 +74,7 @@ class ModelConfig:
             heads=self.heads,
             dropout=self.dropout,
             norm=self.norm,
-            cached=True,  # A run has one graph.
+            cached=cached,
         )
 
 
@@ -83,6 +87,10 @@ class RunConfig:
         model: The model.
         train: Settings of the training loop; its seed also draws the first parameters.
         policy: How layers run distributed.
+        mfg: Whether training steps run on message flow graphs; ``'auto'``: where they pay.
+        labels: The share of training nodes that show their labels in each step, as one-hot columns
+            behind the features (``Trainer(labels=...)``).
+        sampler: Train on sampled neighbours.
         checkpoint: File for checkpoints.
         checkpoint_every: Epochs between them.
         resume: Checkpoint to go on from.
@@ -97,6 +105,9 @@ class RunConfig:
     model: ModelConfig = field(default_factory=ModelConfig)
     train: TrainConfig = field(default_factory=TrainConfig)
     policy: SARPolicy = field(default_factory=SARPolicy)
+    mfg: Literal["auto", "on", "off"] = "off"
+    labels: float | None = None
+    sampler: NeighborSampling | None = None
     checkpoint: str | None = None
     checkpoint_every: int = 10
     resume: str | None = None
@@ -133,12 +144,19 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
     seed = config.train.seed
     if seed is not None:
         torch.manual_seed(seed)
-    stock = config.model.stock(data.x.size(1), _count_classes(data, comm))
+    flow = _message_flow(config, data)
+    classes = _count_classes(data, comm)
+    columns = 0 if config.labels is None else classes
+    one_graph = flow is None and config.sampler is None
+    stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
     trainer = Trainer(
         distribute(stock.build().to(comm.device), policy=config.policy),
         data,
         config.train,
-        forward=_forward(config.model.name, data),
+        forward=_forward(config.model.name, data, columns),
+        flow=flow,
+        labels=config.labels,
+        sampler=config.sampler,
         callbacks=_callbacks(config, stock),
     )
     path = config.resume
@@ -167,16 +185,33 @@ def _count_classes(data: Data, comm: Communicator) -> int:
     return int(max(highest)) + 1
 
 
-def _forward(name: str, data: Data) -> Any:
+def _forward(name: str, data: Data, columns: int = 0) -> Any:
     """Calls the model; GCN takes edge weights where the graph has them, others take none."""
     weighted = name == "gcn" and isinstance(data.get("edge_weight"), Tensor)
 
     def forward(model: nn.Module, data: Data) -> Any:
+        if columns:
+            data = copy.copy(data)
+            labels = F.one_hot(data.y.view(-1).clamp(min=0), columns) * data.label_mask.view(-1, 1)
+            data.x = torch.cat([data.x, labels.to(data.x.dtype)], dim=1)
         if weighted:
             return model(data.x, data.edge_index, data.edge_weight.view(-1))
-        return model(data.x, data.edge_index)
+        return call_model(model, data)
 
     return forward
+
+
+def _message_flow(config: RunConfig, data: Data) -> Data | None:
+    """Returns the message flow graph of the training nodes, where the run takes one."""
+    weighted = config.model.name == "gcn" and isinstance(data.get("edge_weight"), Tensor)
+    if config.mfg == "off":
+        return None
+    if config.mfg == "auto" and (weighted or config.model.norm == "batch"):
+        return None
+    seeds = find_targets(data, "y", column=config.train.split).index["train"]
+    if config.mfg == "auto":
+        return flow_that_pays(data, seeds, config.model.layers)
+    return message_flow_graphs(data, seeds, config.model.layers)
 
 
 def _callbacks(config: RunConfig, stock: StockModel) -> list[Callback]:
@@ -194,7 +229,7 @@ def _callbacks(config: RunConfig, stock: StockModel) -> list[Callback]:
         }
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
-        extra = {"model": asdict(config.model), "pyg": asdict(stock)}
+        extra = {"model": asdict(config.model), "pyg": asdict(stock), "labels": config.labels}
         callbacks.append(CheckpointEvery(config.checkpoint, config.checkpoint_every, **extra))
     return callbacks
 

@@ -3,7 +3,10 @@
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
+from pyg_sar.train.flow import check_flow
+from pyg_sar.train.labels import ratio_mask
 from pyg_sar.train.report import Report, draw_report, read_metrics
+from pyg_sar.train.sampling import NeighborSampling
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.train.wire_error import gradient_error
 
@@ -13,14 +16,17 @@ __all__ = [
     "CheckpointEvery",
     "EpochRecord",
     "LineProgress",
+    "NeighborSampling",
     "Report",
     "TqdmProgress",
     "TrainConfig",
     "TrainResult",
     "Trainer",
+    "check_flow",
     "draw_report",
     "gradient_error",
     "load_checkpoint",
+    "ratio_mask",
     "read_metrics",
     "save_checkpoint",
 ]

@@ -111,9 +111,12 @@ class Evaluation:
     def training_rows(self, forward: Forward, model: nn.Module) -> tuple[Tensor, Tensor]:
         """Returns the model's rows, and targets, of this worker's training split."""
         data, targets, _ = self.graphs[0]
-        return self._predict(forward, model, data, targets)[targets.index["train"]], targets.select(
-            "train"
-        )
+        out = self._predict(forward, model, data, targets)[targets.index["train"]]
+        return out, self.training_targets()
+
+    def training_targets(self) -> Tensor:
+        """Returns the targets of this worker's training split."""
+        return self.graphs[0][1].select("train")
 
     def _predict(self, forward: Forward, model: nn.Module, data: Data, targets: Targets) -> Tensor:
         out, rows, rank = forward(model, data), len(targets.values), self.comm.rank

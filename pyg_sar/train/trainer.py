@@ -43,9 +43,12 @@ from pyg_sar.train.checkpoint import (
 )
 from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.train.evaluation import Evaluation
+from pyg_sar.train.flow import call_model, check_flow, flow_rows, refuse_in_flow
 from pyg_sar.train.graph_digest import graph_digest
+from pyg_sar.train.labels import LabelSplit
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, resume_schedulers
+from pyg_sar.train.sampling import NeighborSampling
 from pyg_sar.train.schedules import check_scheduler, make_schedulers, step
 from pyg_sar.train.scoring import Metric, check_metrics
 from pyg_sar.train.wire_error import gradient_error, measure_every
@@ -80,12 +83,6 @@ class Callback:
         """Is called at the very end, also when training failed. Must not communicate."""
 
 
-def call_model(model: nn.Module, data: Data) -> Tensor:
-    """Makes the default forward pass: ``model(data.x, data.edge_index)``."""
-    out: Tensor = model(data.x, data.edge_index)
-    return out
-
-
 class Trainer:
     """Trains a model full-batch on all workers.
 
@@ -111,6 +108,15 @@ class Trainer:
             whatever ``forward`` returns rows for (``'edge_label'``).
         splits: The mask or list of rows of each split, by name, such as ``{'train': 'train_mask'}``
             (:func:`~pyg_sar.train.targets.find_targets`).
+        flow: The message flow graph of the training nodes (:func:`pyg_sar.message_flow_graphs`).
+            Training steps run on it, evaluation on ``data``. The seeds' outputs on both are
+            compared before the first step. ``forward`` is called with it in place of ``data``.
+        labels: Masked label prediction: the share of the training nodes that show the model their
+            labels in each step, drawn anew, while the loss is that of the others. In evaluation all
+            of them do. ``forward`` finds the mask in ``data.label_mask``, bool ``[num_nodes]``, for
+            PyG's ``MaskLabel`` say.
+        sampler: Train on sampled neighbours, to compare with: an epoch has a step for each batch of
+            training nodes, with ``forward`` on its graph. Evaluation is exact.
         evaluate_on: Other graphs for ``'val'`` and ``'test'``, of whose targets all count, as
             ``RandomLinkSplit`` makes them.
         optimizer: Made from ``config`` unless given.
@@ -136,6 +142,9 @@ class Trainer:
         metrics: Mapping[str, Metric] | None = None,
         target: str = "y",
         splits: Mapping[str, str] | None = None,
+        flow: Data | None = None,
+        labels: float | None = None,
+        sampler: NeighborSampling | None = None,
         evaluate_on: Mapping[str, Data] | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
@@ -168,6 +177,22 @@ class Trainer:
             metrics=self.metrics,
             comm=self.comm,
         )
+        self.flow = flow
+        if flow is not None:
+            refuse_in_flow(model)
+            self._seeds = flow_rows(flow, self.rows.graphs[0][1].index["train"], target)
+        self.labels = None
+        if labels is not None:
+            seed, index = self.config.seed or 0, self.rows.graphs[0][1].index["train"]
+            ids, nodes = self.rows.graphs[0][1].ids, len(self.rows.graphs[0][1].values)
+            if ids is None and self.comm.world_size == 1:
+                ids = torch.arange(nodes, device=index.device)
+            self.labels = LabelSplit(labels, seed, index, ids, nodes)
+        self.sampler = sampler
+        if sampler is not None:
+            refuse_in_flow(model, sampled=True)
+        if sampler is not None and (flow is not None or labels is not None):
+            raise ValueError("Give the Trainer 'sampler' without 'flow' and 'labels'")
         self.monitor, self._higher = self.rows.monitored(self.config)
         self.optimizer = optimizer or _make_optimizer(model, self.config)
         if scheduler is None:
@@ -193,6 +218,8 @@ class Trainer:
             "loss": self.objective.name,
             "metrics": list(self.metrics),
             "scheduler": [type(scheduler).__name__ for scheduler in self.schedulers],
+            "labels": None if self.labels is None else self.labels.ratio,
+            "sampler": None if self.sampler is None else str(self.sampler),
         }
 
     # Training ################################################################
@@ -210,6 +237,9 @@ class Trainer:
         check_settings(shared, self.optimizer, self.comm)
         if self.epoch == 0 and self.config.seed is not None:
             seed_worker(self.config.seed, 0 if self._draws_alike() else self.comm.rank)
+        if self.flow is not None:
+            self._show_all_labels()
+            check_flow(self.model, self.data, self.flow, forward=self.forward)
         try:
             for callback in self.callbacks:
                 callback.on_start(self)
@@ -265,6 +295,8 @@ class Trainer:
             DivergedError: on every worker, when the loss is infinite or nan; no step is taken.
         """
         self.model.train()
+        if self.sampler is not None:
+            return self._sampled_steps(self.sampler)
         self.optimizer.zero_grad(set_to_none=True)
         value = self._backward()
         norm = None
@@ -273,9 +305,25 @@ class Trainer:
         self.optimizer.step()
         return value, norm
 
-    def _backward(self) -> float:
+    def _sampled_steps(self, sampler: NeighborSampling) -> tuple[float, float | None]:
+        """Makes the steps of an epoch; returns the mean of the losses, and the last norm."""
+        targets, losses, norm = self.rows.graphs[0][1], [], None
+        index, y = targets.index["train"], targets.select("train")
+        if targets.ids is None:
+            raise ValueError("'sampler' needs global ids of the nodes: data.n_id is missing")
+        seed, ids = self.config.seed or 0, targets.ids[index]
+        for flow, rows in sampler.batches(self.data, index, ids, seed, self.epoch, self.comm):
+            self.optimizer.zero_grad(set_to_none=True)
+            out = self.forward(self.model, flow)[: flow.batch_size]
+            losses.append(self._backward((out, y[rows])))
+            if self.config.clip_norm is not None:
+                norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
+            self.optimizer.step()
+        return sum(losses) / len(losses), norm
+
+    def _backward(self, rows: tuple[Tensor, Tensor] | None = None) -> float:
         """Returns the global training loss, after adding its gradients to the parameters'."""
-        loss = self.objective(*self.rows.training_rows(self.forward, self.model), self.comm)
+        loss = self.objective(*(rows or self._training_rows()), self.comm)
         value = float(loss.detach())
         if not math.isfinite(value):
             raise DivergedError(
@@ -284,6 +332,22 @@ class Trainer:
             )
         loss.backward()
         return value
+
+    def _training_rows(self) -> tuple[Tensor, Tensor]:
+        """Returns the model's rows, and targets, of this worker's part of a step."""
+        data, index = self.data, self.rows.graphs[0][1].index["train"]
+        if self.flow is not None:
+            data, index = self.flow, self._seeds
+        shown = None
+        if self.labels is not None:
+            shown = self.labels.shown(self.epoch)
+            data.label_mask = torch.zeros(data.num_nodes, dtype=torch.bool, device=index.device)
+            data.label_mask[index[shown]] = True
+        if self.flow is None:
+            out, target = self.rows.training_rows(self.forward, self.model)
+        else:
+            out, target = self.forward(self.model, data)[index], self.rows.training_targets()
+        return (out, target) if shown is None else (out[~shown], target[~shown])
 
     @torch.no_grad()
     def evaluate(self) -> Scores:
@@ -294,7 +358,17 @@ class Trainer:
                 or a metric fails.
         """
         self.model.eval()
+        self._show_all_labels()
         return self.rows.scores(self.forward, self.model)
+
+    def _show_all_labels(self) -> None:
+        """Gives each graph the mask of evaluations."""
+        if self.labels is None:
+            return
+        self.data.label_mask = self.labels.everything()
+        if self.flow is not None:
+            self.flow.label_mask = torch.zeros_like(self.flow.n_id, dtype=torch.bool)
+            self.flow.label_mask[self._seeds] = True
 
     def _take_note(self, scores: Scores) -> None:
         """Keeps the best weights, and counts evaluations without a better value."""
