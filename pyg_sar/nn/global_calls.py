@@ -10,15 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import ARMAConv, LabelPropagation, MessagePassing, RGCNConv
+from torch_geometric.nn import (
+    ARMAConv,
+    LabelPropagation,
+    MessagePassing,
+    RGCNConv,
+    SuperGATConv,
+)
 from torch_geometric.nn.models.linkx import SparseLinear
+from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
@@ -317,6 +325,69 @@ class _Call:
         return self.out(out, rows)
 
 
+@contextmanager
+def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """A layer that is being explained has masks of this worker's edges. See ``set_masks`` of PyG.
+
+    Args:
+        layer: The module.
+        args: What it is called with.
+        kwargs: The same by name.
+
+    Raises:
+        DistributedIndexError: The masks are not of the edges that it is called with, or the edges
+            go to other workers on their way.
+    """
+    mask = getattr(layer, "_edge_mask", None)
+    if not isinstance(layer, MessagePassing) or not layer.explain or mask is None:
+        yield
+        return
+    edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
+    title = f"{type(layer).__name__} (rank {current().rank})"
+    if len(edges) != 1 or mask.shape != (edges[0].size(1),):
+        raise DistributedIndexError(
+            f"{title} is explained by a mask of shape {list(mask.shape)}, which is not that of its "
+            "edges"
+        )
+    turned = (layer.flow == "target_to_source") != (edges[0].edges.index.dist_row == 1)
+    if turned or needs_sorted_edges(layer):
+        raise DistributedIndexError(
+            f"{title} is explained, but its edges change their order, or their worker, on their "
+            "way: explain a model with flow='source_to_target' and sums, means or maxima"
+        )
+    rows, loops = edges[0].rows, layer._loop_mask
+    own: dict[str, Any] = {"_edge_mask": to_local(mask, rows, 0)}
+    own["_loop_mask"] = to_local(loops, rows, 0)
+    own["explain_message"] = partial(
+        _explain_message, layer, layer.explain_message, bool(loops.all())
+    )
+    registry = layer._parameters
+    parameter = registry.pop("_edge_mask", None)
+    before = {name: layer.__dict__[name] for name in own if name in layer.__dict__}
+    layer.__dict__.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del layer.__dict__[name]
+        layer.__dict__.update(before)
+        if parameter is not None:
+            registry["_edge_mask"] = parameter
+
+
+def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwargs: Any) -> Tensor:
+    """Weighs messages by the mask; PyG tells by their number whether the layer added loops."""
+    if not no_loops:
+        comm, adds = current(), int(inputs.size(layer.node_dim) != layer._edge_mask.size(0))
+        changes = comm.all_reduce(torch.tensor([adds], device=inputs.device), "max", label=_LABEL)
+        if int(changes):
+            raise DistributedIndexError(
+                f"{type(layer).__name__} is explained on a graph with self-loops, in whose place "
+                f"it puts its own (rank {comm.rank}): remove them before the graph is partitioned"
+            )
+    return cast(Tensor, own(inputs, **kwargs))
+
+
 class GlobalCalls:
     """Goes before a class of layers that compute with this worker's rows."""
 
@@ -324,7 +395,7 @@ class GlobalCalls:
         if not node_tensors(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with call.parameters():
+        with explained(self, args, kwargs), call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -352,14 +423,46 @@ class GlobalPropagation(DistMessagePassing):
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
+        edge_index = self._given_edges(edge_index)
         call = _Call(self, (edge_index,), kwargs)
         with call.parameters():
             (edges,), local = call.arguments((edge_index,), kwargs)
+            edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
             out = super().propagate(edges, **local)
         return cast(Tensor, call.results(out.movedim(int(self.node_dim), 0), (), {})).movedim(
             0, int(self.node_dim)
         )
+
+    def _given_edges(self, edge_index: Any) -> Any:
+        """Returns the distributed edges that ``propagate`` is called with."""
+        return edge_index
+
+    def _local_edges(self, edges: Any) -> Any:
+        """Returns this worker's edges as ``propagate`` is to have them."""
+        return edges
+
+
+class GlobalSuperGAT(GlobalPropagation):
+    """``SuperGATConv``: the edges that its loss samples are those of the whole graph."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        edges = (t for t in node_tensors(args, kwargs) if t.edges is not None)
+        self.__dict__["_given"] = next(edges, None)
+        try:
+            return cast(Tensor, super().forward(*args, **kwargs))
+        finally:
+            del self.__dict__["_given"]
+
+    def _given_edges(self, edge_index: Any) -> Any:
+        given = self.__dict__["_given"]
+        return edge_index if given is None else given
+
+    def _local_edges(self, edges: Any) -> Any:
+        if self.add_self_loops:  # as its forward() does with those of the whole graph
+            edges, _ = remove_self_loops(edges)
+            edges, _ = add_self_loops(edges, num_nodes=edges.plan.num_local)
+        return edges
 
 
 _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
@@ -368,7 +471,8 @@ _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
 @cache
 def global_class(kind: type) -> type:
     """Returns a class of modules that also take and give tensors of the whole graph."""
-    if issubclass(kind, _WORK_ON_ALL_NODES):
+    before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
+    if issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
-        return type(kind.__name__, (GlobalPropagation, own), {"__module__": kind.__module__})
+        return type(kind.__name__, (before, own), {"__module__": kind.__module__})
     return type(kind.__name__, (GlobalCalls, kind), {"__module__": kind.__module__})
