@@ -302,6 +302,8 @@ class Rows:
 
     def cut(self, whole: Tensor, axis: int) -> Tensor:
         """Returns this worker's rows of a tensor that all workers hold."""
+        if whole.layout != torch.strided:
+            return whole.to_sparse_coo().index_select(axis, self.ids)
         if whole.stride(axis) == 0:
             return whole.narrow(axis, 0, min(1, self.total)).expand(
                 *(self.count if d == axis % whole.dim() else n for d, n in enumerate(whole.shape))
