@@ -8,8 +8,6 @@ a layer's call gets its parameters, and whatever else is the same on all workers
 
 from __future__ import annotations
 
-import inspect
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -18,20 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch_geometric.nn import (
-    APPNP,
     ARMAConv,
-    GatedGraphConv,
-    GCN2Conv,
-    GCNConv,
-    GraphConv,
     LabelPropagation,
     MessagePassing,
     RGCNConv,
-    SGConv,
-    SimpleConv,
-    SSGConv,
     SuperGATConv,
-    TAGConv,
 )
 from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.utils import add_self_loops, remove_self_loops
@@ -39,11 +28,11 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.global_matrix import without_matrix
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
-from pyg_sar.tensors import Edges, NodeMatrix, NodeTensor, Rows, mapped, node_tensors, wrap
+from pyg_sar.tensors import Edges, NodeTensor, Rows, mapped, node_tensors, wrap
 
-_PYG = "torch_geometric."
 _LABEL = ("", "backward", "gradient sum")
 
 
@@ -335,55 +324,6 @@ class _Call:
         else:
             rows = self.known[0]
         return self.out(out, rows)
-
-
-_TAKE_WEIGHTS = (
-    *(APPNP, ARMAConv, GatedGraphConv, GCN2Conv, GCNConv, GraphConv, SGConv, SimpleConv, SSGConv),
-    TAGConv,
-)
-"""Layers to which a matrix is its entries' places, and their values as ``edge_weight``."""
-
-
-def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
-    """Returns the arguments of a call with edges and weights in the place of a matrix.
-
-    Args:
-        layer: The layer.
-        args: What it is called with.
-        kwargs: The same by name.
-
-    Raises:
-        DistributedIndexError: PyG's layer would do something else with a matrix.
-    """
-    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, NodeMatrix)]
-    if not matrices:
-        return args, kwargs
-    matrix, title = matrices[0], f"{type(layer).__name__} (rank {current().rank})"
-    given = dict(inspect.signature(layer.forward).bind(*args, **kwargs).arguments)
-    names = [name for name, value in given.items() if value is matrix]
-    known = isinstance(layer, _TAKE_WEIGHTS) and type(layer).forward.__module__.startswith(_PYG)
-    if len(names) != 1 or (not matrix.ones and (not known or given.get("edge_weight") is not None)):
-        raise DistributedIndexError(
-            f"{title} got an 'adj_t' with weights, and may take them in another way than "
-            "'edge_weight': leave ToSparseTensor out, and pass data.edge_index and weights"
-        )
-    if getattr(layer, "normalize", True) and _uses_gcn_norm(type(layer)):
-        target, source = matrix.index.unbind(0)
-        if bool((target == source).any()):
-            raise DistributedIndexError(
-                f"{title} would add self-loops to those of 'adj_t', and PyG does so in another way "
-                "for matrices than for edges: leave ToSparseTensor out, or pass normalize=False"
-            )
-    given[names[0]] = matrix.index.flip(0)
-    if not matrix.ones:
-        given["edge_weight"] = matrix.entries
-    return (), given
-
-
-@cache
-def _uses_gcn_norm(kind: type) -> bool:
-    """Returns whether a layer's module normalises weights as GCN does."""
-    return any("gcn_norm" in vars(sys.modules[c.__module__]) for c in kind.__mro__)
 
 
 @contextmanager

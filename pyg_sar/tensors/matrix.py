@@ -24,14 +24,14 @@ class NodeMatrix(Tensor):
     matrix and multiplied by a dense one; anything else is refused by name.
 
     Attributes:
-        index: Rows and columns of its entries, ``[2, E]``.
+        places: Rows and columns of its entries, ``[2, E]``.
         entries: Their values ``[E]``.
         ones: Whether these are all 1.
         ends: The layouts of the nodes along rows and columns.
         form: The layout of the matrix that it stands for.
     """
 
-    index: NodeTensor
+    places: NodeTensor
     entries: NodeTensor
     ones: bool
     ends: tuple[Rows, Rows]
@@ -40,7 +40,7 @@ class NodeMatrix(Tensor):
     @staticmethod
     def __new__(
         cls,
-        index: NodeTensor,
+        places: NodeTensor,
         entries: NodeTensor,
         ones: bool,
         ends: tuple[Rows, Rows],
@@ -50,7 +50,7 @@ class NodeMatrix(Tensor):
         out: NodeMatrix = Tensor._make_wrapper_subclass(
             cls, shape, dtype=entries.dtype, device=entries.device, requires_grad=False
         )
-        out.index, out.entries, out.ones, out.ends, out.form = index, entries, ones, ends, form
+        out.places, out.entries, out.ones, out.ends, out.form = places, entries, ones, ends, form
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -58,12 +58,14 @@ class NodeMatrix(Tensor):
 
     def changed(self, **parts: Any) -> NodeMatrix:
         """Returns a matrix that differs in these attributes."""
-        given = {name: getattr(self, name) for name in ("index", "entries", "ones", "ends", "form")}
+        given = {
+            name: getattr(self, name) for name in ("places", "entries", "ones", "ends", "form")
+        }
         return NodeMatrix(**{**given, **parts})
 
     def whole(self) -> Tensor:
         """Returns all of it as a plain sparse tensor. Collective."""
-        index, entries = whole(self.index, "adj_t"), whole(self.entries, "adj_t")
+        index, entries = whole(self.places, "adj_t"), whole(self.entries, "adj_t")
         csr = self.form == torch.sparse_csr
         make = to_torch_csr_tensor if csr else to_torch_coo_tensor
         out: Tensor = make(index, entries, size=(self.ends[0].total, self.ends[1].total))
@@ -78,10 +80,12 @@ class NodeMatrix(Tensor):
         out = NotImplemented if found is None else found(*args, **(kwargs or {}))
         if out is NotImplemented:
             name = getattr(func, "__name__", func)
+            if name == "__get__":
+                name = func.__self__.__name__
             raise DistributedIndexError(
-                f"'{name}' of 'adj_t' has no rule that would give the whole graph's numbers: layers "
-                "take adj_t and adj_t.t(), and it can be scaled, added to a sparse matrix, and "
-                "multiplied by a dense one. Or leave ToSparseTensor out, and use data.edge_index"
+                f"'{name}' of 'adj_t' has no rule that would give the whole graph's numbers: "
+                "layers take adj_t and adj_t.t(), and it can be scaled, added to a sparse matrix "
+                "and multiplied by a dense one. Or leave ToSparseTensor out: use data.edge_index"
             )
         return out
 
@@ -122,7 +126,7 @@ def _turned(matrix: NodeMatrix, *axes: int) -> Any:
         return NotImplemented
     forms = {torch.sparse_csr: torch.sparse_csc, torch.sparse_csc: torch.sparse_csr}
     form = forms.get(matrix.form, matrix.form)
-    return matrix.changed(index=matrix.index.flip(0), ends=matrix.ends[::-1], form=form)
+    return matrix.changed(places=matrix.places.flip(0), ends=matrix.ends[::-1], form=form)
 
 
 def _same(matrix: NodeMatrix) -> NodeMatrix:
@@ -154,12 +158,13 @@ def _added(one: Any, other: Any) -> Any:
     if not isinstance(more, Tensor) or more.shape != matrix.shape or more.layout == torch.strided:
         return NotImplemented
     if isinstance(more, NodeMatrix):
-        index, entries = more.index, more.entries
+        index: Tensor = more.places
+        entries: Tensor = more.entries
     else:
         plain = more.to_sparse_coo().coalesce()
-        index, entries = plain.indices(), plain.values()  # type: ignore[assignment]
+        index, entries = plain.indices(), plain.values()
     return matrix.changed(
-        index=torch.cat([matrix.index, index], 1),
+        places=torch.cat([matrix.places, index], 1),
         entries=torch.cat([matrix.entries, entries]),
         ones=False,
     )
@@ -176,7 +181,7 @@ def _product(matrix: Any, x: Any) -> Any:
             f"shapes {list(matrix.shape)} and {list(x.shape)} cannot be multiplied, of types "
             f"{matrix.dtype} and {x.dtype}"
         )
-    target, source = matrix.index.unbind(0)
+    target, source = matrix.places.unbind(0)
     terms = x[source] * matrix.entries.view(-1, *[1] * (x.dim() - 1))
     rows = matrix.ends[0]
     local = torch.zeros(rows.count, *x.shape[1:], dtype=x.dtype, device=x.device)
@@ -187,6 +192,7 @@ _METADATA = frozenset({
     Tensor.size, Tensor.dim, Tensor.ndimension, Tensor.is_floating_point, Tensor.__hash__,
     Tensor.requires_grad.__get__, Tensor.shape.__get__, Tensor.dtype.__get__,  # type: ignore
     Tensor.device.__get__, Tensor.ndim.__get__, Tensor.is_cuda.__get__,  # type: ignore
+    Tensor.is_nested.__get__, Tensor.is_leaf.__get__, Tensor.grad.__get__,  # type: ignore
     Tensor.get_device, torch.is_floating_point, torch.is_tensor, Tensor.__len__,
 })  # fmt: skip
 
