@@ -289,14 +289,11 @@ def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str])
     def refused(root: str) -> None:
         data = pyg_sar.load_partition(root, view="global")
         conv = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE), view="global")
-        gat = pyg_sar.distribute(gnn.GATConv(8, 2).to(DOUBLE), view="global")
         plain = torch.randint(0, NODES, (2, 9))
         with pytest.raises(DistributedIndexError, match="plain 'edge_index'"):
             conv(data.x, plain)
         with pytest.raises(DistributedIndexError, match="computed from the graph"):
             conv(data.x, torch.cat([data.edge_index, plain], dim=1))
-        with pytest.raises(DistributedIndexError, match="gave a tuple"):
-            gat(data.x, data.edge_index, return_attention_weights=True)
         with pytest.raises(ValueError, match="'view'"):
             pyg_sar.load_partition(root, view="whole")
         with pytest.raises(ValueError, match="'view'"):
@@ -420,6 +417,28 @@ def test_explanations(tmp_path: Path) -> None:
         return explanation(pyg_sar.load_partition(root / "parts", view="global"))
 
     for found in pyg_sar.launch(run, 1, tmp_path, parts=2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def attention(data: Data) -> list[Tensor]:
+    """What layers give with the attention on each edge, and a gradient through it."""
+    found = []
+    for make in (gnn.GATConv, gnn.TransformerConv):
+        torch.manual_seed(6)
+        conv = make(8, 4, heads=2).to(DOUBLE)
+        if isinstance(data.x, NodeTensor):
+            pyg_sar.distribute(conv, view="global")
+        out, (index, alpha) = conv(data.x, data.edge_index, return_attention_weights=True)
+        (out.sum() + (alpha * (index[0] + 2 * index[1]).view(-1, 1)).square().sum()).backward()
+        gradients = [p.grad for p in conv.parameters() if p.grad is not None]
+        found += [whole(t.detach(), "attention") for t in (out, index, alpha, *gradients)]
+    return found
+
+
+def test_attention_weights(roots: Callable[[int], str]) -> None:
+    expected = attention(make_graph())
+    run = lambda root: attention(pyg_sar.load_partition(root, view="global"))  # noqa: E731
+    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 

@@ -31,7 +31,8 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_matrix import without_matrix
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
-from pyg_sar.tensors import Edges, NodeTensor, Rows, mapped, node_tensors, wrap
+from pyg_sar.space.distributed_index import DistEdgeIndex
+from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors, wrap
 
 _LABEL = ("", "backward", "gradient sum")
 
@@ -142,7 +143,8 @@ class _Call:
     def __init__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
-        self.edges: list[Edges] = [t.edges for t in found if t.edges is not None]
+        self.edge_tensors = [t for t in found if t.edges is not None]
+        self.edges: list[Edges] = [t.edges for t in self.edge_tensors]
         layers = isinstance(module, MessagePassing)
         lists = [t for t in found if t.edges is None and t.axis == 1 and t.dtype == torch.long]
         if layers and not self.edges and any(t.dim() == 2 and t.size(0) == 2 for t in lists):
@@ -304,12 +306,18 @@ class _Call:
                     )
                 found[name] = value if like is None else self.out(value, like.rows)
             return found
+        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):
+            return self._with_attention(out[0], *out[1])
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
                 f"{self.comm.rank}), of which it is not known which rows they have: call it on "
                 "load_partition(view='local')"
             )
+        return self.out(out, self._targets())
+
+    def _targets(self) -> Rows:
+        """Returns the layout of the nodes that the module's result has rows of."""
         if self.edges:
             edges = self.edges[0]
             backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
@@ -323,7 +331,21 @@ class _Call:
                 )
         else:
             rows = self.known[0]
-        return self.out(out, rows)
+        return rows
+
+    def _with_attention(self, out: Any, index: Any, attention: Any) -> Any:
+        """Returns a result and the attention on each edge (``return_attention_weights``)."""
+        given = self.edge_tensors[0]
+        edges, rows = given.edges, given.rows
+        if index is not edges.index:  # It has put loops of its own in the place of the graph's.
+            rows = given[:, given[0] != given[1]].rows.joined([edges.targets])
+        if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
+            raise DistributedIndexError(
+                f"{type(self.module).__name__} gave values of other edges than its own, and loops "
+                f"(rank {self.comm.rank}): call it on load_partition(view='local')"
+            )
+        found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
+        return self.out(out, self._targets()), (found, self.out(attention, rows))
 
 
 @contextmanager
