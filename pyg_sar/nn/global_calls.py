@@ -338,7 +338,8 @@ class _Call:
         given = self.edge_tensors[0]
         edges, rows = given.edges, given.rows
         if index is not edges.index:  # It has put loops of its own in the place of the graph's.
-            rows = given[:, given[0] != given[1]].rows.joined([edges.targets])
+            kept = cast(NodeTensor, given[:, given[0] != given[1]])
+            rows = kept.rows.joined([edges.targets])
         if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave values of other edges than its own, and loops "
