@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Mapping
-from types import MappingProxyType
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -196,7 +195,7 @@ _METADATA = frozenset({
     Tensor.get_device, torch.is_floating_point, torch.is_tensor, Tensor.__len__,
 })  # fmt: skip
 
-_FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType({
+_FUNCTIONS: dict[Any, Callable[..., Any]] = {
     Tensor.layout.__get__: lambda matrix: matrix.form,  # type: ignore
     Tensor.is_sparse.__get__: lambda matrix: matrix.form == torch.sparse_coo,  # type: ignore
     Tensor.is_sparse_csr.__get__: lambda m: m.form == torch.sparse_csr,  # type: ignore
@@ -210,4 +209,4 @@ _FUNCTIONS: Mapping[Any, Callable[..., Any]] = MappingProxyType({
     **dict.fromkeys((Tensor.add, torch.add, Tensor.__add__, Tensor.__radd__), _added),
     **dict.fromkeys((Tensor.matmul, torch.matmul, Tensor.__matmul__, operator.matmul), _product),
     **dict.fromkeys((Tensor.mm, torch.mm, torch.sparse.mm, torch.spmm), _product),
-})  # fmt: skip
+}  # fmt: skip
