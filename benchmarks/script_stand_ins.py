@@ -36,6 +36,7 @@ def rewritten(text: str, epochs: int) -> str:
         (r"(-epochs'.*default=)(\d+)", lambda m: f"{m[1]}{min(int(m[2]), epochs)}"),
         (r'(-epochs".*default=)(\d+)', lambda m: f"{m[1]}{min(int(m[2]), epochs)}"),
         (r"((?:n_steps|num_epochs|epochs) = )(\d+)\b", lambda m: f"{m[1]}{epochs}"),
+        (r"(GNNExplainer\(epochs=)(\d+)", lambda m: f"{m[1]}{min(int(m[2]), epochs)}"),
         (r"epoch % \d+ == 0", lambda m: "epoch % 1 == 0"),
     ]
     for pattern, replace in fewer:

@@ -16,17 +16,25 @@ import datetime
 import os
 import platform
 import re
+import runpy
 import shutil
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
 import textwrap
+import time
+import traceback
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch_geometric
+
+from pyg_sar.tools.cli import main as pyg_sar_main
 
 HERE = Path(__file__).resolve().parent
 NUMBER = re.compile(r"(?<![\w.])-?(?:\d+\.?\d*(?:e[-+]?\d+)?|nan|inf)(?![\w.])")
@@ -83,19 +91,86 @@ class Comparison:
         return text if self.equal == self.lines == 0 else f"{text}, {self.largest:.1e}"
 
 
-def run(command: Sequence[str], env: dict[str, str], timeout: float) -> Outcome:
-    """Runs a script; lines that tell a time are left out."""
+def run(given: Sequence[str], workers: int, timeout: float) -> Outcome:
+    """Runs a script in forks of this process, which have PyTorch and PyG loaded.
+
+    Lines that tell a time are left out.
+
+    Args:
+        given: The script and its arguments.
+        workers: How many processes, as torchrun starts them; 0: without pyg_sar.
+        timeout: In seconds.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        running = [_fork(given, workers, rank, folder) for rank in range(max(workers, 1))]
+        codes: dict[int, int] = {}
+        end = time.monotonic() + timeout
+        while len(codes) < len(running) and time.monotonic() < end:
+            time.sleep(0.02)
+            for rank, pid in enumerate(running):
+                if rank not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                    codes[rank] = os.waitstatus_to_exitcode(found[1])
+                    if codes[rank]:  # The others end soon.
+                        end = min(end, time.monotonic() + 30)
+        for rank, pid in enumerate(running):
+            if rank not in codes:
+                os.kill(pid, signal.SIGKILL)
+                os.waitpid(pid, 0)
+        failed = next((rank for rank, code in codes.items() if code), None)
+        if failed is None and len(codes) < len(running):
+            return Outcome(-1, [], f"no end after {timeout:g} s")
+        texts = [Path(f"{folder}/{rank}.err").read_text() for rank in range(len(running))]
+        printed = Path(f"{folder}/0.out").read_text().splitlines()
+    lines = [SECONDS.sub("T", line) for line in printed if not TIME.search(line)]
+    if failed is None:
+        return Outcome(0, lines, "")
+    said = [line for line in texts[failed].splitlines() if line.strip()]
+    errors = [line for line in said if ERROR.match(line)] or said or ["?"]
+    return Outcome(codes[failed], lines, textwrap.shorten(errors[-1], 200, placeholder=" ..."))
+
+
+def _fork(given: Sequence[str], workers: int, rank: int, folder: str) -> int:
+    """Starts one process, and returns its id."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1] if rank == 0 else 0
+    if rank == 0:
+        Path(f"{folder}/port").write_text(str(port))
+    sys.stdout.flush()
+    sys.stderr.flush()
+    pid = os.fork()
+    if pid:
+        return pid
+    code: Any = 1
     try:
-        done = subprocess.run(
-            command, env=env, capture_output=True, text=True, timeout=timeout, check=False
-        )
-    except subprocess.TimeoutExpired:
-        return Outcome(-1, [], f"no end after {timeout:g} s")
-    lines = [SECONDS.sub("T", line) for line in done.stdout.splitlines() if not TIME.search(line)]
-    said = [line for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in said if ERROR.match(line)] or said
-    error = errors[-1] if done.returncode and errors else ""
-    return Outcome(done.returncode, lines, textwrap.shorten(error, 200, placeholder=" ..."))
+        for number, name in ((1, "out"), (2, "err")):
+            file = os.open(f"{folder}/{rank}.{name}", os.O_CREAT | os.O_WRONLY)
+            os.dup2(file, number)
+        if workers:
+            numbers = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "MASTER_PORT": Path(f"{folder}/port").read_text(),
+            }
+            numbers |= {"WORLD_SIZE": workers, "LOCAL_WORLD_SIZE": workers}
+            os.environ |= {name: str(value) for name, value in numbers.items()}
+            os.environ["MASTER_ADDR"] = "127.0.0.1"
+            code = pyg_sar_main(["run", "--cache", os.environ["CACHE"], *given])
+        else:
+            sys.argv = list(given)
+            runpy.run_path(given[0], run_name="__main__")
+            code = 0
+    except SystemExit as error:
+        code = error.code or 0
+        if not isinstance(code, int):
+            sys.stderr.write(f"{code}\n")
+            code = 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(int(code))
 
 
 def compare(plain: Outcome, ours: Outcome, tolerance: float) -> Comparison:
@@ -135,17 +210,17 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="+", default=["float32", "float64"])
     given = parser.parse_args()
     wanted = given.only or list(SCRIPTS)
+    # Compiled models draw other random numbers; sets must have one order.
+    fixed = {"OMP_NUM_THREADS": "1", "TORCHDYNAMO_DISABLE": "1", "PYTHONHASHSEED": "0"}
+    if any(os.environ.get(name) != value for name, value in fixed.items()):
+        os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **fixed})
+    sys.path[1:1] = [str(given.pyg.resolve() / "benchmark")]  # The first place is the script's.
     with tempfile.TemporaryDirectory() as folder:
         shutil.copytree(given.planetoid, f"{folder}/planetoid")
-        env = {**os.environ, "PLANETOID": f"{folder}/planetoid", "OMP_NUM_THREADS": "1"}
-        # Compiled models draw other random numbers; sets must have one order.
-        env |= {"TORCHDYNAMO_DISABLE": "1", "PYTHONHASHSEED": "0"}
-        env["PYTHONPATH"] = os.pathsep.join(
-            [str(HERE.parent), str(given.pyg / "benchmark"), *sys.path[1:]]
-        )
+        os.environ |= {"PLANETOID": f"{folder}/planetoid", "CACHE": f"{folder}/cache"}
         rows = []
         for name in sorted(wanted):
-            rows.append([name, *cells(name, given, env, folder)])
+            rows.append([name, *cells(name, given)])
             print(" | ".join(rows[-1]), file=sys.stderr, flush=True)
     print(describe(given))
     heads = [f"{dtype}, {w} workers" for dtype in given.dtypes for w in given.workers]
@@ -154,7 +229,7 @@ def main() -> None:
         print("| " + " | ".join(row) + " |")
 
 
-def cells(name: str, given: argparse.Namespace, env: dict[str, str], folder: str) -> list[str]:
+def cells(name: str, given: argparse.Namespace) -> list[str]:
     """Runs one script in all ways."""
     place = given.pyg if name.startswith("benchmark/") else given.pyg / "examples"
     script = place / f"{name}.py"
@@ -163,14 +238,12 @@ def cells(name: str, given: argparse.Namespace, env: dict[str, str], folder: str
         tolerance = 1e-9 if dtype == "float64" else 1e-5
         wrapper = [str(HERE / "script_stand_ins.py"), "--epochs", str(given.epochs)]
         command = [*wrapper, "--dtype", dtype, str(script), *SCRIPTS.get(name, ())]
-        # Scripts write where they are, or where they run: not into the checkout.
-        plain = run([sys.executable, *command], env, given.timeout)
+        plain = run(command, 0, given.timeout)
         for workers in given.workers:
             if plain.code:
                 found.append(f"fails in one process: {plain.error}")
                 continue
-            start = [sys.executable, "-m", "pyg_sar", "run", "--workers", str(workers)]
-            ours = run([*start, "--cache", f"{folder}/cache", *command], env, given.timeout)
+            ours = run(command, workers, given.timeout)
             found.append(str(compare(plain, ours, tolerance)).replace("|", "/"))
     return found
 

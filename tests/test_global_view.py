@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.transforms import ToSparseTensor
+from torch_geometric.utils import coalesce, remove_self_loops
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError, WorkerError
@@ -83,6 +87,31 @@ class Linkx(torch.nn.Module):
         return self.model(data.x, data.edge_index)
 
 
+class Ids(torch.nn.Module):
+    """A layer that has a row of its weight for each node, and takes them by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.FastRGCNConv(NODES, CLASSES, 3, num_bases=2)
+
+    def forward(self, data: Data) -> Tensor:
+        return self.conv(None, data.edge_index, data.edge_type)
+
+
+class SelfSupervised(torch.nn.Module):
+    """A layer whose loss is of edges that it samples, and of others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = gnn.SuperGATConv(
+            8, CLASSES, 2, concat=False, dropout=0.3, edge_sample_ratio=0.8
+        )
+
+    def forward(self, data: Data) -> Tensor:
+        out = self.conv(data.x, data.edge_index)
+        return out + self.conv.get_attention_loss()
+
+
 MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "gcn": lambda: Net(gnn.GCNConv),
     "sage": lambda: Net(gnn.SAGEConv),
@@ -97,6 +126,9 @@ MODELS: dict[str, Callable[[], torch.nn.Module]] = {
     "selected edges": Relational,
     "gat with dropout": lambda: Net(lambda i, o: gnn.GATConv(i, o // 4, heads=4, dropout=0.4)),
     "linkx": Linkx,
+    "fast rgcn": lambda: Net(lambda i, o: gnn.FastRGCNConv(i, o, 3), "edge_type"),
+    "fast rgcn without features": Ids,
+    "super gat": SelfSupervised,
     "arma with dropout": lambda: Net(lambda i, o: gnn.ARMAConv(i, o, 2, 2, dropout=0.4)),
 }
 
@@ -105,6 +137,7 @@ def train(model: torch.nn.Module, data: Any) -> list[Any]:
     """Losses, metrics and gradients of a few epochs, as a script for one process writes them."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=1e-3)
     torch.manual_seed(2)
+    random.seed(2)
     found: list[Any] = []
     for _ in range(3):
         model.train()
@@ -256,14 +289,11 @@ def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str])
     def refused(root: str) -> None:
         data = pyg_sar.load_partition(root, view="global")
         conv = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE), view="global")
-        gat = pyg_sar.distribute(gnn.GATConv(8, 2).to(DOUBLE), view="global")
         plain = torch.randint(0, NODES, (2, 9))
         with pytest.raises(DistributedIndexError, match="plain 'edge_index'"):
             conv(data.x, plain)
         with pytest.raises(DistributedIndexError, match="computed from the graph"):
             conv(data.x, torch.cat([data.edge_index, plain], dim=1))
-        with pytest.raises(DistributedIndexError, match="gave a tuple"):
-            gat(data.x, data.edge_index, return_attention_weights=True)
         with pytest.raises(ValueError, match="'view'"):
             pyg_sar.load_partition(root, view="whole")
         with pytest.raises(ValueError, match="'view'"):
@@ -273,6 +303,143 @@ def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str])
     pyg_sar.launch(refused, 1, roots(2), parts=2)
     with pytest.raises(WorkerError, match="threads share PyTorch's"):
         pyg_sar.launch(refused, 2, roots(2), backend="threads")
+
+
+# Sparse matrices, and masks of edges ###########################################
+
+
+def with_matrix() -> Data:
+    data = make_graph()
+    edge_index = coalesce(remove_self_loops(data.edge_index)[0])
+    weight = torch.rand(
+        edge_index.size(1), dtype=DOUBLE, generator=torch.Generator().manual_seed(3)
+    )
+    data = Data(x=data.x, edge_index=edge_index, edge_weight=weight)
+    return ToSparseTensor(attr="edge_weight", layout=torch.sparse_csr)(data)
+
+
+def products(data: Data) -> list[Any]:
+    """What layers and operators make of a matrix."""
+    x = data.x.detach().clone().requires_grad_()
+    matrix = data.adj_t
+    torch.manual_seed(4)
+    convs = [
+        *(gnn.APPNP(2, 0.1), gnn.GatedGraphConv(8, 2), gnn.GraphConv(8, 8)),
+        *(gnn.GCNConv(8, 8), gnn.GCN2Conv(8, 0.1, 0.5, 1), gnn.SGConv(8, 8, 2), gnn.SimpleConv()),
+        *(gnn.SSGConv(8, 8, 0.1, 2), gnn.TAGConv(8, 8), gnn.GCNConv(8, 8, normalize=False)),
+    ]
+    outs = []
+    for conv in convs:
+        conv.to(DOUBLE)
+        if isinstance(x, NodeTensor):
+            pyg_sar.distribute(conv, view="global")
+        outs.append(conv(x, x, matrix) if isinstance(conv, gnn.GCN2Conv) else conv(x, matrix))
+    outs += [matrix @ x, torch.mm(matrix.t(), x), matrix @ torch.ones(NODES, dtype=DOUBLE)]
+    mixed = 0.5 * matrix + torch.eye(NODES, dtype=DOUBLE).to_sparse(layout=torch.sparse_csr)
+    outs.append(mixed @ x)
+    plain = torch.eye(NODES, dtype=DOUBLE).roll(1, 0).to_sparse()
+    outs.append(plain @ x)
+    loss = sum((out * (k + 1)).square().mean() for k, out in enumerate(outs))
+    loss.backward()
+    shape = [*matrix.shape, matrix.layout, matrix._nnz(), data.num_edges, repr(data)]
+    return [*shape, *(whole(out.detach(), "out") for out in outs), whole(x.grad, "gradient")]
+
+
+def test_sparse_matrices(tmp_path: Path) -> None:
+    expected = products(with_matrix())
+    pyg_sar.write_partitions(with_matrix(), 2, tmp_path / "parts")
+    loops = with_matrix()
+    loops.adj_t = (loops.adj_t.to_dense() + torch.eye(NODES, dtype=DOUBLE)).to_sparse_csr()
+    pyg_sar.write_partitions(loops, 2, tmp_path / "loops")
+
+    def run(root: Path) -> list[Any]:
+        data = pyg_sar.load_partition(root / "parts", view="global")
+        assert torch.equal(data.adj_t.whole().to_dense(), with_matrix().adj_t.to_dense())
+        sage = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view="global")
+        with pytest.raises(DistributedIndexError, match="SAGEConv.*'adj_t' with weights"):
+            sage(data.x, data.adj_t)
+        with pytest.raises(DistributedIndexError, match="'to_dense' of 'adj_t'"):
+            data.adj_t.to_dense()
+        data = pyg_sar.load_partition(root / "loops", view="global")
+        gcn = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE), view="global")
+        with pytest.raises(DistributedIndexError, match="GCNConv.*self-loops"):
+            gcn(data.x, data.adj_t)
+        return products(pyg_sar.load_partition(root / "parts", view="global"))
+
+    for found in pyg_sar.launch(run, 1, tmp_path, parts=2):
+        for one, other in zip(expected, found, strict=True):
+            if isinstance(one, Tensor):
+                torch.testing.assert_close(other, one, rtol=1e-9, atol=1e-9)
+            else:
+                assert other == one
+
+
+def explanation(data: Data) -> list[Tensor]:
+    """The masks that explain a node's class."""
+    model = built("gcn")
+    if isinstance(data.x, NodeTensor):
+        pyg_sar.distribute(model, view="global")
+    layers = torch.nn.ModuleList([model.first, model.second])
+
+    class Two(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = layers
+
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.layers[1](self.layers[0](x, edge_index).relu(), edge_index)
+
+    torch.manual_seed(5)
+    config = {"mode": "multiclass_classification", "task_level": "node", "return_type": "raw"}
+    explainer = Explainer(
+        Two(),
+        GNNExplainer(epochs=3),
+        explanation_type="model",
+        node_mask_type="attributes",
+        edge_mask_type="object",
+        model_config=config,
+    )
+    found = explainer(data.x, data.edge_index, index=4)
+    return [whole(mask.detach(), "mask") for mask in (found.node_mask, found.edge_mask)]
+
+
+def test_explanations(tmp_path: Path) -> None:
+    data = make_graph()
+    data = Data(x=data.x, edge_index=remove_self_loops(data.edge_index)[0])
+    expected = explanation(data)
+    assert int((expected[1] > 0).sum()) > 3
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts")
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "loops")
+
+    def run(root: Path) -> list[Tensor]:
+        with pytest.raises(DistributedIndexError, match="explained on a graph with self-loops"):
+            explanation(pyg_sar.load_partition(root / "loops", view="global"))
+        return explanation(pyg_sar.load_partition(root / "parts", view="global"))
+
+    for found in pyg_sar.launch(run, 1, tmp_path, parts=2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+def attention(data: Data) -> list[Tensor]:
+    """What layers give with the attention on each edge, and a gradient through it."""
+    found = []
+    for make in (gnn.GATConv, gnn.TransformerConv):
+        torch.manual_seed(6)
+        conv = make(8, 4, heads=2).to(DOUBLE)
+        if isinstance(data.x, NodeTensor):
+            pyg_sar.distribute(conv, view="global")
+        out, (index, alpha) = conv(data.x, data.edge_index, return_attention_weights=True)
+        (out.sum() + (alpha * (index[0] + 2 * index[1]).view(-1, 1)).square().sum()).backward()
+        gradients = [p.grad for p in conv.parameters() if p.grad is not None]
+        found += [whole(t.detach(), "attention") for t in (out, index, alpha, *gradients)]
+    return found
+
+
+def test_attention_weights(roots: Callable[[int], str]) -> None:
+    expected = attention(make_graph())
+    run = lambda root: attention(pyg_sar.load_partition(root, view="global"))  # noqa: E731
+    for found in pyg_sar.launch(run, 1, roots(2), parts=2):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
 
 
 # Several node types ###########################################################

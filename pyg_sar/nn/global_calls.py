@@ -10,19 +10,29 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
+from functools import cache, partial
 from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch_geometric.nn import ARMAConv, LabelPropagation, MessagePassing, RGCNConv
+from torch_geometric.nn import (
+    ARMAConv,
+    LabelPropagation,
+    MessagePassing,
+    RGCNConv,
+    SuperGATConv,
+)
 from torch_geometric.nn.models.linkx import SparseLinear
+from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.global_matrix import without_matrix
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
-from pyg_sar.tensors import Edges, NodeTensor, Rows, mapped, node_tensors, wrap
+from pyg_sar.space.distributed_index import DistEdgeIndex
+from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors, wrap
 
 _LABEL = ("", "backward", "gradient sum")
 
@@ -133,7 +143,8 @@ class _Call:
     def __init__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
-        self.edges: list[Edges] = [t.edges for t in found if t.edges is not None]
+        self.edge_tensors = [t for t in found if t.edges is not None]
+        self.edges: list[Edges] = [t.edges for t in self.edge_tensors]
         layers = isinstance(module, MessagePassing)
         lists = [t for t in found if t.edges is None and t.axis == 1 and t.dtype == torch.long]
         if layers and not self.edges and any(t.dim() == 2 and t.size(0) == 2 for t in lists):
@@ -295,12 +306,18 @@ class _Call:
                     )
                 found[name] = value if like is None else self.out(value, like.rows)
             return found
+        if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], tuple):
+            return self._with_attention(out[0], *out[1])
         if isinstance(out, tuple | list | dict):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
                 f"{self.comm.rank}), of which it is not known which rows they have: call it on "
                 "load_partition(view='local')"
             )
+        return self.out(out, self._targets())
+
+    def _targets(self) -> Rows:
+        """Returns the layout of the nodes that the module's result has rows of."""
         if self.edges:
             edges = self.edges[0]
             backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
@@ -314,7 +331,85 @@ class _Call:
                 )
         else:
             rows = self.known[0]
-        return self.out(out, rows)
+        return rows
+
+    def _with_attention(self, out: Any, index: Any, attention: Any) -> Any:
+        """Returns a result and the attention on each edge (``return_attention_weights``)."""
+        given = self.edge_tensors[0]
+        edges, rows = given.edges, given.rows
+        if index is not edges.index:  # It has put loops of its own in the place of the graph's.
+            kept = cast(NodeTensor, given[:, given[0] != given[1]])
+            rows = kept.rows.joined([edges.targets])
+        if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
+            raise DistributedIndexError(
+                f"{type(self.module).__name__} gave values of other edges than its own, and loops "
+                f"(rank {self.comm.rank}): call it on load_partition(view='local')"
+            )
+        found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
+        return self.out(out, self._targets()), (found, self.out(attention, rows))
+
+
+@contextmanager
+def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """A layer that is being explained has masks of this worker's edges. See ``set_masks`` of PyG.
+
+    Args:
+        layer: The module.
+        args: What it is called with.
+        kwargs: The same by name.
+
+    Raises:
+        DistributedIndexError: The masks are not of the edges that it is called with, or the edges
+            go to other workers on their way.
+    """
+    mask = getattr(layer, "_edge_mask", None)
+    if not isinstance(layer, MessagePassing) or not layer.explain or mask is None:
+        yield
+        return
+    edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
+    title = f"{type(layer).__name__} (rank {current().rank})"
+    if len(edges) != 1 or mask.shape != (edges[0].size(1),):
+        raise DistributedIndexError(
+            f"{title} is explained by a mask of shape {list(mask.shape)}, which is not that of its "
+            "edges"
+        )
+    turned = (layer.flow == "target_to_source") != (edges[0].edges.index.dist_row == 1)
+    if turned or needs_sorted_edges(layer):
+        raise DistributedIndexError(
+            f"{title} is explained, but its edges change their order, or their worker, on their "
+            "way: explain a model with flow='source_to_target' and sums, means or maxima"
+        )
+    rows, loops = edges[0].rows, layer._loop_mask
+    own: dict[str, Any] = {"_edge_mask": to_local(mask, rows, 0)}
+    own["_loop_mask"] = to_local(loops, rows, 0)
+    own["explain_message"] = partial(
+        _explain_message, layer, layer.explain_message, bool(loops.all())
+    )
+    registry = layer._parameters
+    parameter = registry.pop("_edge_mask", None)
+    before = {name: layer.__dict__[name] for name in own if name in layer.__dict__}
+    layer.__dict__.update(own)
+    try:
+        yield
+    finally:
+        for name in own:
+            del layer.__dict__[name]
+        layer.__dict__.update(before)
+        if parameter is not None:
+            registry["_edge_mask"] = parameter
+
+
+def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwargs: Any) -> Tensor:
+    """Weighs messages by the mask; PyG tells by their number whether the layer added loops."""
+    if not no_loops:
+        comm, adds = current(), int(inputs.size(layer.node_dim) != layer._edge_mask.size(0))
+        changes = comm.all_reduce(torch.tensor([adds], device=inputs.device), "max", label=_LABEL)
+        if int(changes):
+            raise DistributedIndexError(
+                f"{type(layer).__name__} is explained on a graph with self-loops, in whose place "
+                f"it puts its own (rank {comm.rank}): remove them before the graph is partitioned"
+            )
+    return cast(Tensor, own(inputs, **kwargs))
 
 
 class GlobalCalls:
@@ -323,8 +418,9 @@ class GlobalCalls:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not node_tensors(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with call.parameters():
+        with explained(self, args, kwargs), call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -347,19 +443,52 @@ class GlobalPropagation(DistMessagePassing):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not node_tensors(args, kwargs):
             return super().__call__(*args, **kwargs)
+        args, kwargs = without_matrix(self, args, kwargs)
         return torch.nn.Module.__call__(self, *args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
+        edge_index = self._given_edges(edge_index)
         call = _Call(self, (edge_index,), kwargs)
         with call.parameters():
             (edges,), local = call.arguments((edge_index,), kwargs)
+            edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
             out = super().propagate(edges, **local)
         return cast(Tensor, call.results(out.movedim(int(self.node_dim), 0), (), {})).movedim(
             0, int(self.node_dim)
         )
+
+    def _given_edges(self, edge_index: Any) -> Any:
+        """Returns the distributed edges that ``propagate`` is called with."""
+        return edge_index
+
+    def _local_edges(self, edges: Any) -> Any:
+        """Returns this worker's edges as ``propagate`` is to have them."""
+        return edges
+
+
+class GlobalSuperGAT(GlobalPropagation):
+    """``SuperGATConv``: the edges that its loss samples are those of the whole graph."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
+        edges = (t for t in node_tensors(args, kwargs) if t.edges is not None)
+        self.__dict__["_given"] = next(edges, None)
+        try:
+            return cast(Tensor, super().forward(*args, **kwargs))
+        finally:
+            del self.__dict__["_given"]
+
+    def _given_edges(self, edge_index: Any) -> Any:
+        given = self.__dict__["_given"]
+        return edge_index if given is None else given
+
+    def _local_edges(self, edges: Any) -> Any:
+        if self.add_self_loops:  # as its forward() does with those of the whole graph
+            edges, _ = remove_self_loops(edges)
+            edges, _ = add_self_loops(edges, num_nodes=edges.plan.num_local)
+        return edges
 
 
 _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
@@ -368,7 +497,8 @@ _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
 @cache
 def global_class(kind: type) -> type:
     """Returns a class of modules that also take and give tensors of the whole graph."""
-    if issubclass(kind, _WORK_ON_ALL_NODES):
+    before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
+    if issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
-        return type(kind.__name__, (GlobalPropagation, own), {"__module__": kind.__module__})
+        return type(kind.__name__, (before, own), {"__module__": kind.__module__})
     return type(kind.__name__, (GlobalCalls, kind), {"__module__": kind.__module__})

@@ -325,6 +325,26 @@ class ChebMixin(gnn.ChebConv):
         )
 
 
+class FastRGCNMixin(gnn.FastRGCNConv):
+    """Takes a node without features by its id, which is its place in one process only."""
+
+    def forward(self, x: Any, edge_index: Any, edge_type: Tensor | None = None) -> Tensor:
+        ids = x[0] if isinstance(x, tuple) else x
+        if isinstance(edge_index, DistEdgeIndex) and ids is not None:
+            known = edge_index.plan.n_id
+            if not ids.is_floating_point() and (known is None or not torch.equal(ids, known)):
+                raise DistributedIndexError(
+                    f"{type(self).__name__} got ids of other nodes than its own (rank "
+                    f"{current().rank}), and would take its own: use RGCNConv"
+                )
+        return cast(Tensor, super().forward(x, edge_index, edge_type))
+
+    def message(self, x_j: Tensor, edge_type: Tensor, edge_index_j: Tensor) -> Tensor:
+        if not x_j.is_floating_point():
+            edge_index_j = x_j
+        return cast(Tensor, super().message(x_j, edge_type, edge_index_j))
+
+
 class DistWLConv(gnn.WLConv):
     r"""Weisfeiler-Lehman colours of the nodes of all workers.
 
@@ -396,6 +416,7 @@ MIXINS: dict[type, type] = {
     gnn.ChebConv: ChebMixin,
     gnn.LabelPropagation: LabelPropagationMixin,
     gnn.HANConv: HANMixin,
+    gnn.FastRGCNConv: FastRGCNMixin,
 }
 
 _COARSE = "it ranks or merges the nodes of the whole graph"

@@ -396,6 +396,23 @@ def restore_adjacency(data: Data, whole: bool) -> None:
             del data.edge_weight
 
 
+def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:
+    """Returns the layout of the ``adj_t`` that a graph's edges were, and whether it had weights.
+
+    Args:
+        values: The graph's attributes that are no tensors.
+
+    Returns:
+        ``None`` where they were none of PyTorch's sparse matrices.
+    """
+    form = values.get("adj_t")
+    if not isinstance(form, str) or not form.startswith(_ADJACENCY):
+        return None
+    name = form.removeprefix(_ADJACENCY).removeprefix(_WEIGHTED)
+    layouts = {str(layout): layout for layout in (torch.sparse_csr, torch.sparse_coo)}
+    return None if name not in layouts else (layouts[name], _WEIGHTED in form)
+
+
 def edges_of(data: Any, whole: bool = True) -> Tensor:
     """Returns ``edge_index`` of a ``Data`` or an edge store, on the CPU.
 

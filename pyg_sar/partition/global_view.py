@@ -11,12 +11,13 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PartitionError
+from pyg_sar.partition.assignment import adjacency_of
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
 from pyg_sar.partition.node_lists import PLACE, NodeList
 from pyg_sar.partition.parts import put_list
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, node_rows, wrap
+from pyg_sar.tensors import Edges, NodeTensor, Rows, adjacency, edge_tensor, node_rows, wrap
 
 _FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` itself orders them.
 
@@ -56,6 +57,13 @@ def global_data(local: Data, metadata: PartitionMetadata, comm: Communicator) ->
     for name in ("edge_index", "adj_t"):
         if isinstance(data.get(name), DistEdgeIndex):
             data[name] = index
+    found = adjacency_of(metadata.values)
+    if found is not None:
+        form, weighted = found
+        data.adj_t = adjacency(index, data.edge_weight if weighted else None, form)
+        del data.edge_index
+        if weighted:
+            del data.edge_weight
     del data.n_id, data.e_id, data.num_nodes
     if "x" not in data:
         data.num_nodes = metadata.num_nodes

@@ -6,14 +6,17 @@ from pyg_sar.tensors import products as products
 from pyg_sar.tensors import reductions as reductions
 from pyg_sar.tensors import views as views
 from pyg_sar.tensors.edges import Edges, edge_tensor
+from pyg_sar.tensors.matrix import NodeMatrix, adjacency
 from pyg_sar.tensors.node_tensor import NodeTensor, mapped, node_tensors, whole
 from pyg_sar.tensors.operands import wrap
 from pyg_sar.tensors.rows import Rows, node_rows
 
 __all__ = [
     "Edges",
+    "NodeMatrix",
     "NodeTensor",
     "Rows",
+    "adjacency",
     "edge_tensor",
     "mapped",
     "node_rows",

@@ -169,8 +169,6 @@ class Rows:
 
         def ids() -> Tensor:
             own = self.ids[source]
-            if self.comm.world_size == 1:
-                return torch.arange(total, device=own.device)
             everyone = self.gathered_ids(own)
             return torch.searchsorted(torch.cat(everyone).sort().values, own)
 
@@ -302,6 +300,8 @@ class Rows:
 
     def cut(self, whole: Tensor, axis: int) -> Tensor:
         """Returns this worker's rows of a tensor that all workers hold."""
+        if whole.layout != torch.strided:
+            return whole.to_sparse_coo().index_select(axis, self.ids)
         if whole.stride(axis) == 0:
             return whole.narrow(axis, 0, min(1, self.total)).expand(
                 *(self.count if d == axis % whole.dim() else n for d, n in enumerate(whole.shape))

@@ -31,7 +31,7 @@ from pyg_sar.partition.metadata import VERSION, read_metadata
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.partition.storage import read_part, write_partitions
 from pyg_sar.partition.whole_graph import store_tensors
-from pyg_sar.tensors import NodeTensor, node_tensors, whole
+from pyg_sar.tensors import NodeMatrix, NodeTensor, node_tensors, whole
 from pyg_sar.tools.script_together import Together, digest_of_states
 
 METHOD = "balanced"
@@ -197,6 +197,9 @@ def _plain(value: Any, what: str, keep: bool) -> Any:
     if isinstance(value, NodeTensor):
         found = whole(value, what)
         return found.contiguous() if keep else None
+    if isinstance(value, NodeMatrix):
+        matrix = value.whole()
+        return matrix if keep else None
     if isinstance(value, dict):
         return {key: _plain(one, what, keep) for key, one in value.items()}
     if isinstance(value, list | tuple):

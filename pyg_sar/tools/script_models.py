@@ -21,7 +21,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_sar.convert import distribute
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_calls import GlobalCalls
-from pyg_sar.tensors import NodeTensor, mapped
+from pyg_sar.tensors import NodeMatrix, NodeTensor, mapped
 from pyg_sar.tools.script_files import called_by_package
 from pyg_sar.tools.script_together import Together
 
@@ -176,7 +176,7 @@ class Models:
         """Runs a model on a graph of one node of each type and one edge of each relation."""
 
         def cut(value: Tensor) -> Tensor:
-            if _is_pair(value):
+            if _is_pair(value) or isinstance(value, NodeMatrix):
                 return torch.zeros(2, 1, dtype=torch.long, device=value.device)
             if value.dim() == 0:
                 return value
