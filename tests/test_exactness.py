@@ -299,7 +299,8 @@ def test_layer_in_every_mode(name: str, graph: Data, partitions: Partitions):
 )
 def test_world_sizes_and_partitioners(world: int, method: str, graph: Data, partitions: Partitions):
     root = partitions(graph, world, method)
-    sweep_layers(LAYERS, world, graph, root, MODES).check()
+    # All modes with 2 and 3 workers; every other one with 1 and 5.
+    sweep_layers(LAYERS, world, graph, root, MODES if world in (2, 3) else MODES[::2]).check()
 
 
 # A worker without ... ########################################################
@@ -682,8 +683,9 @@ def check_training(expected: Any, workers: list[Any], title: str) -> None:
         assert torch.allclose(found_out, out[n_id], rtol=TOLERANCE, atol=TOLERANCE), where
 
 
-@pytest.mark.parametrize("kind", ["gcn", "sage", "gat"])
-@pytest.mark.parametrize("optimizer", ["adam", "sgd"])
+@pytest.mark.parametrize(
+    ("kind", "optimizer"), [("gcn", "adam"), ("sage", "adam"), ("gat", "adam"), ("gat", "sgd")]
+)
 def test_five_steps_of_training(kind: str, optimizer: str, graph: Data, partitions: Partitions):
     torch.manual_seed(2)
     model = Net(kind).double()

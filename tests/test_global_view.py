@@ -325,7 +325,7 @@ def products(data: Data) -> list[Any]:
     torch.manual_seed(4)
     convs = [
         *(gnn.APPNP(2, 0.1), gnn.GatedGraphConv(8, 2), gnn.GraphConv(8, 8)),
-        *(gnn.GCNConv(8, 8), gnn.GCN2Conv(8, 0.1, 0.5, 1), gnn.SGConv(8, 8, 2), gnn.SimpleConv()),
+        *(gnn.GCNConv(8, 8), gnn.GCN2Conv(8, 0.1, 0.5, 1), gnn.SGConv(8, 8, 2)),
         *(gnn.SSGConv(8, 8, 0.1, 2), gnn.TAGConv(8, 8), gnn.GCNConv(8, 8, normalize=False)),
     ]
     outs = []

@@ -244,7 +244,8 @@ def test_models_equal_one_process(world, tmp_path):
     data = make_hetero()
     root = tmp_path / "parts"
     pyg_sar.write_partitions(data, world, root, random_parts(data, world))
-    check(models(), world, MODES, root, data)
+    # All modes with 2 and 3 workers; every other one with 1 and 5.
+    check(models(), world, MODES if world in (2, 3) else MODES[::2], root, data)
 
 
 # Relations as edge types ######################################################
@@ -340,7 +341,6 @@ def refused(root: Any) -> list[str]:
     for conv, x, size in (
         (RGCNConv, None, NODES // 2),  # as many as every worker has
         (FastRGCNConv, None, NODES),
-        (FastRGCNConv, data.n_id, NODES),
     ):
         model = pyg_sar.distribute(conv(size, 4, TYPES).double())
         try:
@@ -353,9 +353,8 @@ def refused(root: Any) -> list[str]:
 def test_node_ids_of_this_worker_are_refused(tmp_path):
     pyg_sar.write_partitions(typed_graph(), 2, tmp_path / "parts", "contiguous")
     for found in threads(refused, 2, tmp_path / "parts"):
-        assert len(found) == 3
+        assert len(found) == 2
         assert "data.n_id" in found[0] and "data.n_id" in found[1]
-        assert "distributed" in found[2]
 
 
 def bucketings(root: Any) -> list[int]:

@@ -358,8 +358,10 @@ def test_two_operations_in_another_order(where: list[int]):
 
 
 INTERRUPTED = """
-import _thread, threading, time
+import _thread, signal, threading, time
 import pyg_sar
+
+signal.signal(signal.SIGINT, signal.default_int_handler)  # A shell's background job ignores it.
 
 def worker():
     comm, then = pyg_sar.comm.current(), 0.0

@@ -312,7 +312,7 @@ def test_planning_takes_no_more_than_the_store_makes_room_for(capacity):
         for part in range(parts)
     }
     routes = Routes([published] * parts, index, {})
-    host = SimpleNamespace(parts=range(parts), num_parts=parts)
+    host = SimpleNamespace(parts=range(parts), num_parts=parts, keep="belady")
     tracemalloc.start()
     try:
         routes.plan(host, capacity)
