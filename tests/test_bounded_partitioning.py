@@ -70,7 +70,7 @@ def test_what_does_not_fit_names_a_number_of_parts_that_does(tmp_path: Path) -> 
     assert not list(tmp_path.iterdir())
     words = str(caught.value).split()
     parts = int(words[words.index("about") + 1])
-    pyg_sar.write_partitions(data, parts + 2, tmp_path / "parts", "random", memory="2MiB")
+    pyg_sar.write_partitions(data, parts, tmp_path / "parts", "random", memory="2MiB")
     with pytest.raises(ValueError, match=r"method='metis' takes about .* 'balanced' or 'fennel'"):
         pyg_sar.write_partitions(data, 20, tmp_path / "other", "metis", memory="2MiB")
     with pytest.raises(ValueError, match=r"memory='much' must be a number of bytes"):
@@ -197,6 +197,18 @@ def test_a_folder_of_arrays_and_of_tables_is_the_graph(tmp_path: Path) -> None:
             assert torch.equal(found[key], value), (name, key)
     found.x[0] = 7.0  # A change stays in memory: the file is as it was.
     assert torch.equal(load_graph(str(tmp_path / "csv")).x, data.x)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "uint32", "uint64"])
+def test_edges_of_any_integers(dtype: str, tmp_path: Path) -> None:
+    ends = np.random.default_rng(0).integers(0, 50, (2, 300))
+    (tmp_path / "graph").mkdir()
+    np.save(tmp_path / "graph" / "edge_index.npy", ends.astype(dtype))
+    np.save(tmp_path / "graph" / "num_nodes.npy", np.array(50))
+    data = load_graph(str(tmp_path / "graph"))
+    for name, memory in (("free", None), ("bounded", "1MiB")):
+        pyg_sar.write_partitions(data, 2, tmp_path / name, "fennel", memory=memory)
+        assert torch.equal(merge_partitions(tmp_path / name).edge_index, torch.from_numpy(ends))
 
 
 def test_a_folder_of_a_heterogeneous_graph(tmp_path: Path) -> None:

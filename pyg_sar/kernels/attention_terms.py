@@ -260,11 +260,11 @@ class AttentionGradients:
     edge_weight: Tensor | None = None
 
     def wanted(self) -> dict[str, Tensor]:
-        """Those that are there, by name."""
+        """Returns the gradients that are wanted, by name."""
         return {f.name: t for f in fields(self) if (t := getattr(self, f.name)) is not None}
 
     def only(self, names: tuple[str, ...]) -> AttentionGradients:
-        """Those of ``names``."""
+        """Returns the gradients of ``names``."""
         return AttentionGradients(**{n: t for n, t in self.wanted().items() if n in names})
 
     def check(self, attention: Attention) -> None:

@@ -67,7 +67,7 @@ RIGHT: dict[str, tuple[Callable[[Any], bool], str]] = {
 """Transforms that give a part the whole graph's numbers, on what condition, and what to do."""
 
 INSTEAD = {"SIGN": "pyg_sar.propagate_features(parts, K) computes it on workers"}
-"""What to call in the place of other transforms."""
+"""Calls that take the place of other transforms."""
 
 
 class PartData(Data):

@@ -100,7 +100,7 @@ class Scratch:
         left, wanted = self.memory - fixed, f"{(fixed + most) / 2**20:.0f} MiB"
         remedy = f"memory='{wanted.replace(' ', '')}'"
         if left > 0:
-            more = math.ceil(len(nodes) * most / left)
+            more = math.ceil(1.2 * len(nodes) * most / left)  # Smaller parts are less even.
             remedy = f"about {max(more, len(nodes) + 1)} parts, or {remedy}"
         raise ValueError(
             f"Expected 'memory' to hold {PER_NODE} bytes for each of {sum(nodes):,} nodes and the "

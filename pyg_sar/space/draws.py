@@ -210,37 +210,26 @@ def draw(
         IndexError: When an id is not in ``[0, total)``.
     """
     with torch._C.DisableTorchFunction():  # Those that watch what is drawn have seen this.
-        return _drawn(fill, rest, ids, total, dtype, torch.device(device), draws)
-
-
-def _drawn(
-    fill: Fill,
-    rest: Sequence[int],
-    ids: Tensor,
-    total: int,
-    dtype: torch.dtype,
-    device: torch.device,
-    draws: Draws,
-) -> Tensor:
-    if ids.numel():
-        low, high = (int(n) for n in ids.aminmax())
-        if low < 0 or high >= total:
-            raise IndexError(f"Expected ids in [0, {total}) (got {low} to {high})")
-    ids = ids.to(device).long()
-    if draws.strength == "keyed":
-        return _keyed(fill, rest, ids, dtype, draws.fixed().key or 0)
-    if total * prod(rest) <= _PIECE:
+        if ids.numel():
+            low, high = (int(n) for n in ids.aminmax())
+            if low < 0 or high >= total:
+                raise IndexError(f"Expected ids in [0, {total}) (got {low} to {high})")
+        device = torch.device(device)
+        ids = ids.to(device).long()
+        if draws.strength == "keyed":
+            return _keyed(fill, rest, ids, dtype, draws.fixed().key or 0)
+        if total * prod(rest) <= _PIECE:
+            return fill.whole([total, *rest], dtype, device).index_select(0, ids)
+        if device.type == "cpu" and _comes_in_pieces(fill, dtype):
+            return _in_pieces(fill, rest, ids, total, dtype)
+        size = total * prod(rest) * dtype.itemsize
+        if size > draws.limit:
+            raise ValueError(
+                f"random='same' draws a tensor of shape {[total, *rest]} as one process would: "
+                f"{size} bytes on each worker at once, more than {draws.limit}. Say "
+                "random='keyed', which needs the worker's own rows only"
+            )
         return fill.whole([total, *rest], dtype, device).index_select(0, ids)
-    if device.type == "cpu" and _comes_in_pieces(fill, dtype):
-        return _in_pieces(fill, rest, ids, total, dtype)
-    size = total * prod(rest) * dtype.itemsize
-    if size > draws.limit:
-        raise ValueError(
-            f"random='same' draws a tensor of shape {[total, *rest]} as one process would: "
-            f"{size} bytes on each worker at once, more than {draws.limit}. Say random='keyed', "
-            "which needs the worker's own rows only"
-        )
-    return fill.whole([total, *rest], dtype, device).index_select(0, ids)
 
 
 def _keyed(fill: Fill, rest: Sequence[int], ids: Tensor, dtype: torch.dtype, key: int) -> Tensor:

@@ -23,7 +23,7 @@ from pyg_sar.tensors.rows import Fetch, Rows
 
 
 class Chosen:
-    """What an index along the rows chooses.
+    """The rows that an index along the rows chooses.
 
     Args:
         rows: The layout of what is chosen.

@@ -229,7 +229,7 @@ def _unsupported(func: Any, args: Any, kwargs: Any) -> Any:
     *("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor"),
 )
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
-    """What needs all rows at once; the result is the same on all workers."""
+    """Gathers the rows and calls the operator on them: the result is the same on all workers."""
     return by_gathering(func, args, kwargs)
 
 
