@@ -68,9 +68,9 @@ def inner(edge_index: DistEdgeIndex, partial: Partial, layer: Any, sources: int)
     if partial.checked is not None and layer not in partial.checked:
         raise DistributedIndexError(
             f"{type(layer).__name__} ({layer.ledger_name}) got the edges of a message flow graph "
-            f"at rank {edge_index.plan.rank} before its model was compared with the whole graph: call "
-            "pyg_sar.train.check_flow(model, data, flow) once, with a model that holds this layer "
-            "(norms, readouts, or more layers than hops would give other numbers)"
+            f"at rank {edge_index.plan.rank} before its model was compared with the whole graph: "
+            "call pyg_sar.train.check_flow(model, data, flow) once, with a model that holds this "
+            "layer (norms, readouts, or more layers than hops would give other numbers)"
         )
     if edge_index.dist_row != sources:
         raise refuse_partial("Messages from targets to sources")
