@@ -54,7 +54,7 @@ OVER_ROWS: tuple[type, ...] = (
 _LABEL = ("", "forward", "statistics")
 _LABEL_BACK = ("", "backward", "statistics")
 _GATHERED = 2**20  # numbers that may come together at a worker in one message
-_BLOCK = 2**16  # values at a time; stays in a CPU's cache
+_BLOCK = 2**17  # values at a time; stays in a CPU's cache
 _BLOCK_GPU = 2**24
 
 
