@@ -8,6 +8,7 @@ a layer's call gets its parameters, and whatever else is the same on all workers
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -35,6 +36,12 @@ from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors, wrap
 
 _LABEL = ("", "backward", "gradient sum")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
+_INNER_HOOKS = tuple(
+    f"_{name}_forward{when}_hooks"
+    for name in ("propagate", "aggregate", "edge_update", "message_and_aggregate")
+    for when in ("_pre", "")
+)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -158,6 +165,7 @@ class _Call:
                 f"{type(module).__name__} got node tensors, but a plain 'edge_index' (rank "
                 f"{self.comm.rank}): pass data.edge_index"
             )
+        refuse_inner_hooks(module, self.comm.rank)
         layouts = [t.rows for t in found]
         for edges in self.edges:
             layouts += [edges.sources, edges.targets]
@@ -183,7 +191,8 @@ class _Call:
                     )
                 rows = same[0]
             return to_local(value, rows, value.axis)
-        if value.dim() and self.edges:
+        groups = value.dim() == 1 and value.dtype == torch.long  # a norm's, or a readout's, batch
+        if value.dim() and (self.edges or groups):
             fits = [r for r in self.known if r.total == value.size(0)]
             if len(fits) > 1:
                 raise DistributedIndexError(
@@ -412,10 +421,57 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
     return cast(Tensor, own(inputs, **kwargs))
 
 
+def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
+    """Refuses hooks that are called within a layer, where they see this worker's rows.
+
+    Those of torch and PyG (``weight_norm``, lazy parameters) compute with parameters only.
+
+    Raises:
+        DistributedIndexError: Naming the module and the hook.
+    """
+    for name, inner in module.named_modules():
+        for kind in (*(_HOOKS if inner is not module else ()), *_INNER_HOOKS):
+            for hook in getattr(inner, kind, {}).values():
+                home = getattr(hook, "__module__", None) or type(hook).__module__
+                if home.partition(".")[0] not in ("torch", "torch_geometric"):
+                    raise DistributedIndexError(
+                        f"{type(inner).__name__} {name!r} of {type(module).__name__} has a hook in "
+                        f"'{kind}', which would see the rows of rank {rank} only: put a forward or "
+                        f"backward hook on the {type(module).__name__}, or call it on "
+                        "load_partition(view='local')"
+                    )
+
+
 class GlobalCalls:
-    """Goes before a class of layers that compute with this worker's rows."""
+    """Goes before a class of layers that compute with this worker's rows.
+
+    Hooks of the layer itself are called with tensors of the whole graph.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        hooks = {name: self.__dict__[name] for name in _HOOKS if self.__dict__.get(name)}
+        if not node_tensors(args, kwargs) or not hooks:
+            return self._called(*args, **kwargs)
+        own = {"forward": self.__dict__["forward"]} if "forward" in self.__dict__ else {}
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            self.__dict__.update({name: OrderedDict() for name in hooks})
+            self.__dict__.pop("forward")
+            self.__dict__.update(own)
+            try:
+                return self._called(*args, **kwargs)
+            finally:
+                self.__dict__.update(hooks, forward=forward)
+
+        self.__dict__["forward"] = forward
+        try:
+            return torch.nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
+        finally:
+            self.__dict__.pop("forward")
+            self.__dict__.update(own)
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the layer's result, without its hooks."""
         if not node_tensors(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
