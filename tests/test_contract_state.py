@@ -425,6 +425,29 @@ def test_rule_4_state_of_a_message_is_updated_once(root: Path):
     threads(worker, WORLD)
 
 
+class Scaled(MessagePassing):
+    """Reads buffers before it aggregates, and within its message."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.lin = torch.nn.utils.parametrizations.orthogonal(Linear(CHANNELS, CHANNELS))
+        self.register_buffer("scale", torch.arange(1.0, CHANNELS + 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x * self.scale)) * self.scale
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return x_i.sigmoid() * x_j * self.scale
+
+
+def test_buffers_that_nobody_writes_are_not_written(partitions: Partitions, graph: Data):
+    """Autograd has saved them when a layer is looked at."""
+    sweep = Sweep(2)
+    root = partitions(graph, 2, "random")
+    sweep.add("buffers", Job(Scaled().double(), root, policies=MODES), graph)
+    sweep.check()
+
+
 def test_rule_4_state_that_depends_on_the_edges_is_refused(root: Path):
     """A worker would count its own edges."""
 
