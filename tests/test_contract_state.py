@@ -524,6 +524,24 @@ def test_a_message_that_mixes_edges_is_refused(how: str, mode: int, root: Path):
         threads(worker, WORLD)
 
 
+@pytest.mark.parametrize("mode", [1, 3])
+def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(mode: int, root: Path):
+    """One that treats each target alone isn't."""
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, 2).double(), SARPolicy(mode=mode))
+        expected = layer(data.x, data.edge_index) * 2 - layer.lin_root(data.x)
+        for hook in (lambda _, args, out: out * 2, lambda _, args, out: out - out.mean(0)):
+            handle = layer.register_aggregate_forward_hook(hook)
+            found = layer(data.x, data.edge_index) + layer.lin_rel.bias
+            torch.testing.assert_close(found, expected)
+            handle.remove()
+
+    with pytest.raises(pyg_sar.errors.WorkerError, match="mixes edges of different targets"):
+        threads(worker, WORLD)
+
+
 # Rule 5: dtypes ##############################################################
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)

@@ -8,7 +8,6 @@ a layer's call gets its parameters, and whatever else is the same on all workers
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -29,6 +28,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.global_hooks import refuse_inner_hooks, with_hooks
 from pyg_sar.nn.global_matrix import without_matrix
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
@@ -36,12 +36,6 @@ from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors, wrap
 
 _LABEL = ("", "backward", "gradient sum")
-_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
-_INNER_HOOKS = tuple(
-    f"_{name}_forward{when}_hooks"
-    for name in ("propagate", "aggregate", "edge_update", "message_and_aggregate")
-    for when in ("_pre", "")
-)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -421,27 +415,6 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
     return cast(Tensor, own(inputs, **kwargs))
 
 
-def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
-    """Refuses hooks that are called within a layer, where they see this worker's rows.
-
-    Those of torch and PyG (``weight_norm``, lazy parameters) compute with parameters only.
-
-    Raises:
-        DistributedIndexError: Naming the module and the hook.
-    """
-    for name, inner in module.named_modules():
-        for kind in (*(_HOOKS if inner is not module else ()), *_INNER_HOOKS):
-            for hook in getattr(inner, kind, {}).values():
-                home = getattr(hook, "__module__", None) or type(hook).__module__
-                if home.partition(".")[0] not in ("torch", "torch_geometric"):
-                    raise DistributedIndexError(
-                        f"{type(inner).__name__} {name!r} of {type(module).__name__} has a hook in "
-                        f"'{kind}', which would see the rows of rank {rank} only: put a forward or "
-                        f"backward hook on the {type(module).__name__}, or call it on "
-                        "load_partition(view='local')"
-                    )
-
-
 class GlobalCalls:
     """Goes before a class of layers that compute with this worker's rows.
 
@@ -449,26 +422,9 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        hooks = {name: self.__dict__[name] for name in _HOOKS if self.__dict__.get(name)}
-        if not node_tensors(args, kwargs) or not hooks:
-            return self._called(*args, **kwargs)
-        own = {"forward": self.__dict__["forward"]} if "forward" in self.__dict__ else {}
-
-        def forward(*args: Any, **kwargs: Any) -> Any:
-            self.__dict__.update({name: OrderedDict() for name in hooks})
-            self.__dict__.pop("forward")
-            self.__dict__.update(own)
-            try:
-                return self._called(*args, **kwargs)
-            finally:
-                self.__dict__.update(hooks, forward=forward)
-
-        self.__dict__["forward"] = forward
-        try:
-            return torch.nn.Module.__call__(self, *args, **kwargs)  # type: ignore[arg-type]
-        finally:
-            self.__dict__.pop("forward")
-            self.__dict__.update(own)
+        if not node_tensors(args, kwargs):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
     def _called(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the layer's result, without its hooks."""
