@@ -4,7 +4,7 @@
 node up to the last one with an edge a self loop; nodes behind it get none. Each worker answers with
 its own nodes among these. They are its first ones, as a part's nodes are in the graph's order. PyG
 first asks whether there are edges at all: that is answered for the whole graph, too, as a worker
-may have nodes, but no edges.
+may have nodes, but no edges. To whoever else asks, a worker's nodes are all of its own.
 """
 
 from __future__ import annotations
@@ -20,13 +20,16 @@ from pyg_sar.exchange.gather import halo_gather
 from pyg_sar.space.distributed_index import DistEdgeIndex, DistIndex, handles, plain, refusal
 from pyg_sar.space.pyg_calls import module_of
 
+_LOOPS = ("add_self_loops", "add_remaining_self_loops")
 
-def _inferred() -> bool:
-    """True where PyG's ``maybe_num_nodes`` asks."""
+
+def _asks() -> str:
+    """The function for which PyG's ``maybe_num_nodes`` asks, or ``''`` where somebody else asks."""
     frame: Any = sys._getframe(1)
     while frame.f_back and module_of(frame).partition(".")[0] == "pyg_sar":
         frame = frame.f_back
-    return bool(frame.f_code.co_name == "maybe_num_nodes")
+    inferred = frame.f_code.co_name == "maybe_num_nodes" and frame.f_back
+    return str(frame.f_back.f_code.co_name) if inferred else ""
 
 
 def _own_nodes(source: DistIndex | DistEdgeIndex) -> int:
@@ -59,10 +62,11 @@ def _count(edges: DistEdgeIndex) -> int:
 @handles(Tensor.numel, torch.numel, Tensor.nelement)
 def _numel(func: Any, args: Any, kwargs: Any) -> int:
     (source,) = args
-    if not _inferred():
+    asks = _asks()
+    if not asks:
         return plain(source).numel()
     known = isinstance(source, DistEdgeIndex) and source.plan.n_id is not None
-    if not known or source.bipartite or source.partial is not None:
+    if asks not in _LOOPS or not known or source.bipartite or source.partial is not None:
         return _own_nodes(source)
     count: int = source.remember_together("number of nodes", lambda: _count(source))
     source.__dict__["_inferred"] = count
@@ -75,5 +79,5 @@ def _max(func: Any, args: Any, kwargs: Any) -> Tensor:
     if len(args) > 1 or kwargs or not isinstance(args[0], DistIndex | DistEdgeIndex):
         raise refusal(func)
     source = args[0]
-    found = source.__dict__.pop("_inferred", None) if _inferred() else None
+    found = source.__dict__.pop("_inferred", None) if _asks() else None
     return torch.tensor((_own_nodes(source) if found is None else found) - 1, device=source.device)
