@@ -425,6 +425,29 @@ def test_rule_4_state_of_a_message_is_updated_once(root: Path):
     threads(worker, WORLD)
 
 
+class Scaled(MessagePassing):
+    """Reads buffers before it aggregates, and within its message."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="sum")
+        self.lin = torch.nn.utils.parametrizations.orthogonal(Linear(CHANNELS, CHANNELS))
+        self.register_buffer("scale", torch.arange(1.0, CHANNELS + 1))
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=self.lin(x * self.scale)) * self.scale
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return x_i.sigmoid() * x_j * self.scale
+
+
+def test_buffers_that_nobody_writes_are_not_written(partitions: Partitions, graph: Data):
+    """Autograd has saved them when a layer is looked at."""
+    sweep = Sweep(2)
+    root = partitions(graph, 2, "random")
+    sweep.add("buffers", Job(Scaled().double(), root, policies=MODES), graph)
+    sweep.check()
+
+
 def test_rule_4_state_that_depends_on_the_edges_is_refused(root: Path):
     """A worker would count its own edges."""
 
@@ -498,6 +521,24 @@ def test_a_message_that_mixes_edges_is_refused(how: str, mode: int, root: Path):
         layer(data.x, data.edge_index)
 
     with pytest.raises(pyg_sar.errors.WorkerError, match="DistributedIndexError"):
+        threads(worker, WORLD)
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(mode: int, root: Path):
+    """One that treats each target alone isn't."""
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, 2).double(), SARPolicy(mode=mode))
+        expected = layer(data.x, data.edge_index) * 2 - layer.lin_root(data.x)
+        for hook in (lambda _, args, out: out * 2, lambda _, args, out: out - out.mean(0)):
+            handle = layer.register_aggregate_forward_hook(hook)
+            found = layer(data.x, data.edge_index) + layer.lin_rel.bias
+            torch.testing.assert_close(found, expected)
+            handle.remove()
+
+    with pytest.raises(pyg_sar.errors.WorkerError, match="mixes edges of different targets"):
         threads(worker, WORLD)
 
 

@@ -223,6 +223,24 @@ def same(found: Tensor, right: Tensor) -> bool:
     return close and torch.equal(found.isnan(), right.isnan())
 
 
+def test_integers(partitions: Partitions):
+    """Labels have an extremum, too."""
+    data = make_graph()
+    root = partitions(data, 2, "random")
+    layers = [SimpleConv(aggr=aggr) for aggr in ("max", "min")]
+    values = data.y.view(-1, 1) - 1
+    expected = [layer(values, data.edge_index) for layer in layers]
+
+    def worker() -> Any:
+        part = pyg_sar.load_partition(root)
+        mine = [pyg_sar.distribute(SimpleConv(aggr=aggr)) for aggr in ("max", "min")]
+        return part.n_id, [layer(part.y.view(-1, 1) - 1, part.edge_index) for layer in mine]
+
+    for n_id, found in threads(worker, 2):
+        for one, other in zip(found, expected, strict=True):
+            assert torch.equal(one, other[n_id])
+
+
 def test_nan_and_infinite_features_as_in_one_process(tmp_path: Path):
     """PyG's gradient of a target whose extremum is NaN is NaN at all of its in-edges; it was 0."""
     data = make_graph()

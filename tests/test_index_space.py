@@ -273,13 +273,37 @@ def test_edges_by_a_step(graph: Data, root: Path):
         assert torch.allclose(out, expected[n_id], rtol=1e-10, atol=1e-12)
 
 
-def test_self_loops_without_the_number_of_nodes(root: Path):
-    """All own nodes get one: the space knows their number."""
+def test_self_loops_without_the_number_of_nodes(graph: Data, tmp_path: Path):
+    """Nodes behind the last one with an edge get none; those of a worker without edges get one."""
+    one = (graph.edge_index[1] != 5) & (graph.edge_index[1] != 9)
+    part = torch.arange(NODES) % 2
+    part[[5, 9]] = 2
+    torch.manual_seed(0)
+    layers = [gnn.EGConv(6, 4, ["sum", "max"], num_heads=2, num_bases=2), gnn.SAGEConv(6, 4)]
 
-    def worker(data: Data) -> int:
-        return utils.add_self_loops(data.edge_index)[0].size(1) - data.num_edges - data.num_nodes
+    def outputs(data: Data, layers: list[Any]) -> list[Tensor]:
+        loops = [f(data.edge_index)[0] for f in (utils.add_self_loops, _without_and_with)]
+        return [
+            *(layers[0](data.x, data.edge_index), layers[0](data.x, data.edge_index[:, :0])),
+            *(layers[1](data.x, edges) for edges in loops),
+        ]
 
-    assert on_workers(worker, root) == [0] * WORLD
+    def worker(root: Path) -> Any:
+        data = pyg_sar.load_partition(root)
+        return data.n_id, outputs(data, [pyg_sar.distribute(copy.deepcopy(x)) for x in layers])
+
+    layers = [layer.double() for layer in layers]
+    for edges in (graph.edge_index, graph.edge_index[:, one]):
+        kept = Data(x=graph.x, edge_index=edges)
+        pyg_sar.write_partitions(kept, WORLD, tmp_path / "parts", part, overwrite=True)
+        found = threads(worker, WORLD, tmp_path / "parts")
+        for k, expected in enumerate(outputs(kept, layers)):
+            whole = assemble(((ids, outs[k]) for ids, outs in found), NODES)
+            assert error(whole, expected) <= TOLERANCE
+
+
+def _without_and_with(edge_index: Tensor) -> Any:
+    return utils.add_self_loops(utils.remove_self_loops(edge_index)[0])
 
 
 @pytest.mark.parametrize("transform", [T.AddSelfLoops(), T.AddRemainingSelfLoops(), T.GCNNorm()])

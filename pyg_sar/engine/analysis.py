@@ -52,6 +52,9 @@ _UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by va
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
 _METHODS = ("message", "aggregate", "update", "edge_update")
+_HOOKS = tuple(
+    f"_{name}_forward{when}_hooks" for name in _METHODS if name != "update" for when in ("_pre", "")
+)
 _FLAGS = (bool, str, type(None))
 _SWITCHES = (*_FLAGS, int, float)
 _MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
@@ -188,6 +191,7 @@ def call_key(layer: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple
     kind = layer.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
     # A method of the layer's own, not of its class: others may stand there tomorrow.
     switches: list[Any] = [layer.__dict__.get(name) for name in _METHODS]
+    switches += [tuple(getattr(layer, name)) for name in _HOOKS]  # numbers that are given once
     wanted = _SWITCHES if len(choices_of(layer)) < _MANY_CHOICES else _FLAGS
     for module in layer.modules():
         switches.append(type(module))
@@ -257,8 +261,10 @@ class Chooser:
             self.rows.refuse(mine.refused, self.comm.rank)
             if replace(mine, rows=None) != replace(known.rows.mine, rows=None):
                 return False
-        if known.needs is None:
-            return True
+        if known.needs is None:  # One shot; hooks of its aggregation are looked at anew.
+            return not (
+                self.layer._aggregate_forward_pre_hooks or self.layer._aggregate_forward_hooks
+            )
         edge_level, some_edges = known.edge_level, True
         look = self._look(known.strategy == "chunked", edge_level, some_edges, known.sizes)
         return (look.severity, *look.numbers) == known.found
@@ -300,6 +306,8 @@ class Chooser:
             source = 0 if self.layer.flow == "source_to_target" else 1
             if reason == "asked for" and self.edge_index.dist_row == source and not rows.updates:
                 self._attempt("sequential", sizes)  # a second look, which refuses as well
+                if self.layer._aggregate_forward_pre_hooks or self.layer._aggregate_forward_hooks:
+                    self._attempt("chunked", sizes)  # The other doesn't aggregate by itself.
             return replace(self._whole(reason), out_rows=known)
         for attempt in ("sequential", "chunked"):
             if attempt == "sequential" and strategy == "chunked":

@@ -33,6 +33,15 @@ def segment_sum(tile: Tile, values: Tensor) -> Tensor:
     return out.view(out.size(0), *values.shape[1:]).to(values.dtype)
 
 
+def worst(dtype: torch.dtype, largest: bool) -> float | int:
+    """The value that every other one exceeds, or that exceeds every other one."""
+    if dtype == torch.bool:
+        return not largest
+    if not dtype.is_floating_point:
+        return torch.iinfo(dtype).min if largest else torch.iinfo(dtype).max
+    return float("-inf") if largest else float("inf")
+
+
 class Reducer(ABC):
     r"""Aggregates messages of tiles into :math:`[n_p, *]`, with the messages' dtype and device.
 
@@ -135,7 +144,7 @@ class ExtremumReducer(Reducer):
     def __init__(self, in_degree: Tensor, largest: bool) -> None:
         super().__init__(in_degree)
         self._reduce = "amax" if largest else "amin"
-        self._worst = float("-inf") if largest else float("inf")
+        self._largest = largest
         self._better = torch.maximum if largest else torch.minimum
         self._out: Tensor | None = None
         self._ties: Tensor | None = None
@@ -144,7 +153,7 @@ class ExtremumReducer(Reducer):
 
     def merge(self, tile: Tile, messages: Tensor, log: Reductions) -> None:
         if self._out is None or self._ties is None:
-            self._out = self._zeros(messages).fill_(self._worst)
+            self._out = self._zeros(messages).fill_(worst(messages.dtype, self._largest))
             self._ties = self._zeros(messages).to(wide_dtype(messages.dtype))
         if tile.num_edges == 0:
             return

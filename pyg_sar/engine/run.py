@@ -233,12 +233,15 @@ class _Run(torch.autograd.Function):
         saved = [tensor.detach() for tensor in ctx.saved_tensors]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         kernel.schedule.plan.comm.returning()
-        with named(f"the backward pass of {kernel.title}"):
+        # Messages run again: what they read tells its operators by its class, which is switched off
+        # where the loss is of a class of its own.
+        classes = torch._C._EnableTorchFunction()
+        with classes, named(f"the backward pass of {kernel.title}"):
             out: Tensor | None = ctx.out
             if out is not None and out._version != ctx.version:
-                again = kernel.forward(kernel.inputs(saved), False)
-                go(kernel, again, kernel.schedule.forward)
-                out = again.finish()[0]
+                anew = kernel.forward(kernel.inputs(saved), False)
+                go(kernel, anew, kernel.schedule.forward)
+                out = anew.finish()[0]
             if last:
                 ctx.out = None
             rows = [gradient.contiguous() for gradient in gradients]

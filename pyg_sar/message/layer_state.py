@@ -94,7 +94,7 @@ def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[list
     names: list[str] = []
     modules = list(layer.modules())
     kept = [dict(module.__dict__) for module in modules]
-    values = [buffer.clone() for buffer in layer.buffers()] if buffers else []
+    values = [(b, version_of(b), b.clone()) for b in layer.buffers()] if buffers else []
     try:
         yield names
     finally:
@@ -108,8 +108,23 @@ def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[list
                         now[name] = before[name]
                     else:
                         del now[name]
-        for buffer, saved in zip(layer.buffers() if buffers else (), values, strict=True):
-            buffer.copy_(saved)
+        for buffer, known in zip(layer.buffers() if buffers else (), values, strict=True):
+            put_back(buffer, *known)
+
+
+def put_back(buffer: Tensor, before: Tensor, version: int, saved: Tensor) -> None:
+    """Gives a buffer its value again where it was written.
+
+    Otherwise it isn't: autograd may have saved it in what the layer did before.
+
+    Args:
+        buffer: The layer's buffer.
+        before: What it was.
+        version: The version of that.
+        saved: The value of that.
+    """
+    if buffer is not before or version < 0 or version_of(buffer) != version:
+        buffer.copy_(saved)
 
 
 @contextmanager

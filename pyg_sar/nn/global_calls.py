@@ -28,6 +28,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.global_hooks import refuse_inner_hooks, with_hooks
 from pyg_sar.nn.global_matrix import without_matrix
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
@@ -158,6 +159,7 @@ class _Call:
                 f"{type(module).__name__} got node tensors, but a plain 'edge_index' (rank "
                 f"{self.comm.rank}): pass data.edge_index"
             )
+        refuse_inner_hooks(module, self.comm.rank)
         layouts = [t.rows for t in found]
         for edges in self.edges:
             layouts += [edges.sources, edges.targets]
@@ -183,7 +185,8 @@ class _Call:
                     )
                 rows = same[0]
             return to_local(value, rows, value.axis)
-        if value.dim() and self.edges:
+        groups = value.dim() == 1 and value.dtype == torch.long  # a norm's, or a readout's, batch
+        if value.dim() and (self.edges or groups):
             fits = [r for r in self.known if r.total == value.size(0)]
             if len(fits) > 1:
                 raise DistributedIndexError(
@@ -413,9 +416,18 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
 
 
 class GlobalCalls:
-    """Goes before a class of layers that compute with this worker's rows."""
+    """Goes before a class of layers that compute with this worker's rows.
+
+    Hooks of the layer itself are called with tensors of the whole graph.
+    """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if not node_tensors(args, kwargs):
+            return super().__call__(*args, **kwargs)  # type: ignore[misc]
+        return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
+
+    def _called(self, *args: Any, **kwargs: Any) -> Any:
+        """Returns the layer's result, without its hooks."""
         if not node_tensors(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)

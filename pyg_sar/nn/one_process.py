@@ -19,6 +19,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import takes, why_missing
+from pyg_sar.message.layer_state import put_back
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
 
 
@@ -42,15 +43,15 @@ def unless_fused(layer: Any) -> Iterator[None]:
         NothingFused: In that case.
     """
     random = torch.get_rng_state()
-    buffers = [buffer.clone() for buffer in layer.buffers()]
+    buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in layer.buffers()]
     cached = {name: value for name, value in layer.__dict__.items() if name[:7] == "_cached"}
     layer.__dict__["_fused_or_not"] = True
     try:
         yield
     except (NothingFused, DistributedIndexError) as error:
         torch.set_rng_state(random)
-        for buffer, before in zip(layer.buffers(), buffers, strict=True):
-            buffer.copy_(before)
+        for buffer, known in zip(layer.buffers(), buffers, strict=True):
+            put_back(buffer, *known)
         layer.__dict__.update(cached)
         layer.__dict__.setdefault("_not_fused", set()).add(layer.training)
         raise NothingFused from error

@@ -381,20 +381,6 @@ def _moved(order: Tensor | None, device: torch.device) -> Tensor | None:
     return None if order is None else order.to(device)
 
 
-@handles(Tensor.max, torch.max, Tensor.amax, torch.amax)
-def _max(func: Any, args: Any, kwargs: Any) -> Any:
-    """The largest node id: PyG infers the number of nodes by it."""
-    if len(args) > 1 or kwargs:
-        raise refusal(func)
-    source = args[0]
-    if not isinstance(source, DistIndex | DistEdgeIndex):
-        raise refusal(func)
-    nodes = source.plan.num_local
-    if isinstance(source, DistEdgeIndex):
-        nodes = max(nodes, source.num_targets)
-    return torch.tensor(nodes - 1, device=source.device)
-
-
 @handles(Tensor.min, torch.min)
 def _min(func: Any, args: Any, kwargs: Any) -> Any:
     if len(args) > 1 or kwargs:

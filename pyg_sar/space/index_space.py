@@ -22,6 +22,7 @@ from torch import Tensor
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import halo_gather, halo_reduce
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.space import num_nodes as num_nodes
 from pyg_sar.space.distributed_index import (
     METADATA,
     RESHAPE,
@@ -135,10 +136,10 @@ def _recipe(part: Tensor, plan: HaloPlan) -> Recipe:
     if isinstance(part, InSpace):
         return Given(None) if part.places is None else part.places.recipe or Given(None)
     n_id = plan.n_id
-    if n_id is None or part.dim() != 2 or part.size(1) != plan.num_local:
+    if n_id is None or part.dim() != 2 or part.size(1) > plan.num_local:
         return Given(None)
-    loops = torch.arange(plan.num_local, device=part.device).expand_as(part)
-    return Given(n_id if torch.equal(part, loops) else None)
+    loops = torch.arange(part.size(1), device=part.device).expand_as(part)
+    return Given(n_id[: part.size(1)] if torch.equal(part, loops) else None)
 
 
 def _joined_order(parts: Sequence[Any], edges: bool, plan: HaloPlan) -> Order | None:

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from pyg_sar.errors import DistributedIndexError
@@ -160,6 +161,8 @@ class RowCopy(Tensor):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _PASSES_BACK:
+            return _pass_back(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         writes = name.endswith("_") and not name.endswith("__")
         if args and isinstance(args[0], cls) and (writes or name in _IN_PLACE):
@@ -311,6 +314,47 @@ def into_plain(func: Any, args: Any, kwargs: Any) -> Any:
     """Writes node tensors into a plain tensor, which all workers hold: they are gathered."""
     by_gathering(func, args, kwargs)
     return args[0]
+
+
+# Functions that autograd doesn't see ##########################################
+
+_PASSES_BACK = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+@method(*_PASSES_BACK)
+def _pass_back(func: Any, args: Any, kwargs: Any) -> Any:
+    """Backward passes, with which all tensors of subclasses stay what they are.
+
+    Messages, and layers under a checkpoint, run again in them. So what is called here isn't
+    called with functions of subclasses switched off: it gets edges of autograd's graph instead of
+    tensors.
+    """
+    if func is Tensor.backward:
+        func, kwargs = torch.autograd.backward, {**kwargs, "grad_tensors": kwargs["gradient"]}
+        del kwargs["gradient"]
+    given = tensors_in(args, kwargs.get("inputs"))
+    if not all(tensor.requires_grad for tensor in given):
+        with torch._C.DisableTorchFunctionSubclass():  # It says so.
+            return func(*args, **kwargs)
+    if kwargs.get("inputs") is not None:
+        kwargs["inputs"] = mapped(get_gradient_edge, kwargs["inputs"])
+    return func(*mapped(get_gradient_edge, args), **kwargs)
+
+
+@method(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """``x.data = values``: autograd sees no operator."""
+    target, values = args
+    both = isinstance(target, NodeTensor) and isinstance(values, NodeTensor)
+    same = both and values.shape == target.shape and values.dtype == target.dtype
+    if not same or target.axis != values.axis or not target.rows.same(values.rows):
+        raise DistributedIndexError(
+            f"'x.data = values' takes values of the same rows, shape and dtype "
+            f"({list(target.shape)}, {target.dtype}), got {type(values).__name__} of "
+            f"{list(values.shape)}, {values.dtype}: write x.data.copy_(values)"
+        )
+    target._local, target.edges, target.make = values.local, values.edges, None
+    target.origin = values.origin
 
 
 # Functions that leave torch ###################################################

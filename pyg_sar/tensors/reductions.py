@@ -112,6 +112,12 @@ def _min(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
     return _extreme("min", func, given, source, dims, keepdim)
 
 
+@rule("_is_all_true", "_is_any_true")
+def _is_true(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Asked by the checks of ``torch.distributions``."""
+    return args[0].all() if "all" in func._schema.name else args[0].any()
+
+
 @reduction("all")
 def _all(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
     return extreme(called(func, given, self=source.local), source.rows, "min")

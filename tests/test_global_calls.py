@@ -1,0 +1,277 @@
+"""Calls of layers in the global view: hooks, batches, and backward passes that begin anywhere."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.nn import GATConv, GraphNorm, SAGEConv
+from torch_geometric.utils import softmax
+
+import pyg_sar
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.tensors import NodeTensor, mapped, whole
+
+DOUBLE = torch.float64
+NODES = 20
+
+
+def make_graph() -> Data:
+    draw = torch.Generator().manual_seed(0)
+    return Data(
+        x=torch.randn(NODES, 6, dtype=DOUBLE, generator=draw),
+        edge_index=torch.randint(0, NODES, (2, 90), generator=draw),
+        mask=torch.rand(NODES, generator=draw) < 0.5,
+    )
+
+
+class Converted:
+    """Distributes modules where the data is that of workers."""
+
+    def __init__(self, data: Data) -> None:
+        self.data = data
+
+    def __call__(self, module: torch.nn.Module) -> Any:
+        module = module.to(DOUBLE)
+        if isinstance(self.data.x, NodeTensor):
+            policy = pyg_sar.SARPolicy(message_budget=300)
+            module = pyg_sar.distribute(module, policy, view="global")
+        return module
+
+
+Case = Callable[[Data, Converted], Any]
+
+
+def equal(tmp_path: Path, *cases: Case) -> None:
+    """All workers have the numbers of one process."""
+
+    def run(data: Data) -> list[Any]:
+        found = []
+        for case in cases:
+            torch.manual_seed(1)
+            found.append(mapped(lambda t: whole(t, "test").detach(), case(data, Converted(data))))
+        return found
+
+    expected = run(make_graph())
+    pyg_sar.write_partitions(make_graph(), 3, tmp_path / "parts", "random")
+    work = lambda: run(pyg_sar.load_partition(tmp_path / "parts", view="global"))  # noqa: E731
+    for found in pyg_sar.launch(work, 1, parts=3):
+        for case, one, other in zip(cases, expected, found, strict=True):
+            torch.testing.assert_close(
+                other, one, rtol=1e-9, atol=1e-9, msg=lambda m, c=case: f"{c.__name__}: {m}"
+            )
+
+
+def gradients(module: torch.nn.Module, *more: Tensor) -> list[Tensor]:
+    return [p.grad for p in (*module.parameters(), *more)]
+
+
+# Backward passes that begin at a node tensor ##################################
+
+
+def conv_of(kind: str) -> torch.nn.Module:
+    return SAGEConv(6, 3, aggr="softmax") if kind == "sage" else GATConv(6, 3)
+
+
+def from_rows(kind: str) -> Case:
+    """``out.backward(rows)``, twice."""
+
+    def case(data: Data, converted: Converted) -> Any:
+        conv, x = converted(conv_of(kind)), data.x.clone().requires_grad_()
+        out = conv(x, data.edge_index)
+        out.backward(out.detach(), retain_graph=True)
+        out.backward(gradient=torch.ones(NODES, 3, dtype=DOUBLE), inputs=[x])
+        return gradients(conv, x)
+
+    return case
+
+
+def from_one_value(kind: str) -> Case:
+    """A row, and one number of a row."""
+
+    def case(data: Data, converted: Converted) -> Any:
+        conv, x = converted(conv_of(kind)), data.x.clone().requires_grad_()
+        conv(x, data.edge_index)[3, 1].backward()
+        torch.autograd.backward([conv(x, data.edge_index)[5].sum()])
+        return gradients(conv, x)
+
+    return case
+
+
+def asked_for(kind: str) -> Case:
+    """``torch.autograd.grad`` of rows, of a list and of a dict."""
+
+    def case(data: Data, converted: Converted) -> Any:
+        conv, x = converted(conv_of(kind)), data.x.clone().requires_grad_()
+        out = conv(x, data.edge_index)
+        found = torch.autograd.grad(
+            out, [x, *conv.parameters()], grad_outputs=out.detach(), retain_graph=True
+        )
+        return found, torch.autograd.grad(out.square().sum(), {"x": x})
+
+    return case
+
+
+def again(kind: str) -> Case:
+    """The layer runs again in the backward pass."""
+
+    def case(data: Data, converted: Converted) -> Any:
+        conv, x = converted(conv_of(kind)), data.x.clone().requires_grad_()
+        for reentrant in (False, True):
+            out = checkpoint(conv, x, data.edge_index, use_reentrant=reentrant)
+            out.backward(out.detach())
+        return gradients(conv, x)
+
+    return case
+
+
+def test_backward_passes_begin_anywhere(tmp_path: Path) -> None:
+    equal(tmp_path, from_rows("sage"), from_one_value("gat"), asked_for("sage"), again("gat"))
+
+
+class Labelled(Tensor):
+    """A loss of a class of its own: torch calls its functions with all such classes off."""
+
+
+class ByTarget(gnn.MessagePassing):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_j: Tensor, index: Tensor, size_i: int) -> Tensor:
+        return softmax(x_j, index, num_nodes=size_i) * x_j
+
+
+def test_a_loss_of_a_subclass(tmp_path: Path) -> None:
+    def gradient(data: Data, layer: Any, mean: Any) -> Tensor:
+        x = data.x.clone().requires_grad_()
+        mean(layer(x, data.edge_index).square().sum(-1)).as_subclass(Labelled).backward()
+        return x.grad
+
+    expected = gradient(make_graph(), ByTarget(), torch.mean)
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
+
+    def work() -> tuple[Tensor, Tensor]:
+        data = pyg_sar.load_partition(tmp_path / "parts")
+        policy = pyg_sar.SARPolicy(message_budget=300)
+        return data.n_id, gradient(data, pyg_sar.distribute(ByTarget(), policy), pyg_sar.mean)
+
+    for n_id, found in pyg_sar.launch(work, 2, backend="threads"):
+        torch.testing.assert_close(found, expected[n_id])
+
+
+# What autograd doesn't see ####################################################
+
+
+def data_assigned(data: Data, converted: Converted) -> Any:
+    x, y = data.x.clone().requires_grad_(), data.x * 2
+    x.data = y
+    y.add_(1)  # They share their memory.
+    x.data.mul_(2)
+    x.square().sum().backward()
+    return x, y, x.grad
+
+
+def ascended(data: Data, converted: Converted) -> Any:
+    """Adversarial features, as FLAG perturbs them."""
+    conv, noise = converted(SAGEConv(6, 3)), torch.zeros_like(data.x).requires_grad_()
+    for _ in range(2):
+        conv(data.x + noise, data.edge_index).square().mean().backward()
+        noise.data = (noise.detach() + 0.1 * noise.grad.sign()).data
+        noise.grad[:] = 0
+    return noise, gradients(conv)
+
+
+def distributions(data: Data, converted: Converted) -> Any:
+    """Their checks ask whether all values are valid."""
+    normal = torch.distributions.Normal(data.x, data.x.exp())
+    return normal.log_prob(data.x * 2).mean(), torch.distributions.Categorical(
+        logits=data.x
+    ).entropy()
+
+
+def test_what_autograd_does_not_see(tmp_path: Path) -> None:
+    equal(tmp_path, data_assigned, ascended, distributions)
+
+    def refused() -> None:
+        data = pyg_sar.load_partition(tmp_path / "parts", view="global")
+        for values in (torch.ones(NODES, 6, dtype=DOUBLE), data.x[data.mask], data.x.float()):
+            with pytest.raises(DistributedIndexError, match=r"x\.data = values"):
+                data.x.data = values
+
+    pyg_sar.launch(refused, 1, parts=3)
+
+
+# Hooks ########################################################################
+
+
+def hooks_of(kind: Callable[[], torch.nn.Module], *more: str) -> Case:
+    """A layer's hooks see the whole graph and change what it takes and gives."""
+
+    def case(data: Data, converted: Converted) -> Any:
+        layer, seen = converted(kind()), []
+        given = [data[name] for name in more]
+        layer.register_forward_pre_hook(lambda _, args: (args[0] - args[0].mean(0), *args[1:]))
+        layer.register_forward_hook(lambda _, args, out: out / out.norm(dim=0))
+        layer.register_forward_hook(
+            lambda _, args, kwargs, out: seen.append((args[0], out)), with_kwargs=True
+        )
+        x = data.x.clone().requires_grad_()
+        for scale in (1.0, 2.0):
+            layer(x * scale, *given).square().mul(x[:, :1]).sum().backward()
+        layer.register_full_backward_hook(lambda _, into, out: seen.append((into[0], out[0])))
+        layer.register_full_backward_pre_hook(lambda _, out: (out[0] - out[0].mean(0),))
+        layer(x, *given).square().mul(x[:, :1]).sum().backward()
+        return seen, gradients(layer, x)
+
+    return case
+
+
+class Whole(torch.nn.Module):
+    """A model whose own hooks get ``edge_index``, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(6, 6)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.conv(x, edge_index)
+
+
+def test_hooks_see_the_whole_graph(tmp_path: Path) -> None:
+    layers = hooks_of(lambda: SAGEConv(6, 3), "edge_index"), hooks_of(Whole, "edge_index")
+    equal(tmp_path, *layers, hooks_of(lambda: torch.nn.BatchNorm1d(6)))
+
+    def refused() -> None:
+        data = pyg_sar.load_partition(tmp_path / "parts", view="global")
+        conv = Converted(data)(SAGEConv(6, 3))
+        torch.nn.utils.spectral_norm(conv.lin_r)  # A hook of torch, of parameters.
+        conv(data.x, data.edge_index)
+        for owner, name in ((conv.lin_l, "forward"), (conv, "propagate_forward")):
+            handle = getattr(owner, f"register_{name}_hook")(lambda _, args, out: out - out.mean(0))
+            with pytest.raises(DistributedIndexError, match=f"SAGEConv has a hook in '_{name}_h"):
+                conv(data.x, data.edge_index)
+            handle.remove()
+
+    pyg_sar.launch(refused, 1, parts=3)
+
+
+# Groups of nodes ##############################################################
+
+
+def plain_batch(data: Data, converted: Converted) -> Any:
+    """A batch that all workers hold."""
+    norm, batch = converted(GraphNorm(6)), torch.arange(NODES) % 3
+    out = norm(data.x, batch)
+    out.square().sum().backward()
+    return out, gradients(norm)
+
+
+def test_a_plain_batch(tmp_path: Path) -> None:
+    equal(tmp_path, plain_batch)
