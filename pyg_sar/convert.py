@@ -116,7 +116,8 @@ def distribute(
     Raises:
         ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
             the model is on another device than the workers' data, a reduction over nodes can't be
-            distributed, the model holds ``DistributedDataParallel`` or FSDP, or workers' models differ: in modules, shapes or plain attributes.
+            distributed, the model holds ``DistributedDataParallel`` or FSDP, or workers'
+            models differ: in modules, shapes or plain attributes.
     """
     comm = current()
     if view not in ("local", "global"):

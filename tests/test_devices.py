@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from oracle import Partitions, make_graph, threads
 from torch import Tensor
 from torch.overrides import TorchFunctionMode

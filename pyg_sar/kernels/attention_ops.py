@@ -273,9 +273,7 @@ def _on_gpu(attention: Attention, native: bool | None) -> Any:
     return on_gpu.attention_operators(shape, value)
 
 
-def _detached(
-    attention: Attention, segments: Segments, widen: bool = True
-) -> tuple[object, ...]:
+def _detached(attention: Attention, segments: Segments, widen: bool = True) -> tuple[object, ...]:
     given = arguments_of(attention, segments, widen)
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
 

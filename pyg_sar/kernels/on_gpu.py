@@ -1,9 +1,9 @@
 """Which operators compute on a GPU: Triton's kernels, or PyTorch.
 
-[Note: kernels check themselves] These kernels were written where no GPU was at hand, and run there by
-Triton's interpreter alone (docs/gpu.md). So each, before its first use on a device with a dtype and
-a shape of rows, computes a small case of this shape, which is compared with PyTorch's operators in
-float64 on the CPU. Where the two differ, or the kernel doesn't compile, it is left out for such
+[Note: kernels check themselves] These kernels were written where no GPU was at hand, and ran there
+by Triton's interpreter alone (docs/gpu.md). So each, before its first use on a device with a dtype
+and a shape of rows, computes a small case of this shape, which is compared with PyTorch's operators
+in float64 on the CPU. Where the two differ, or the kernel doesn't compile, it is left out for such
 tensors with a warning, and PyTorch computes on the device.
 
 Triton is imported on the first use on a device, never by ``import pyg_sar``.
@@ -136,8 +136,8 @@ def _agrees(name: str, device: torch.device, dtype: torch.dtype, shape: Any) -> 
         except Exception as error:  # Compilers raise all kinds.
             reason = f"fails ({type(error).__name__}: {_first_line(error)})"
     warnings.warn(
-        f"pyg_sar's Triton kernel {name.rstrip('_')!r} for {dtype} on {device} {reason}, and is left "
-        f"out: PyTorch's operators compute, with the same results but slower ({shape})",
+        f"pyg_sar's Triton kernel {name.rstrip('_')!r} for {dtype} on {device} {reason}, and is "
+        f"left out: PyTorch's operators compute, with the same results but slower ({shape})",
         KernelWarning,
         stacklevel=3,
     )

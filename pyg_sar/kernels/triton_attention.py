@@ -5,9 +5,9 @@ a time, in tiles ``[BLOCK_E, heads, channels]``; heads and channels are filled u
 Numbers of half precision are widened when they are read; states and gradients are wide. Nothing per
 edge is kept. See [Note: attention by shards] in :mod:`pyg_sar.kernels.attention_ops`.
 
-``KIND`` counts ``attention_ops.KINDS``: 0 additive, 1 gatv2, 2 dot, 3 mixed. ``DROP``: 0 no dropout,
-1 by a hash of edges' keys, 2 by bits. Tensors that an attention doesn't have are ``None``. Importing
-this module needs ``triton``.
+``KIND`` counts ``attention_ops.KINDS``: 0 additive, 1 gatv2, 2 dot, 3 mixed. ``DROP``: 0 without
+dropout, 1 by a hash of edges' keys, 2 by bits. Tensors that an attention doesn't have are ``None``.
+Importing this module needs ``triton``.
 """
 
 import triton
@@ -52,7 +52,9 @@ def kept_factors(
     """Dropout's factors, ``[BLOCK_E, heads]``: 0 or 1 / (1 - p)."""
     if DROP == 2:
         mask = there[:, None] & (heads < H)[None, :]
-        words = tl.load(drop + numbers[:, None] * WORDS + (heads // 32)[None, :], mask=mask, other=0)
+        words = tl.load(
+            drop + numbers[:, None] * WORDS + (heads // 32)[None, :], mask=mask, other=0
+        )
         kept = ((words >> (heads % 32).to(tl.int32)[None, :]) & 1) != 0
     else:
         keys = tl.load(drop + numbers, mask=there, other=0).to(tl.uint32)
@@ -278,7 +280,6 @@ def backward(
     heads = tl.arange(0, BLOCK_H).to(tl.int64)
     channels = tl.arange(0, BLOCK_C).to(tl.int64)
     of_head = heads < H
-    inside = of_head[:, None] & (channels < C)[None, :]
     row, first, last = edges_of(tl.program_id(0), offsets, targets)
     slot = (tl.program_id(0) % SLOTS).to(tl.int64)
     read = row
