@@ -177,8 +177,8 @@ def test_bad_shapes_and_indices_raise():
 
 CASES = (  # heads, channels, features, p, shards
     (1, 1, 0, 0.0, 1),
-    (4, 8, 0, 0.6, 3),
-    (3, 17, 2, 0.4, 2),
+    (4, 8, 0, 0.6, 2),
+    (3, 17, 2, 0.4, 1),
 )
 
 
@@ -187,7 +187,7 @@ CASES = (  # heads, channels, features, p, shards
 def test_attention_and_gradients_equal_a_loop(kind: str, dtype: torch.dtype):
     for number, case in enumerate(CASES if dtype == torch.float64 else CASES[2:]):
         heads, channels, features, p, shards = case
-        given = problem(kind, heads, channels, features, p, dtype, 50, 7, 6, seed=number)
+        given = problem(kind, heads, channels, features, p, dtype, 45, 5, 4, seed=number)
         found = computed(given, None, shards)  # type: ignore[arg-type]
         apart, name = worst(found, looped(given))
         assert apart <= {**ATTENTION_TOLERANCES, HALF: 2e-4}[dtype], (case, name)
@@ -196,7 +196,7 @@ def test_attention_and_gradients_equal_a_loop(kind: str, dtype: torch.dtype):
 @pytest.mark.parametrize("kind", ["additive", "gatv2", "dot", "mixed"])
 def test_rows_are_read_where_they_lie(kind: str):
     """Among others, by int64 places; keys that are the values; targets that occur; some wanted."""
-    given = problem(kind, 3, 5, 2, 0.3, edges=50, sources=7, targets=6, own_key=False)
+    given = problem(kind, 3, 5, 2, 0.3, edges=30, sources=5, targets=4, own_key=False)
     how: dict[str, Any] = {"squeezed": True, "index": torch.int64, "places": torch.int64}
     found = computed(given, None, 2, ("value", "query", "edge_attr"), **how)  # type: ignore[arg-type]
     assert worst(found, looped(given))[0] <= 1e-11
@@ -230,10 +230,10 @@ def test_no_edges():
         assert not bool(out.any()) and not any(bool(t.any()) for t in found.values())
 
 
-@pytest.mark.parametrize("kind", ["additive", "gatv2", "dot"])
+@pytest.mark.parametrize("kind", ["additive", "dot"])
 def test_large_scores_stay_finite(kind: str):
     for scale in (1e4, -1e4):
-        given = problem(kind, 2, 4, dtype=torch.float32, edges=40, sources=6, targets=5)
+        given = problem(kind, 2, 4, dtype=torch.float32, edges=30, sources=4, targets=3)
         larger = "key" if kind != "gatv2" else "att"
         changed = {larger: given.attention.tensors()[larger] * scale}
         given = replace(given, attention=replace(given.attention, **changed))
@@ -265,24 +265,21 @@ def test_what_is_too_large_for_a_tile_is_left_to_pytorch():
 LAYERS: dict[str, Any] = {
     "sage": lambda: gnn.SAGEConv(6, 5),
     "max": lambda: gnn.SAGEConv(6, 5, aggr="max"),
-    "graph conv": lambda: gnn.GraphConv(6, 5),
     "gat": lambda: gnn.GATConv(6, 5, heads=2),
     "gatv2": lambda: gnn.GATv2Conv(6, 5, heads=2),
-    "transformer": lambda: gnn.TransformerConv(6, 5, heads=2),
 }
 
 
-@pytest.mark.skipif(ON_GPU, reason="workers as threads compute on the CPU")
-@pytest.mark.parametrize("world", [1, 2])
-def test_layers_are_exact(world: int, tmp_path_factory: pytest.TempPathFactory):
-    data = make_graph(12, 30)
-    root = Partitions(tmp_path_factory.mktemp("gpu"))(data, world, "random")
-    sweep = Sweep(world)
-    policies = (SARPolicy(), SARPolicy(mode=2, push="off")) if world > 1 else (SARPolicy(),)
+@pytest.mark.skipif(ON_GPU, reason="tests/test_gpu_workers.py runs layers on GPUs")
+def test_layers_are_exact(tmp_path: Path):
+    """Parts take turns, as the interpreter is no place for threads."""
+    data = make_graph(10, 24)
+    root = Partitions(tmp_path)(data, 2, "random")
+    sweep = Sweep(2)
     for name, make in LAYERS.items():
         torch.manual_seed(0)
-        sweep.add(name, Job(make().double(), root, policies=policies), data)
-    sweep.check()
+        sweep.add(name, Job(make().double(), root, policies=(SARPolicy(),)), data)
+    sweep.check(backend="parts")
 
 
 # Bytes, and the compiler ######################################################

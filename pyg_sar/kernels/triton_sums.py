@@ -2,7 +2,7 @@
 
 Each program has a target and some columns, and goes through the target's edges, ``BLOCK_E`` at a
 time, always in the same order. Rows are read where they lie. See :mod:`pyg_sar.kernels.ops` for the
-equations, :mod:`pyg_sar.kernels.triton_operators` for who launches them, and docs/gpu.md for the
+equations, ``triton_operators`` for who launches them, and docs/gpu.md for the
 bytes that each reads and writes. Importing this module needs ``triton``.
 """
 
