@@ -24,7 +24,7 @@ AT_ONCE := -n $(JOBS) --dist loadfile --no-loadscope-reorder --max-worker-restar
 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
-.PHONY: help venv demo test test-full test-hosted test-random test-versions coverage docs lint format clean distclean
+.PHONY: help venv demo test test-full test-gpu test-hosted test-random test-versions coverage docs lint format clean distclean
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-13s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -40,7 +40,12 @@ test: $(STAMPS)/test ## Run ruff, mypy and the tests
 	$(BIN)/mypy
 	$(BIN)/pytest $(AT_ONCE) --durations=10 $(PYTEST_ARGS)
 
-test-full: $(STAMPS)/full test ## Install the extras sparse and ogb (minutes of compiling), then test
+test-full: $(STAMPS)/full test ## Install the extras sparse, ogb and triton (minutes, 1 GB), then test
+
+test-gpu: $(STAMPS)/full ## Run the kernels' and the contract's tests on the GPUs of this machine
+	@$(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || \
+		{ echo "PyTorch sees no GPU here: nothing was run. Set TORCH to a PyTorch for CUDA"; exit 1; }
+	TRITON_INTERPRET=0 $(BIN)/pytest tests/test_gpu_kernels.py tests/test_gpu_workers.py $(PYTEST_ARGS)
 
 test-hosted: $(STAMPS)/test ## Run the tests with hosted parts in place of workers
 	$(BIN)/pytest --hosted $(AT_ONCE) $(PYTEST_ARGS)
@@ -98,5 +103,5 @@ $(STAMPS)/docs: $(STAMPS)/test
 	@touch $@
 
 $(STAMPS)/full: $(STAMPS)/test
-	$(EXTRA) -e '.[test,sparse,ogb]'
+	$(EXTRA) -e '.[test,sparse,ogb,triton]'
 	@touch $@

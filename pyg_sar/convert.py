@@ -115,8 +115,9 @@ def distribute(
 
     Raises:
         ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
-            a reduction over nodes can't be distributed, the model holds ``DistributedDataParallel``
-            or FSDP, or workers' models differ: in modules, shapes or plain attributes.
+            the model is on another device than the workers' data, a reduction over nodes can't be
+            distributed, the model holds ``DistributedDataParallel`` or FSDP, or workers'
+            models differ: in modules, shapes or plain attributes.
     """
     comm = current()
     if view not in ("local", "global"):
@@ -127,6 +128,7 @@ def distribute(
         claim_rows(model)
     seeing = registry.Seeing(model, replicated)
     _check(model, policies, comm, seeing, whole)
+    _put_on_device(model, comm)
     policy = policy or SARPolicy(random="same" if whole else None)
     _check_alike(model, policy, policies, replicated, comm)
     if policy.random is not None:
@@ -175,6 +177,34 @@ def distribute(
                 if isinstance(module, DistMessagePassing):
                     module.gradient_sum = hook
     return model
+
+
+def _put_on_device(model: torch.nn.Module, comm: Communicator) -> None:
+    """Moves a model from the CPU to this worker's device, where ``load_partition`` puts the data.
+
+    Its parameters stay the objects that they are, which an optimizer may know already. A single
+    process on the CPU chooses its devices by itself.
+
+    Raises:
+        ValueError: The model, or some of it, is on another device.
+    """
+    if comm.world_size == 1 and comm.device.type == "cpu":
+        return
+    tensors = dict([*model.named_parameters(), *model.named_buffers()])
+    elsewhere = {name: t.device for name, t in tensors.items() if t.device != comm.device}
+    if not elsewhere:
+        return
+    name, device = next(iter(elsewhere.items()))
+    if len(elsewhere) == len(tensors) and {d.type for d in elsewhere.values()} == {"cpu"}:
+        before = list(model.parameters())
+        model.to(comm.device)
+        if all(a is b for a, b in zip(before, model.parameters(), strict=True)):
+            return
+    raise ValueError(
+        f"distribute() got a model with '{name}' on {device} at rank {comm.rank}, whose device, "
+        f"and that of its data, is {comm.device}: call model.to(comm.device) first, with comm = "
+        "pyg_sar.comm.current()"
+    )
 
 
 def _take_whole(module: Any) -> None:

@@ -12,6 +12,8 @@ from pathlib import Path
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("MALLOC_MMAP_THRESHOLD_", "1048576")
 os.environ.setdefault("MPLBACKEND", "Agg")
+# Triton reads this when it is imported; `make test-gpu` sets 0, and its kernels run on a GPU.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 import pytest
 import torch

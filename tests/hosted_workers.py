@@ -61,6 +61,7 @@ NOT_OF_PARTS = {
     "test_resident_rows_of_chunks": HALO,
     "test_rule_2_nothing_of_a_shard_outlives_its_turn": HALO,
     "test_targets_of_another_type": COVER,
+    "test_what_is_made_on_the_way_is_where_the_data_is": "hosted parts compute on the CPU",
     "test_who_pushes": COVER,
 }
 

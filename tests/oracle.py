@@ -160,7 +160,8 @@ class Job:
 
 def probe(ids: Tensor, like: Tensor) -> Tensor:
     """Fixed weights for the outputs of nodes with these global ids, of the outputs' shape."""
-    columns = torch.arange(like[0].numel() if like.size(0) else math.prod(like.shape[1:]))
+    width = like[0].numel() if like.size(0) else math.prod(like.shape[1:])
+    columns = torch.arange(width, device=ids.device)
     wave = torch.cos(ids.view(-1, 1) * 1.3 + columns.view(1, -1) * 0.7 + 0.1)
     return wave.to(like.dtype).view(-1, *like.shape[1:])
 

@@ -30,6 +30,7 @@ from pyg_sar.comm.communicator import (
     GroupCommunicator,
     LocalCommunicator,
 )
+from pyg_sar.comm.devices import place
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch
 from pyg_sar.comm.messages import COLLECTIVE, NoWatch, Outgoing, is_consequence
@@ -286,15 +287,6 @@ def wait_for_workers(
     return everyone
 
 
-# Devices #####################################################################
-
-
-def default_backend(info: WorkerInfo) -> str:
-    """Returns ``'nccl'`` where every worker of this host has a GPU of its own, else ``'gloo'``."""
-    enough = torch.cuda.is_available() and torch.cuda.device_count() >= info.local_world_size
-    return "nccl" if enough and dist.is_nccl_available() else "gloo"
-
-
 # The current communicator #####################################################
 
 
@@ -339,9 +331,13 @@ def init(
 
     Args:
         backend: ``'gloo'``, ``'nccl'``, ``'mpi'`` or ``'ccl'``. By default ``'nccl'`` where every
-            worker of the host has a GPU of its own, else ``'gloo'``.
+            worker of the host has a GPU of its own, else ``'gloo'``, which copies what a GPU sends
+            and receives through the CPU's memory.
         timeout: Seconds that an operation, and the start, may take.
-        device: Device of this worker. By default the CPU, or ``cuda:LOCAL_RANK`` with NCCL.
+        device: Device of this worker, where ``load_partition`` puts its data and ``distribute``
+            expects the model. By default ``cuda:LOCAL_RANK`` where every worker of the host has a
+            GPU of its own, else the CPU; the CPU with ``backend='gloo'``. See
+            :mod:`pyg_sar.comm.devices`.
 
     Returns:
         The communicator.
@@ -391,11 +387,11 @@ def _open(
     found = read_environment()
     switch = read_switch()
     if found is None or found.world_size == 1:
-        if found is not None and device is None:
-            device = TRANSPORTS[backend or default_backend(found)].choose_device(found)
+        if found is not None:
+            device = place(found, backend, device).device
         return LocalCommunicator(device, timeout)
-    kind = TRANSPORTS[backend or default_backend(found)]
-    device = device or kind.choose_device(found)
+    chosen = place(found, backend, device)
+    kind, device = TRANSPORTS[chosen.backend], chosen.device
     root = connect(found, timeout)
     again = found.agent_store and "TORCHELASTIC_RUN_ID" in os.environ
     start = name_start(root, found, timeout) if again else "start"

@@ -23,7 +23,7 @@ from pyg_sar.engine.schedule import Schedule, by_chunks, by_shards
 from pyg_sar.exchange.cover import ALL_PUSHED, SUMS
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.kernels.attention_terms import Attention
-from pyg_sar.kernels.ops import takes, warn_if_missing, why_missing
+from pyg_sar.kernels.ops import made_for, warn_if_missing_on, why_missing_on
 from pyg_sar.ledger import Label
 from pyg_sar.message.decompose import Decomposition
 from pyg_sar.message.dependence import sample
@@ -158,12 +158,12 @@ def sums_kernel(
     title = f"{title_of(layer)} at rank {plan.rank}"
     if weight is not None:
         _check_edges(weight, edge_index, title)
-    if not takes(rows):
+    if not made_for(rows):
         return None
     keeps = keeps_graphs(needs, policy)
     extrema = "max" in found.kinds or "min" in found.kinds
     if extrema:  # They need the rows again, which a message's graph would have kept.
-        plain = weight is None and not keeps and rows.dtype != torch.bfloat16
+        plain = weight is None and not keeps and rows.dtype in (torch.float32, torch.float64)
         narrow = all(b.segments.source.dtype == torch.int32 for b in shards_of(edge_index).blocks)
         if not (plain and narrow):
             return None
@@ -176,9 +176,9 @@ def sums_kernel(
         schedule, there = sums_schedule(edge_index, policy, weight, record)
     else:
         schedule, there = by_shards(shards_of(edge_index)), ((), ())
-    if why_missing() is not None:
+    if why_missing_on(rows.device) is not None:
         if plan.rank == 0:
-            warn_if_missing()
+            warn_if_missing_on(rows.device)
         return None
     if not (getattr(layer.message, "__module__", None) or "").startswith("torch_geometric."):
         _check_message(layer, edge_index, kwargs, choice, title)
@@ -217,7 +217,8 @@ def sums_schedule(
         shards = shards_of(edge_index)
         if comm.world_size == 1 or comm.host is not None:
             return by_shards(shards), None, False
-        ready = torch.tensor(int(why_missing() is None), device=edge_index.device)
+        missing = why_missing_on(edge_index.device)
+        ready = torch.tensor(int(missing is None), device=edge_index.device)
         can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
         # What a narrow wire rounds must not depend on where workers run.
         cover = can and (rows_travel(comm) or not exact)

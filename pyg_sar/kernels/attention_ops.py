@@ -1,4 +1,4 @@
-"""Attention over a shard's edges: the C++ kernels' Python face; without them, PyTorch.
+"""Attention over a shard's edges: the kernels' Python face; without them, PyTorch.
 
 [Note: attention by shards]
 
@@ -38,7 +38,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from pyg_sar.kernels import fallback
+from pyg_sar.kernels import fallback, on_gpu
 from pyg_sar.kernels.attention_terms import (
     Attention,
     AttentionGradients,
@@ -97,9 +97,14 @@ def attention_(
     if attention.kind == "tanh":
         _add_tanh(state, attention, segments, native)
         return state
-    kernel = use_kernel(native, takes_attention(attention, state.acc.size(0)))
-    run: Any = torch.ops.pyg_sar.attention_ if kernel else fallback.attention_
-    run(state.acc, state.maximum, state.normaliser, *_detached(attention, segments))
+    run: Any = fallback.attention_
+    on_device = _on_gpu(attention, native)
+    if on_device is not None:
+        run = on_device.attention_
+    elif use_kernel(native, takes_attention(attention, state.acc.size(0))):
+        run = torch.ops.pyg_sar.attention_
+    given = _detached(attention, segments, widen=on_device is None)
+    run(state.acc, state.maximum, state.normaliser, *given)
     return state
 
 
@@ -212,14 +217,21 @@ def _backward(
     if attention.kind == "tanh":
         _add_tanh_gradients(gradients, attention.in_order(), cotangent, segments, native)
         return
+    known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
+    by_edge = gradients.edge_attr, gradients.edge_weight
+    own = gradients.value, gradients.key, gradients.query, gradients.att
+    run: Any
+    on_device = _on_gpu(attention, native)
+    if on_device is not None:
+        given = *known, *_detached(attention, segments, widen=False)
+        run = on_device.attention_backward_
+        run(*own, *by_edge, *given, transposed, attention.places)
+        return
     kernel = use_kernel(native, takes_attention(attention, cotangent.grad_out.size(0)))
     attention = attention if kernel else attention.in_order()
-    known = (cotangent.grad_out, cotangent.maximum, cotangent.normaliser, cotangent.delta)
     given = *known, *_detached(attention, segments)
-    by_edge = gradients.edge_attr, gradients.edge_weight
     if not kernel:
-        own = gradients.value, gradients.key, gradients.query, gradients.att
-        run: Any = fallback.attention_backward_
+        run = fallback.attention_backward_
         run(*own, *by_edge, *given, transposed)
     elif transposed:
         by_source = gradients.value, gradients.key, gradients.query, *by_edge
@@ -239,14 +251,44 @@ def _in_place(attention: Attention, segments: Segments) -> tuple[Attention, Segm
     return replace(attention, places=None), replace(cast(Any, segments), source=source)
 
 
-def _detached(attention: Attention, segments: Segments) -> tuple[object, ...]:
-    given = arguments_of(attention, segments)
+def _on_gpu(attention: Attention, native: bool | None) -> Any:
+    """The operators by Triton that compute this attention, or ``None``."""
+    value, key = attention.value, attention.drop_key
+    if native is not None or not on_gpu.takes(value):
+        return None
+    drop = 0 if key is None or attention.p == 0 else key.dim()
+    features = None if attention.edge_attr is None else attention.edge_attr.size(1)
+    shape = on_gpu.AttentionShape(
+        kind=KINDS.index(attention.kind),
+        heads=value.size(1),
+        channels=value.size(2),
+        features=features,
+        own_key=attention.key is not None,
+        own_query=attention.query is not None,
+        drop=drop,
+        p=attention.p if drop else 0.0,
+        slope=attention.slope,
+        scale=attention.scale,
+    )
+    return on_gpu.attention_operators(shape, value)
+
+
+def _detached(attention: Attention, segments: Segments, widen: bool = True) -> tuple[object, ...]:
+    given = arguments_of(attention, segments, widen)
     return tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
 
 
-def arguments_of(attention: Attention, segments: Segments) -> tuple[object, ...]:
-    """The kernels' arguments after their own tensors; they compute in the accumulators' dtype."""
-    wide = wide_dtype(attention.value.dtype)
+def arguments_of(
+    attention: Attention, segments: Segments, widen: bool = True
+) -> tuple[object, ...]:
+    """The kernels' arguments after their own tensors; they compute in the accumulators' dtype.
+
+    Args:
+        attention: Scores and values.
+        segments: Edges.
+        widen: Whether tensors are given in that dtype; else kernels widen what they read.
+    """
+    wide = wide_dtype(attention.value.dtype) if widen else attention.value.dtype
     floats = [attention.value, attention.key, attention.query, attention.att]
     floats += [attention.edge_attr, attention.edge_weight]
     keys = attention.drop_key if attention.p > 0 else None

@@ -452,8 +452,22 @@ def check_sums(
 ) -> None:
     """Raises ``ValueError`` or ``TypeError`` where a sum's tensors don't fit together.
 
-    The kernels check this by themselves.
+    The C++ kernels check this by themselves.
     """
+    check_sum_shapes(name, out, rows, source, offsets, targets, weight)
+    check_offsets(name, source, offsets)
+
+
+def check_sum_shapes(
+    name: str,
+    out: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    weight: Tensor | None,
+) -> None:
+    """The same, but for the numbers in ``offsets``: no number is read."""
     if out.dim() != 2 or rows.dim() != 2 or out.size(1) != rows.size(1):
         raise ValueError(
             f"{name}: expected 'out' and 'rows' of shapes [N, F] and [M, F] (got "
@@ -478,4 +492,3 @@ def check_sums(
             f"{name}: expected a 'weight' for each of the {source.numel()} edges (got shape "
             f"{list(weight.shape)})"
         )
-    check_offsets(name, source, offsets)

@@ -173,6 +173,62 @@ def edge_dot(
     return out
 
 
+def extremum_(
+    best: Tensor,
+    ties: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    largest: bool,
+) -> None:
+    """See :func:`pyg_sar.kernels.ops.extremum_`: first the extrema, then who reaches them."""
+    check_sums("extremum", best, rows, source, offsets, targets, None)
+    place = targets_of(offsets, targets, source.numel())
+    worst = -torch.inf if largest else torch.inf
+    before, bad = best.clone(), best.isnan()
+    block = max(262144 // max(rows.size(1), 1), 1)
+    for step in range(2):
+        for start in range(0, source.numel(), block):
+            stop = min(start + block, source.numel())
+            part = rows.index_select(0, source[start:stop])
+            index = place[start:stop].view(-1, 1).expand_as(part)
+            if step == 0:  # NaN wins by itself.
+                bad.scatter_reduce_(0, index, part.isnan(), "amax")
+                part = part.masked_fill(part.isnan(), worst)
+                best.scatter_reduce_(0, index, part, "amax" if largest else "amin")
+            else:
+                reached = part == best.index_select(0, place[start:stop])
+                ties.scatter_add_(0, index, reached.to(ties.dtype))
+        if step == 0:
+            ties.masked_fill_(best != before, 0)
+    best.masked_fill_(bad, torch.nan)
+    ties.masked_fill_(bad, 0)
+
+
+def extremum_backward_(
+    total: Tensor,
+    rows: Tensor,
+    gradient: Tensor,
+    best: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+) -> Tensor:
+    """See :func:`pyg_sar.kernels.ops.extremum_backward_`."""
+    check_sums("extremum", total, best, source, offsets, targets, None)
+    place = targets_of(offsets, targets, source.numel())
+    hits = torch.zeros([], dtype=torch.long, device=total.device)
+    block = max(262144 // max(rows.size(1), 1), 1)
+    for start in range(0, source.numel(), block):
+        stop = min(start + block, source.numel())
+        j, i = place[start:stop], source[start:stop]
+        reached = rows.index_select(0, j) == best.index_select(0, i)
+        total.index_add_(0, j, gradient.index_select(0, i).masked_fill(~reached, 0.0))
+        hits += reached.sum()
+    return hits
+
+
 def gather_sum(
     rows: Tensor, source: Tensor, offsets: Tensor, weight: Tensor | None, num_targets: int
 ) -> Tensor:

@@ -15,14 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.kernels import fallback
+from pyg_sar.kernels import KernelWarning, fallback, on_gpu
 
 _LIBRARY = "_kernels.so"
 _REASON = "_no_kernels.txt"  # What setup.py says of a build that failed.
-
-
-class KernelWarning(UserWarning):
-    """The C++ kernels can't be used, and PyTorch stands in: same results, slower."""
 
 
 @cache
@@ -70,6 +66,24 @@ def takes(rows: Tensor) -> bool:
         torch.float64,
         torch.bfloat16,
     )
+
+
+def made_for(rows: Tensor) -> bool:
+    """Tells whether kernels, in C++ or Triton, are made for tensors of this device and dtype."""
+    return takes(rows) or on_gpu.takes(rows)
+
+
+def why_missing_on(device: torch.device) -> str | None:
+    """Returns why there are no kernels for tensors of a device, or ``None`` where there are."""
+    return on_gpu.why_missing() if device.type == on_gpu.DEVICE else why_missing()
+
+
+def warn_if_missing_on(device: torch.device) -> None:
+    """Warns, once in a process, where there are no kernels for a device."""
+    if device.type == on_gpu.DEVICE:
+        on_gpu.warn_if_missing()
+    else:
+        warn_if_missing()
 
 
 def use_kernel(native: bool | None, fits: bool) -> bool:
@@ -211,10 +225,12 @@ def gather_sum_(
             "gather_sum_ is not recorded by autograd, and was given tensors that require a "
             "gradient: call it under torch.no_grad()"
         )
-    if use_kernel(native, takes(out)):
-        torch.ops.pyg_sar.gather_sum_(out, rows, source, offsets, targets, weight, edges)
-    else:
-        fallback.gather_sum_(out, rows, source, offsets, targets, weight, edges)
+    run: Any = fallback.gather_sum_
+    if native is None and on_gpu.takes(out):
+        run = on_gpu.sums_operator("gather_sum_", out)
+    elif use_kernel(native, takes(out)):
+        run = torch.ops.pyg_sar.gather_sum_
+    run(out, rows, source, offsets, targets, weight, edges)
     return out
 
 
@@ -251,10 +267,13 @@ def edge_dot(
     """
     if torch.is_grad_enabled() and (gradient.requires_grad or rows.requires_grad):
         raise ValueError("edge_dot is not recorded by autograd: call it under torch.no_grad()")
-    if use_kernel(native, takes(rows)):
-        found: Tensor = torch.ops.pyg_sar.edge_dot(rows, gradient, source, offsets, targets, edges)
-        return found
-    return fallback.edge_dot(rows, gradient, source, offsets, targets, edges)
+    run: Any = fallback.edge_dot
+    if native is None and on_gpu.takes(rows):
+        run = on_gpu.sums_operator("edge_dot", rows)
+    elif use_kernel(native, takes(rows)):
+        run = torch.ops.pyg_sar.edge_dot
+    found: Tensor = run(rows, gradient, source, offsets, targets, edges)
+    return found
 
 
 def extremum_(
@@ -272,8 +291,8 @@ def extremum_(
         b_{t_k} \leftarrow \max(b_{t_k}, \max_{o_k \le e < o_{k+1}} \mathrm{rows}_{s(e)}), \qquad
         n_{t_k} = \#\{e: \mathrm{rows}_{s(e)} = b_{t_k}\}
 
-    column by column, or the minimum. NaN wins over all numbers, and is counted as 0. There is no
-    implementation in PyTorch: see :class:`pyg_sar.engine.kernels.sums.Extremum`.
+    column by column, or the minimum. NaN wins over all numbers, and is counted as 0. On a CPU there
+    is no implementation but the kernel: see :class:`pyg_sar.engine.kernels.sums.Extremum`.
 
     Args:
         best: The extrema so far, ``[N, F]``, float32 or float64; infinite at first.
@@ -287,6 +306,10 @@ def extremum_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
+    if on_gpu.takes(best):
+        run = on_gpu.sums_operator("extremum_", best)
+        run(best, ties, rows, source, offsets, targets, largest)
+        return
     use_kernel(True, True)
     torch.ops.pyg_sar.extremum_(best, ties, rows, source, offsets, targets, largest)
 
@@ -321,8 +344,10 @@ def extremum_backward_(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    use_kernel(True, True)
-    found: Tensor = torch.ops.pyg_sar.extremum_backward_(
-        total, rows, gradient, best, source, offsets, targets
-    )
+    run: Any = torch.ops.pyg_sar.extremum_backward_
+    if on_gpu.takes(total):
+        run = on_gpu.sums_operator("extremum_backward_", total)
+    else:
+        use_kernel(True, True)
+    found: Tensor = run(total, rows, gradient, best, source, offsets, targets)
     return found

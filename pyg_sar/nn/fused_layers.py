@@ -43,7 +43,7 @@ from torch_geometric.utils import scatter
 
 from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.kernels.attention_terms import Attention
-from pyg_sar.kernels.ops import takes
+from pyg_sar.kernels.ops import made_for
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex
 
@@ -64,7 +64,7 @@ def attention_of(
         The attention, with this worker's rows as keys and values; its output is ``[N, H, C]``.
     """
     make = next((make for kind, make in _LAYERS.items() if _is_plainly(layer, kind)), None)
-    if make is None or torch.is_autocast_enabled("cpu"):
+    if make is None or any(map(torch.is_autocast_enabled, ("cpu", "cuda"))):
         return None
     found: Attention | RelationalTerms | None = make(layer, kwargs)
     if isinstance(found, Attention) and isinstance(layer, HGTConv):
@@ -73,7 +73,7 @@ def attention_of(
         return None
     first, *others = found.tensors().values()
     alike = all(t.dtype == first.dtype and t.device == first.device for t in others)
-    return found if alike and takes(first) else None
+    return found if alike and made_for(first) else None
 
 
 def as_aggregated(layer: MessagePassing, out: Tensor) -> Tensor:

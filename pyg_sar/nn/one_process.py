@@ -18,7 +18,7 @@ from torch import Tensor
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.kernels.ops import takes, why_missing
+from pyg_sar.kernels.ops import made_for, why_missing_on
 from pyg_sar.message.layer_state import put_back
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, version_of
 
@@ -43,6 +43,7 @@ def unless_fused(layer: Any) -> Iterator[None]:
         NothingFused: In that case.
     """
     random = torch.get_rng_state()
+    on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     buffers = [(buffer, version_of(buffer), buffer.clone()) for buffer in layer.buffers()]
     cached = {name: value for name, value in layer.__dict__.items() if name[:7] == "_cached"}
     layer.__dict__["_fused_or_not"] = True
@@ -50,6 +51,8 @@ def unless_fused(layer: Any) -> Iterator[None]:
         yield
     except (NothingFused, DistributedIndexError) as error:
         torch.set_rng_state(random)
+        if on_gpus:
+            torch.cuda.set_rng_state_all(on_gpus)
         for buffer, known in zip(layer.buffers(), buffers, strict=True):
             put_back(buffer, *known)
         layer.__dict__.update(cached)
@@ -84,12 +87,14 @@ class OwnGraphs:
         Returns:
             ``None`` where the kernels are missing, not made for the arguments, or not worth it.
         """
-        if why_missing() is not None or torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():
             return None
         edges = arguments.get("edge_index")
         counts = node_counts(arguments.get("x"), axis)
         asked = [arguments.get(name) for name in ("size", "return_attention_weights")]
         if not isinstance(edges, Tensor) or not plain_edges(edges) or counts is None:
+            return None
+        if why_missing_on(edges.device) is not None:
             return None
         if edges.size(1) < FEWEST_EDGES:
             return None
@@ -131,7 +136,7 @@ def node_counts(x: Any, axis: int) -> tuple[int, int | None] | None:
     parts: Sequence[Any] = x if isinstance(x, tuple | list) else (x,)
     if not 1 <= len(parts) <= 2 or not all(isinstance(part, Tensor) for part in parts):
         return None
-    if not all(type(p) is not Tensor or takes(p) for p in parts) or axis not in (0, -2):
+    if not all(type(p) is not Tensor or made_for(p) for p in parts) or axis not in (0, -2):
         return None
     if any(part.dim() != 2 for part in parts):
         return None
@@ -145,7 +150,7 @@ def plain_edges(value: Any) -> bool:
         type(value) is Tensor
         and value.dtype == torch.long
         and value.layout == torch.strided
-        and value.device.type == "cpu"
+        and value.device.type in ("cpu", "cuda")
         and value.dim() == 2
         and value.size(0) == 2
     )

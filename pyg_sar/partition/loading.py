@@ -143,7 +143,8 @@ def load_partition(
 
     Args:
         root: The folder that :func:`write_partitions` wrote.
-        device: Where the tensors go; the communicator's device by default.
+        device: Where the tensors go: this worker's device (``comm.device``), which is the default.
+            A single process may choose any.
         verify: Compare the file's checksum.
         view: ``'local'``: this worker's rows, in its own numbering. ``'global'``: tensors of the
             whole graph, of which this worker holds its rows
@@ -156,13 +157,15 @@ def load_partition(
         ``data`` with ``data.num_nodes`` own nodes and ``data.num_edges`` edges into them.
 
     Raises:
-        ValueError: When ``view`` is none of these, or is ``'global'`` on workers that are threads.
+        ValueError: When ``view`` is none of these, or is ``'global'`` on workers that are threads;
+            when ``device`` is not that of one of several workers.
         PartitionError: On every worker alike, when any worker can't read its part, or the number
             of parts is not the number of workers.
     """
     comm = current()
     if view not in ("local", "global"):
         raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
+    place = _place(device, comm)
     metadata: PartitionMetadata | None = None
     tensors: dict[str, Tensor] = {}
     problem = ""
@@ -182,12 +185,26 @@ def load_partition(
     if view == "global":
         draw_alike(comm)
     _warn_of_global_ids(metadata, tensors)
-    place = torch.device(device or comm.device)
     if metadata.hetero is not None:
         hetero = _as_hetero_data(comm, metadata, metadata.hetero, tensors, place)
         return hetero if view == "local" else global_hetero_data(hetero, metadata, comm)
     data = _as_data(comm, metadata, tensors, place)
     return data if view == "local" else global_data(data, metadata, comm)
+
+
+def _place(device: torch.device | str | None, comm: Communicator) -> torch.device:
+    """Returns the device of the data, on which all that workers exchange with each other lies."""
+    if device is None:
+        return comm.device
+    found = torch.device(device)
+    if comm.world_size == 1 or found == comm.device:
+        return found
+    if found.index is None and found.type == comm.device.type:
+        return comm.device
+    raise ValueError(
+        f"load_partition(device='{device}') at rank {comm.rank}, whose device is {comm.device}: "
+        f"leave 'device' out, or call pyg_sar.init(device='{device}') first"
+    )
 
 
 def _warn_of_global_ids(metadata: PartitionMetadata, tensors: dict[str, Tensor]) -> None:

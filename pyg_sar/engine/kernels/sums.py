@@ -93,7 +93,7 @@ def weights_of(block: Block, weight: Tensor | None) -> Tensor | None:
     if weight is None:
         return None
     found = weight.reshape(-1)[block.columns]
-    return found.float() if found.dtype == torch.bfloat16 else found
+    return found.to(wide_dtype(found.dtype))
 
 
 def add_gathered(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None) -> None:

@@ -1,0 +1,89 @@
+"""The device that a worker computes on, and the backend that carries its tensors.
+
+One rule for both, a function of its arguments alone: a worker computes on the GPU of its number on
+its host (``LOCAL_RANK``) where each worker of the host has one. NCCL carries tensors between such
+workers; in all other cases gloo does, which copies tensors of a GPU through the CPU's memory.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from pyg_sar.comm.backends import TRANSPORTS, WorkerInfo
+
+
+@dataclass(frozen=True, slots=True)
+class Placement:
+    """The backend and the device of a worker, and why these."""
+
+    backend: str
+    device: torch.device
+    reason: str
+
+
+def placement(
+    info: WorkerInfo, backend: str | None, device: torch.device | None, gpus: int, nccl: bool
+) -> Placement:
+    """Returns where a worker computes, and what carries its tensors.
+
+    Args:
+        info: The worker.
+        backend: What the user asked for, if anything.
+        device: The same. ``cuda`` without a number is ``cuda:LOCAL_RANK``, modulo the GPUs.
+        gpus: CUDA devices of this host that PyTorch sees.
+        nccl: This PyTorch has NCCL.
+
+    Raises:
+        ValueError: NCCL and a device that is no GPU, a GPU that isn't there, or ``LOCAL_RANK`` is
+            not set where it is needed.
+    """
+    if device is not None and device.type == "cuda":
+        number = device.index
+        if number is None:
+            number = (info.local_rank or 0) % max(gpus, 1)
+        if number >= gpus:
+            raise ValueError(
+                f"device='{device}' at rank {info.rank}, but this host has {gpus} CUDA device(s)"
+            )
+        device = torch.device("cuda", number)
+    if backend is not None:
+        if backend == "nccl" and device is not None and device.type != "cuda":
+            raise ValueError(
+                f"backend='nccl' carries tensors of GPUs, and device='{device}' at rank "
+                f"{info.rank} is none: pass backend='gloo', or no device"
+            )
+        kind = TRANSPORTS[backend]
+        return Placement(backend, device or kind.choose_device(info), "as asked for")
+    enough = gpus > 0 and gpus >= info.local_world_size
+    count = f"{gpus} GPU(s) for {info.local_world_size} worker(s) of this host"
+    if device is None and not enough:
+        hint = ": init(device='cuda') lets workers share a GPU" if gpus else ""
+        return Placement("gloo", torch.device("cpu"), f"{count}{hint}")
+    own = TRANSPORTS["nccl"].choose_device(info) if enough else None
+    device = device or own
+    if device is None:
+        raise RuntimeError("Expected a device where each worker has a GPU")
+    if device != own:
+        return Placement("gloo", device, f"{count}; device='{device}' is not a worker's own GPU")
+    if nccl:
+        return Placement("nccl", device, f"{count}, each its own")
+    return Placement("gloo", device, f"{count}; this PyTorch has no NCCL")
+
+
+def place(info: WorkerInfo, backend: str | None, device: torch.device | None) -> Placement:
+    """Returns :func:`placement` on this machine; rank 0 writes it to the log ``pyg_sar.comm``.
+
+    Raises:
+        ValueError: See :func:`placement`.
+    """
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    found = placement(info, backend, device, gpus, dist.is_nccl_available())
+    if info.rank == 0:
+        logging.getLogger("pyg_sar.comm").info(
+            "backend %s, device %s at rank 0 (%s)", found.backend, found.device, found.reason
+        )
+    return found

@@ -1,0 +1,426 @@
+"""Triton kernels: softmax attention over edges, forward and backward, all heads at once.
+
+A program has a target (backward by source: a source row) and goes through its edges, ``BLOCK_E`` at
+a time, in tiles ``[BLOCK_E, heads, channels]``; heads and channels are filled up to powers of two.
+Numbers of half precision are widened when they are read; states and gradients are wide. Nothing per
+edge is kept. See [Note: attention by shards] in :mod:`pyg_sar.kernels.attention_ops`.
+
+``KIND`` counts ``attention_ops.KINDS``: 0 additive, 1 gatv2, 2 dot, 3 mixed. ``DROP``: 0 without
+dropout, 1 by a hash of edges' keys, 2 by bits. Tensors that an attention doesn't have are ``None``.
+Importing this module needs ``triton``.
+"""
+
+import triton
+import triton.language as tl
+
+from pyg_sar.kernels.triton_sums import edges_of, numbers_of
+
+
+@triton.jit
+def leaky(x, SLOPE: tl.constexpr):
+    return tl.where(x > 0, x, x * SLOPE)
+
+
+@triton.jit
+def through_leaky(gradient, x, SLOPE: tl.constexpr):
+    return tl.where(x > 0, gradient, gradient * SLOPE)
+
+
+@triton.jit
+def mixed_bits(x):
+    """lowbias32, of uint32; see :func:`pyg_sar.kernels.fallback.mixed_bits`."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (x >> 15)) * 0x846CA68B
+    return x ^ (x >> 16)
+
+
+@triton.jit
+def kept_factors(
+    drop,
+    numbers,
+    there,
+    heads,
+    low,
+    high,
+    DROP: tl.constexpr,
+    THRESHOLD: tl.constexpr,
+    FACTOR: tl.constexpr,
+    WORDS: tl.constexpr,
+    H: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Dropout's factors, ``[BLOCK_E, heads]``: 0 or 1 / (1 - p)."""
+    if DROP == 2:
+        mask = there[:, None] & (heads < H)[None, :]
+        words = tl.load(
+            drop + numbers[:, None] * WORDS + (heads // 32)[None, :], mask=mask, other=0
+        )
+        kept = ((words >> (heads % 32).to(tl.int32)[None, :]) & 1) != 0
+    else:
+        keys = tl.load(drop + numbers, mask=there, other=0).to(tl.uint32)
+        first = mixed_bits(keys + low.to(tl.uint32))
+        of_head = heads.to(tl.uint32) * 0x9E3779B9 + high.to(tl.uint32)
+        kept = mixed_bits(first[:, None] ^ of_head[None, :]) >= THRESHOLD
+    return kept.to(WIDE) * FACTOR
+
+
+@triton.jit
+def rows_2(base, rows, heads, by_row, by_head, there, H: tl.constexpr, WIDE: tl.constexpr):
+    """Rows ``[R, heads]``, 0 where there are none."""
+    at = base + rows[:, None] * by_row + heads[None, :] * by_head
+    mask = there[:, None] & (heads < H)[None, :]
+    return tl.load(at, mask=mask, other=0).to(WIDE)
+
+
+@triton.jit
+def rows_3(
+    base,
+    rows,
+    heads,
+    channels,
+    by_row,
+    by_head,
+    by_channel,
+    there,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+):
+    """Rows ``[R, heads, channels]``, 0 where there are none."""
+    inner = heads[:, None] * by_head + channels[None, :] * by_channel
+    inside = (heads < H)[:, None] & (channels < C)[None, :]
+    at = base + rows[:, None, None] * by_row + inner[None, :, :]
+    return tl.load(at, mask=there[:, None, None] & inside[None, :, :], other=0).to(WIDE)
+
+
+@triton.jit
+def inner_rows(base, row, heads, channels, H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):
+    """Row ``[heads, channels]`` of a tensor in one piece."""
+    at = base + (row * H + heads)[:, None] * C + channels[None, :]
+    inside = (heads < H)[:, None] & (channels < C)[None, :]
+    return tl.load(at, mask=inside, other=0).to(WIDE)
+
+
+@triton.jit
+def term_2(
+    attr,
+    weight,
+    numbers,
+    there,
+    heads,
+    features,
+    by_edge,
+    by_feature,
+    H: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+):
+    """Edges' features times their weight, ``[BLOCK_E, heads]``."""
+    total = tl.zeros([BLOCK_E, BLOCK_H], WIDE)
+    for d in range(features):
+        at = attr + numbers * by_edge + d * by_feature
+        numbers_d = tl.load(at, mask=there, other=0).to(WIDE)
+        weights = tl.load(weight + d * H + heads, mask=heads < H, other=0).to(WIDE)
+        total += numbers_d[:, None] * weights[None, :]
+    return total
+
+
+@triton.jit
+def term_3(
+    attr,
+    weight,
+    numbers,
+    there,
+    heads,
+    channels,
+    features,
+    by_edge,
+    by_feature,
+    H: tl.constexpr,
+    C: tl.constexpr,
+    WIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The same, ``[BLOCK_E, heads, channels]``."""
+    total = tl.zeros([BLOCK_E, BLOCK_H, BLOCK_C], WIDE)
+    for d in range(features):
+        at = attr + numbers * by_edge + d * by_feature
+        numbers_d = tl.load(at, mask=there, other=0).to(WIDE)
+        weights = inner_rows(weight, d, heads, channels, H, C, WIDE)
+        total += numbers_d[:, None, None] * weights[None, :, :]
+    return total
+
+
+@triton.jit
+def score(x, query, att, heads, channels, KIND: tl.constexpr, SLOPE: tl.constexpr,
+          SCALE: tl.constexpr, H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr):  # fmt: skip
+    """Scores of edges, from their whole key ``x`` (additive and gatv2: with the query)."""
+    if KIND == 0:
+        found = leaky(x, SLOPE)
+    elif KIND == 1:
+        first = inner_rows(att, 0, heads, channels, H, C, WIDE)
+        found = tl.sum(first[None, :, :] * leaky(x, SLOPE), 2)
+    elif KIND == 2:
+        found = leaky(tl.sum(query * x, 2) * SCALE, SLOPE)
+    else:
+        first = inner_rows(att, 0, heads, channels, H, C, WIDE)
+        second = inner_rows(att, 1, heads, channels, H, C, WIDE)
+        ends = tl.sum(first[None, :, :] * x, 2) + tl.sum(second[None, :, :] * query, 2)
+        found = leaky(ends / (1.0 + tl.exp(-tl.sum(query * x, 2))), SLOPE)
+    return found
+
+
+@triton.jit(do_not_specialize=["low", "high", "features"])
+def forward(
+    acc, maximum, normaliser, value, key, query, att, attr, weight,
+    source, offsets, targets, edges, drop, low, high, features,
+    acc_row, maximum_row, normaliser_row,
+    value_row, value_head, value_channel, key_row, key_head, key_channel,
+    query_row, query_head, query_channel, attr_row, attr_column,
+    KIND: tl.constexpr, SLOPE: tl.constexpr, SCALE: tl.constexpr,
+    DROP: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr, WORDS: tl.constexpr,
+    LOWEST: tl.constexpr, H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    heads = tl.arange(0, BLOCK_H).to(tl.int64)
+    channels = tl.arange(0, BLOCK_C).to(tl.int64)
+    of_head = heads < H
+    inside = of_head[:, None] & (channels < C)[None, :]
+    row, first, last = edges_of(tl.program_id(0), offsets, targets)
+    one, yes = row + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1)
+    at_acc = acc + row * acc_row + heads[:, None] * C + channels[None, :]
+    top = tl.load(maximum + row * maximum_row + heads, mask=of_head, other=0)
+    norm = tl.load(normaliser + row * normaliser_row + heads, mask=of_head, other=0)
+    total = tl.load(at_acc, mask=inside, other=0)
+    q = tl.zeros([1, BLOCK_H], WIDE)
+    if query is not None:
+        if KIND == 0:
+            q = rows_2(query, one, heads, query_row, query_head, yes, H, WIDE)
+        else:
+            q = rows_3(query, one, heads, channels, query_row, query_head, query_channel, yes,
+                       H, C, WIDE)  # fmt: skip
+    for start in range(first, last, BLOCK_E):
+        e = start + tl.arange(0, BLOCK_E)
+        there = e < last
+        both = there[:, None] & of_head[None, :]
+        j = tl.load(source + e, mask=there, other=0).to(tl.int64)
+        numbers = numbers_of(e, there, edges)
+        v = rows_3(value, j, heads, channels, value_row, value_head, value_channel, there,
+                   H, C, WIDE)  # fmt: skip
+        if KIND == 0:
+            x = rows_2(key, j, heads, key_row, key_head, there, H, WIDE) + q
+            if attr is not None:
+                x += term_2(attr, weight, numbers, there, heads, features, attr_row, attr_column,
+                            H, WIDE, BLOCK_E, BLOCK_H)  # fmt: skip
+        else:
+            x = v
+            if key is not None:
+                x = rows_3(key, j, heads, channels, key_row, key_head, key_channel, there,
+                           H, C, WIDE)  # fmt: skip
+            if KIND == 1:
+                x += q
+            if attr is not None:
+                term = term_3(attr, weight, numbers, there, heads, channels, features,
+                              attr_row, attr_column, H, C, WIDE,
+                              BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
+                x += term
+                if KIND == 2:
+                    v += term
+        s = score(x, q, att, heads, channels, KIND, SLOPE, SCALE, H, C, WIDE)
+        # NaN reaches the sums by itself; -inf would give NaN where others are finite.
+        seen = tl.where(both, tl.where(s > LOWEST, s, LOWEST), float("-inf")).to(WIDE)
+        new = tl.maximum(top, tl.max(seen, 0))
+        rescaled = tl.where(new > top, tl.exp(top - new), 1.0).to(WIDE)
+        p = tl.where(both, tl.exp(s - new[None, :]), 0.0).to(WIDE)
+        norm = norm * rescaled + tl.sum(p, 0)
+        if DROP != 0:
+            p *= kept_factors(drop, numbers, there, heads, low, high, DROP, THRESHOLD, FACTOR,
+                              WORDS, H, WIDE)  # fmt: skip
+        total = total * rescaled[:, None] + tl.sum(p[:, :, None] * v, 0)
+        top = new
+    tl.store(maximum + row * maximum_row + heads, top, mask=of_head)
+    tl.store(normaliser + row * normaliser_row + heads, norm, mask=of_head)
+    tl.store(at_acc, total, mask=inside)
+
+
+@triton.jit
+def add_rows(base, row, by_row, found, heads, channels, H: tl.constexpr, C: tl.constexpr):
+    """Adds ``[heads, channels]`` to a row that no other program writes."""
+    at = base + row * by_row + heads[:, None] * C + channels[None, :]
+    inside = (heads < H)[:, None] & (channels < C)[None, :]
+    tl.store(at, tl.load(at, mask=inside, other=0) + found, mask=inside)
+
+
+@triton.jit
+def share_rows(base, slot, found, heads, channels, H: tl.constexpr, C: tl.constexpr):
+    """Adds ``[heads, channels]`` to a row of a buffer that several programs write."""
+    at = base + (slot * H + heads)[:, None] * C + channels[None, :]
+    inside = (heads < H)[:, None] & (channels < C)[None, :]
+    tl.atomic_add(at, found, mask=inside, sem="relaxed")
+
+
+@triton.jit(do_not_specialize=["low", "high", "features"])
+def backward(
+    grad_value, grad_key, grad_query, grad_att, grad_attr, grad_weight,
+    grad_out, maximum, normaliser, delta, value, key, query, att, attr, weight,
+    source, offsets, targets, edges, drop, places, low, high, features,
+    grad_value_row, grad_key_row, grad_query_row, grad_attr_row,
+    grad_out_row, maximum_row, normaliser_row, delta_row,
+    value_row, value_head, value_channel, key_row, key_head, key_channel,
+    query_row, query_head, query_channel, attr_row, attr_column,
+    BY_SOURCE: tl.constexpr, SLOTS: tl.constexpr,
+    KIND: tl.constexpr, SLOPE: tl.constexpr, SCALE: tl.constexpr,
+    DROP: tl.constexpr, THRESHOLD: tl.constexpr, FACTOR: tl.constexpr, WORDS: tl.constexpr,
+    H: tl.constexpr, C: tl.constexpr, WIDE: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
+    heads = tl.arange(0, BLOCK_H).to(tl.int64)
+    channels = tl.arange(0, BLOCK_C).to(tl.int64)
+    of_head = heads < H
+    row, first, last = edges_of(tl.program_id(0), offsets, targets)
+    slot = (tl.program_id(0) % SLOTS).to(tl.int64)
+    read = row
+    if places is not None:
+        read = tl.load(places + row).to(tl.int64)
+    one, yes = read + tl.zeros([1], tl.int64), tl.full([1], 1, tl.int1)
+    of_value = tl.zeros([BLOCK_H, BLOCK_C], WIDE)  # of the row, over all of its edges
+    of_key = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
+    of_scalar = tl.zeros([BLOCK_H], WIDE)
+    of_query = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
+    of_att = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
+    of_att_2 = tl.zeros([BLOCK_H, BLOCK_C], WIDE)
+    for start in range(first, last, BLOCK_E):
+        e = start + tl.arange(0, BLOCK_E)
+        there = e < last
+        both = there[:, None] & of_head[None, :]
+        other = tl.load(source + e, mask=there, other=0).to(tl.int64)
+        numbers = numbers_of(e, there, edges)
+        # One end is the program's row, the other one the edge's; [1] rows are broadcast.
+        if BY_SOURCE:
+            j, i, at_j, at_i = one, other, yes, there
+        else:
+            j, i, at_j, at_i = other, one, there, yes
+        v = rows_3(value, j, heads, channels, value_row, value_head, value_channel, at_j,
+                   H, C, WIDE)  # fmt: skip
+        g = rows_3(grad_out, i, heads, channels, grad_out_row, C, 1, at_i, H, C, WIDE)
+        q = tl.zeros([1, BLOCK_H], WIDE)
+        if KIND == 0:
+            x = rows_2(key, j, heads, key_row, key_head, at_j, H, WIDE)
+            if query is not None:
+                x += rows_2(query, i, heads, query_row, query_head, at_i, H, WIDE)
+            if attr is not None:
+                x += term_2(attr, weight, numbers, there, heads, features, attr_row, attr_column,
+                            H, WIDE, BLOCK_E, BLOCK_H)  # fmt: skip
+            x += tl.zeros([BLOCK_E, BLOCK_H], WIDE)
+        else:
+            q = rows_3(query, i, heads, channels, query_row, query_head, query_channel, at_i,
+                       H, C, WIDE)  # fmt: skip
+            x = v
+            if key is not None:
+                x = rows_3(key, j, heads, channels, key_row, key_head, key_channel, at_j,
+                           H, C, WIDE)  # fmt: skip
+            if KIND == 1:
+                x = x + q
+            if attr is not None:
+                term = term_3(attr, weight, numbers, there, heads, channels, features,
+                              attr_row, attr_column, H, C, WIDE,
+                              BLOCK_E, BLOCK_H, BLOCK_C)  # fmt: skip
+                x = x + term
+                if KIND == 2:
+                    v = v + term
+        s = score(x, q, att, heads, channels, KIND, SLOPE, SCALE, H, C, WIDE)
+        top = rows_2(maximum, i, heads, maximum_row, 1, at_i, H, WIDE)
+        norm = rows_2(normaliser, i, heads, normaliser_row, 1, at_i, H, WIDE)
+        sums = rows_2(delta, i, heads, delta_row, 1, at_i, H, WIDE)
+        norm = tl.where(both, norm + tl.zeros([BLOCK_E, BLOCK_H], WIDE), 1.0).to(WIDE)
+        p = tl.where(both, tl.exp(s - top) / norm, 0.0).to(WIDE)
+        inner, kept = tl.sum(g * v, 2), p
+        if DROP != 0:
+            factors = kept_factors(drop, numbers, there, heads, low, high, DROP, THRESHOLD, FACTOR,
+                                   WORDS, H, WIDE)  # fmt: skip
+            inner *= factors
+            kept = p * factors
+        gs = tl.where(both, p * (inner - sums), 0.0).to(WIDE)
+        grad_v = tl.where(there[:, None, None], kept[:, :, None] * g, 0.0).to(WIDE)
+        of_value += tl.sum(grad_v, 0)
+        if KIND == 0:
+            found = through_leaky(gs, x, SLOPE)
+            of_scalar += tl.sum(found, 0)
+            if grad_query is not None:
+                at_query = grad_query + i[:, None] * grad_query_row + heads[None, :]
+                tl.atomic_add(at_query, found, mask=both, sem="relaxed")
+            if attr is not None:
+                for d in range(features):
+                    weights = tl.load(weight + d * H + heads, mask=of_head, other=0).to(WIDE)
+                    if grad_attr is not None:
+                        at = grad_attr + numbers * grad_attr_row + d
+                        tl.store(at, tl.sum(found * weights[None, :], 1), mask=there)
+                    if grad_weight is not None:
+                        at = attr + numbers * attr_row + d * attr_column
+                        numbers_d = tl.load(at, mask=there, other=0).to(WIDE)
+                        at = grad_weight + (slot * features + d) * H + heads
+                        shared = tl.sum(found * numbers_d[:, None], 0)
+                        tl.atomic_add(at, shared, mask=of_head, sem="relaxed")
+        else:
+            if KIND == 1:
+                first_att = inner_rows(att, 0, heads, channels, H, C, WIDE)
+                of_att += tl.sum(gs[:, :, None] * leaky(x, SLOPE), 0)
+                found = through_leaky(gs[:, :, None] * first_att[None, :, :], x, SLOPE)
+                found_key, found_query, found_term = found, found, found
+            elif KIND == 2:
+                slopes = through_leaky(gs, tl.sum(q * x, 2) * SCALE, SLOPE) * SCALE
+                found_key = slopes[:, :, None] * q
+                found_query = slopes[:, :, None] * x
+                found_term = found_key + grad_v
+            else:
+                first_att = inner_rows(att, 0, heads, channels, H, C, WIDE)
+                second_att = inner_rows(att, 1, heads, channels, H, C, WIDE)
+                ends = tl.sum(first_att[None, :, :] * x, 2)
+                ends += tl.sum(second_att[None, :, :] * q, 2)
+                gate = 1.0 / (1.0 + tl.exp(-tl.sum(q * x, 2)))
+                whole = through_leaky(gs, ends * gate, SLOPE)
+                of_ends = (whole * gate)[:, :, None]
+                of_inner = (whole * ends * gate * (1.0 - gate))[:, :, None]
+                found_key = of_ends * first_att[None, :, :] + of_inner * q
+                found_query = of_ends * second_att[None, :, :] + of_inner * x
+                found_term = found_key
+                of_att += tl.sum(of_ends * x, 0)
+                of_att_2 += tl.sum(of_ends * q, 0)
+            of_key += tl.sum(found_key, 0)
+            of_query += tl.sum(found_query, 0)
+            if attr is not None:
+                for d in range(features):
+                    if grad_attr is not None:
+                        weights = inner_rows(weight, d, heads, channels, H, C, WIDE)
+                        at = grad_attr + numbers * grad_attr_row + d
+                        of_edge = tl.sum(tl.sum(found_term * weights[None, :, :], 2), 1)
+                        tl.store(at, of_edge, mask=there)
+                    if grad_weight is not None:
+                        at = attr + numbers * attr_row + d * attr_column
+                        numbers_d = tl.load(at, mask=there, other=0).to(WIDE)
+                        shared = tl.sum(found_term * numbers_d[:, None, None], 0)
+                        share_rows(grad_weight, slot * features + d, shared, heads, channels, H, C)
+    if BY_SOURCE:
+        if grad_value is not None:
+            if key is None:
+                of_value += of_key
+            add_rows(grad_value, row, grad_value_row, of_value, heads, channels, H, C)
+        if grad_key is not None:
+            if KIND == 0:
+                at = grad_key + row * grad_key_row + heads
+                scalars = tl.load(at, mask=of_head, other=0) + of_scalar
+                tl.store(at, scalars, mask=of_head)
+            else:
+                add_rows(grad_key, row, grad_key_row, of_key, heads, channels, H, C)
+    else:
+        if grad_query is not None:
+            add_rows(grad_query, row, grad_query_row, of_query, heads, channels, H, C)
+        if grad_att is not None:
+            if KIND == 3:
+                share_rows(grad_att, slot * 2, of_att, heads, channels, H, C)
+                share_rows(grad_att, slot * 2 + 1, of_att_2, heads, channels, H, C)
+            else:
+                share_rows(grad_att, slot, of_att, heads, channels, H, C)

@@ -1,0 +1,387 @@
+"""The operators by Triton: arguments as those of :mod:`pyg_sar.kernels.fallback`, and the launches.
+
+Shapes are checked here, and numbers by the device: an index out of range ends the process's use of
+the GPU by an assertion, as PyTorch's own operators do, and nothing waits for the check. Importing
+this module needs ``triton``; :mod:`pyg_sar.kernels.on_gpu` says who may call it.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from pyg_sar.kernels import triton_attention, triton_sums
+from pyg_sar.kernels.attention_terms import check_sum_shapes, wide_dtype
+from pyg_sar.kernels.fallback import threshold
+
+TILE = 2048  # Numbers of a tile, of which a program has a few at a time.
+LARGEST_TILE = 8192  # of one edge: heads times channels, each filled up to a power of two
+SLOTS = 32  # Copies of what all edges add to.
+
+
+def gather_sum_(
+    out: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    weight: Tensor | None,
+    edges: Tensor | None,
+) -> None:
+    """See :func:`pyg_sar.kernels.ops.gather_sum_`."""
+    check_sum_shapes("gather_sum", out, rows, source, offsets, targets, weight)
+    if source.numel() == 0 or out.size(1) == 0:
+        return
+    _check_rows("gather_sum", out=out)
+    _check_edges(source, offsets, targets, edges, rows.size(0), out.size(0), source.numel())
+    with _on(out):
+        triton_sums.gather_sum[_grid(offsets, out.size(1))](
+            out,
+            rows,
+            *_flat(source, offsets, targets, weight, edges),
+            out.size(1),
+            out.stride(0),
+            *rows.stride(),
+            **_blocks(out.size(1), out.dtype),
+        )
+
+
+def edge_dot(
+    rows: Tensor,
+    gradient: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    edges: Tensor | None,
+) -> Tensor:
+    """See :func:`pyg_sar.kernels.ops.edge_dot`."""
+    check_sum_shapes("edge_dot", gradient, rows, source, offsets, targets, None)
+    out = torch.zeros(source.numel(), dtype=wide_dtype(rows.dtype), device=rows.device)
+    if source.numel() == 0 or rows.size(1) == 0:
+        return out
+    counts = rows.size(0), gradient.size(0), source.numel()
+    _check_edges(source, offsets, targets, edges, *counts)
+    with _on(out):
+        triton_sums.edge_dot[(offsets.numel() - 1,)](
+            out,
+            rows,
+            gradient,
+            *_flat(source, offsets, targets, edges),
+            rows.size(1),
+            *rows.stride(),
+            *gradient.stride(),
+            **_blocks(rows.size(1), rows.dtype),
+        )
+    return out
+
+
+def extremum_(
+    best: Tensor,
+    ties: Tensor,
+    rows: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    largest: bool,
+) -> None:
+    """See :func:`pyg_sar.kernels.ops.extremum_`."""
+    for name, tensor in (("extremum", best), ("extremum's ties", ties)):
+        check_sum_shapes(name, tensor, rows, source, offsets, targets, None)
+    if source.numel() == 0 or best.size(1) == 0:
+        return
+    _check_rows("extremum", best=best, ties=ties)
+    _check_edges(source, offsets, targets, None, rows.size(0), best.size(0), 0)
+    with _on(best):
+        triton_sums.extremum[_grid(offsets, best.size(1))](
+            best,
+            ties,
+            rows,
+            *_flat(source, offsets, targets),
+            best.size(1),
+            best.stride(0),
+            ties.stride(0),
+            *rows.stride(),
+            LARGEST=largest,
+            **_blocks(best.size(1), best.dtype),
+        )
+
+
+def extremum_backward_(
+    total: Tensor,
+    rows: Tensor,
+    gradient: Tensor,
+    best: Tensor,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+) -> Tensor:
+    """See :func:`pyg_sar.kernels.ops.extremum_backward_`."""
+    for name, tensor in (("gradient", gradient), ("best", best)):
+        check_sum_shapes(f"extremum's {name}", total, tensor, source, offsets, targets, None)
+    if source.numel() == 0 or total.size(1) == 0:
+        return torch.zeros((), dtype=torch.long, device=total.device)
+    _check_rows("extremum", total=total)
+    _check_edges(source, offsets, targets, None, best.size(0), total.size(0), 0)
+    grid = _grid(offsets, total.size(1))
+    hits = torch.zeros(grid, dtype=torch.long, device=total.device)
+    with _on(total):
+        triton_sums.extremum_backward[grid](
+            total,
+            hits,
+            rows,
+            gradient,
+            best,
+            *_flat(source, offsets, targets),
+            total.size(1),
+            total.stride(0),
+            *rows.stride(),
+            *gradient.stride(),
+            *best.stride(),
+            **_blocks(total.size(1), total.dtype),
+        )
+    return hits.sum()
+
+
+# Attention ####################################################################
+
+
+def fits(heads: int, channels: int) -> bool:
+    """Tells whether a tile of the kernels holds an edge's numbers."""
+    tile = triton.next_power_of_2(heads) * triton.next_power_of_2(channels)
+    return heads > 0 and channels > 0 and bool(tile <= LARGEST_TILE)
+
+
+def attention_(
+    acc: Tensor,
+    maximum: Tensor,
+    normaliser: Tensor,
+    kind: int,
+    value: Tensor,
+    key: Tensor | None,
+    query: Tensor | None,
+    att: Tensor | None,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    slope: float,
+    scale: float,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    edges: Tensor | None,
+    drop_key: Tensor | None,
+    low: int,
+    high: int,
+    p: float,
+) -> None:
+    """See :func:`pyg_sar.kernels.attention_ops.attention_`; halves are not widened before."""
+    if source.numel() == 0:
+        return
+    _check_rows("attention", acc=acc, maximum=maximum, normaliser=normaliser)
+    numbered = _numbered(edge_attr, drop_key)
+    edges = edges if numbered else None
+    _check_edges(source, offsets, targets, edges, value.size(0), acc.size(0), numbered)
+    tensors = value, key, query, _dense(att), edge_attr, _dense(edge_weight)
+    with _on(acc):
+        triton_attention.forward[(offsets.numel() - 1,)](
+            *(acc, maximum, normaliser, *tensors),
+            *_flat(source, offsets, targets, edges, drop_key),
+            *(low, high, 0 if edge_attr is None else edge_attr.size(1)),
+            *(acc.stride(0), maximum.stride(0), normaliser.stride(0)),
+            *_strides(value, key, query, edge_attr),
+            **_settings(kind, value, acc.dtype, slope, scale, drop_key, p),
+            LOWEST=torch.finfo(acc.dtype).min,
+        )
+
+
+def attention_backward_(
+    grad_value: Tensor | None,
+    grad_key: Tensor | None,
+    grad_query: Tensor | None,
+    grad_att: Tensor | None,
+    grad_edge_attr: Tensor | None,
+    grad_edge_weight: Tensor | None,
+    grad_out: Tensor,
+    maximum: Tensor,
+    normaliser: Tensor,
+    delta: Tensor,
+    kind: int,
+    value: Tensor,
+    key: Tensor | None,
+    query: Tensor | None,
+    att: Tensor | None,
+    edge_attr: Tensor | None,
+    edge_weight: Tensor | None,
+    slope: float,
+    scale: float,
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    edges: Tensor | None,
+    drop_key: Tensor | None,
+    low: int,
+    high: int,
+    p: float,
+    transposed: bool,
+    places: Tensor | None,
+) -> None:
+    """Adds the gradients that are wanted of a shard's edges, grouped by source row or by target.
+
+    Additive scores' gradients of the query are added by atomic operations of the GPU, in no fixed
+    order; those of ``att`` and ``edge_weight`` too, in ``SLOTS`` sums that are then added up.
+
+    Args:
+        places: Where in ``value`` and ``key`` the source rows lie; only by source row.
+    """
+    if source.numel() == 0:
+        return
+    rows = (grad_value, grad_key, grad_query, grad_edge_attr)
+    known = (grad_out, maximum, normaliser, delta)
+    names = ("value", "key", "query", "edge_attr", "grad_out", "maximum", "normaliser", "delta")
+    given = zip(names, (*rows, *known), strict=True)
+    _check_rows("attention", **{name: t for name, t in given if t is not None})
+    sources = value.size(0) if places is None else places.numel()
+    reached = (grad_out.size(0), sources) if transposed else (sources, grad_out.size(0))
+    numbered = _numbered(edge_attr, drop_key)
+    edges = edges if numbered else None
+    _check_edges(source, offsets, targets, edges, *reached, numbered)
+    if places is not None:
+        _check_index(places, value.size(0), "'places' names a row")
+    shared_att, shared_weight = _copies(grad_att), _copies(grad_edge_weight)
+    tensors = value, key, query, _dense(att), edge_attr, _dense(edge_weight)
+    with _on(grad_out):
+        triton_attention.backward[(offsets.numel() - 1,)](
+            *(grad_value, grad_key, grad_query, shared_att, grad_edge_attr, shared_weight),
+            *(*known, *tensors),
+            *_flat(source, offsets, targets, edges, drop_key, places),
+            *(low, high, 0 if edge_attr is None else edge_attr.size(1)),
+            *(0 if tensor is None else tensor.stride(0) for tensor in (*rows, *known)),
+            *_strides(value, key, query, edge_attr),
+            **_settings(kind, value, grad_out.dtype, slope, scale, drop_key, p),
+            BY_SOURCE=transposed,
+            SLOTS=SLOTS,
+        )
+    for total, copies in ((grad_att, shared_att), (grad_edge_weight, shared_weight)):
+        if total is not None and copies is not None:
+            total += copies.sum(0)
+
+
+def _copies(total: Tensor | None) -> Tensor | None:
+    return None if total is None else total.new_zeros(SLOTS, *total.shape)
+
+
+def _settings(
+    kind: int,
+    value: Tensor,
+    wide: torch.dtype,
+    slope: float,
+    scale: float,
+    drop_key: Tensor | None,
+    p: float,
+) -> dict[str, Any]:
+    """What kernels of attention are compiled for."""
+    heads, channels = value.size(1), value.size(2)
+    block_h, block_c = triton.next_power_of_2(heads), triton.next_power_of_2(channels)
+    bits = drop_key is not None and drop_key.dim() == 2
+    return {
+        "KIND": kind,
+        "SLOPE": float(slope),
+        "SCALE": float(scale),
+        "DROP": 0 if drop_key is None else 2 if bits else 1,
+        "THRESHOLD": threshold(p),
+        "FACTOR": 1.0 / (1.0 - p) if p < 1 else 0.0,
+        "WORDS": drop_key.size(1) if drop_key is not None and bits else 1,
+        "H": heads,
+        "C": channels,
+        "WIDE": _WIDE[wide],
+        "BLOCK_E": min(max(TILE // (block_h * block_c), 1), 32),
+        "BLOCK_H": block_h,
+        "BLOCK_C": block_c,
+    }
+
+
+def _strides(
+    value: Tensor, key: Tensor | None, query: Tensor | None, edge_attr: Tensor | None
+) -> list[int]:
+    """Those of the tensors that are read where they lie; 0 for axes that they don't have."""
+    found = list(value.stride())
+    for tensor in (key, query):
+        own = [] if tensor is None else list(tensor.stride())
+        found += own + [0] * (3 - len(own))
+    return found + ([0, 0] if edge_attr is None else list(edge_attr.stride()))
+
+
+# Arguments ####################################################################
+
+_WIDE = {torch.float32: tl.float32, torch.float64: tl.float64}
+
+
+def _blocks(width: int, dtype: torch.dtype) -> dict[str, Any]:
+    columns = min(triton.next_power_of_2(width), 128)
+    edges = min(TILE // columns, 32)
+    return {"WIDE": _WIDE[wide_dtype(dtype)], "BLOCK_E": edges, "BLOCK_F": columns}
+
+
+def _grid(offsets: Tensor, width: int) -> tuple[int, int]:
+    return offsets.numel() - 1, triton.cdiv(width, min(triton.next_power_of_2(width), 128))
+
+
+def _on(tensor: Tensor) -> AbstractContextManager[Any]:
+    """Launches are on the current device."""
+    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else nullcontext()
+
+
+def _flat(*tensors: Tensor | None) -> list[Tensor | None]:
+    """Numbers of edges and targets, one after the other."""
+    return [None if t is None else t.contiguous() for t in tensors]
+
+
+def _dense(tensor: Tensor | None) -> Tensor | None:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _check_rows(name: str, **tensors: Tensor) -> None:
+    """Raises ``ValueError`` where a row of what is added to is not in one piece."""
+    for role, tensor in tensors.items():
+        row = tensor[:1]
+        if tensor.size(0) > 1 and tensor.stride(0) == 0:
+            raise ValueError(f"{name}: rows of '{role}' are the same memory")
+        if tensor.size(0) and not row.is_contiguous():
+            raise ValueError(f"{name}: expected each row of '{role}' to lie in one piece")
+
+
+def _check_edges(
+    source: Tensor,
+    offsets: Tensor,
+    targets: Tensor | None,
+    edges: Tensor | None,
+    num_read: int,
+    num_written: int,
+    num_numbers: int,
+) -> None:
+    """Has the device check what edges name."""
+    _check_index(source, num_read, "'source' names a row")
+    counts = offsets[1:] - offsets[:-1]
+    fine = (counts >= 0).all() & (offsets[0] == 0) & (offsets[-1] == source.numel())
+    torch._assert_async(fine, "'offsets' don't ascend from 0 to the number of edges")
+    if targets is None and offsets.numel() - 1 > num_written:
+        raise IndexError(f"{offsets.numel() - 1} targets are more than {num_written} rows")
+    if targets is not None:
+        _check_index(targets, num_written, "'targets' names a row")
+        torch._assert_async((targets[1:] > targets[:-1]).all(), "'targets' don't ascend")
+    if edges is not None:
+        _check_index(edges, num_numbers, "'edges' names an edge")
+
+
+def _numbered(edge_attr: Tensor | None, drop_key: Tensor | None) -> int:
+    """Up to which number edges have what is known by it; 0 where nothing is."""
+    return min([t.size(0) for t in (edge_attr, drop_key) if t is not None], default=0)
+
+
+def _check_index(index: Tensor, count: int, what: str) -> None:
+    inside = ((index >= 0) & (index < count)).all()
+    torch._assert_async(inside, f"{what} that is not in [0, {count})")
