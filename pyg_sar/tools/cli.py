@@ -8,13 +8,17 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyg_sar.errors import PygSarError, WorkerError
+from pyg_sar.comm.environment import find_launcher, read_environment
+from pyg_sar.comm.processes import SignalNotice
+from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
@@ -23,7 +27,7 @@ from pyg_sar.tools.models import MODELS, NORMS, imported_model
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
 from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
-from pyg_sar.tools.start import add_workers, on_workers
+from pyg_sar.tools.start import add_workers, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 from pyg_sar.train.report import hosting_lines
@@ -31,6 +35,7 @@ from pyg_sar.train.sampling import NeighborSampling
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_STOPPED = 75  # "Try again later" of sysexits.h.
 EXIT_INTERRUPT = 130
 
 #: Exceptions of a worker that are a user's mistake, and others whose message says it all.
@@ -93,7 +98,8 @@ Exit code 0: the same as in one process. 1: not supported, or not the same.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
-    0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 130: Ctrl-C.
+    0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 75: SIGUSR1 came,
+    the checkpoint is saved. 130: Ctrl-C.
 
     Args:
         argv: Arguments without the program's name (``sys.argv[1:]``).
@@ -119,7 +125,8 @@ def _explain(error: Exception, debug: bool) -> int:
         text = f"{error.strerror}: {error.filename!r}"
     elif not isinstance(error, PygSarError) and not usage:
         text = f"{type(error).__name__}: {text} (--debug shows where)"
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _rank()
+    tell_agent(error)
     # Where rank 0 is the one that is gone, rank 1 speaks.
     speaker = 1 if isinstance(error, WorkerError) and error.rank == 0 != rank else 0
     if debug:
@@ -131,7 +138,17 @@ def _explain(error: Exception, debug: bool) -> int:
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun ends all workers as soon as one fails: the one that speaks goes first.
         time.sleep(_COURTESY)
+    if isinstance(error, StoppedError):
+        return EXIT_STOPPED
     return EXIT_USAGE if usage else EXIT_FAILURE
+
+
+def _rank() -> int:
+    try:
+        place = read_environment()
+    except ValueError:  # That may be the very error.
+        place = None
+    return 0 if place is None else place.rank
 
 
 def _root_cause(error: WorkerError) -> tuple[str, bool]:
@@ -169,7 +186,11 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = _run_config(arguments)
-    result, speaks = on_workers(arguments, train_worker, config)
+    work: Callable[[RunConfig], TrainResult] = train_worker
+    with ExitStack() as stack:
+        if config.checkpoint is not None and find_launcher() is not None:
+            work = partial(train_worker, stop=stack.enter_context(SignalNotice()))
+        result, speaks = on_workers(arguments, work, config)
     if speaks:
         print(describe(result))
         for line in [] if config.report is None else hosting_lines(config.report):
