@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from pyg_sar.comm.environment import find_launcher, read_environment
+from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
@@ -68,13 +68,15 @@ fewer workers than parts: each computes several parts in turn
 several hosts, here two with two workers each; the same line on both, but for --node-rank 0 and 1
 (the partition's folder under the same path on each; rank 0's host writes checkpoint and report):
   torchrun --nnodes 2 --nproc-per-node 2 --node-rank 0 \\
-      --master-addr HOST0 --master-port 29500 -m pyg_sar train --parts parts
-Workers talk over the interface that HOST0's name leads to; GLOO_SOCKET_IFNAME=eth0 chooses another.
+      --master-addr host0 --master-port 29500 -m pyg_sar train --parts parts
+Workers talk over the interface that host0's name leads to; GLOO_SOCKET_IFNAME=eth0 chooses another.
 
 after a lost worker the same line with --resume continues the same loss curve; torchrun does it by
 itself with
   torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
 and with --nnodes 1:2 it goes on with the hosts that are left, which take over the parts
+srun, mpirun and others start it as well (docs/launching.md); after SIGUSR1 to any worker all save
+to --checkpoint and end with code 75
 """
 
 _PREDICT_EPILOG = """\
@@ -144,11 +146,9 @@ def _explain(error: Exception, debug: bool) -> int:
 
 
 def _rank() -> int:
-    try:
-        place = read_environment()
-    except ValueError:  # That may be the very error.
-        place = None
-    return 0 if place is None else place.rank
+    launcher = find_launcher()
+    text = "0" if launcher is None else os.environ.get(launcher.rank, "")
+    return int(text) if text.isdecimal() else 0  # A missing rank may be the very error.
 
 
 def _root_cause(error: WorkerError) -> tuple[str, bool]:
