@@ -13,6 +13,7 @@ import re
 import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import Enum
 from typing import NoReturn
 
 import torch.distributed as dist
@@ -50,35 +51,36 @@ class WorkerInfo:
     port: int = PORT
 
 
-@dataclass(frozen=True, slots=True)
-class Launcher:
-    """Names of a launcher's variables; an empty one: it has none."""
+class Launcher(Enum):
+    """The launchers, the innermost first, and the names of their variables (empty: it has none)."""
 
-    name: str
-    rank: str
-    world: str
-    local_rank: str
-    local_world: str
+    TORCHRUN = "torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"
+    OPEN_MPI = (
+        "mpirun (Open MPI)",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    )
+    MPICH = "mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"
+    SRUN = "srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", ""
+
+    def __init__(
+        self, title: str, rank: str, world: str, local_rank: str, local_world: str
+    ) -> None:
+        self.title, self.rank, self.world = title, rank, world
+        self.local_rank, self.local_world = local_rank, local_world
 
 
-TORCHRUN = Launcher("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-OPEN_MPI = Launcher(
-    "mpirun (Open MPI)",
-    "OMPI_COMM_WORLD_RANK",
-    "OMPI_COMM_WORLD_SIZE",
-    "OMPI_COMM_WORLD_LOCAL_RANK",
-    "OMPI_COMM_WORLD_LOCAL_SIZE",
-)
-MPICH = Launcher("mpiexec (PMI)", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
-SRUN = Launcher("srun", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+TASKS = Launcher.OPEN_MPI, Launcher.MPICH, Launcher.SRUN
 
 
 def find_launcher(env: Mapping[str, str] | None = None) -> Launcher | None:
     """Returns what started this process as a worker, by its variables; ``None``: nothing did."""
     env = os.environ if env is None else env
     if env.get("RANK") or env.get("WORLD_SIZE"):
-        return TORCHRUN
-    inner = next((one for one in (OPEN_MPI, MPICH, SRUN) if _started(one, env)), None)
+        return Launcher.TORCHRUN
+    inner = next((one for one in TASKS if _started(one, env)), None)
     return None if inner is None or env.get(inner.world) == "1" else inner
 
 
@@ -99,7 +101,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
     task = _task(env)
     if not env.get("RANK") and not env.get("WORLD_SIZE"):
         return None if task is None or task.world_size == 1 else task
-    info = _read(TORCHRUN, env)
+    info = _read(Launcher.TORCHRUN, env)
     if info.world_size > 1:
         if not env.get("MASTER_ADDR"):
             raise ValueError(f"MASTER_ADDR is not set, but WORLD_SIZE={info.world_size}. {REMEDY}")
@@ -107,8 +109,8 @@ def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
         info = replace(info, address=env["MASTER_ADDR"], port=port)
     by_hand = not info.agent_store and "TORCHELASTIC_RUN_ID" not in env
     if by_hand and task is not None and task.world_size > 1 and _differ(info, task):
-        other = next(one for one in (OPEN_MPI, MPICH, SRUN) if _started(one, env))
-        _refuse_two(TORCHRUN, other, env)
+        other = next(one for one in TASKS if _started(one, env))
+        _refuse_two(Launcher.TORCHRUN, other, env)
     return info
 
 
@@ -145,7 +147,7 @@ def adopted(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
     given: dict[str, str] = {"RANK": str(rank), "WORLD_SIZE": str(world)}
     local = ("LOCAL_RANK", "LOCAL_WORLD_SIZE")
     given |= {name: env[name] for name in local if env.get(name)}
-    info = _read(TORCHRUN, given)
+    info = _read(Launcher.TORCHRUN, given)
     return replace(info, agent_store=True, address=store.host, port=store.port)
 
 
@@ -157,14 +159,14 @@ def _started(launcher: Launcher, env: Mapping[str, str]) -> bool:
 
     A batch script has ``SLURM_PROCID`` too; only ``srun`` starts steps.
     """
-    if launcher is SRUN:
+    if launcher is Launcher.SRUN:
         return bool(env.get("SLURM_PROCID") and env.get("SLURM_STEP_NUM_TASKS"))
     return bool(env.get(launcher.rank) or env.get(launcher.world))
 
 
 def _task(env: Mapping[str, str]) -> WorkerInfo | None:
     """Returns what MPI or SLURM says; the innermost of them."""
-    found = [(one, _read(one, env)) for one in (OPEN_MPI, MPICH, SRUN) if _started(one, env)]
+    found = [(one, _read(one, env)) for one in TASKS if _started(one, env)]
     if not found:
         return None
     (launcher, info), outer = found[0], None
@@ -175,11 +177,11 @@ def _task(env: Mapping[str, str]) -> WorkerInfo | None:
                 info = replace(
                     info, local_rank=said.local_rank, local_world_size=said.local_world_size
                 )
-        elif launcher is OPEN_MPI and other is MPICH:
+        elif launcher is Launcher.OPEN_MPI and other is Launcher.MPICH:
             _refuse_two(launcher, other, env)
     if info.world_size == 1:
         return info
-    of_slurm = launcher is SRUN or outer is not None
+    of_slurm = launcher is Launcher.SRUN or outer is not None
     address = env.get("MASTER_ADDR") or _first_host(launcher, info, env, of_slurm)
     port = _job_port(env)
     if env.get("MASTER_PORT"):
@@ -191,7 +193,7 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> WorkerInfo:
     world = _read_int(env, launcher.world, 1, None)
     rank = _read_int(env, launcher.rank, 0, world)
     local_world, local_rank = world, None
-    if launcher is SRUN:
+    if launcher is Launcher.SRUN:
         local_world = _tasks_of_node(env) or world
     elif env.get(launcher.local_world):
         local_world = _read_int(env, launcher.local_world, 1, world + 1)
@@ -202,7 +204,8 @@ def _read(launcher: Launcher, env: Mapping[str, str]) -> WorkerInfo:
         world_size=world,
         local_rank=local_rank,
         local_world_size=local_world,
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and launcher is TORCHRUN,
+        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+        and launcher is Launcher.TORCHRUN,
     )
 
 
@@ -215,7 +218,7 @@ def _refuse_two(one: Launcher, other: Launcher, env: Mapping[str, str]) -> NoRet
         return f"{by.rank}={env.get(by.rank)}, {by.world}={env.get(by.world)}"
 
     raise ValueError(
-        f"{said(one)}, but {other.name} says {said(other)}: which one is this worker's? Unset "
+        f"{said(one)}, but {other.title} says {said(other)}: which one is this worker's? Unset "
         f"{one.rank} and {one.world}, or {other.rank} and {other.world}"
     )
 
@@ -243,13 +246,13 @@ def _first_host(
     """Returns the host of the first worker."""
     nodes = env.get("SLURM_STEP_NODELIST") if of_slurm else None
     nodes = nodes or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    counted = launcher is SRUN or bool(env.get(launcher.local_world))
+    counted = launcher is Launcher.SRUN or bool(env.get(launcher.local_world))
     if counted and info.local_world_size == info.world_size:
         return HOST
     if nodes:
         return first_node(nodes)
     raise ValueError(
-        f"MASTER_ADDR is not set, and {launcher.name} doesn't name the hosts of its "
+        f"MASTER_ADDR is not set, and {launcher.title} doesn't name the hosts of its "
         f"{info.world_size} workers; give all of them the first worker's host and a free port "
         "there: MASTER_ADDR=HOST0 MASTER_PORT=29500 (mpirun -x MASTER_ADDR -x MASTER_PORT)"
     )

@@ -68,7 +68,7 @@ def was_launched(workers: int | None) -> bool:
     launcher = find_launcher()
     if launcher is not None and workers is not None:
         raise ValueError(
-            f"--workers starts workers, but {launcher.name} ({launcher.rank}, {launcher.world}) "
+            f"--workers starts workers, but {launcher.title} ({launcher.rank}, {launcher.world}) "
             "has started them: leave it out"
         )
     return launcher is not None
