@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from live_bytes import LiveBytes
+from pyg_sar.tools.live_bytes import LiveBytes
 from torch import Tensor
 from torch_geometric.nn import GATConv, SimpleConv
 
