@@ -4,8 +4,8 @@
 
 Each graph is cut into parts; for each model and mode fresh processes make two training steps, after
 one on a tiny graph that loads libraries (``measure`` of ``benchmarks/memory.py``). The peak is the
-higher one of two epochs (``VmHWM``) over the baseline, of the worker that needs most. Epoch times are
-in the table of ``--times`` only: they mean nothing on a machine with other work.
+higher one of two epochs (``VmHWM``) over the baseline, of the worker that needs most. Epoch times
+are not compared: they mean nothing on a machine with other work.
 """
 
 from __future__ import annotations

@@ -24,6 +24,7 @@ from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
+from pyg_sar.tools.plan_command import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
 from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
@@ -334,6 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_partition(commands)
+    _add_plan(commands)
     _add_train(commands)
     add_run(
         _command(commands, "run", run_command, "run a PyG script on several workers", RUN_EPILOG)
@@ -403,6 +405,12 @@ def _add_train(commands: Any) -> None:
     _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")
     _add_training(command)
     _add_files(command)
+
+
+def _add_plan(commands: Any) -> None:
+    help = "predict memory, bytes and times of a training"
+    model = add_plan(_command(commands, "plan", plan_command, help, PLAN_EPILOG))
+    _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
 
 
 def _add_predict(commands: Any) -> None:

@@ -9,6 +9,7 @@ the peak are a line over this proportion, which two sizes determine; and so are 
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -33,12 +34,14 @@ class PartShape:
         halo: Halo rows, by owner.
         edges: Edges into own nodes, by the owner of their sources.
         boundary: Own nodes that others need.
+    loops: Edges from a node to itself, which some layers replace.
     """
 
     nodes: int
     halo: list[int]
     edges: list[int]
     boundary: int
+    loops: int
 
 
 def read_shapes(root: str | os.PathLike[str]) -> list[PartShape]:
@@ -65,7 +68,7 @@ def _read_shape(path: Path, part: int) -> PartShape:
     with safe_open(path, framework="pt") as file:
         halo = file.get_tensor("halo_counts")
         nodes = file.get_slice("n_id").get_shape()[0]
-        source = file.get_tensor("edge_index")[0]
+        source, target = file.get_tensor("edge_index")
         boundary = file.get_tensor("send_index").unique().numel()
     ends = nodes + halo.cumsum(0)
     owner = torch.bucketize(source, ends, right=True)
@@ -75,11 +78,12 @@ def _read_shape(path: Path, part: int) -> PartShape:
         halo=halo.tolist(),
         edges=torch.bincount(owner, minlength=halo.numel()).tolist(),
         boundary=boundary,
+        loops=int((source == target).sum()),
     )
 
 
 def write_sample(
-    root: str | os.PathLike[str], shapes: list[PartShape], share: float, out: Path
+    root: str | os.PathLike[str], shapes: Sequence[PartShape], share: float, out: Path
 ) -> None:
     """Writes a partition whose counts are those of ``shapes`` times ``share``, edges at random.
 
@@ -104,6 +108,10 @@ def write_sample(
             if q != p:
                 source[:rows] = chosen  # Each halo row is needed.
             target = torch.randint(nodes[p], (count,), generator=draw) + starts[p]
+            if q == p:
+                loops = min(_scaled(shape.loops, share), count)
+                other = (target - starts[p] + (target == source).long()) % max(nodes[p], 1)
+                target = torch.cat([source[:loops], other[loops:] + starts[p]])
             pieces.append(torch.stack([source, target]))
     data = Data(edge_index=torch.cat(pieces, 1), num_nodes=sum(nodes))
     edges_of = [sum(piece.size(1) for piece in pieces[p * len(shapes) :][: len(shapes)])
@@ -111,7 +119,8 @@ def write_sample(
     for name, value in _attributes(metadata, nodes, edges_of).items():
         data[name] = value
     owner = torch.repeat_interleave(torch.tensor(nodes))
-    write_partitions(data, len(shapes), out, owner, node_ids={name: False for name in data.keys()})
+    none = dict.fromkeys(data.to_dict(), False)
+    write_partitions(data, len(shapes), out, owner, node_ids=none)
 
 
 def _scaled(count: int, share: float) -> int:

@@ -1,11 +1,11 @@
 """``plan``: what a training will take on a partition, found out on a small graph of its shape.
 
-[Note: how it is predicted] The model makes three training steps on graphs of two sizes that have the
-partition's shape (``plan_sample.py``), on as many workers as there are parts, all threads of this
-process that exchange rows as hosts do. The bytes of all tensors alive in a worker are counted, and
-the bytes that it sends; lines through both sizes give those of the whole partition. Nothing is known
-of the model, so any model that runs can be planned. Times are not measured on samples, which lie in
-caches: the work of an epoch is counted by operators, and divided by rates (``rates.py``).
+[Note: how it is predicted] The model makes three training steps on graphs of two sizes that have
+the partition's shape (``plan_sample.py``), on as many workers as there are parts, all threads of
+one process that exchange rows as hosts do. The bytes of all tensors alive in a worker are counted,
+and the bytes that it sends; lines through both sizes give those of the whole partition. Nothing is
+known of the model, so any model that runs can be planned. Times are not measured on samples, which
+lie in caches: the work of an epoch is counted by operators, and divided by rates (``rates.py``).
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
@@ -27,7 +26,9 @@ from torch_geometric.data import Data
 import pyg_sar.comm.group as group
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
+from pyg_sar.engine import analysis
 from pyg_sar.files import parse_bytes
+from pyg_sar.kernels import attention_terms
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.policy import SARPolicy
@@ -37,6 +38,12 @@ from pyg_sar.tools.plan_sample import PartShape, read_shapes, write_sample
 from pyg_sar.tools.rates import Rates, Work, read_rates
 from pyg_sar.train.flow import call_model
 
+PIECES = (
+    (attention_terms, "_PRODUCTS", attention_terms._PRODUCTS),
+    (analysis, "_LEAST_BUDGET", analysis._LEAST_BUDGET),
+    (analysis, "_MOST_BUDGET", analysis._MOST_BUDGET),
+)
+"""Sizes of what is computed piece by piece."""
 ROWS = 24_000
 """Own nodes, halo rows, and edges / 8, of all parts of the larger sample, about."""
 PROCESS = 8 << 20
@@ -198,17 +205,9 @@ def _try(
     shapes = read_shapes(root)
     share = min(1.0, ROWS / max(_rows(shapes), 1))
     sizes = [share] if share == 1.0 else [share, share / 2]
-    runs: list[list[list[_Run]]] = []  # by size, policy, worker
-    with tempfile.TemporaryDirectory(prefix="pyg_sar-plan-") as folder:
-        for number, size in enumerate(sizes):
-            out = Path(folder) / str(number)
-            write_sample(root, shapes, size, out)
-            # Rows are then sent and received, as between hosts, and belong to one worker.
-            with patch.dict(os.environ, PYG_SAR_SHARED_MEMORY="0"):
-                runs.append(
-                    launch(_try_part, len(shapes), str(out), model, policies, call,
-                           backend="threads")  # fmt: skip
-                )
+    given = root, shapes, sizes, model, policies, call
+    # Without shared memory rows are sent and received, as between hosts: each is one worker's.
+    runs = launch(_try_sizes, 1, *given, env={"PYG_SAR_SHARED_MEMORY": "0"})[0]
     found = []
     for k in range(len(policies)):
         workers = [[run[p][k] for run in runs] for p in range(len(shapes))]
@@ -217,6 +216,28 @@ def _try(
         works = [w[0].work.times(1 / share) for w in workers]
         found.append((peaks, sent, works))
     return found
+
+
+def _try_sizes(
+    root: str,
+    shapes: Sequence[PartShape],
+    sizes: Sequence[float],
+    model: Any,
+    policies: Sequence[SARPolicy],
+    call: Callable[..., Tensor],
+) -> list[list[list[_Run]]]:
+    """Returns the runs on samples: by size, worker and policy. In a process of its own."""
+    runs = []
+    with tempfile.TemporaryDirectory(prefix="pyg_sar-plan-") as folder:
+        for number, size in enumerate(sizes):
+            out = Path(folder) / str(number)
+            write_sample(root, shapes, size, out)
+            # Pieces of a fixed size, too, must be smaller in proportion. See [Note: scaled shapes].
+            for module, name, whole in PIECES:
+                setattr(module, name, max(int(whole * size), 1))
+            given = str(out), model, policies, call
+            runs.append(launch(_try_part, len(shapes), *given, backend="threads"))
+    return runs
 
 
 def _rows(shapes: Sequence[PartShape]) -> int:

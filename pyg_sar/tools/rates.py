@@ -97,7 +97,7 @@ class Rates:
         """Measures this machine, in a few seconds; the best of some repetitions counts."""
         draw = torch.Generator().manual_seed(0)
         a, b = torch.randn(20_000, 256, generator=draw), torch.randn(256, 256, generator=draw)
-        index = torch.randint(20_000, (400_000,), generator=draw)
+        index = torch.randint(20_000, (100_000,), generator=draw)
         total = torch.zeros(20_000, 256)
         wide = torch.randn(1 << 24, generator=draw)
         gathered = index.numel() * 256 * 4

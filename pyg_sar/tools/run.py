@@ -151,7 +151,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     if seed is not None:
         torch.manual_seed(seed)
     flow = _message_flow(config, data)
-    classes = _count_classes(data, comm)
+    classes = count_classes(data, comm)
     columns = 0 if config.labels is None else classes
     one_graph = flow is None and config.sampler is None
     stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
@@ -159,7 +159,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
         distribute(stock.build().to(comm.device), policy=config.policy),
         data,
         config.train,
-        forward=_forward(config.model.name, data, columns),
+        forward=call_of(config.model.name, data, columns),
         flow=flow,
         labels=config.labels,
         sampler=config.sampler,
@@ -185,13 +185,13 @@ def _features(data: Data) -> Tensor:
     return x if x.is_floating_point() else x.float()
 
 
-def _count_classes(data: Data, comm: Communicator) -> int:
+def count_classes(data: Data, comm: Communicator) -> int:
     labels = node_labels(data)
     highest = comm.all_gather_object(int(labels.max()) if labels.numel() else -1)
     return int(max(highest)) + 1
 
 
-def _forward(name: str, data: Data, columns: int = 0) -> Any:
+def call_of(name: str, data: Data, columns: int = 0) -> Any:
     """Calls the model; GCN takes edge weights where the graph has them, others take none."""
     weighted = name == "gcn" and isinstance(data.get("edge_weight"), Tensor)
 
