@@ -67,7 +67,7 @@ def whole(root: str, model: torch.nn.Module, policies: list[pyg_sar.SARPolicy]) 
 
 @pytest.mark.parametrize(
     ("name", "modes", "rows", "tolerance"),
-    [("sage", [1], 10**9, 0.01), ("gat", [2, 3], 4000, 0.04)],
+    [("sage", [1], 10**9, 0.02), ("gat", [2, 3], 4000, 0.04)],
 )
 def test_predicted_bytes_are_those_of_the_partition(
     root, name, modes, rows, tolerance, monkeypatch
@@ -139,6 +139,7 @@ def test_bandwidth_as_text():
 def test_the_command(root, tmp_path: Path, monkeypatch, capsys):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     command = ["plan", "--parts", root, "--model", "gcn", "--hidden", "8", "--modes", "1"]
+    monkeypatch.setattr(Rates, "measure", lambda: RATES)
     given: dict[str, Any] = {}
 
     def plan(*arguments: Any, **options: Any) -> Plan:
