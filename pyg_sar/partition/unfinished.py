@@ -1,4 +1,4 @@
-"""What a partitioning that was killed has left, for the next one with the same arguments.
+"""Keeps what a killed partitioning has finished, for the next one with the same arguments.
 
 [Note: resuming] With a limit of memory, which means hours for large graphs, the assignment and each
 part are kept in a hidden folder beside the partition as soon as they are whole, under names that
@@ -70,7 +70,7 @@ class Unfinished:
         path = self.folder / "assignment.npy"
         if path.is_file():
             self.report("taking the assignment of a run that did not end")
-            return torch.from_numpy(np.load(path))
+            return torch.from_numpy(np.load(path, allow_pickle=False))
         found = make()
 
         def write(file: Path) -> None:

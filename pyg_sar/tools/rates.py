@@ -76,7 +76,7 @@ def _tensors(out: Any) -> list[Tensor]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """What one worker does in a second, with the threads that it has.
+    """Holds what one worker does in a second, with the threads that it has.
 
     Attributes:
         dense: Floating point operations of products of matrices.
