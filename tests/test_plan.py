@@ -152,10 +152,12 @@ def test_the_command(root, tmp_path: Path, monkeypatch, capsys):
     assert given["bandwidth"] == 1.25e8 and len(list((tmp_path / "pyg_sar").iterdir())) == 1
 
 
-def test_what_cannot_be_planned(tmp_path):
+def test_what_cannot_be_planned(root, tmp_path):
     pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "parts", "random")
     with pytest.raises(ValueError, match="holds a heterogeneous graph, which plan"):
         pyg_sar.plan(models()["gat"], tmp_path / "parts", rates=RATES)
+    with pytest.raises(ValueError, match="partitions of different graphs, of .* one graph"):
+        pyg_sar.plan(models()["gat"], [root, tmp_path / "parts"], rates=RATES)
     with pytest.raises(ValueError, match="bandwidth=0 must be a positive number"):
         pyg_sar.plan(models()["gat"], tmp_path, bandwidth=0)
     with pytest.raises(ValueError, match="need at least one entry each"):

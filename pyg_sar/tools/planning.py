@@ -31,6 +31,7 @@ from pyg_sar.files import parse_bytes
 from pyg_sar.kernels import attention_terms
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.tools.live_bytes import LiveBytes
@@ -164,7 +165,7 @@ def plan(
         The plan.
 
     Raises:
-        ValueError: An argument makes no sense, or a heterogeneous graph.
+        ValueError: An argument makes no sense, a heterogeneous graph, or several graphs.
         WorkerError: The model fails on the sample.
     """
     roots = [parts] if isinstance(parts, str | os.PathLike) else list(parts)
@@ -173,6 +174,12 @@ def plan(
         raise ValueError("'parts' and 'modes' need at least one entry each")
     if bandwidth is not None and not bandwidth > 0:
         raise ValueError(f"bandwidth={bandwidth!r} must be a positive number of bytes per second")
+    graphs = {(found.num_nodes, found.num_edges) for found in map(read_metadata, roots)}
+    if len(graphs) > 1:
+        raise ValueError(
+            f"'parts' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "
+            "compare partitions of one graph"
+        )
     rates = rates or read_rates()
     policies = [replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes]
     forecasts = []
