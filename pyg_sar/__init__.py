@@ -31,6 +31,7 @@ from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
 from pyg_sar.space.negative_sampling import negative_sampling
 from pyg_sar.tools.features import propagate_features
 from pyg_sar.tools.inference import infer
+from pyg_sar.tools.planning import plan
 from pyg_sar.tools.predict import load_model
 from pyg_sar.tools.verify import verify
 from pyg_sar.train.trainer import Trainer
@@ -53,6 +54,7 @@ __all__ = [
     "mean",
     "message_flow_graphs",
     "negative_sampling",
+    "plan",
     "propagate_features",
     "run",
     "verify",

@@ -58,6 +58,10 @@ class CheckpointError(PygSarError, ValueError):
     """A checkpoint cannot be written, read, or used with this model or these workers."""
 
 
+class StoppedError(PygSarError):
+    """A signal asked the workers to save a checkpoint and end."""
+
+
 class DivergedError(PygSarError):
     """The loss is no longer a finite number."""
 

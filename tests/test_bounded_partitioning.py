@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -75,6 +78,62 @@ def test_what_does_not_fit_names_a_number_of_parts_that_does(tmp_path: Path) -> 
         pyg_sar.write_partitions(data, 20, tmp_path / "other", "metis", memory="2MiB")
     with pytest.raises(ValueError, match=r"memory='much' must be a number of bytes"):
         pyg_sar.write_partitions(data, 2, tmp_path / "other", memory="much")
+
+
+def test_even_parts_that_do_not_fit_are_refused_before_nodes_are_assigned(tmp_path: Path) -> None:
+    said: list[str] = []
+    with pytest.raises(ValueError, match="Expected 'memory' to hold 64 bytes"):
+        pyg_sar.write_partitions(
+            graph(), 2, tmp_path / "parts", "random", memory="2MiB", progress=said.append
+        )
+    assert said and not [line for line in said if line.startswith("assigning")]
+
+
+KILLED = """
+import os, signal, sys
+import pyg_sar
+from test_bounded_partitioning import graph
+
+def report(line):
+    if line.startswith(sys.argv[2]):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+pyg_sar.write_partitions(graph(), 5, sys.argv[1], "random", memory="12MiB", progress=report)
+"""
+
+
+def test_a_killed_run_is_taken_up(tmp_path: Path) -> None:
+    data, said = graph(), []
+    root, whole = tmp_path / "parts", tmp_path / "whole"
+    pyg_sar.write_partitions(data, 5, whole, "random")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    killed = [sys.executable, "-W", "ignore", "-c", KILLED, str(root), "writing part 4"]
+    assert subprocess.run(killed, env=environment, timeout=100).returncode == -signal.SIGKILL
+    (left,) = (path for path in tmp_path.iterdir() if path != whole)
+    assert left.name == ".parts.unfinished" and len(list((left / "parts").iterdir())) == 3
+    before = left.with_name("left")
+    shutil.copytree(left, before)
+
+    def partition(data: Any, seed: int = 0) -> list[str]:
+        said.clear()
+        pyg_sar.write_partitions(
+            data, 5, root, "random", seed, memory="12MiB", progress=said.append, overwrite=True
+        )
+        assert not left.exists()
+        return [line for line in said if line.startswith(("taking", "writing"))]
+
+    assert partition(data)[1:] == ["writing part 4 of 5", "writing part 5 of 5"]
+    assert content(root) == content(whole)
+    shutil.copytree(before, left)
+    next((left / "parts").iterdir()).unlink()
+    assert len(partition(data)) == 1 + 3  # A part that is gone is written again.
+    assert content(root) == content(whole)
+    # Another graph, and other arguments, begin anew.
+    shutil.copytree(before, left)
+    assert len(partition(data, seed=1)) == 5
+    shutil.copytree(before, left)
+    data.edge_weight[7] += 1
+    assert len(partition(data)) == 5
 
 
 PEAK = """

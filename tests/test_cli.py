@@ -359,6 +359,7 @@ def test_under_torchrun_a_mistake_is_one_line(parts):
     lines = [line for line in ran.stderr.splitlines() if line.startswith("pyg-sar: error: ")]
     assert len(lines) == 1 and "has 1 part" in lines[0], ran.stderr
     assert "exitcode  : 2" in ran.stderr
+    assert "PartitionError: " in ran.stderr.partition("Root Cause")[2]  # by torchrun's agent
 
 
 # demo ########################################################################

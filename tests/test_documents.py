@@ -118,6 +118,23 @@ def test_training(tmp_path, monkeypatch):
     assert {"report", "run.ckpt"} <= set(os.listdir())
 
 
+def test_launching(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pyg_sar.write_partitions(a_graph(), 1, "parts")
+    code = [
+        piece.replace("callbacks=", "config, callbacks=") for piece in snippets("docs/launching.md")
+    ]
+    run("docs/launching.md", code, MyModel=MyModel, pyg_sar=pyg_sar, config=TrainConfig(epochs=2))
+    assert "run.ckpt" in os.listdir()
+
+
+def test_planning(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    pyg_sar.write_partitions(a_graph(), 1, "parts")
+    run("docs/planning.md", snippets("docs/planning.md"), MyModel=MyModel, pyg_sar=pyg_sar)
+
+
 def test_recipes(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     pyg_sar.write_partitions(a_graph(), 1, "parts")
@@ -348,6 +365,6 @@ def test_no_document_with_python_is_left_out():
     documents = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("**/*.md")]
     names = {str(path.relative_to(REPOSITORY)) for path in documents}
     tried = ("compiled", "global", "hetero", "inference", "larger-than-memory", "link_prediction")
-    tried = (*tried, "global-view", "random_numbers", "recipes")
+    tried = (*tried, "global-view", "launching", "planning", "random_numbers", "recipes")
     found = {name for name in names if snippets(name)}
     assert found == {"README.md", *(f"docs/{name}.md" for name in (*tried, "training", "verify"))}

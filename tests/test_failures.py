@@ -20,7 +20,8 @@ import torch.distributed as dist
 
 import pyg_sar
 import pyg_sar.comm.watch as watch_module
-from pyg_sar.comm.backends import TransportError, WorkerInfo
+from pyg_sar.comm.backends import TransportError
+from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.group import claim_rank, current, name_start, wait_for_workers
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch

@@ -386,6 +386,7 @@ TOP = {
         "mean",
         "message_flow_graphs",
         "negative_sampling",
+        "plan",
         "propagate_features",
         "run",
         "verify",

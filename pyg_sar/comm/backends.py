@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.issuer import ComputeLock, NoLock
 from pyg_sar.comm.messages import MEET, RECEIVE, SEND, Posts, name_of
 from pyg_sar.comm.processes import interface_to
@@ -42,25 +43,6 @@ SMALL_SUM = 1 << 14  # Bytes up to which all send all to all, in one step.
 OPS = ("sum", "max", "min")
 
 _INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WorkerInfo:
-    """A worker's rank, and those of its host.
-
-    Args:
-        rank: Its rank.
-        world_size: Number of workers.
-        local_rank: Its number on its host (``None``: not said).
-        local_world_size: Number of workers on its host.
-        agent_store: Whether the store lives outside the workers (with torchrun, or ``launch``).
-    """
-
-    rank: int
-    world_size: int
-    local_rank: int | None
-    local_world_size: int
-    agent_store: bool
 
 
 class TransportError(PygSarError):
@@ -289,7 +271,7 @@ class GlooTransport(GroupTransport):
     }
 
     def __init__(self, setting: Setting) -> None:
-        with _interface(os.environ.get("MASTER_ADDR", "")):
+        with _interface(setting.info.address):
             super().__init__(setting)
 
     # See [Note: messages that don't fit].
@@ -400,7 +382,7 @@ class MpiTransport(GroupTransport):
 
 
 class CclTransport(GroupTransport):
-    """Intel oneCCL, from the package ``oneccl_bindings_for_pytorch``."""
+    """Intel oneCCL by ``oneccl_bindings_for_pytorch``, which ended with torch 2.8."""
 
     name = "ccl"
 
@@ -410,8 +392,12 @@ class CclTransport(GroupTransport):
             # Importing it is what registers the backend.
             importlib.import_module("oneccl_bindings_for_pytorch")
         except ImportError as error:
-            needs = "the package oneccl_bindings_for_pytorch"
-            raise unavailable(cls.name, needs) from error
+            raise ValueError(
+                f"backend='ccl' needs the package oneccl_bindings_for_pytorch, which Intel ended "
+                f"with torch 2.8 (this is torch {torch.__version__}). Use backend='gloo', which "
+                "every PyTorch has. PyTorch's own successor for Intel GPUs, 'xccl', is not "
+                "supported here yet"
+            ) from error
 
 
 TRANSPORTS: dict[str, type[GroupTransport]] = {

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from pyg_sar.comm.backends import TRANSPORTS, WorkerInfo
+from pyg_sar.comm.backends import TRANSPORTS
+from pyg_sar.comm.environment import WorkerInfo
 
 
 @dataclass(frozen=True, slots=True)

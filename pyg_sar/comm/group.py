@@ -24,13 +24,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting, WorkerInfo
+from pyg_sar.comm.backends import TRANSPORTS, GroupTransport, Setting
 from pyg_sar.comm.communicator import (
     Communicator,
     GroupCommunicator,
     LocalCommunicator,
 )
 from pyg_sar.comm.devices import place
+from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch
 from pyg_sar.comm.messages import COLLECTIVE, NoWatch, Outgoing, is_consequence
@@ -52,56 +53,7 @@ __all__ = [
     "init",
 ]
 
-# Who the workers are ##########################################################
-
-REMEDY = (
-    "Start the workers with torchrun or pyg_sar.launch(), or set RANK, WORLD_SIZE, MASTER_ADDR "
-    "and MASTER_PORT for each"
-)
-
-
-def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
-    """Reads torchrun's variables. Returns ``None`` where there are none: a single process.
-
-    Raises:
-        ValueError: When they are incomplete or make no sense; names the variable.
-    """
-    env = os.environ if env is None else env
-    if not env.get("RANK") and not env.get("WORLD_SIZE"):
-        return None
-    world = _read_int(env, "WORLD_SIZE", 1, None)
-    rank = _read_int(env, "RANK", 0, world)
-    if world > 1:
-        if not env.get("MASTER_ADDR"):
-            raise ValueError(f"MASTER_ADDR is not set, but WORLD_SIZE={world}. {REMEDY}")
-        _read_int(env, "MASTER_PORT", 1, 1 << 16)
-    local_world = world
-    if env.get("LOCAL_WORLD_SIZE"):
-        local_world = _read_int(env, "LOCAL_WORLD_SIZE", 1, world + 1)
-    local_rank = None
-    if env.get("LOCAL_RANK"):
-        local_rank = _read_int(env, "LOCAL_RANK", 0, local_world)
-    return WorkerInfo(
-        rank=rank,
-        world_size=world,
-        local_rank=local_rank,
-        local_world_size=local_world,
-        agent_store=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
-    )
-
-
-def _read_int(env: Mapping[str, str], name: str, low: int, high: int | None) -> int:
-    text = env.get(name)
-    if not text:
-        raise ValueError(f"{name} is not set. {REMEDY}")
-    try:
-        value = int(text)
-    except ValueError:
-        raise ValueError(f"{name}={text!r} is not a whole number. {REMEDY}") from None
-    if value < low or (high is not None and value >= high):
-        span = f"at least {low}" if high is None else f"between {low} and {high - 1}"
-        raise ValueError(f"{name}={value} must be {span}. {REMEDY}")
-    return value
+# Where the workers meet #######################################################
 
 
 def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore:
@@ -156,7 +108,7 @@ def connect(info: WorkerInfo, timeout: float) -> dist.Store:
     """
     if info.rank != 0 or info.agent_store:
         return reconnect(info, timeout)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = info.address, info.port
     try:
         return host_store(address, port, timeout)
     except OSError as error:
@@ -175,7 +127,7 @@ def reconnect(info: WorkerInfo, timeout: float) -> dist.Store:
     Raises:
         CommTimeoutError: When it isn't reached within ``timeout`` seconds.
     """
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, port = info.address, info.port
     limit = timedelta(seconds=timeout)
     try:
         return dist.TCPStore(address, port, is_master=False, timeout=limit)
@@ -184,7 +136,7 @@ def reconnect(info: WorkerInfo, timeout: float) -> dist.Store:
 
 
 def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTimeoutError:
-    address, port = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    address, port = info.address, info.port
     who = "the launcher" if info.agent_store else "rank 0"
     return CommTimeoutError(
         f"Rank {info.rank} did not reach the store of the {info.world_size} workers, which "
@@ -322,7 +274,9 @@ def init(
 ) -> Communicator:
     """Joins the workers of this run, and returns the communicator (the current one, if any).
 
-    Reads torchrun's environment. Without it, this process is the only worker.
+    Joins the process group of :mod:`torch.distributed` where there is one, as Ray Train has it.
+    Else it reads the variables of torchrun, ``srun`` or ``mpirun``. Without any, this process is
+    the only worker.
 
     Workers of one host read each other's rows through shared memory, and use the backend for
     sums and for other hosts. The environment variable ``PYG_SAR_SHARED_MEMORY`` says when: ``auto``
@@ -343,7 +297,8 @@ def init(
         The communicator.
 
     Raises:
-        ValueError: An unknown or missing backend, an incomplete environment (names the variable).
+        ValueError: An unknown or missing backend; an environment that is incomplete, or says two
+            things (names the variables).
         PygSarError: Workers of one host that can't share memory, though they must.
         CommTimeoutError: Workers that did not come.
         LostWorkerError: A worker that came, and was killed before all had met.
@@ -384,7 +339,7 @@ def _open(
         device = device or TRANSPORTS[backend].choose_device(info)
         setting = Setting(info=info, store=None, timeout=timeout, device=device)
         return GroupCommunicator(TRANSPORTS[backend](setting), NoWatch(), timeout)
-    found = read_environment()
+    found = adopted() or read_environment()
     switch = read_switch()
     if found is None or found.world_size == 1:
         if found is not None:
@@ -439,7 +394,7 @@ def _join(
     info, timeout = setting.info, setting.timeout
     everyone = wait_for_workers(store, info, kind.name, timeout, meet)
     if len({who["host"] for who in everyone}) > 1:
-        watch.serve_status(addresses_from(os.environ["MASTER_ADDR"]))
+        watch.serve_status(addresses_from(info.address))
     if setting.device.type != "cpu":
         switch = "0"  # Rows on a GPU are not for processes to read.
     meeting = dist.PrefixStore("local peers", store)

@@ -26,6 +26,7 @@ from torch import Tensor
 
 from pyg_sar.comm.backends import TAGS, reduced, to_bytes
 from pyg_sar.comm.communicator import Communicator, GroupCommunicator
+from pyg_sar.comm.environment import read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.messages import (
     GATHER,
@@ -156,7 +157,8 @@ class Host:
         check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
         self.store: PartStore | None = None
         if memory is not None or store is not None:
-            size = memory or available_memory()
+            place = read_environment()
+            size = memory or available_memory(1 if place is None else place.local_world_size)
             self.store = PartStore(len(self.parts), num_parts, size, store)
         self.turns = Turns(self.parts, check, self._under_way, self._begin, self._end)
         self._numbers = dict.fromkeys(self.parts, 0)

@@ -24,7 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from pyg_sar.comm.backends import WorkerInfo
+from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.shared_memory import Link, Segment, SharedMemory, shares_memory
 from pyg_sar.errors import CommTimeoutError, PygSarError
 

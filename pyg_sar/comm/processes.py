@@ -261,5 +261,37 @@ class TerminationNotice:
         os.kill(os.getpid(), signum)
 
 
+class SignalNotice:
+    """Notes that a signal came, in place of ending the process. A context manager.
+
+    Nothing is noted outside the main thread, and where the script has a handler of its own.
+
+    Args:
+        signum: The signal.
+
+    Attributes:
+        came: Whether it came, to this process.
+    """
+
+    def __init__(self, signum: int = signal.SIGUSR1) -> None:
+        self.signum, self.came = signum, False
+        self._installed = False
+
+    def __enter__(self) -> SignalNotice:
+        main = threading.current_thread() is threading.main_thread()
+        if main and signal.getsignal(self.signum) is signal.SIG_DFL:
+            signal.signal(self.signum, self._note)
+            self._installed = True
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._installed:
+            signal.signal(self.signum, signal.SIG_DFL)
+            self._installed = False
+
+    def _note(self, signum: int, frame: FrameType | None) -> None:
+        self.came = True
+
+
 if __name__ == "__main__":
     serve(int(sys.argv[1]), int(sys.argv[2]))

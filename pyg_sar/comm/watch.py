@@ -35,7 +35,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyg_sar.comm.backends import WorkerInfo
+from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.messages import (
     LAUNCHER,

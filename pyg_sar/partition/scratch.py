@@ -20,6 +20,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyg_sar.partition.unfinished import Unfinished
+
 Unsigned = NDArray[np.uint64]
 
 PER_NODE = 64
@@ -42,12 +44,24 @@ class Scratch:
         folder: An existing folder.
         memory: Bytes.
         report: Called with lines of progress.
+        unfinished: What a run before has left.
     """
 
-    def __init__(self, folder: Path, memory: int, report: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        memory: int,
+        report: Callable[[str], None],
+        unfinished: Unfinished | None = None,
+    ) -> None:
         self.folder, self.memory, self.report = folder, memory, report
+        self.unfinished = unfinished
         self._files, self._said = 0, 0.0
         self._stage = ("", 0.0)
+
+    def assignment(self, make: Callable[[], Tensor]) -> Tensor:
+        """Returns the part of each node; where a run before has left it, without ``make()``."""
+        return make() if self.unfinished is None else self.unfinished.assignment(make)
 
     def file(self) -> Path:
         """Returns the path of another scratch file."""
@@ -107,6 +121,19 @@ class Scratch:
             f"largest part of {len(nodes)}, {wanted} in all (got {self.memory / 2**20:.0f} MiB); "
             f"choose {remedy}"
         )
+
+    def check_even(
+        self, num_parts: int, nodes: int, edges: int, row_bytes: tuple[float, float]
+    ) -> None:
+        """Raises, as :meth:`check`, where not even parts of the same size would fit.
+
+        The largest part is at least as large: nothing need be assigned to know.
+        """
+
+        def even(count: int) -> list[int]:
+            return [count // num_parts + (p < count % num_parts) for p in range(num_parts)]
+
+        self.check(even(nodes), even(edges), row_bytes)
 
 
 class GroupedRows:

@@ -41,7 +41,13 @@ from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
 from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_lists, merge_parts
 from pyg_sar.partition.scratch import Scratch
-from pyg_sar.partition.whole_graph import merge_hetero, prepare_hetero, prepare_homogeneous
+from pyg_sar.partition.unfinished import Unfinished, digest
+from pyg_sar.partition.whole_graph import (
+    VERSION,
+    merge_hetero,
+    prepare_hetero,
+    prepare_homogeneous,
+)
 
 Progress = Callable[[str], None]
 
@@ -116,16 +122,26 @@ def write_partitions(
     if limit is None:
         prepared = prepare(*given)
     finished, grouped = beside(root), beside(root)
+    unfinished: Unfinished | None = None
     try:
         if limit is not None:
+            unfinished = _resumed(root, data, (num_parts, method, seed, node_ids, limit), report)
+            grouped = grouped if unfinished is None else unfinished.scratch
             grouped.mkdir(parents=True)
-            prepared = prepare(*given, Scratch(grouped, limit, report))
+            prepared = prepare(*given, Scratch(grouped, limit, report, unfinished))
         header, statistics, tensors_of = prepared
-        finished.mkdir(parents=True)
+        target = finished if unfinished is None else unfinished.parts
+        target.mkdir(parents=True, exist_ok=True)
         parts = []
         for p in range(num_parts):
-            report(f"writing part {p + 1} of {num_parts}")
-            parts.append(_write_part(finished, tensors_of(p), p, num_parts))
+
+            def write(folder: Path, p: int = p) -> dict[str, Any]:
+                report(f"writing part {p + 1} of {num_parts}")
+                return _write_part(folder, tensors_of(p), p, num_parts)
+
+            parts.append(write(target) if unfinished is None else unfinished.part(p, write))
+        if target != finished:
+            target.rename(finished)
         _write_metadata(finished, {**header, "parts": parts})
         _publish(finished, root)
     except (OSError, SafetensorError) as error:
@@ -133,7 +149,24 @@ def write_partitions(
     finally:
         shutil.rmtree(finished, ignore_errors=True)
         shutil.rmtree(grouped, ignore_errors=True)
+        if unfinished is not None:
+            unfinished.close()
     return statistics
+
+
+def _resumed(
+    root: Path, data: Any, arguments: tuple[Any, ...], report: Callable[[str], None]
+) -> Unfinished | None:
+    """Returns the folder of what is done; ``None`` where it can't be known to be of this graph."""
+    try:
+        request = json.dumps(arguments)
+    except TypeError:  # An assignment of the user's.
+        return None
+    report("reading the graph, to know it again")
+    known = digest(data)
+    if known is None:
+        return None
+    return Unfinished(root, {"version": VERSION, "arguments": request, "graph": known}, report)
 
 
 def part_file(part: int, num_parts: int) -> str:

@@ -338,12 +338,18 @@ def prepare_homogeneous(
     said = said_of(node_ids, data.keys())
     data, lists = without_lists(data, num_nodes, said)
     columns = encode_attributes(data, num_nodes)
+    rows = _row_bytes(columns, "node"), _row_bytes(columns, "edge")
+    if scratch is not None and isinstance(num_parts, int) and num_parts > 0:
+        scratch.check_even(num_parts, num_nodes, edge_index.size(1), rows)
     report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
-    part = assign_nodes(edge_index, num_nodes, num_parts, method, seed, report, scratch)
+    given = edge_index, num_nodes, num_parts, method, seed, report, scratch
+    if scratch is None:
+        part = assign_nodes(*given)
+    else:
+        part = scratch.assignment(lambda: assign_nodes(*given))
     layout = make_layout(edge_index, part, num_parts, scratch=scratch)
     statistics = partition_statistics(layout, _train_mask(columns))
     if scratch is not None:
-        rows = _row_bytes(columns, "node"), _row_bytes(columns, "edge")
         scratch.check(statistics.nodes, statistics.edges, rows)
     directed = not is_symmetric(edge_index)
     header = _header(directed, statistics, columns, method, seed)

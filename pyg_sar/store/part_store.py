@@ -32,11 +32,10 @@ def resident_bytes() -> int:
     return pages * os.sysconf("SC_PAGE_SIZE")
 
 
-def available_memory() -> int:
-    """Bytes that a worker of this host may take where none are said: its share of what is free."""
+def available_memory(workers: int) -> int:
+    """Bytes that one of a host's workers may take: its share of four fifths of what is free."""
     text = Path("/proc/meminfo").read_text()
     free = next(line for line in text.splitlines() if line.startswith("MemAvailable"))
-    workers = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     return int(free.split()[1]) * 1024 * 4 // (5 * workers)
 
 

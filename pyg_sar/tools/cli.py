@@ -8,22 +8,27 @@ import re
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from pyg_sar.errors import PygSarError, WorkerError
+from pyg_sar.comm.environment import find_launcher
+from pyg_sar.comm.processes import SignalNotice
+from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
+from pyg_sar.tools.plan_command import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
 from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
-from pyg_sar.tools.start import add_workers, on_workers
+from pyg_sar.tools.start import add_workers, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 from pyg_sar.train.report import hosting_lines
@@ -31,6 +36,7 @@ from pyg_sar.train.sampling import NeighborSampling
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
+EXIT_STOPPED = 75  # "Try again later" of sysexits.h.
 EXIT_INTERRUPT = 130
 
 #: Exceptions of a worker that are a user's mistake, and others whose message says it all.
@@ -63,13 +69,15 @@ fewer workers than parts: each computes several parts in turn
 several hosts, here two with two workers each; the same line on both, but for --node-rank 0 and 1
 (the partition's folder under the same path on each; rank 0's host writes checkpoint and report):
   torchrun --nnodes 2 --nproc-per-node 2 --node-rank 0 \\
-      --master-addr HOST0 --master-port 29500 -m pyg_sar train --parts parts
-Workers talk over the interface that HOST0's name leads to; GLOO_SOCKET_IFNAME=eth0 chooses another.
+      --master-addr host0 --master-port 29500 -m pyg_sar train --parts parts
+Workers talk over the interface that host0's name leads to; GLOO_SOCKET_IFNAME=eth0 chooses another.
 
 after a lost worker the same line with --resume continues the same loss curve; torchrun does it by
 itself with
   torchrun --max-restarts 3 ... -m pyg_sar train ... --checkpoint FILE --auto-resume
 and with --nnodes 1:2 it goes on with the hosts that are left, which take over the parts
+srun, mpirun and others start it as well (docs/launching.md); after SIGUSR1 to any worker all save
+to --checkpoint and end with code 75
 """
 
 _PREDICT_EPILOG = """\
@@ -93,7 +101,8 @@ Exit code 0: the same as in one process. 1: not supported, or not the same.
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command line and returns its exit code.
 
-    0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 130: Ctrl-C.
+    0: done. 1: something failed. 2: a mistake of the user's, one line on stderr. 75: SIGUSR1 came,
+    the checkpoint is saved. 130: Ctrl-C.
 
     Args:
         argv: Arguments without the program's name (``sys.argv[1:]``).
@@ -119,7 +128,8 @@ def _explain(error: Exception, debug: bool) -> int:
         text = f"{error.strerror}: {error.filename!r}"
     elif not isinstance(error, PygSarError) and not usage:
         text = f"{type(error).__name__}: {text} (--debug shows where)"
-    rank = int(os.environ.get("RANK", "0"))
+    rank = _rank()
+    tell_agent(error)
     # Where rank 0 is the one that is gone, rank 1 speaks.
     speaker = 1 if isinstance(error, WorkerError) and error.rank == 0 != rank else 0
     if debug:
@@ -131,7 +141,15 @@ def _explain(error: Exception, debug: bool) -> int:
     elif "TORCHELASTIC_RUN_ID" in os.environ:
         # torchrun ends all workers as soon as one fails: the one that speaks goes first.
         time.sleep(_COURTESY)
+    if isinstance(error, StoppedError):
+        return EXIT_STOPPED
     return EXIT_USAGE if usage else EXIT_FAILURE
+
+
+def _rank() -> int:
+    launcher = find_launcher()
+    text = "0" if launcher is None else os.environ.get(launcher.rank, "")
+    return int(text) if text.isdecimal() else 0  # A missing rank may be the very error.
 
 
 def _root_cause(error: WorkerError) -> tuple[str, bool]:
@@ -169,7 +187,11 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 def _train(arguments: argparse.Namespace) -> int:
     config = _run_config(arguments)
-    result, speaks = on_workers(arguments, train_worker, config)
+    work: Callable[[RunConfig], TrainResult] = train_worker
+    with ExitStack() as stack:
+        if config.checkpoint is not None and find_launcher() is not None:
+            work = partial(train_worker, stop=stack.enter_context(SignalNotice()))
+        result, speaks = on_workers(arguments, work, config)
     if speaks:
         print(describe(result))
         for line in [] if config.report is None else hosting_lines(config.report):
@@ -313,6 +335,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_partition(commands)
+    _add_plan(commands)
     _add_train(commands)
     add_run(
         _command(commands, "run", run_command, "run a PyG script on several workers", RUN_EPILOG)
@@ -382,6 +405,12 @@ def _add_train(commands: Any) -> None:
     _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")
     _add_training(command)
     _add_files(command)
+
+
+def _add_plan(commands: Any) -> None:
+    help = "predict memory, bytes and times of a training"
+    model = add_plan(_command(commands, "plan", plan_command, help, PLAN_EPILOG))
+    _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
 
 
 def _add_predict(commands: Any) -> None:

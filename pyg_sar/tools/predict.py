@@ -16,7 +16,7 @@ from pyg_sar.errors import CheckpointError, PygSarError
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.tools.inference import call_default, infer
 from pyg_sar.tools.models import StockModel, imported_model
-from pyg_sar.tools.run import UsageError, _features, _forward
+from pyg_sar.tools.run import UsageError, _features, call_of
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 
 Weights = Literal["best", "last"]
@@ -178,7 +178,7 @@ def predict_worker(config: PredictConfig) -> list[int]:
             stock = _stock(_extra(found))
             if stock is not None:
                 _check_width(stock, data.x.size(1), config)
-                forward = _forward(stock.name.lower(), data)
+                forward = call_of(stock.name.lower(), data)
     except PygSarError:
         raise
     except (TypeError, ValueError) as error:

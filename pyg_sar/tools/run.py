@@ -28,6 +28,7 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.comm.launch import launch
+from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.convert import distribute
 from pyg_sar.errors import CheckpointError, PygSarError
 from pyg_sar.ledger import Ledger
@@ -118,14 +119,19 @@ class RunConfig:
     progress: Literal["bar", "lines", "none"] = "bar"
 
 
-def train_worker(config: RunConfig) -> TrainResult:
+def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainResult:
     """Loads this worker's part, trains, and returns the result. Collective.
 
+    Args:
+        config: The run.
+        stop: Says whether a signal asked for a checkpoint and the end.
+
     Raises:
+        StoppedError: on every worker, after such a checkpoint.
         UsageError: on every worker, where the settings do not fit the graph or each other.
     """
     try:
-        trainer = _prepare(config, current())
+        trainer = _prepare(config, current(), stop)
     except PygSarError:
         raise
     except (TypeError, ValueError) as error:
@@ -133,7 +139,7 @@ def train_worker(config: RunConfig) -> TrainResult:
     return trainer.fit()
 
 
-def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
+def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -> Trainer:
     data = load_partition(config.parts)
     if not isinstance(data, Data):
         raise UsageError(
@@ -145,7 +151,7 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
     if seed is not None:
         torch.manual_seed(seed)
     flow = _message_flow(config, data)
-    classes = _count_classes(data, comm)
+    classes = count_classes(data, comm)
     columns = 0 if config.labels is None else classes
     one_graph = flow is None and config.sampler is None
     stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
@@ -153,11 +159,11 @@ def _prepare(config: RunConfig, comm: Communicator) -> Trainer:
         distribute(stock.build().to(comm.device), policy=config.policy),
         data,
         config.train,
-        forward=_forward(config.model.name, data, columns),
+        forward=call_of(config.model.name, data, columns),
         flow=flow,
         labels=config.labels,
         sampler=config.sampler,
-        callbacks=_callbacks(config, stock),
+        callbacks=_callbacks(config, stock, stop),
     )
     path = config.resume
     if path is None and config.auto_resume and config.checkpoint is not None:
@@ -179,13 +185,13 @@ def _features(data: Data) -> Tensor:
     return x if x.is_floating_point() else x.float()
 
 
-def _count_classes(data: Data, comm: Communicator) -> int:
+def count_classes(data: Data, comm: Communicator) -> int:
     labels = node_labels(data)
     highest = comm.all_gather_object(int(labels.max()) if labels.numel() else -1)
     return int(max(highest)) + 1
 
 
-def _forward(name: str, data: Data, columns: int = 0) -> Any:
+def call_of(name: str, data: Data, columns: int = 0) -> Any:
     """Calls the model; GCN takes edge weights where the graph has them, others take none."""
     weighted = name == "gcn" and isinstance(data.get("edge_weight"), Tensor)
 
@@ -214,7 +220,7 @@ def _message_flow(config: RunConfig, data: Data) -> Data | None:
     return message_flow_graphs(data, seeds, config.model.layers)
 
 
-def _callbacks(config: RunConfig, stock: StockModel) -> list[Callback]:
+def _callbacks(config: RunConfig, stock: StockModel, stop: SignalNotice | None) -> list[Callback]:
     callbacks: list[Callback] = []
     if config.progress == "bar":
         callbacks.append(TqdmProgress(config.model.name))
@@ -230,7 +236,8 @@ def _callbacks(config: RunConfig, stock: StockModel) -> list[Callback]:
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
         extra = {"model": asdict(config.model), "pyg": asdict(stock), "labels": config.labels}
-        callbacks.append(CheckpointEvery(config.checkpoint, config.checkpoint_every, **extra))
+        every = config.checkpoint_every
+        callbacks.append(CheckpointEvery(config.checkpoint, every, stop, **extra))
     return callbacks
 
 

@@ -34,6 +34,7 @@ from pyg_sar.tools.script_graphs import Graphs, default_cache
 from pyg_sar.tools.script_models import Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
+from pyg_sar.tools.start import tell_agent
 
 EXIT_INTERRUPT = 130
 
@@ -114,6 +115,7 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
         except BaseException as error:
             # torchrun ends all workers as soon as one fails: the one that speaks goes first.
             comm.report(error)
+            tell_agent(error)
             other = is_consequence(error, comm.rank)
             time.sleep(_COURTESY * (2 * other + (comm.rank != 0)))
             if other:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from pyg_sar.files import parse_bytes
 from pyg_sar.tools.script import ScriptConfig, run_script, run_script_under_torchrun
+from pyg_sar.tools.start import was_launched
 
 RUN_EPILOG = """\
 the script is one for a single process, as it is (docs/scripts.md):
@@ -62,12 +63,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         timeout=arguments.timeout,
     )
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        if arguments.workers is not None:
-            raise ValueError(
-                "--workers starts workers, but torchrun (RANK, WORLD_SIZE) has started them: "
-                "leave it out"
-            )
+    if was_launched(arguments.workers):
         return run_script_under_torchrun(config)
     workers = arguments.workers if arguments.workers is not None else arguments.parts or _WORKERS
     if workers < 1 or (config.parts is not None and not workers <= config.parts):

@@ -8,6 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.group import Communicator, init
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
@@ -35,12 +38,7 @@ def on_workers(
     """Runs ``work(config)`` on each worker; returns rank 0's result, and whether it speaks here."""
     options = {"backend": arguments.backend, "timeout": arguments.timeout}
     hosting = _hosting(arguments)
-    if "RANK" in os.environ or "WORLD_SIZE" in os.environ:
-        if arguments.workers is not None:
-            raise ValueError(
-                "--workers starts workers, but torchrun (RANK, WORLD_SIZE) has started them: "
-                "leave it out"
-            )
+    if was_launched(arguments.workers):
         with init(**options) as comm:
             num_parts = _agreed_parts(config.parts, comm)
             if hosting or comm.world_size < num_parts:
@@ -59,6 +57,27 @@ def on_workers(
     if hosting or workers < num_parts:
         hosting["parts"] = num_parts
     return launch(work, workers, config, **options, **hosting)[0], True
+
+
+def was_launched(workers: int | None) -> bool:
+    """Returns whether a launcher (torchrun, ``srun``, ``mpirun``) has started this worker.
+
+    Raises:
+        ValueError: It has, and ``--workers`` is given too.
+    """
+    launcher = find_launcher()
+    if launcher is not None and workers is not None:
+        raise ValueError(
+            f"--workers starts workers, but {launcher.title} ({launcher.rank}, {launcher.world}) "
+            "has started them: leave it out"
+        )
+    return launcher is not None
+
+
+def tell_agent(error: BaseException) -> None:
+    """Leaves an error, and its traceback, where torchrun's agent looks for the cause."""
+    if "TORCHELASTIC_ERROR_FILE" in os.environ:
+        get_error_handler().record_exception(error)
 
 
 def _agreed_parts(root: str, comm: Communicator) -> int:

@@ -1,5 +1,6 @@
 """Training: the loop, its settings, checkpoints, reports."""
 
+from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
@@ -18,6 +19,7 @@ __all__ = [
     "LineProgress",
     "NeighborSampling",
     "Report",
+    "SignalNotice",
     "TqdmProgress",
     "TrainConfig",
     "TrainResult",

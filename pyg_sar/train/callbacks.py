@@ -7,8 +7,11 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from tqdm import tqdm
 
+from pyg_sar.comm.processes import SignalNotice
+from pyg_sar.errors import StoppedError
 from pyg_sar.train.config import EpochRecord, Scores, TrainResult
 from pyg_sar.train.trainer import Callback, Trainer
 
@@ -73,30 +76,56 @@ class LineProgress(Callback):
 class CheckpointEvery(Callback):
     """Saves a checkpoint every so many epochs, and after the last one.
 
+    With ``stop`` it also saves one when the signal has come, be it to a single worker, and ends the
+    training: after each epoch all workers tell each other (a byte each) whether it came, so that
+    all save the same epoch. SLURM sends signals before it ends a job
+    (``#SBATCH --signal=USR1@120``).
+
     Args:
         path: The file; each checkpoint replaces the one before in one step.
         every: Epochs between checkpoints.
+        stop: Says whether the signal came; made, and entered, in the main thread.
         extra: Further values that JSON can hold, kept in the checkpoint.
 
     Raises:
+        StoppedError: On every worker, after that checkpoint.
         ValueError: When ``every`` is less than 1.
     """
 
-    def __init__(self, path: str | os.PathLike[str], every: int = 1, **extra: object) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        every: int = 1,
+        stop: SignalNotice | None = None,
+        **extra: object,
+    ) -> None:
         if every < 1:
             raise ValueError(f"Expected 'every' to be at least 1 (got {every})")
         self.path = path
         self.every = every
+        self.stop = stop
         self.extra = extra
         self._saved = -1
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
-        if record.epoch % self.every == 0:
+        stopped = self._stopped(trainer)
+        if stopped or record.epoch % self.every == 0:
             self._save(trainer)
+        if stopped:
+            raise StoppedError(
+                f"Stopped by a signal after epoch {record.epoch}, which "
+                f"{os.fspath(self.path)!r} holds; resume from it to go on"
+            )
 
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
         if self._saved != trainer.epoch:
             self._save(trainer)
+
+    def _stopped(self, trainer: Trainer) -> bool:
+        if self.stop is None:
+            return False
+        came = torch.tensor([self.stop.came], dtype=torch.uint8, device=trainer.comm.device)
+        return bool(trainer.comm.all_reduce(came, "max", label=("", "", "checkpoint")))
 
     def _save(self, trainer: Trainer) -> None:
         trainer.save(self.path, **self.extra)

@@ -1,0 +1,144 @@
+"""A small graph with the shape of a partition: what :func:`pyg_sar.plan` tries a model on.
+
+[Note: scaled shapes] What a worker holds is a sum of tensors with a row per own node, per halo row,
+per edge, or of a fixed size. Where all of these counts of all parts are divided by the same number,
+the same operations run in the same order on rows that are fewer in the same proportion. So bytes at
+the peak are a line over this proportion, which two sizes determine; and so are bytes sent.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from torch_geometric.data import Data
+
+from pyg_sar.errors import PartitionError
+from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
+from pyg_sar.partition.storage import write_partitions
+
+NODE, EDGE = "node.", "edge."
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PartShape:
+    """Counts of a part.
+
+    Attributes:
+        nodes: Own nodes.
+        halo: Halo rows, by owner.
+        edges: Edges into own nodes, by the owner of their sources.
+        boundary: Own nodes that others need.
+    loops: Edges from a node to itself, which some layers replace.
+    """
+
+    nodes: int
+    halo: list[int]
+    edges: list[int]
+    boundary: int
+    loops: int
+
+
+def read_shapes(root: str | os.PathLike[str]) -> list[PartShape]:
+    """Reads the counts of all parts, one part's edges at a time.
+
+    Raises:
+        ValueError: A heterogeneous graph.
+        PartitionError: There is no partition, or a part is missing.
+    """
+    metadata = read_metadata(root)
+    if metadata.hetero is not None:
+        raise ValueError(f"'{root}' holds a heterogeneous graph, which plan() can't predict yet")
+    return [_read_shape(_file(metadata, p), p) for p in range(metadata.num_parts)]
+
+
+def _file(metadata: PartitionMetadata, part: int) -> Path:
+    path = metadata.root / metadata.parts[part].file
+    if not path.is_file():
+        raise PartitionError(f"'{path}' is missing; plan() reads all parts of the partition")
+    return path
+
+
+def _read_shape(path: Path, part: int) -> PartShape:
+    with safe_open(path, framework="pt") as file:
+        halo = file.get_tensor("halo_counts")
+        nodes = file.get_slice("n_id").get_shape()[0]
+        source, target = file.get_tensor("edge_index")
+        boundary = file.get_tensor("send_index").unique().numel()
+    ends = nodes + halo.cumsum(0)
+    owner = torch.bucketize(source, ends, right=True)
+    owner[source < nodes] = part
+    return PartShape(
+        nodes=nodes,
+        halo=halo.tolist(),
+        edges=torch.bincount(owner, minlength=halo.numel()).tolist(),
+        boundary=boundary,
+        loops=int((source == target).sum()),
+    )
+
+
+def write_sample(
+    root: str | os.PathLike[str], shapes: Sequence[PartShape], share: float, out: Path
+) -> None:
+    """Writes a partition whose counts are those of ``shapes`` times ``share``, edges at random.
+
+    Nodes and edges have the first rows of the attributes of their part.
+    """
+    draw = torch.Generator().manual_seed(0)
+    metadata = read_metadata(root)
+    nodes = [_scaled(shape.nodes, share) for shape in shapes]
+    starts = [sum(nodes[:p]) for p in range(len(shapes))]
+    boundary = [
+        torch.randperm(n, generator=draw)[: _scaled(shape.boundary, share)] + start
+        for shape, n, start in zip(shapes, nodes, starts, strict=True)
+    ]
+    pieces = []
+    for p, shape in enumerate(shapes):
+        for q, edges in enumerate(shape.edges):
+            pool = boundary[q] if q != p else torch.arange(nodes[q]) + starts[q]
+            rows = min(_scaled(shape.halo[q], share), pool.numel()) if q != p else pool.numel()
+            count = max(_scaled(edges, share), rows if q != p else 0) if edges else 0
+            chosen = pool[torch.randperm(pool.numel(), generator=draw)[:rows]]
+            source = chosen[torch.randint(max(rows, 1), (count,), generator=draw)]
+            if q != p:
+                source[:rows] = chosen  # Each halo row is needed.
+            target = torch.randint(nodes[p], (count,), generator=draw) + starts[p]
+            if q == p:
+                loops = min(_scaled(shape.loops, share), count)
+                other = (target - starts[p] + (target == source).long()) % max(nodes[p], 1)
+                target = torch.cat([source[:loops], other[loops:] + starts[p]])
+            pieces.append(torch.stack([source, target]))
+    data = Data(edge_index=torch.cat(pieces, 1), num_nodes=sum(nodes))
+    edges_of = [sum(piece.size(1) for piece in pieces[p * len(shapes) :][: len(shapes)])
+                for p in range(len(shapes))]  # fmt: skip
+    for name, value in _attributes(metadata, nodes, edges_of).items():
+        data[name] = value
+    owner = torch.repeat_interleave(torch.tensor(nodes))
+    none = dict.fromkeys(data.to_dict(), False)
+    write_partitions(data, len(shapes), out, owner, node_ids=none)
+
+
+def _scaled(count: int, share: float) -> int:
+    return max(round(count * share), 1) if count else 0
+
+
+def _attributes(
+    metadata: PartitionMetadata, nodes: list[int], edges: list[int]
+) -> dict[str, Tensor]:
+    """Returns attributes with a row per node or edge, of the first rows of each part."""
+    found: dict[str, list[Tensor]] = {}
+    for p, (n, e) in enumerate(zip(nodes, edges, strict=True)):
+        with safe_open(_file(metadata, p), framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118
+                level, _, name = key.partition(".")
+                if level in ("node", "edge") and "." not in name:
+                    want = n if level == "node" else e
+                    rows = file.get_slice(key)[:want]
+                    index = torch.arange(want) % max(rows.size(0), 1)
+                    found.setdefault(name, []).append(rows[index])
+    return {name: torch.cat(rows) for name, rows in found.items()}

@@ -1,0 +1,149 @@
+"""A machine's rates, and the work of an epoch, counted by operators.
+
+seconds = flops / dense + bytes / stream + gathered bytes / gather, of one worker: products of
+matrices; reading and writing by all other operators; rows that are read by an index (a row per
+edge, by operators with an index and by the C++ kernels).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from pyg_sar.files import replace_file
+
+REPEAT = 5
+PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1)}
+"""Products of matrices, and which arguments are multiplied."""
+BY_INDEX = ("index", "index_select", "index_add", "index_put", "scatter", "scatter_add", "gather")
+VIEWS = ("view", "slice", "t", "expand", "detach", "select", "unsqueeze", "squeeze", "alias")
+
+
+class Work(TorchDispatchMode):
+    """Counts what operators of this thread do.
+
+    Attributes:
+        flops: Of products of matrices.
+        moved: Bytes that other operators read and write.
+        gathered: Bytes of rows that are read, or added to, by an index.
+    """
+
+    def __init__(self, flops: float = 0, moved: float = 0, gathered: float = 0) -> None:
+        super().__init__()
+        self.flops, self.moved, self.gathered = flops, moved, gathered
+
+    def times(self, factor: float) -> Work:
+        """Returns the work of a graph that is larger by ``factor``."""
+        return Work(self.flops * factor, self.moved * factor, self.gathered * factor)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        name = func._schema.name.partition("::")
+        own, operator = name[0] == "pyg_sar", name[2].rstrip("_")
+        given = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
+        if operator in PRODUCTS:
+            one, other = (args[k] for k in PRODUCTS[operator])
+            self.flops += 2 * one.numel() * other.size(-1)
+        elif own or operator in BY_INDEX:
+            entries = max((t.size(-1) for t in given if _is_index(t)), default=0)
+            wide = [t for t in (*given, *_tensors(out)) if t.is_floating_point() and t.dim() > 0]
+            row = max((t[:1].numel() * t.element_size() for t in wide if t.dim() > 1), default=8)
+            self.gathered += entries * row
+        elif operator not in VIEWS:
+            self.moved += sum(t.numel() * t.element_size() for t in (*given, *_tensors(out)))
+        return out
+
+
+def _is_index(tensor: Tensor) -> bool:
+    return tensor.dtype in (torch.int32, torch.int64) and tensor.dim() > 0
+
+
+def _tensors(out: Any) -> list[Tensor]:
+    return [t for t in tree_leaves(out) if isinstance(t, Tensor)]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """Holds what one worker does in a second, with the threads that it has.
+
+    Attributes:
+        dense: Floating point operations of products of matrices.
+        stream: Bytes read and written in order.
+        gather: Bytes of rows read by an index and added up.
+    """
+
+    dense: float
+    stream: float
+    gather: float
+
+    def seconds(self, work: Work) -> float:
+        """Returns how long work takes."""
+        return work.flops / self.dense + work.moved / self.stream + work.gathered / self.gather
+
+    @classmethod
+    def measure(cls) -> Rates:
+        """Measures this machine, in a few seconds; the best of some repetitions counts."""
+        draw = torch.Generator().manual_seed(0)
+        a, b = torch.randn(20_000, 256, generator=draw), torch.randn(256, 256, generator=draw)
+        index = torch.randint(20_000, (100_000,), generator=draw)
+        total = torch.zeros(20_000, 256)
+        wide = torch.randn(1 << 24, generator=draw)
+        gathered = index.numel() * 256 * 4
+
+        def add_rows() -> None:
+            for piece in index.split(20_000):
+                total.index_add_(0, piece, a[piece])
+
+        return cls(
+            dense=2 * a.numel() * 256 / _best(lambda: a @ b),
+            stream=3 * 4 * wide.numel() / _best(lambda: wide + wide),
+            gather=gathered / _best(add_rows),
+        )
+
+
+def _best(run: Callable[[], object]) -> float:
+    times = []
+    for _ in range(REPEAT):
+        start = time.perf_counter()
+        run()
+        times.append(time.perf_counter() - start)
+    return min(times)
+
+
+def rates_file() -> Path:
+    """Returns the file in which this machine's rates are kept."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    name = f"rates-{platform.node()}-{torch.__version__}-{torch.get_num_threads()}.json"
+    return Path(cache) / "pyg_sar" / name
+
+
+def read_rates(path: Path | None = None) -> Rates:
+    """Returns the rates in a file; measures them, and writes it, where there is none."""
+    path = path or rates_file()
+    try:
+        found = json.loads(path.read_text())
+        rates = Rates(**{name: float(value) for name, value in found.items()})
+        if all(math.isfinite(rate) and rate > 0 for rate in asdict(rates).values()):
+            return rates
+    except (OSError, ValueError, TypeError, AttributeError):
+        pass  # There is none yet, or it is no use.
+    rates = Rates.measure()
+    text = json.dumps(asdict(rates), indent=1)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        replace_file(path, lambda file: file.write_text(text))
+    except OSError:
+        pass  # A folder that can't be written: measured anew next time.
+    return rates

@@ -1,0 +1,164 @@
+"""``plan``: predictions from samples beside what the partition itself takes, counted in bytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hetero_graphs import make_hetero
+from torch_geometric.nn import GAT, GraphSAGE
+
+import pyg_sar
+from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.tools import cli, planning
+from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.plan_command import parse_rate
+from pyg_sar.tools.plan_sample import read_shapes, write_sample
+from pyg_sar.tools.planning import Forecast, Plan
+from pyg_sar.tools.rates import Rates, Work, read_rates
+
+FEATURES, CLASSES, PARTS = 24, 5, 2
+RATES = Rates(dense=1e9, stream=1e9, gather=1e9)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory) -> str:
+    graph = load_graph(f"synthetic:nodes=3000,degree=10,features={FEATURES},classes={CLASSES}")
+    folder = tmp_path_factory.mktemp("plan") / "parts"
+    pyg_sar.write_partitions(graph, PARTS, folder)
+    return str(folder)
+
+
+def models() -> dict[str, torch.nn.Module]:
+    torch.manual_seed(0)
+    return {
+        "sage": GraphSAGE(FEATURES, 32, 2, CLASSES),
+        "gat": GAT(FEATURES, 16, 2, CLASSES, heads=2, dropout=0.5),
+    }
+
+
+def test_a_sample_has_the_shape_of_the_partition(root, tmp_path):
+    shapes = read_shapes(root)
+    data = pyg_sar.partition.merge_partitions(root)
+    assert sum(shape.nodes for shape in shapes) == data.num_nodes
+    assert sum(sum(shape.edges) for shape in shapes) == data.num_edges
+    halos = [part.num_halo for part in read_metadata(root).parts]
+    assert [sum(shape.halo) for shape in shapes] == halos and min(halos) > 0
+    for share in (1.0, 0.25):
+        write_sample(root, shapes, share, tmp_path / str(share))
+        for found, shape in zip(read_shapes(tmp_path / str(share)), shapes, strict=True):
+            for name in ("nodes", "halo", "edges", "loops"):
+                one, all = (torch.tensor(getattr(s, name)).float() for s in (found, shape))
+                torch.testing.assert_close(one, (all * share), rtol=0, atol=0.5)
+            assert found.boundary <= shape.boundary * share + 0.5
+    sample = pyg_sar.partition.merge_partitions(tmp_path / "0.25")
+    assert sample.x.dtype == data.x.dtype and sample.x.shape[1:] == data.x.shape[1:]
+    assert sample.train_mask.dtype == torch.bool and sample.y.dtype == data.y.dtype
+
+
+def whole(root: str, model: torch.nn.Module, policies: list[pyg_sar.SARPolicy]) -> list[Any]:
+    """What a worker holds at its peak, and sends in a step, on the partition itself."""
+    runs = planning._try_part(root, model, policies, planning.call_model)
+    return [(run.peak, run.sent) for run in runs]
+
+
+@pytest.mark.parametrize(
+    ("name", "modes", "rows", "tolerance"),
+    [("sage", [1], 10**9, 0.02), ("gat", [2], 4000, 0.04)],
+)
+def test_predicted_bytes_are_those_of_the_partition(
+    root, name, modes, rows, tolerance, monkeypatch
+):
+    """From samples of its own size, and from some that are smaller than half of it."""
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
+    monkeypatch.setattr(planning, "ROWS", rows)
+    model = models()[name]
+    policies = [pyg_sar.SARPolicy(mode=mode, push="off") for mode in modes]
+    counted = pyg_sar.launch(whole, PARTS, root, model, policies, backend="threads")
+    plan = pyg_sar.plan(model, root, modes=modes, rates=RATES)
+    for k, found in enumerate(plan.forecasts):
+        for p, runs in enumerate(counted):
+            peak, sent = runs[k]
+            assert found.memory[p] - planning.PROCESS == pytest.approx(peak, rel=tolerance)
+            assert found.sent[p] == pytest.approx(sent, rel=0 if rows == 10**9 else tolerance)
+            assert sent > 10_000
+
+
+def test_work_is_counted_by_operators():
+    a, b, index = torch.randn(6, 4), torch.randn(4, 3), torch.tensor([1, 2, 5])
+    with Work() as work:
+        (a @ b).relu_()
+        assert work.flops == 2 * 6 * 4 * 3 and work.gathered == 0
+        moved = work.moved
+        a.index_select(0, index)
+        a.t()
+    assert work.gathered == 3 * 4 * 4 and work.moved == moved > 0
+    assert work.times(2).flops == 2 * work.flops
+    assert RATES.seconds(Work(1e9, 2e9, 3e9)) == 6
+
+
+def forecast(mode: int, memory: int, seconds: float) -> Forecast:
+    return Forecast(
+        parts="p", workers=2, mode=mode, memory=[1, memory], sent=[7, 8], seconds=seconds
+    )
+
+
+def test_the_one_to_take():
+    rows = [forecast(1, 100, 2.0), forecast(2, 300, 1.01), forecast(3, 400, 1.0)]
+    for limit, best in ((None, 2), (350, 2), (300, 2), (299, 1), (99, None)):
+        plan = Plan(forecasts=rows, limit=limit, bandwidth=None)
+        assert (plan.best and plan.best.mode) == best
+        text = str(plan)
+        if best is None:
+            assert "None fits into 99 B; the least is 100 B (mode 1" in text
+        else:
+            assert f"take mode {best} with 2 workers" in text
+        assert text.count("too large") == len(rows) - len(plan.fitting)
+
+
+def test_rates_are_measured_once(tmp_path, monkeypatch):
+    path, measured = tmp_path / "new" / "rates.json", []
+    monkeypatch.setattr(Rates, "measure", lambda: measured.append(1) or RATES)
+    assert read_rates(path) == read_rates(path) == RATES and len(measured) == 1
+    for text in ("{", "[]", '{"dense": 1}', json.dumps({"dense": 0, "stream": 1, "gather": 1})):
+        path.write_text(text)
+        assert read_rates(path) == RATES
+    assert len(measured) == 5
+
+
+def test_bandwidth_as_text():
+    assert parse_rate("1Gb") == 1.25e8 and parse_rate("100Mbit/s") == 1.25e7
+    for text in ("fast", "0Gb", "1GiB"):
+        with pytest.raises(ValueError, match="--bandwidth .* such as 1Gb"):
+            parse_rate(text)
+
+
+def test_the_command(root, tmp_path: Path, monkeypatch, capsys):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    command = ["plan", "--parts", root, "--model", "gcn", "--hidden", "8", "--modes", "1"]
+    monkeypatch.setattr(Rates, "measure", lambda: RATES)
+    given: dict[str, Any] = {}
+
+    def plan(*arguments: Any, **options: Any) -> Plan:
+        given.update(options)
+        return pyg_sar.plan(*arguments, **options)
+
+    monkeypatch.setattr("pyg_sar.tools.plan_command.plan", plan)
+    assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb"]) == 0
+    assert "take mode 1 with 2 workers" in capsys.readouterr().out
+    assert given["bandwidth"] == 1.25e8 and len(list((tmp_path / "pyg_sar").iterdir())) == 1
+
+
+def test_what_cannot_be_planned(root, tmp_path):
+    pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "parts", "random")
+    with pytest.raises(ValueError, match="holds a heterogeneous graph, which plan"):
+        pyg_sar.plan(models()["gat"], tmp_path / "parts", rates=RATES)
+    with pytest.raises(ValueError, match="partitions of different graphs, of .* one graph"):
+        pyg_sar.plan(models()["gat"], [root, tmp_path / "parts"], rates=RATES)
+    with pytest.raises(ValueError, match="bandwidth=0 must be a positive number"):
+        pyg_sar.plan(models()["gat"], tmp_path, bandwidth=0)
+    with pytest.raises(ValueError, match="need at least one entry each"):
+        pyg_sar.plan(models()["gat"], [])
