@@ -44,7 +44,7 @@ _PARTITION_EPILOG = """\
 sources:
   synthetic                 built in: power-law degrees, planted classes (the default)
   cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
-  ogbn-arxiv, ...           through ogb (pip install 'pyg_sar[ogb]')
+  ogbn-arxiv, ...           OGB's raw files in --root; ogb ('pyg_sar[ogb]') downloads them
   FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
   FOLDER                    edge_index.npy, x.npy, ..., or edges.parquet, nodes.csv: memory mapped,
                             so that with --memory it may be larger than the memory
