@@ -229,7 +229,7 @@ def _callbacks(config: RunConfig, stock: StockModel) -> list[Callback]:
         }
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
-        extra = {"model": asdict(config.model), "pyg": asdict(stock)}
+        extra: dict[str, Any] = {"model": asdict(config.model), "pyg": asdict(stock)}
         extra |= {"labels": config.labels, "split": config.train.split}
         callbacks.append(CheckpointEvery(config.checkpoint, config.checkpoint_every, **extra))
     return callbacks
