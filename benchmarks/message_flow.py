@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import pyg_sar
 from pyg_sar.tools import load_graph
 from pyg_sar.tools.models import MODELS, build_model
-from pyg_sar.train.flow import call_model
+from pyg_sar.train.flow import call_model, check_flow
 
 
 def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> tuple[float, float]:
@@ -29,6 +29,7 @@ def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> tu
     seeds = torch.rand(data.num_nodes, generator=draw) < share
     model = pyg_sar.distribute(build_model(name, data.num_features, hidden, 8, dropout=0.0))
     flow = pyg_sar.message_flow_graphs(data, seeds, 2)
+    check_flow(model, data, flow)
     kinds = {"flow": (flow, slice(flow.batch_size)), "whole": (data, seeds)}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     moved = dict.fromkeys(kinds, 0)

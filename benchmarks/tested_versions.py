@@ -21,6 +21,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from datetime import date
+from itertools import product
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -127,23 +128,21 @@ def main() -> None:
     parser.add_argument("--out", help="Markdown file to write")
     arguments = parser.parse_args()
     pairs = list(zip(arguments.torch, arguments.pyg, strict=True)) if arguments.torch else PAIRS
+    names = ", ".join(Path(test).stem for test in arguments.tests)
+    text = (
+        f"# Tested versions\n\n{date.today()}, `python benchmarks/tested_versions.py`, "
+        f"{platform.system()} {platform.machine()}. The tests are {names}; `make test` runs "
+        f"all of them with the versions of the Makefile.\n\n{HEADER}\n"
+    )
     rows = []
-    for python in arguments.python:
+    for python, (torch, pyg) in product(arguments.python, pairs):
         if shutil.which(python) is None:
-            rows.append(f"| {python.removeprefix('python')} | - | - | - | not at hand |")
-            print(rows[-1], flush=True)
-            continue
-        for torch, pyg in pairs:
+            rows.append(f"| {python.removeprefix('python')} | {torch} | {pyg} | - | not at hand |")
+        else:
             rows.append(row(python, torch, pyg, arguments.tests))
-            print(rows[-1], flush=True)
-    if arguments.out:
-        names = ", ".join(Path(test).stem for test in arguments.tests)
-        text = (
-            f"# Tested versions\n\n{date.today()}, `python benchmarks/tested_versions.py`, "
-            f"{platform.system()} {platform.machine()}. The tests are {names}; `make test` runs "
-            f"all of them with the versions of the Makefile.\n\n{HEADER}\n"
-        )
-        Path(arguments.out).write_text(text + "\n".join(rows) + "\n")
+        print(rows[-1], flush=True)
+        if arguments.out:  # What was tried stays, also when a later one is cut short.
+            Path(arguments.out).write_text(text + "\n".join(rows) + "\n")
     sys.exit(any("failed" in line or "error" in line for line in rows))
 
 

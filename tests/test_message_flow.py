@@ -115,6 +115,7 @@ def steps(root: Any, models: list[nn.Module], policies: Sequence[SARPolicy]) -> 
         flow = pyg_sar.message_flow_graphs(data, data.train_mask, layers_of(model))
         seeds = flow.n_id[: flow.batch_size]
         own = pyg_sar.distribute(copy.deepcopy(model))
+        check_flow(own, data, flow, forward=call)
         rows = rows_of_layers(own)
         for policy in policies:
             set_policy(own, policy)
@@ -179,6 +180,7 @@ class Norm(nn.Module):
     ("model", "layers", "message"),
     [
         (Norm(nn.BatchNorm1d(CLASSES)), 1, "statistics over all nodes in training"),
+        (Norm(gnn.InstanceNorm(CLASSES, track_running_stats=True)), 1, "in training"),
         (Norm(gnn.GraphNorm(CLASSES)), 1, "outputs are up to"),
         (gnn.SGConv(CHANNELS, CLASSES, K=3), 2, "outputs are up to"),
         (gnn.GCN(CHANNELS, HIDDEN, 3, CLASSES), 2, "once less often"),
@@ -193,10 +195,31 @@ def test_what_would_be_wrong_is_refused(graph, partitions, model, layers, messag
         threads(train, 2, partitions(graph, 2), model.double(), layers, {})
 
 
+class Twice(nn.Module):
+    def __init__(self, layer: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.back = layer, nn.Linear(CLASSES, CHANNELS).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.layer(self.back(self.layer(x, edge_index)), edge_index)
+
+
 def weighted(root: Any) -> None:
     data = pyg_sar.load_partition(root)
     flow = pyg_sar.message_flow_graphs(data, data.train_mask, 1)
     layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, CLASSES).double())
+    for layers in (layer, pyg_sar.distribute(gnn.GAT(CHANNELS, 4, 2, CLASSES).double())):
+        with pytest.raises(DistributedIndexError, match="before its model was compared"):
+            layers(flow.x, flow.edge_index)
+    deeper = pyg_sar.distribute(Twice(layer))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="outputs are up to"):
+            check_flow(deeper, data, flow)
+        with pytest.raises(DistributedIndexError, match="before its model was compared"):
+            deeper(flow.x, flow.edge_index)
+    with pytest.raises(TypeError, match="Expected 'flow'"):
+        check_flow(layer, data, data)
+    check_flow(layer, data, flow)
     with pytest.raises(DistributedIndexError, match="weighted sum"):
         layer(flow.x, flow.edge_index, flow.edge_attr[:, 0])
     kept = flow.edge_index[:, flow.edge_attr[:, 0] > 0]
@@ -208,7 +231,6 @@ def weighted(root: Any) -> None:
         pyg_sar.message_flow_graphs(data, torch.tensor([NODES]), 1)
     with pytest.raises(TypeError, match="message flow graph"):
         pyg_sar.message_flow_graphs(flow, torch.tensor([0]), 1)
-    check_flow(pyg_sar.distribute(gnn.GCNConv(CHANNELS, CLASSES).double()), data, flow)
     keyed = pyg_sar.distribute(gnn.GCN(CHANNELS, 4, 1, 3).double(), SARPolicy(random="keyed"))
     with pytest.raises(ValueError, match="random numbers of the whole graph"):
         check_flow(keyed, data, flow)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -39,6 +40,7 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
     .. code-block:: python
 
         flow = pyg_sar.message_flow_graphs(data, data.train_mask, num_layers=2)
+        pyg_sar.train.check_flow(model, data, flow)
         out = model(
             flow.x,
             flow.edge_index,
@@ -48,9 +50,9 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
         loss = pyg_sar.mean(F.cross_entropy(out, flow.y[: flow.batch_size], reduction="none"))
 
     What takes all nodes together (batch norms, readouts, attention over all nodes) sees fewer nodes
-    here than in the whole graph, and gives other numbers. ``Trainer(..., flow=flow)`` compares the
-    seeds' outputs with those of the whole graph before the first step, and refuses such models;
-    :func:`pyg_sar.train.check_flow` does so for a loop of your own.
+    here than in the whole graph, and gives other numbers. So layers run on it after
+    :func:`pyg_sar.train.check_flow` has compared the seeds' outputs with those of the whole graph;
+    ``Trainer(..., flow=flow)`` does so before the first step.
 
     Args:
         data: What :func:`pyg_sar.load_partition` gave.
@@ -265,6 +267,7 @@ def _edges(
     order = edges.order
     following: DistEdgeIndex | None = None
     plans = plans_of_subsets(plan, used, place, sizes)
+    checked: WeakSet[Any] | None = WeakSet() if whole else None
     for k in reversed(range(layers)):
         halo_place = used[:, k].long().cumsum(0) - 1 + sizes[k]
         numbers = torch.cat([place, halo_place])
@@ -274,7 +277,7 @@ def _edges(
             made.ordered(order[columns[: counts[k]]])
         missing = degree[: sizes[k]] - ends[1].bincount(minlength=sizes[k])
         missing = missing if whole else torch.zeros_like(missing)
-        made.partial = Partial(missing, following)
+        made.partial = Partial(missing, following, checked)
         following = made
     if following is None:
         raise AssertionError("no layers")

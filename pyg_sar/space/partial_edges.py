@@ -25,6 +25,7 @@ from pyg_sar.space.distributed_index import (
     RESHAPE,
     SAME_CLASS,
     DistEdgeIndex,
+    Partial,
     builtin,
     dist_edge_index,
     handles,
@@ -51,16 +52,26 @@ def derived(edges: Any, source: Any, *, known: bool = True) -> Any:
     return edges
 
 
-def inner(edge_index: DistEdgeIndex, sources: int) -> DistEdgeIndex:
+def inner(edge_index: DistEdgeIndex, partial: Partial, layer: Any, sources: int) -> DistEdgeIndex:
     """The edges as a layer aggregates over them.
 
     Args:
         edge_index: Partial edges.
+        partial: Their mark.
+        layer: The layer.
         sources: The row that holds the layer's sources.
 
     Raises:
-        DistributedIndexError: When the layer sends messages from targets to sources.
+        DistributedIndexError: When the layer sends messages from targets to sources, or its model
+            was not shown to compute the same on the whole graph.
     """
+    if partial.checked is not None and layer not in partial.checked:
+        raise DistributedIndexError(
+            f"{type(layer).__name__} ({layer.ledger_name}) got the edges of a message flow graph "
+            f"at rank {edge_index.plan.rank} before its model was compared with the whole graph: "
+            "call pyg_sar.train.check_flow(model, data, flow) once, with a model that holds this "
+            "layer (norms, readouts, or more layers than hops would give other numbers)"
+        )
     if edge_index.dist_row != sources:
         raise refuse_partial("Messages from targets to sources")
 

@@ -49,7 +49,8 @@ def refuse_in_flow(model: nn.Module, *, sampled: bool = False) -> None:
     for name, module in model.named_modules():
         policy = getattr(module, "policy", None)
         reason = ""
-        if isinstance(module, _BatchNorm | HeteroBatchNorm) and not sampled:
+        running = getattr(module, "track_running_stats", False) is True
+        if (running or isinstance(module, _BatchNorm | HeteroBatchNorm)) and not sampled:
             reason = "takes statistics over all nodes in training"
         elif getattr(module, "cached", False) is True:
             reason = "has cached=True, and keeps the edges of one graph for the other"
@@ -66,7 +67,7 @@ def refuse_in_flow(model: nn.Module, *, sampled: bool = False) -> None:
 def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = call_model) -> None:
     """Compares the seeds' outputs on a message flow graph with the whole graph's. Collective.
 
-    It takes one pass over each, in evaluation mode.
+    It takes one pass over each, in evaluation mode. Layers of other models refuse ``flow``.
 
     Args:
         model: The distributed model.
@@ -75,10 +76,29 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
         forward: Calls the model on either.
 
     Raises:
+        TypeError: When ``flow`` is no message flow graph of all neighbours.
         ValueError: On every worker, where they differ by more than rounding, or the model holds a
             module whose training would.
     """
     refuse_in_flow(model)
+    edges = flow.get("edge_index")
+    checked = getattr(getattr(edges, "partial", None), "checked", None)
+    if checked is None:
+        raise TypeError(
+            "Expected 'flow' to be what pyg_sar.message_flow_graphs gave (got "
+            f"{type(flow).__name__} with edge_index of {type(edges).__name__})"
+        )
+    earlier = set(checked)
+    checked.update(model.modules())
+    try:
+        _compare(model, data, flow, forward)
+    except BaseException:
+        checked.difference_update(set(checked) - earlier)
+        raise
+
+
+def _compare(model: nn.Module, data: Data, flow: Data, forward: Forward) -> None:
+    """Raises ``ValueError`` where the seeds' outputs differ. See :func:`check_flow`."""
     modes = {module: module.training for module in model.modules()}
     model.eval()
     try:
