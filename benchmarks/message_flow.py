@@ -21,7 +21,6 @@ from pyg_sar.tools import load_graph
 from pyg_sar.tools.models import MODELS, build_model
 from pyg_sar.train.flow import call_model, check_flow
 
-
 LAYERS = 2
 
 
