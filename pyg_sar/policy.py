@@ -89,6 +89,11 @@ class SARPolicy:
             ``torch.manual_seed``; ``'keyed'``: by a counter-based generator, the same for any
             number of workers and any partition. For both, seed all workers alike. See
             docs/random_numbers.md for what they cost. Must be the same on all workers.
+        refresh_every: Steps from one exchange of halo rows and their gradients to the next, in
+            training; in between a layer takes the rows and gradients of the last exchange (stale
+            features, as in PipeGCN, Sancus and DistGNN). Above 1, gradients differ from those of
+            one process (:func:`pyg_sar.train.gradient_error` measures it); evaluation is exact.
+            Needs mode 3, and keeps the halo's rows of each layer. Must be the same on all workers.
         measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
             measured in the first and then in every so many epochs, at the price of two more steps,
             and recorded by open ledgers. ``None``: never.
@@ -106,6 +111,7 @@ class SARPolicy:
     wire: Literal["exact", "bfloat16", "float16", "int8", "int4", "int2"] = "exact"
     transform_first: bool = True
     random: Literal["same", "keyed"] | None = None
+    refresh_every: int = 1
     measure_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -133,6 +139,11 @@ class SARPolicy:
             raise ValueError(
                 f"Expected 'random' to be 'same', 'keyed' or None (got {self.random!r})"
             )
+        steps = self.refresh_every
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"Expected 'refresh_every' to be an integer >= 1 (got {steps!r})")
+        if steps > 1 and self.mode != 3:
+            raise ValueError(f"refresh_every={steps} needs mode=3 (got mode={self.mode})")
         every = self.measure_every
         if every is not None and (not isinstance(every, int) or every < 1):
             raise ValueError(

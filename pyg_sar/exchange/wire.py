@@ -28,6 +28,8 @@ be read. So a narrow wire needs no more memory than the exact one.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -44,12 +46,15 @@ class Wire:
 
     Args:
         name: ``'exact'``, ``'bfloat16'``, ``'float16'``, ``'int8'``, ``'int4'`` or ``'int2'``.
+        kept: What plain gathers keep from step to step, a :class:`~pyg_sar.exchange.stale.KeptRows`
+            or ``None``.
 
     Attributes:
         is_exact: Nothing is rounded.
     """
 
-    def __init__(self, name: str = "exact") -> None:
+    def __init__(self, name: str = "exact", kept: Any = None) -> None:
+        self.kept = kept
         self.name, self.is_exact = name, name == "exact"
         self._bits = _BITS.get(name, 0)
 

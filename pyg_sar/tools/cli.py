@@ -377,6 +377,13 @@ def _add_train(commands: Any) -> None:
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     group("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
     group("--wire", choices=WIRES, default="exact", help="how halo rows travel")
+    group(
+        "--refresh-every",
+        type=int,
+        default=1,
+        metavar="K",
+        help="steps: exchange rows in each K-th",
+    )
     group("--measure-every", type=int, metavar="N", help="epochs: report what a narrow wire costs")
 
     _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")

@@ -50,7 +50,7 @@ from pyg_sar.tools.graph_sources import safe_data_classes
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class OgbDataset:
-    """What OGB tells of a dataset beside its files.
+    """The facts that OGB tells of a dataset beside its files.
 
     Attributes:
         split: The folder of the split.
