@@ -23,6 +23,7 @@ from pyg_sar.reduction.moments import (
     check_batch,
     graph_moments,
     moments,
+    normalise,
     reduces_over_rows,
     standardise,
 )
@@ -352,7 +353,7 @@ def _over_all_rows(norm: Any, input: Tensor, allow_single_element: bool) -> Tens
         )
     last = input.movedim(1, -1)
     rows = last.reshape(-1, norm.num_features)
-    found = moments(rows)
+    out, found = normalise(rows, norm.weight, norm.bias, norm.eps)
     total = int(found.count)
     if total <= 1 and allow_single_element:
         return _by_running(norm, input)
@@ -363,8 +364,7 @@ def _over_all_rows(norm: Any, input: Tensor, allow_single_element: bool) -> Tens
         )
     if norm.training and norm.track_running_stats:
         _track(norm, found.mean[0], found.variance[0] * (total / (total - 1)))
-    scale = scaled((found.variance + norm.eps).rsqrt(), norm.weight)
-    return standardise(rows, found.mean, scale, norm.bias).view(last.shape).movedim(-1, 1)
+    return out.view(last.shape).movedim(-1, 1)
 
 
 def _by_running(norm: Any, input: Tensor) -> Tensor:

@@ -15,6 +15,11 @@ and as :math:`\partial \mu_b / \partial x_i = 1 / n_b` and
 workers of the gradients of :math:`\mu` and :math:`v`. The second (:func:`standardise`) is local.
 Both keep nothing per row but x, and accumulate in float64, a block of rows at a time. Both
 backward passes are made of differentiable operators, so that derivatives of any order are exact.
+:func:`normalise` is the two of batch norms in one step, whose backward pass reads the rows twice.
+
+[Note: rows and sums] What belongs to a row is computed in the row's dtype (float32 at least), as
+PyTorch does; what is summed over rows is float64 from block to block. With ``batch``, where every
+row has moments of its own group, all is float64.
 """
 
 from __future__ import annotations
@@ -31,6 +36,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.kernels.attention_terms import wide_dtype
 
 OVER_ROWS: tuple[type, ...] = (
     _NormBase,
@@ -48,7 +54,7 @@ OVER_ROWS: tuple[type, ...] = (
 _LABEL = ("", "forward", "statistics")
 _LABEL_BACK = ("", "backward", "statistics")
 _GATHERED = 2**20  # numbers that may come together at a worker in one message
-_BLOCK = 2**16  # values in float64 at a time; stays in a CPU's cache
+_BLOCK = 2**17  # values at a time; stays in a CPU's cache
 _BLOCK_GPU = 2**24
 
 
@@ -238,11 +244,14 @@ class _Moments(torch.autograd.Function):
         sums = torch.stack([of_mean, of_variance][: ctx.order])
         sums = sum_over_workers(sums, ctx.comm, _LABEL_BACK) / count.clamp(min=1).unsqueeze(-1)
         result = mean.new_empty(ctx.shape, dtype=ctx.dtype)
+        of_mean, of_variance, mean = (
+            _of_rows(values, ctx.dtype, batch) for values in (sums[0], 2 * sums[-1], mean)
+        )
         for part in _blocks(result):
-            value = _rows(sums[0], batch, part)
+            value = _rows(of_mean, batch, part)
             if ctx.order == 2:
                 centred = x[part] - _rows(mean, batch, part)
-                value = value + 2 * centred * _rows(sums[1], batch, part)
+                value = value + centred * _rows(of_variance, batch, part)
             result[part] = value
         return result, None, None, None, None, None
 
@@ -293,9 +302,11 @@ def _sums(x: Tensor, batch: Tensor | None, size: int) -> Tensor:
 
 
 def _squares(x: Tensor, batch: Tensor | None, mean: Tensor) -> Tensor:
-    total = torch.zeros_like(mean)
+    total, centre = torch.zeros_like(mean), _of_rows(mean, x.dtype, batch)
     for part in _blocks(x):
-        _add(total, (x[part] - _rows(mean, batch, part)).square(), batch, part)
+        _add(total, (x[part] - _rows(centre, batch, part)).square(), batch, part)
+    if batch is None:  # About the rounded mean; by Steiner's theorem:
+        total = (total - x.size(0) * (mean - centre).square()).clamp(min=0)
     return total
 
 
@@ -307,7 +318,7 @@ def standardise(
     batch: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
-    r"""Returns :math:`(x_i - a_{b(i)}) \, s_{b(i)} + o_{b(i)}`, in float64, a block at a time.
+    r"""Returns :math:`(x_i - a_{b(i)}) \, s_{b(i)} + o_{b(i)}`, a block of rows at a time.
 
     Args:
         x: ``[N, F]``.
@@ -334,14 +345,7 @@ class _Standardise(torch.autograd.Function):
         batch: Tensor | None,
         dtype: torch.dtype,
     ) -> Tensor:
-        out = x.new_empty(x.shape, dtype=dtype)
-        for part in _blocks(x):
-            value = x[part] - _rows(shift, batch, part)
-            if scale is not None:
-                value *= _rows(scale, batch, part)
-            if offset is not None:
-                value += _rows(offset, batch, part)
-            out[part] = value
+        out = _standardised(x, shift, scale, offset, batch, dtype)
         ctx.save_for_backward(None if scale is None else x, shift, scale, batch)
         ctx.dtype, ctx.has_offset = x.dtype, offset is not None
         return out
@@ -351,16 +355,129 @@ class _Standardise(torch.autograd.Function):
         x, shift, scale, batch = ctx.saved_tensors
         result = gradient.new_empty(gradient.shape, dtype=ctx.dtype)
         total, scaled = torch.zeros_like(shift), torch.zeros_like(shift)
+        by_row = None if scale is None else _of_rows(scale, gradient.dtype, batch)
+        if ctx.needs_input_grad[2]:
+            total, scaled = _products(gradient, x, shift, batch)
+        elif any(ctx.needs_input_grad[1:4]):
+            total = _sums(gradient, batch, shift.size(0))
         for part in _blocks(gradient):
-            value = gradient[part].double()
-            if any(ctx.needs_input_grad[1:4]):
-                _add(total, value, batch, part)
-            if ctx.needs_input_grad[2]:
-                _add(scaled, value * (x[part] - _rows(shift, batch, part)), batch, part)
-            result[part] = value if scale is None else value * _rows(scale, batch, part)
+            value = gradient[part]
+            result[part] = value if by_row is None else value * _rows(by_row, batch, part)
         of_shift = -total if scale is None else -total * scale
         of_scale = None if scale is None else scaled
         return result, of_shift, of_scale, total if ctx.has_offset else None, None, None
+
+
+def normalise(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+) -> tuple[Tensor, Moments]:
+    r"""Batch normalisation over the rows of all workers.
+
+    .. math:: y_i = (x_i - \mu) (v + \epsilon)^{-1/2} \odot w + b
+
+    With :math:`\hat x = (x - \mu) (v + \epsilon)^{-1/2}`, g the gradient of y and n the rows of all
+    workers, that of x is (Ioffe and Szegedy, 2015)
+
+    .. math::
+        \frac{\partial L}{\partial x_i} = \frac{w}{\sqrt{v + \epsilon}} \odot \Big(g_i -
+        \frac{1}{n} \sum_k g_k - \hat x_i \odot \frac{1}{n} \sum_k g_k \odot \hat x_k\Big).
+
+    One collective forward and one backward, of the numbers of :func:`moments`.
+
+    Args:
+        x: ``[N, F]``; every worker's own rows.
+        weight: ``[F]``.
+        bias: ``[F]``.
+        eps: What is added to the variance.
+
+    Returns:
+        y, of the dtype of ``x``, and the moments, without a gradient.
+    """
+    out, *found = _Normalise.apply(x, weight, bias, eps, current())
+    return out, Moments(*found)
+
+
+class _Normalise(torch.autograd.Function):
+    """:func:`normalise`; keeps ``x`` alone."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        eps: float,
+        comm: Communicator,
+    ) -> tuple[Tensor, ...]:
+        count, mean, variance = _merged(x.detach(), None, 1, 2, comm, None)
+        inverse = (variance + eps).rsqrt()
+        scale = inverse if weight is None else inverse * weight
+        out = _standardised(x, mean, scale, bias, None, x.dtype)
+        ctx.save_for_backward(x, weight, bias, count, mean, inverse)
+        ctx.eps, ctx.comm = eps, comm
+        ctx.mark_non_differentiable(count, mean, variance)
+        return out, count, mean, variance
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Any, ...]:
+        x, weight, bias, count, mean, inverse = ctx.saved_tensors
+        if torch.is_grad_enabled():  # Further derivatives go through the moments.
+            _, mean, variance = _Moments.apply(x, None, 1, 2, ctx.comm, None)
+            inverse = (variance + ctx.eps).rsqrt()
+        total, scaled = _products(gradient, x, mean, None)
+        of_weight = None if weight is None else (scaled * inverse).view_as(weight).to(weight.dtype)
+        of_bias = None if bias is None else total.view_as(bias).to(bias.dtype)
+        if not ctx.needs_input_grad[0]:
+            return None, of_weight, of_bias, None, None
+        sums = sum_over_workers(torch.stack([total, scaled]), ctx.comm, _LABEL_BACK)
+        average, slope = sums / count.clamp(min=1)
+        scale = inverse if weight is None else inverse * weight
+        by_row = (mean, -inverse.square() * slope, average, scale)
+        shift, slope, average, scale = (_of_rows(values, x.dtype, None) for values in by_row)
+        result = torch.empty_like(x)
+        for part in _blocks(x):
+            result[part] = ((x[part] - shift) * slope + (gradient[part] - average)) * scale
+        return result, of_weight, of_bias, None, None
+
+
+def _standardised(
+    x: Tensor,
+    shift: Tensor,
+    scale: Tensor | None,
+    offset: Tensor | None,
+    batch: Tensor | None,
+    dtype: torch.dtype,
+) -> Tensor:
+    """Returns :func:`standardise` of rows, without a gradient."""
+    out = x.new_empty(x.shape, dtype=dtype)
+    shift = _of_rows(shift, x.dtype, batch)
+    scale, offset = (None if t is None else _of_rows(t, x.dtype, batch) for t in (scale, offset))
+    for part in _blocks(x):
+        value = x[part] - _rows(shift, batch, part)
+        if scale is not None:
+            value *= _rows(scale, batch, part)
+        if offset is not None:
+            value += _rows(offset, batch, part)
+        out[part] = value
+    return out
+
+
+def _products(
+    gradient: Tensor, x: Tensor, shift: Tensor, batch: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Returns the groups' sums of g and of g (x - shift), ``[B, F]``."""
+    total, scaled = torch.zeros_like(shift), torch.zeros_like(shift)
+    centre = _of_rows(shift, x.dtype, batch)
+    for part in _blocks(gradient):
+        value = gradient[part]
+        _add(total, value, batch, part)
+        _add(scaled, value * (x[part] - _rows(centre, batch, part)), batch, part)
+    return total, scaled
+
+
+def _of_rows(values: Tensor, dtype: torch.dtype, batch: Tensor | None) -> Tensor:
+    """Returns what rows are computed with. See [Note: rows and sums]."""
+    return values.to(wide_dtype(dtype)) if batch is None else values
 
 
 def _blocks(x: Tensor) -> Iterator[slice]:
@@ -382,6 +499,7 @@ def _rows(values: Tensor, batch: Tensor | None, part: slice) -> Tensor:
 def _add(total: Tensor, values: Tensor, batch: Tensor | None, part: slice) -> None:
     """Adds rows to their groups' sums."""
     if batch is None:
-        total += values.sum(0)
+        total += values.to(wide_dtype(values.dtype)).sum(0)
     else:
+        values = values.double()
         total.scatter_add_(0, batch[part].view(-1, 1).expand_as(values), values)
