@@ -9,6 +9,7 @@ Prints a table; with ``--out`` also draws a picture beside it.
 from __future__ import annotations
 
 import argparse
+import datetime
 import statistics
 import tempfile
 from pathlib import Path
@@ -102,7 +103,16 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    settings = f"{given.epochs} epochs of {given.model}, width {given.hidden}, {given.seeds} seeds"
     lines = [
+        "# What inexact policies cost",
+        "",
+        f"{datetime.date.today()}, `python benchmarks/inexact.py --epochs {given.epochs} --seeds "
+        f"{given.seeds} --out docs/benchmarks/inexact.md`, torch {torch.__version__}.",
+        f"`{given.graph}` on {given.workers} workers, {settings}. Bytes are those of all training "
+        "steps, the sums of parameters' gradients included, as a share of the exact ones; errors "
+        f"are means over every {given.measure_every}th epoch.",
+        "",
         "| policy | bytes | error of the gradients | test accuracy |",
         "|---|---|---|---|",
     ]
@@ -124,7 +134,8 @@ def main() -> None:
             print(lines[-1], flush=True)
     if given.out:
         draw(rows, given.out.with_suffix(".png"))
-        given.out.write_text("\n".join(lines) + "\n")
+        picture = f"![errors and accuracies against bytes]({given.out.stem}.png)"
+        given.out.write_text("\n".join([*lines, "", picture]) + "\n")
 
 
 if __name__ == "__main__":
