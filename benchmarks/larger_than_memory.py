@@ -5,6 +5,12 @@
 SAGE (3 layers of 256, BatchNorm) and GAT (3 layers of 4 heads of 32, BatchNorm) on a power-law
 graph. One process trains on the whole graph; then one worker hosts P parts, all in memory (no
 limit), and with a limit of a half and of a quarter of what that took, the rest in a store on disk.
+Deep models (DeeperGCN: ``DeepGCNLayer`` of ``GENConv`` with a learned softmax) on a fixed memory:
+
+    python benchmarks/larger_than_memory.py --nodes 20000 --edges 200000 --parts 16 \
+        --models gcn-8 gcn-32 gat-8 gat-32 deepergcn-8 deepergcn-32 --memory 160MiB \
+        --out docs/benchmarks/deep.md
+
 Each row is a fresh process; a first epoch is not counted. Memory: the highest resident set
 (``VmHWM``) over the resident set at the start. Where the system lets a cgroup be made, the worker
 is in one with the same limit from its start on: beyond it the system would kill the worker. The
@@ -29,17 +35,51 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import torch_geometric
-from torch_geometric.nn import GAT, GraphSAGE
+from torch.nn import LayerNorm, Linear
+from torch_geometric.nn import GAT, GCN, DeepGCNLayer, GENConv, GraphSAGE
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.files import parse_bytes
 from pyg_sar.ledger import peak_memory, reset_peak_memory
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 CLASSES = 8
+
+
+class DeeperGCN(torch.nn.Module):
+    """Li et al., "DeeperGCN: All You Need to Train Deeper GCNs", 2020: residual, norm first."""
+
+    def __init__(self, features: int, hidden: int, layers: int) -> None:
+        super().__init__()
+        self.first, self.last = Linear(features, hidden), Linear(hidden, CLASSES)
+        self.layers = torch.nn.ModuleList(
+            DeepGCNLayer(
+                GENConv(hidden, hidden, aggr="softmax", learn_t=True, norm="layer"),
+                LayerNorm(hidden),
+                torch.nn.ReLU(),
+                block="res+",
+                dropout=0.1,
+            )
+            for _ in range(layers)
+        )
+
+    def forward(self, x: torch.Tensor, edge_index: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, edge_index)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
 MODELS: dict[str, Any] = {
     "sage": lambda features: GraphSAGE(features, 256, 3, CLASSES, norm="batch_norm"),
     "gat": lambda features: GAT(features, 128, 3, CLASSES, heads=4, norm="batch_norm"),
+    "gcn-8": lambda features: GCN(features, 64, 8, CLASSES, norm="batch_norm"),
+    "gcn-32": lambda features: GCN(features, 64, 32, CLASSES, norm="batch_norm"),
+    "gat-8": lambda features: GAT(features, 64, 8, CLASSES, heads=4, norm="batch_norm"),
+    "gat-32": lambda features: GAT(features, 64, 32, CLASSES, heads=4, norm="batch_norm"),
+    "deepergcn-8": lambda features: DeeperGCN(features, 64, 8),
+    "deepergcn-32": lambda features: DeeperGCN(features, 64, 32),
 }
 SHARES = {"no limit": None, "a half": 2, "a quarter": 4}
 CPU = torch.device("cpu")
@@ -159,8 +199,9 @@ def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
     cases = [(m, p) for m in args.models for p in (1, *args.parts)]
     for model, parts in tqdm(cases, desc="larger than memory"):
         free = None
-        for name, share in SHARES.items() if parts > 1 else [("one process", None)]:
-            limit = None if share is None or free is None else free.peak // share
+        shares = SHARES if args.memory is None else {"no limit": None, "fixed": 1}
+        for name, share in shares.items() if parts > 1 else [("one process", None)]:
+            limit = None if share is None or free is None else args.memory or free.peak // share
             try:
                 now = row(f"{folder}/{parts}", model, args.epochs, parts, limit, args.store)
             except pyg_sar.errors.WorkerError as error:
@@ -212,7 +253,7 @@ def plot(found: Found, path: Path) -> None:
         one = found[model, 1, "one process"]
         for row_number, (word, field) in enumerate(WORDS.items()):
             axes = grid[row_number][column]
-            for name in SHARES:
+            for name in dict.fromkeys(limit for _, parts, limit in found if parts > 1):
                 points = {
                     parts: getattr(now, field) / getattr(one, field)
                     for (kind, parts, limit), now in found.items()
@@ -234,7 +275,9 @@ def document(args: argparse.Namespace, found: Found, load: float) -> str:
     parts = " ".join(map(str, args.parts))
     command = (
         f"python benchmarks/larger_than_memory.py --nodes {args.nodes} --edges {args.edges} "
-        f"--features {args.features} --epochs {args.epochs} --parts {parts}"
+        f"--features {args.features} --epochs {args.epochs} --parts {parts} "
+        f"--models {' '.join(args.models)}"
+        + (f" --memory {args.memory // 2**20}MiB" if args.memory else "")
     )
     grouped = all(now.grouped for now in found.values() if now.limit is not None)
     limits = "Each limit was a cgroup's, too." if grouped else "No cgroup limited the memory."
@@ -243,12 +286,12 @@ def document(args: argparse.Namespace, found: Found, load: float) -> str:
         "",
         f"{date.today()}, `{command}`, {os.cpu_count()} cores, {platform.machine()}, torch "
         f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Power-law graph of "
-        f"{args.nodes:,} nodes, {args.edges:,} edges and {args.features} features. SAGE of 3 "
-        "layers of 256, GAT of 3 layers of 4 heads of 32, BatchNorm, float32. One worker hosts all "
-        "parts. Limits are shares of what the same parts take without one. Each row is a fresh "
-        "process, and shows the median of the epochs after the first. Load at the start and at "
-        f"the end: {load:.1f} and {os.getloadavg()[0]:.1f}. Losses with a limit were those "
-        "without, to the bit.",
+        f"{args.nodes:,} nodes, {args.edges:,} edges and {args.features} features, float32; the "
+        "models are those of the script. One worker hosts all parts. Limits are shares of what "
+        "the same parts take without one, or fixed. Each row is a fresh process, and shows the "
+        "median of the epochs after the first. Load at the start and at the end: "
+        f"{load:.1f} and {os.getloadavg()[0]:.1f}. Losses with a limit were those without, to "
+        "the bit.",
         "",
         "One process: `distribute` on the whole graph. MiB: beyond the start of the process, the "
         f"libraries' first use included. MB: of the store, per epoch. {limits}",
@@ -270,10 +313,16 @@ def main() -> None:
     parser.add_argument("--features", type=int, default=64)
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--parts", type=int, nargs="+", default=[4, 8, 16, 32])
-    parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--models", nargs="+", choices=MODELS, default=["sage", "gat"])
+    parser.add_argument(
+        "--memory",
+        type=lambda text: parse_bytes(text, "--memory"),
+        help="a fixed limit in place of shares",
+    )
     parser.add_argument("--store", type=Path, help="a folder on the disk of the store")
     parser.add_argument("--out", type=Path, help="write the table here, a picture beside it")
     args = parser.parse_args()
+    args.memory = None if args.memory is None else parse_bytes(args.memory, "--memory")
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.store) as folder:
         args.store = folder
