@@ -246,7 +246,7 @@ def with_integers(root: Path) -> Any:
         torch.manual_seed(2)
         layer.reset_parameters()
         layer = pyg_sar.distribute(layer)
-        for way in ("mode 1", "mode 2", "mode 3", "pushed"):
+        for way in ("mode 1", "mode 2", "mode 3", "pushed") if name == "sage" else ("mode 1",):
             for wire in ("exact", *BITS):
                 layer.policy = SARPolicy(wire=wire, **POLICIES[way])
                 x = wide.clone().requires_grad_()
@@ -261,7 +261,7 @@ def with_integers(root: Path) -> Any:
                 with pyg_sar.Ledger(comm) as ledger:
                     out = step().detach()
                 found[name, way, wire] = error, ledger.received_bytes(), out, x.grad
-    return found, data.edge_index.plan.num_halo
+    return found, data.edge_index.plan.num_halo + data.edge_index.plan.send_index.numel()
 
 
 @pytest.mark.parametrize("switch", ["0", "auto"])
@@ -271,14 +271,14 @@ def test_integers_in_layers(
     """A quarter of the bytes and less, errors by bits; the same rows wherever workers run."""
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
     found = integers[switch] = threads(with_integers, WORLD, root)
-    for results, halo in found:
+    for results, rows in found:
         for name, way in {key[:2] for key in results}:
             errors = [results[name, way, wire][0] for wire in ("exact", *BITS)]
             assert errors[0] == 0 and 0 < errors[1] < 0.02
             assert errors == sorted(errors), (name, way, errors)
         for wire, bits in BITS.items():  # Case 1: rows in, gradients back.
             saved = results["sage", "mode 1", "exact"][1] - results["sage", "mode 1", wire][1]
-            assert saved == pytest.approx(2 * halo * (4 * WIDE - 8 - WIDE * bits / 8), rel=0.5)
+            assert saved == rows * (4 * WIDE - 8 - WIDE * bits // 8)
             same = [results["sage", f"mode {mode}", wire][2:] for mode in (1, 2)]
             assert all(
                 torch.allclose(a, b, rtol=1e-5, atol=1e-6) for a, b in zip(*same, strict=True)
