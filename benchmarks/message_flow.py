@@ -1,4 +1,4 @@
-"""What message flow graphs save: an epoch's time and bytes against the whole graph's.
+"""What message flow graphs save: an epoch's rows, bytes and time against the whole graph's.
 
     python benchmarks/message_flow.py
 
@@ -21,14 +21,16 @@ from pyg_sar.tools import load_graph
 from pyg_sar.tools.models import MODELS, build_model
 from pyg_sar.train.flow import call_model, check_flow
 
+LAYERS = 2
 
-def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> tuple[float, float]:
-    """The flow graph's seconds and bytes over the whole graph's; rounds take turns."""
+
+def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> list[float]:
+    """The flow graph's rows, bytes and seconds over the whole graph's; rounds take turns."""
     comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
     draw = torch.Generator().manual_seed(comm.rank)
     seeds = torch.rand(data.num_nodes, generator=draw) < share
     model = pyg_sar.distribute(build_model(name, data.num_features, hidden, 8, dropout=0.0))
-    flow = pyg_sar.message_flow_graphs(data, seeds, 2)
+    flow = pyg_sar.message_flow_graphs(data, seeds, LAYERS)
     check_flow(model, data, flow)
     kinds = {"flow": (flow, slice(flow.batch_size)), "whole": (data, seeds)}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
@@ -45,8 +47,12 @@ def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> tu
             if epoch:
                 seconds[kind].append(time.perf_counter() - start)
             moved[kind] = ledger.received_bytes()
+    nodes = flow.num_sampled_nodes
+    rows = sum(sum(nodes[: k + 1]) for k in range(LAYERS)), LAYERS * data.num_nodes
+    own = torch.tensor([*rows, moved["flow"], moved["whole"]], dtype=torch.float64)
+    computed, every, less, all_bytes = comm.all_reduce(own).tolist()
     ratio = statistics.median(seconds["flow"]) / statistics.median(seconds["whole"])
-    return ratio, moved["flow"] / max(moved["whole"], 1)
+    return [computed / every, less / max(all_bytes, 1), ratio]
 
 
 def main() -> None:
@@ -58,15 +64,16 @@ def main() -> None:
     parser.add_argument("--shares", nargs="+", type=float, default=[0.01, 0.1, 0.6])
     parser.add_argument("--epochs", type=int, default=5)
     given = parser.parse_args()
-    print("| model | training nodes | epoch, of the whole graph's | bytes |\n|---|---|---|---|")
+    print("| model | training nodes | rows computed | bytes | time |\n|---|---|---|---|---|")
     with tempfile.TemporaryDirectory() as folder:
         root = str(Path(folder) / "parts")
         pyg_sar.write_partitions(load_graph(given.graph), given.workers, root)
         for name in given.models:
             for share in given.shares:
                 how = root, name, given.hidden, share, given.epochs
-                ratio, moved = pyg_sar.launch(measured, given.workers, *how)[0]
-                print(f"| {name} | {share:.0%} | {ratio:.2f} | {moved:.2f} |", flush=True)
+                found = pyg_sar.launch(measured, given.workers, *how)[0]
+                columns = " | ".join(f"{ratio:.2f}" for ratio in found)
+                print(f"| {name} | {share:.0%} | {columns} |", flush=True)
 
 
 if __name__ == "__main__":

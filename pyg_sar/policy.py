@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 #: How halo rows may travel.
-WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16")
+WIRES: tuple[str, ...] = ("exact", "bfloat16", "float16", "int8", "int4", "int2")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,11 +71,12 @@ class SARPolicy:
             ``'exact'``; or rounded, in about half the bytes of float32, with gradients that
             differ from those of one process (:func:`pyg_sar.train.gradient_error` measures it):
             ``'bfloat16'`` (8 bits of precision), ``'float16'`` (11, each row with an exponent of
-            its own). Integers, truth values and 16-bit floats always travel as they are, as does
-            what a model reads outside :meth:`propagate`. What is rounded doesn't depend on where
-            workers run: those of one host then send rows, too, instead of reading them in place,
-            and ``push='auto'`` takes the covers of sums there as between hosts. Must be the same on
-            all workers.
+            its own); or in a quarter and less as integers of 8, 4 or 2 bits with a scale for each
+            row, rounded stochastically: ``'int8'``, ``'int4'``, ``'int2'``. Integers, truth values
+            and 16-bit floats always travel as they are, as does what a model reads outside
+            :meth:`propagate`. What is rounded doesn't depend on where workers run: those of one
+            host then send rows, too, instead of reading them in place, and ``push='auto'`` takes
+            the covers of sums there as between hosts. Must be the same on all workers.
         transform_first: Where a layer applies a linear map to sums or means of source rows and the
             map narrows them (``SAGEConv``, ``GraphConv``, ``RGCNConv`` and more of PyG's,
             docs/transform_first.md), source rows are mapped first: halo rows then have the output's
@@ -88,6 +89,11 @@ class SARPolicy:
             ``torch.manual_seed``; ``'keyed'``: by a counter-based generator, the same for any
             number of workers and any partition. For both, seed all workers alike. See
             docs/random_numbers.md for what they cost. Must be the same on all workers.
+        refresh_every: Steps from one exchange of halo rows and their gradients to the next, in
+            training; in between a layer takes the rows and gradients of the last exchange (stale
+            features, as in PipeGCN, Sancus and DistGNN). Above 1, gradients differ from those of
+            one process (:func:`pyg_sar.train.gradient_error` measures it); evaluation is exact.
+            Needs mode 3, and keeps the halo's rows of each layer. Must be the same on all workers.
         measure_every: In training by :class:`pyg_sar.Trainer`, the error of the gradients is
             measured in the first and then in every so many epochs, at the price of two more steps,
             and recorded by open ledgers. ``None``: never.
@@ -102,9 +108,10 @@ class SARPolicy:
     strategy: Literal["auto", "chunked"] = "auto"
     kernels: Literal["auto", "off"] = "auto"
     push: Literal["auto", "off"] = "auto"
-    wire: Literal["exact", "bfloat16", "float16"] = "exact"
+    wire: Literal["exact", "bfloat16", "float16", "int8", "int4", "int2"] = "exact"
     transform_first: bool = True
     random: Literal["same", "keyed"] | None = None
+    refresh_every: int = 1
     measure_every: int | None = None
 
     def __post_init__(self) -> None:
@@ -122,7 +129,7 @@ class SARPolicy:
             raise ValueError(f"Expected 'kernels' to be 'auto' or 'off' (got {self.kernels!r})")
         if self.wire not in WIRES:
             raise ValueError(
-                f"Expected 'wire' to be 'exact', 'bfloat16' or 'float16' (got {self.wire!r})"
+                f"Expected 'wire' to be one of {', '.join(map(repr, WIRES))} (got {self.wire!r})"
             )
         if not isinstance(self.transform_first, bool):
             raise ValueError(
@@ -132,6 +139,11 @@ class SARPolicy:
             raise ValueError(
                 f"Expected 'random' to be 'same', 'keyed' or None (got {self.random!r})"
             )
+        steps = self.refresh_every
+        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+            raise ValueError(f"Expected 'refresh_every' to be an integer >= 1 (got {steps!r})")
+        if steps > 1 and self.mode != 3:
+            raise ValueError(f"refresh_every={steps} needs mode=3 (got mode={self.mode})")
         every = self.measure_every
         if every is not None and (not isinstance(every, int) or every < 1):
             raise ValueError(

@@ -17,9 +17,9 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric import nn as gnn
 
 import pyg_sar
-from pyg_sar.comm.backends import WorkerInfo
 from pyg_sar.comm.communicator import LocalCommunicator
 from pyg_sar.comm.devices import place, placement
+from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.convert import _put_on_device
 
 CPU, META = torch.device("cpu"), torch.device("meta")

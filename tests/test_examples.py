@@ -85,6 +85,16 @@ def test_mesh_is_the_same_on_workers(capfd):
     assert float(found[3]) < 1e-10
 
 
+def test_potential_is_the_same_on_workers(capfd, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["potential.py", "4", "20"])
+    assert len((EXAMPLES / "potential.py").read_text().splitlines()) <= 80
+    found = re.search(
+        r"loss (\S+) to (\S+); largest difference (\S+)", run_here("potential.py", capfd)
+    )
+    assert found is not None and float(found[2]) < 0.3 * float(found[1])
+    assert float(found[3]) < 1e-10
+
+
 @pytest.mark.skipif(not ops.built, reason="no C++ kernels")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the store is for Linux")
 def test_larger_than_memory_stays_within_its_limit():

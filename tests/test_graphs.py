@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import types
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -471,41 +470,6 @@ def test_ogb_missing(monkeypatch):
     monkeypatch.setitem(sys.modules, "ogb.nodeproppred", None)
     with pytest.raises(ImportError, match=r"pip install 'pyg_sar\[ogb\]'"):
         load_graph("ogbn-arxiv")
-
-
-def test_ogb_with_a_stand_in(monkeypatch, tmp_path):
-    """A stand-in for ogb's class: the real one needs a download."""
-    module = types.ModuleType("ogb.nodeproppred")
-    data = Data(
-        edge_index=torch.tensor([[0], [1]]), num_nodes=4, y=torch.tensor([[1], [0], [2], [1]])
-    )
-
-    class PygNodePropPredDataset(list):
-        def __init__(self, name: str, root: str) -> None:
-            assert (name, root) == ("ogbn-arxiv", str(tmp_path))
-            super().__init__([data])
-
-        def get_idx_split(self) -> dict[str, torch.Tensor]:
-            return {
-                k: torch.tensor(v) for k, v in (("train", [3, 1]), ("valid", [0]), ("test", [2]))
-            }
-
-    module.PygNodePropPredDataset = PygNodePropPredDataset  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "ogb", types.ModuleType("ogb"))
-    monkeypatch.setitem(sys.modules, "ogb.nodeproppred", module)
-    loaded = load_graph("OGBN-arxiv", root=tmp_path)
-    assert loaded.y.tolist() == [1, 0, 2, 1]
-    assert loaded.train_mask.tolist() == [False, True, False, True]
-    assert loaded.val_mask.tolist() == [True, False, False, False]
-    data.edge_index = None
-    with pytest.raises(ValueError, match="'ogbn-arxiv' is not a homogeneous graph"):
-        load_graph("ogbn-arxiv", root=tmp_path)
-    data.edge_index = torch.tensor([[0], [1]])
-    monkeypatch.setattr(
-        PygNodePropPredDataset, "get_idx_split", lambda self: Path("/nowhere/at/all").read_text()
-    )
-    with pytest.raises(OSError, match="'ogbn-arxiv' is not in .*/nowhere/at/all"):
-        load_graph("ogbn-arxiv", root=tmp_path)
 
 
 # Saved Data ###################################################################

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 import sys
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,7 @@ from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools import cli, inference
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.train.callbacks import CheckpointEvery
+from pyg_sar.train.checkpoint import inspect_checkpoint, load_checkpoint
 
 NODES = 40
 IN_PARTS = pytest.mark.skipif(
@@ -454,6 +456,49 @@ def test_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
     expected = whole(pyg_sar.load_model("run.ckpt"), data)
     for name in ("one.npy", "own.npy", "two.npy"):
         assert np.allclose(np.load(name), expected.numpy(), rtol=0, atol=1e-5), name
+
+
+def test_a_model_that_was_trained_with_labels(
+    tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch
+):
+    """All training nodes of the split show their labels, as in the training's evaluations."""
+    monkeypatch.chdir(tmp_path)
+    graph = small_graph()
+    splits = torch.rand(graph.num_nodes, 2, generator=torch.Generator().manual_seed(0)) < 0.5
+    graph.train_mask, graph.val_mask, graph.test_mask = splits, ~splits, ~splits
+    pyg_sar.write_partitions(graph, 3, "parts", "random")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    train = "train --parts parts --model sage --labels 0.5 --split 1 --epochs 3 --quiet"
+    assert cli.main([*train.split(), "--checkpoint", "run.ckpt"]) == 0
+    predict = ["predict", "--checkpoint", "run.ckpt", "--parts"]
+    assert cli.main([*predict, "parts", "--out", "out.npy"]) == 0
+    extra = inspect_checkpoint("run.ckpt").state["extra"]
+    model = GraphSAGE(**extra["pyg"]["arguments"])
+    load_checkpoint("run.ckpt", model, weights="best")
+    known = splits[:, 1] & (graph.y >= 0)
+    shown = nn.functional.one_hot(graph.y.clamp(min=0), CLASSES) * known.view(-1, 1)
+    graph.x = torch.cat([graph.x, shown], dim=1).float()
+    expected = whole(model, graph)
+    assert np.allclose(np.load("out.npy"), expected.numpy(), rtol=0, atol=1e-5)
+    graph.x[:, -CLASSES:] = 0.0  # The labels count.
+    assert not np.allclose(np.load("out.npy"), whole(model, graph).numpy(), rtol=0, atol=1e-3)
+
+    other = small_graph()
+    other.y[0], other.train_mask = CLASSES, splits.clone()
+    other.train_mask[0] = True
+    pyg_sar.write_partitions(other, 2, "other", "random")
+    del other.train_mask
+    pyg_sar.write_partitions(other, 2, "without", "random")
+    capsys.readouterr()
+    for parts, message in (
+        ("other", f"labels of {CLASSES} classes .* of 'other' has label {CLASSES}"),
+        ("without", "data.train_mask is missing"),
+    ):
+        assert cli.main([*predict, parts, "--out", "o.npy"]) == cli.EXIT_USAGE
+        assert re.search(message, capsys.readouterr().err)
+    with pytest.raises(CheckpointError, match="trained with labels as inputs"):
+        pyg_sar.load_model("run.ckpt")
 
 
 def test_mistakes_of_the_command(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):

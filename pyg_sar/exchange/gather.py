@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -10,6 +11,7 @@ from torch import Tensor
 
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.rows import add_rows, flat_rows, tracked_buffer
+from pyg_sar.exchange.stale import KeptGather
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label
 
@@ -119,7 +121,17 @@ def halo_gather(x: Tensor, plan: HaloPlan, layer: str = "", wire: Wire | None = 
     """
     for ledger in plan.comm.ledgers:
         ledger.count("halo_gather")
-    return _HaloGather.apply(x, plan, (layer, "forward", "fetch"), wire or Wire())
+    wire, label = wire or Wire(), (layer, "forward", "fetch")
+    if wire.kept is None:
+        return _HaloGather.apply(x, plan, label, wire)
+    back: Label = (layer, "backward", "gradient")
+
+    def give_back(gradient: Tensor) -> Tensor:
+        plan.comm.returning()
+        return _return_halo(gradient, plan, back, add_rows, wire)
+
+    fetch = partial(_fetch_halo, plan=plan, label=label, wire=wire)
+    return KeptGather.apply(x, plan, wire.kept, layer, fetch, give_back)
 
 
 def halo_reduce(ext: Tensor, plan: HaloPlan, reduce: str = "sum", layer: str = "") -> Tensor:

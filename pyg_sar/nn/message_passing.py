@@ -28,6 +28,7 @@ from pyg_sar.engine.reverse import reversed_edges
 from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, named
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.stale import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
@@ -43,6 +44,7 @@ from pyg_sar.nn.propagation import (
     charged,
     first_target_filled,
     in_first_order,
+    keeping_rows,
     kept_normalisation,
     kind_of_argument,
     known_size,
@@ -92,6 +94,7 @@ class DistMessagePassing(MessagePassing):
 
     policy: SARPolicy = SARPolicy()
     ledger_name: str = ""
+    kept_rows: KeptRows | None = None  # Of its last exchange, with SARPolicy(refresh_every=...).
     _one_shot_call: bool = False
     model_draws: DrawsOfForward | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
@@ -222,7 +225,7 @@ class DistMessagePassing(MessagePassing):
         leaving = edge_index.dist_row != self._source_row() and not self._one_shot_call
         compute = partial(self._edge_updates, edge_index, size=size, **kwargs)
         if (strategy == "one_shot" and not leaving) or hooks:
-            with travelling(edge_index.plan, self.policy.wire):
+            with travelling(self, edge_index.plan):
                 return compute()
         deferred = deferred_edge(compute, kwargs, edge_index.device)
         if self.policy.random is None:
@@ -329,7 +332,7 @@ class DistMessagePassing(MessagePassing):
             first_target_filled(self),
             padded_to(self, padded),
             in_first_order(self, columns),
-            travelling(plan, self.policy.wire),
+            travelling(self, plan),
             drawing(self, edge_index, kwargs) as draws,
             of_all_edges(draws, edge_index, columns),
         ):
@@ -481,6 +484,7 @@ class DistMessagePassing(MessagePassing):
         try:
             with (
                 charged(edges, self.ledger_name),
+                keeping_rows(self, edges),
                 named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
                 kept_normalisation(self, edges[0], partial(self._bound, args, kwargs)),
             ):

@@ -14,6 +14,7 @@ from pyg_sar.engine.analysis import title_of
 from pyg_sar.engine.chunks import by_target
 from pyg_sar.errors import PygSarError
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.exchange.stale import KeptRows
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
 from pyg_sar.message.program import DeferredEdge
@@ -42,14 +43,47 @@ def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
 
 
 @contextmanager
-def travelling(plan: HaloPlan, wire: str) -> Iterator[None]:
-    """Rows that are gathered plainly meanwhile travel so (:class:`pyg_sar.exchange.wire.Wire`)."""
-    context = plan.context
-    outer, context.wire = context.wire, Wire(wire)
+def travelling(layer: Any, plan: HaloPlan) -> Iterator[None]:
+    """Rows that are gathered plainly meanwhile travel as the layer's policy says."""
+    context, kept = plan.context, layer.kept_rows
+    active = layer.policy.refresh_every > 1 and kept is not None and kept.active
+    outer, context.wire = context.wire, Wire(layer.policy.wire, kept if active else None)
     try:
         yield
     finally:
         context.wire = outer
+
+
+@contextmanager
+def keeping_rows(layer: Any, edges: Sequence[DistEdgeIndex]) -> Iterator[None]:
+    """Exchanges the layer's rows in every ``refresh_every``-th training step only.
+
+    Raises:
+        ValueError: Where that is not supported.
+    """
+    every = layer.policy.refresh_every
+    if every == 1 or not (layer.training and torch.is_grad_enabled()):
+        yield
+        return
+    plan = edges[0].plan
+    title = f"{title_of(layer)} at rank {plan.rank} with SARPolicy(refresh_every={every})"
+    parameters = [p for p in layer.parameters() if p.requires_grad]
+    for wrong, reason in (
+        (plan.comm.host is not None, "runs on parts that a worker hosts in turn: start a worker "
+         "for each part"),
+        (any(e.partial is not None for e in edges), "got the edges of a message flow graph or of "
+         "sampled neighbours: train on the whole graph"),
+        (not parameters, "has no parameter to train, by which it would know steps"),
+    ):  # fmt: skip
+        if wrong:
+            raise ValueError(f"{title} {reason}; or set layer.policy with refresh_every=1")
+    kept = layer.kept_rows = layer.kept_rows or KeptRows()
+    kept.begin(title, [p._version for p in parameters], plan.context, every)
+    kept.active = True
+    try:
+        yield
+    finally:
+        kept.active = False
 
 
 def methods_of(layer: MessagePassing) -> tuple[str, ...]:

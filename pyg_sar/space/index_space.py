@@ -382,7 +382,8 @@ def _gather(x: Tensor, dim: int, index: DistIndex) -> Tensor:
     plan = index.plan
     require_rows(x, dim, plan, "Reading")
     context = plan.context
-    key = (id(x), dim, version_of(x), torch.is_grad_enabled(), context.wire.name)
+    wire = context.wire.name, context.wire.kept is None
+    key = (id(x), dim, version_of(x), torch.is_grad_enabled(), wire)
     if key not in context.gathered:
         moved = x.movedim(dim, 0).contiguous() if dim else x
         context.gathered[key] = (x, halo_gather(moved, plan, context.layer, context.wire))

@@ -50,7 +50,7 @@ _PARTITION_EPILOG = """\
 sources:
   synthetic                 built in: power-law degrees, planted classes (the default)
   cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
-  ogbn-arxiv, ...           through ogb (pip install 'pyg_sar[ogb]')
+  ogbn-arxiv, ...           OGB's raw files in --root; ogb ('pyg_sar[ogb]') downloads them
   FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
   FOLDER                    edge_index.npy, x.npy, ..., or edges.parquet, nodes.csv: memory mapped,
                             so that with --memory it may be larger than the memory
@@ -400,6 +400,13 @@ def _add_train(commands: Any) -> None:
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     group("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
     group("--wire", choices=WIRES, default="exact", help="how halo rows travel")
+    group(
+        "--refresh-every",
+        type=int,
+        default=1,
+        metavar="K",
+        help="steps: exchange rows in each K-th",
+    )
     group("--measure-every", type=int, metavar="N", help="epochs: report what a narrow wire costs")
 
     _add_model(command.add_argument_group("model").add_argument, choices=MODELS, help="the layers")

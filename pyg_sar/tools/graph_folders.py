@@ -125,17 +125,17 @@ def _mapped(path: Path) -> Tensor:
 def _table(path: Path) -> dict[str, Any]:
     """Returns the columns of a table as arrays in files; of ``edges`` the ends as one."""
     with ExitStack() as files:
-        writers: dict[str, _Writer] = {}
+        writers: dict[str, ColumnFile] = {}
         for piece in _pieces(path):
             for name, values in piece.items():
                 if name not in writers:
                     file = files.enter_context(tempfile.TemporaryFile())
-                    writers[name] = _Writer(path, name, values, file)
+                    writers[name] = ColumnFile(path, name, values, file)
                 writers[name].add(values)
         return _columns(path, writers)
 
 
-def _columns(path: Path, writers: dict[str, _Writer]) -> dict[str, Any]:
+def _columns(path: Path, writers: dict[str, ColumnFile]) -> dict[str, Any]:
     rows = next(iter(writers.values())).rows if writers else 0
     if path.stem == "nodes":
         return {"num_nodes": torch.tensor(rows)} | {n: w.tensor() for n, w in writers.items()}
@@ -153,7 +153,7 @@ def _columns(path: Path, writers: dict[str, _Writer]) -> dict[str, Any]:
                 f"(got {writers[known[0]].dtype})"
             )
         ends.append(writers.pop(known[0]))
-    return {"edge_index": _joined(ends)} | {n: w.tensor() for n, w in writers.items()}
+    return {"edge_index": joined_ends(ends)} | {n: w.tensor() for n, w in writers.items()}
 
 
 def _pieces(path: Path) -> Iterator[dict[str, Array]]:
@@ -198,7 +198,7 @@ def _arrays(path: Path, piece: Any) -> dict[str, Array]:
     return found
 
 
-class _Writer:
+class ColumnFile:
     """A column of a table on its way into a file without a name."""
 
     def __init__(self, path: Path, name: str, like: Array, file: Any) -> None:
@@ -227,7 +227,7 @@ class _Writer:
         return torch.from_numpy(self.array())
 
 
-def _joined(ends: list[_Writer]) -> Tensor:
+def joined_ends(ends: list[ColumnFile]) -> Tensor:
     """Returns an ``edge_index`` of two columns, in another file."""
     rows = ends[0].rows
     if not rows:

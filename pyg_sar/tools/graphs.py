@@ -6,11 +6,14 @@ source                                     graph
 ``synthetic``                              :class:`~pyg_sar.tools.graph_sources.SyntheticGraph`
 ``cora``, ``photo``, ``wikics``, ...       a dataset of PyG by name; or ``Class/Name``, as in
                                            ``Planetoid/Cora``, or ``Class``
-``ogbn-arxiv``, ...                        a node dataset of OGB (needs the extra ``ogb``)
+``ogbn-arxiv``, ...                        a node dataset of OGB: its raw files
+                                           (:mod:`~pyg_sar.tools.ogb_folders`), or downloaded by
+                                           ogb (needs the extra ``ogb``)
 ``FILE.npz``                               arrays (:func:`~pyg_sar.tools.graph_sources.load_npz`)
 ``FILE.pt``                                a saved ``Data``
 ``FOLDER``                                 arrays and tables, memory mapped
-                                           (:mod:`~pyg_sar.tools.graph_folders`)
+                                           (:mod:`~pyg_sar.tools.graph_folders`); or OGB's raw
+                                           files, as in ``dataset/ogbn_arxiv``
 =========================================  =====================================================
 
 Options follow a colon, as in ``synthetic:nodes=200000,degree=50`` or ``wikics:split=3``. They are
@@ -22,8 +25,10 @@ from __future__ import annotations
 import difflib
 import inspect
 import os
+import pickle
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any, cast
@@ -43,6 +48,12 @@ from pyg_sar.tools.graph_sources import (
     load_saved,
     safe_data_classes,
     synthetic_graph,
+)
+from pyg_sar.tools.ogb_folders import (
+    find_ogb_folder,
+    is_ogb_folder,
+    load_ogb_folder,
+    official_name,
 )
 
 DATASETS: dict[str, tuple[str, str | None]] = {
@@ -152,8 +163,10 @@ def load_graph(
         data = load_npz(name) if Path(name).suffix == ".npz" else load_saved(name)
     elif is_graph_folder(Path(name)):
         data = load_folder(name)
+    elif is_ogb_folder(Path(name)):
+        data = load_ogb_folder(Path(name))
     elif name.lower().startswith("ogbn-"):
-        data = _load_ogb(name.lower(), Path(root or "data"))
+        data = _load_ogb(official_name(name) or name.lower(), Path(root or "data"))
     else:
         data = _load_dataset(name, Path(root or "data"))
     finish: Any = _finish_hetero if isinstance(data, HeteroData) else _finish
@@ -274,31 +287,33 @@ def _unknown_source(name: str) -> str:
     return (
         f"Unknown graph '{name}'{hint} Choose 'synthetic', a dataset ({', '.join(DATASETS)}), "
         "'Class/Name' of torch_geometric.datasets, 'ogbn-NAME', a file ending in "
-        f"{' or '.join(FILE_SUFFIXES)}, or a folder with edge_index.npy or edges.parquet"
+        f"{' or '.join(FILE_SUFFIXES)}, or a folder with edge_index.npy, edges.parquet or OGB's "
+        "raw files"
     )
 
 
-def _load_ogb(name: str, root: Path) -> Data:
-    """Returns a node dataset of OGB, its splits as masks."""
+def _load_ogb(name: str, root: Path) -> Data | HeteroData:
+    """Returns a node dataset of OGB from its raw files, which ogb downloads if need be."""
+    folder = find_ogb_folder(name, root)
+    if folder is not None:
+        return load_ogb_folder(folder)
     try:
         from ogb.nodeproppred import PygNodePropPredDataset
     except ImportError as error:
         raise ImportError(
-            f"'{name}' needs the extra 'ogb', which is not installed: pip install 'pyg_sar[ogb]'"
+            f"'{name}' is not in '{root}', and needs the extra 'ogb' to be downloaded, which is "
+            "not installed: pip install 'pyg_sar[ogb]'"
         ) from error
     try:
-        with safe_data_classes():  # OGB's files are pickled Data objects.
-            dataset = PygNodePropPredDataset(name=name, root=str(root))
-            data, split = dataset[0], dataset.get_idx_split()
+        # ogb pickles what it processed; only its raw files are needed.
+        with safe_data_classes(), suppress(pickle.UnpicklingError):
+            PygNodePropPredDataset(name=name, root=str(root))
     except OSError as error:
         raise OSError(_unavailable(name, root, error)) from error
-    if "edge_index" not in data or not isinstance(split["train"], Tensor):
-        raise ValueError(f"'{name}' is not a homogeneous graph; only those are supported")
-    num_nodes = data.num_nodes
-    for part, mask in (("train", "train_mask"), ("valid", "val_mask"), ("test", "test_mask")):
-        data[mask] = torch.zeros(num_nodes, dtype=torch.bool)
-        data[mask][split[part]] = True
-    return data
+    folder = find_ogb_folder(name, root)
+    if folder is None:
+        raise OSError(_unavailable(name, root, OSError("ogb left no raw files of it")))
+    return load_ogb_folder(folder)
 
 
 # After reading ###########################################################################

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Data
@@ -18,6 +19,7 @@ from pyg_sar.tools.inference import call_default, infer
 from pyg_sar.tools.models import StockModel, imported_model
 from pyg_sar.tools.run import UsageError, _features, call_of
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
+from pyg_sar.train.targets import find_targets
 
 Weights = Literal["best", "last"]
 
@@ -61,6 +63,13 @@ def load_model(
             f"Expected 'weights' to be 'best' or 'last' (got {weights!r} at rank {current().rank})"
         )
     found = inspect_checkpoint(checkpoint)
+    if model is None and _extra(found).get("labels") is not None:
+        raise CheckpointError(
+            f"{os.fspath(checkpoint)!r} was trained with labels as inputs (--labels), which a "
+            "plain model does not add by itself: 'pyg-sar predict' does; or build the model, load "
+            "its weights by pyg_sar.train.load_checkpoint, and put the labels' one-hot columns "
+            "behind the features"
+        )
     built = _build(checkpoint, found, model)
     return _loaded(checkpoint, found, built, weights)
 
@@ -76,12 +85,6 @@ def _build(
             built = make(**arguments)
         else:
             stock = _stock(extra)
-            if extra.get("labels") is not None:
-                raise CheckpointError(
-                    f"{name!r} was trained with labels as inputs (--labels), which predictions of "
-                    "another graph don't have: load its weights by pyg_sar.train.load_checkpoint, "
-                    "and give the model the labels' columns behind the features"
-                )
             if stock is None:
                 raise CheckpointError(
                     f"{name!r} does not say how its model is built: pass its class, "
@@ -177,8 +180,9 @@ def predict_worker(config: PredictConfig) -> list[int]:
             model = _build(config.checkpoint, found, None)
             stock = _stock(_extra(found))
             if stock is not None:
-                _check_width(stock, data.x.size(1), config)
-                forward = call_of(stock.name.lower(), data)
+                columns = _show_labels(data, _extra(found), stock, config)
+                _check_width(stock, data.x.size(1), columns, config)
+                forward = call_of(stock.name.lower(), data, columns)
     except PygSarError:
         raise
     except (TypeError, ValueError) as error:
@@ -192,10 +196,35 @@ def predict_worker(config: PredictConfig) -> list[int]:
     return [sum(counts), *rows.shape[1:]]
 
 
-def _check_width(stock: StockModel, width: int, config: PredictConfig) -> None:
-    wanted = stock.arguments.get("in_channels")
-    if isinstance(wanted, int) and wanted != width:
+def _show_labels(
+    data: Data, extra: dict[str, Any], stock: StockModel, config: PredictConfig
+) -> int:
+    """Has all training nodes show their labels, as evaluations do; returns the columns."""
+    if extra.get("labels") is None:
+        return 0
+    columns = int(stock.arguments["out_channels"])
+    if "split" not in extra:
+        raise CheckpointError(
+            f"{config.checkpoint!r} does not say which split its labels belong to: train it again"
+        )
+    targets = find_targets(data, "y", column=int(extra["split"]))
+    shown = targets.index["train"]
+    highest = int(targets.values[shown].max()) if len(shown) else -1
+    if (highest := max(current().all_gather_object(highest))) >= columns:
         raise UsageError(
-            f"The model of {config.checkpoint!r} takes {wanted} features per node, the graph "
-            f"{config.parts!r} has {width}: give the parts of a graph with the same features"
+            f"The model of {config.checkpoint!r} was trained with the labels of {columns} classes "
+            f"as inputs, a training node of {config.parts!r} has label {highest}: give the parts "
+            "of a graph with the same classes"
+        )
+    data.label_mask = torch.zeros_like(targets.values, dtype=torch.bool)
+    data.label_mask[shown] = True
+    return columns
+
+
+def _check_width(stock: StockModel, width: int, columns: int, config: PredictConfig) -> None:
+    wanted = stock.arguments.get("in_channels")
+    if isinstance(wanted, int) and wanted != width + columns:
+        raise UsageError(
+            f"The model of {config.checkpoint!r} takes {wanted - columns} features per node, the "
+            f"graph {config.parts!r} has {width}: give the parts of a graph with the same features"
         )

@@ -235,7 +235,8 @@ def _callbacks(config: RunConfig, stock: StockModel, stop: SignalNotice | None) 
         }
         callbacks.append(Report(config.report, config=settings, overwrite=config.overwrite))
     if config.checkpoint is not None:
-        extra = {"model": asdict(config.model), "pyg": asdict(stock), "labels": config.labels}
+        extra: dict[str, Any] = {"model": asdict(config.model), "pyg": asdict(stock)}
+        extra |= {"labels": config.labels, "split": config.train.split}
         every = config.checkpoint_every
         callbacks.append(CheckpointEvery(config.checkpoint, every, stop, **extra))
     return callbacks

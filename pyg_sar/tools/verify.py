@@ -118,6 +118,12 @@ def verify(
             "Expected 'num_workers' and 'max_nodes' to be at least 1 (got "
             f"{num_workers} and {max_nodes})"
         )
+    if policy is not None and policy.refresh_every > 1:
+        raise ValueError(
+            f"'policy' has refresh_every={policy.refresh_every}: steps between exchanges differ "
+            "from one process by intent. Verify with refresh_every=1; "
+            "pyg_sar.train.gradient_error measures the difference"
+        )
     hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
     with _float64():
         part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))

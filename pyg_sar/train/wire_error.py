@@ -1,4 +1,4 @@
-"""Measures what a narrow wire costs: the gradient's true error against the exact wire."""
+"""Measures what rounded and stale rows cost: the gradient's error against the true one."""
 
 from __future__ import annotations
 
@@ -22,25 +22,26 @@ ALL = "all parameters"
 
 
 def narrow_layers(model: torch.nn.Module) -> list[Any]:
-    """Returns the model's layers whose halo rows travel rounded."""
+    """Returns the model's layers whose halo rows travel rounded, or not in each step."""
     layers = [m for m in model.modules() if isinstance(m, DistMessagePassing)]
-    return [layer for layer in layers if layer.policy.wire != "exact"]
+    return [m for m in layers if m.policy.wire != "exact" or m.policy.refresh_every > 1]
 
 
 def measure_every(model: torch.nn.Module) -> int | None:
-    """Returns the smallest ``measure_every`` of the policies of layers with a narrow wire."""
+    """Returns the smallest ``measure_every`` of the policies of such layers."""
     return min((n for m in narrow_layers(model) if (n := m.policy.measure_every)), default=None)
 
 
 def gradient_error(
     model: torch.nn.Module, closure: Callable[[], Any], *, comm: Communicator | None = None
 ) -> dict[str, float]:
-    r"""Runs a step's passes with the exact wire and as the policies say, and compares gradients.
+    r"""Runs a step's passes exactly and as the policies say, and compares gradients.
 
     .. math:: \| \tilde g - g \|_2 \; / \; \| g \|_2
 
     with :math:`g` the exact gradient of a parameter. Collective. Both runs see the same random
-    numbers; parameters' ``.grad``, buffers and the random state are afterwards as they were. Open
+    numbers; parameters' ``.grad``, buffers, kept rows and the random state are afterwards as they
+    were, so that the next step is the one that was measured. Open
     ledgers record the result (``Ledger.gradient_errors``).
 
     Args:
@@ -57,16 +58,18 @@ def gradient_error(
     layers = narrow_layers(model)
     policies = [layer.policy for layer in layers]
     kept = [(p, p.grad) for p in model.parameters()]
+    stale = [layer.kept_rows for layer in layers]
     try:
         for layer, policy in zip(layers, policies, strict=True):
-            layer.policy = replace(policy, wire="exact")
+            layer.policy = replace(policy, wire="exact", refresh_every=1)
         exact = _gradients(model, closure, comm)
         for layer, policy in zip(layers, policies, strict=True):
             layer.policy = policy
+            layer.kept_rows = layer.kept_rows and layer.kept_rows.copied()
         narrow = _gradients(model, closure, comm)
     finally:
-        for layer, policy in zip(layers, policies, strict=True):
-            layer.policy = policy
+        for layer, policy, rows in zip(layers, policies, stale, strict=True):
+            layer.policy, layer.kept_rows = policy, rows
         for parameter, gradient in kept:
             parameter.grad = gradient
     errors = _compare(model, narrow, exact, comm)

@@ -1,0 +1,142 @@
+"""What inexact policies cost: the gradients' error and the accuracy against the bytes they save.
+
+    python benchmarks/inexact.py --out docs/benchmarks/inexact.md
+
+Trains the same model under each policy and measures the true error of the gradients as it goes.
+Prints a table; with ``--out`` also draws a picture beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import statistics
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import pyg_sar
+from pyg_sar import SARPolicy
+from pyg_sar.tools import load_graph
+from pyg_sar.tools.models import MODELS, build_model
+
+POLICIES: dict[str, dict[str, Any]] = {
+    "exact": {},
+    **{wire: {"wire": wire} for wire in ("bfloat16", "float16", "int8", "int4", "int2")},
+    **{f"every {k}": {"refresh_every": k} for k in (2, 4, 8, 16)},
+    "int4, every 2": {"wire": "int4", "refresh_every": 2},
+}
+
+
+def measured(root: str, given: argparse.Namespace, options: dict[str, Any]) -> list[Any]:
+    """For each seed: bytes of all training steps, mean error of the gradients, test accuracy."""
+    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
+    classes = int(comm.all_reduce(data.y.max(), "max")) + 1
+    found = []
+    for seed in range(given.seeds):
+        torch.manual_seed(seed)
+        model = build_model(given.model, data.num_features, given.hidden, classes, dropout=0.0)
+        model = pyg_sar.distribute(model, SARPolicy(mode=3, **options))
+        optimizer = torch.optim.Adam(model.parameters(), lr=given.lr, weight_decay=5e-4)
+        received, errors, best = 0, [], (-1.0, 0.0)
+
+        def step(model: Any = model, optimizer: Any = optimizer) -> None:
+            optimizer.zero_grad()
+            out = model(data.x, data.edge_index)[data.train_mask]
+            losses = F.cross_entropy(out, data.y[data.train_mask], reduction="none")
+            pyg_sar.mean(losses).backward()
+
+        for epoch in range(given.epochs):
+            model.train()
+            if epoch % given.measure_every == given.measure_every - 1:
+                errors.append(pyg_sar.train.gradient_error(model, step)["all parameters"])
+            with pyg_sar.Ledger(comm) as ledger:
+                step()
+            received += ledger.received_bytes()
+            optimizer.step()
+            if epoch % 5 == 4:
+                model.eval()
+                with torch.no_grad():
+                    out = model(data.x, data.edge_index)
+                scores = (pyg_sar.accuracy(out, data.y, data[f"{s}_mask"]) for s in ("val", "test"))
+                best = max(best, tuple(scores))  # type: ignore[assignment]
+        total = int(comm.all_reduce(torch.tensor(received)))
+        found.append((total, statistics.mean(errors), 100 * best[1]))
+    return found
+
+
+def draw(rows: list[tuple[str, float, float, float, float]], path: Path) -> None:
+    """Draws errors and accuracies against bytes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (above, below) = plt.subplots(2, 1, figsize=(7, 7), sharex=True)
+    for name, share, error, accuracy, spread in rows:
+        stale = "every" in name
+        style = {"color": "tab:orange" if stale else "tab:blue", "marker": "s" if stale else "o"}
+        if error > 0:
+            above.loglog(share, error, **style)
+            above.annotate(name, (share, error), xytext=(5, 4), textcoords="offset points")
+        below.errorbar(share, accuracy, spread, capsize=3, **style)
+        below.annotate(name, (share, accuracy), xytext=(5, 4), textcoords="offset points")
+    above.set_ylabel("error of the gradients, relative")
+    below.set_ylabel("test accuracy, %")
+    below.set_xlabel("bytes of the training steps, of the exact ones")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--graph", default="synthetic:nodes=3000,degree=15,features=64,signal=0.1")
+    parser.add_argument("--model", choices=MODELS, default="sage")
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--lr", type=float, default=0.01)
+    parser.add_argument("--epochs", type=int, default=60)
+    parser.add_argument("--measure-every", type=int, default=5)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    settings = f"{given.epochs} epochs of {given.model}, width {given.hidden}, {given.seeds} seeds"
+    lines = [
+        "# What inexact policies cost",
+        "",
+        f"{datetime.date.today()}, `python benchmarks/inexact.py --epochs {given.epochs} --seeds "
+        f"{given.seeds} --out docs/benchmarks/inexact.md`, torch {torch.__version__}.",
+        f"`{given.graph}` on {given.workers} workers, {settings}. Bytes are those of all training "
+        "steps, the sums of parameters' gradients included, as a share of the exact ones; errors "
+        f"are means over every {given.measure_every}th epoch.",
+        "",
+        "| policy | bytes | error of the gradients | test accuracy |",
+        "|---|---|---|---|",
+    ]
+    rows, whole = [], 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        root = str(Path(folder) / "parts")
+        pyg_sar.write_partitions(load_graph(given.graph), given.workers, root)
+        print("\n".join(lines))
+        for name, options in POLICIES.items():
+            task = measured, given.workers, root, given, options
+            found = pyg_sar.launch(*task, backend="threads")[0]
+            whole = whole or found[0][0]
+            accuracies = [accuracy for *_, accuracy in found]
+            error = statistics.mean(error for _, error, _ in found)
+            spread = statistics.stdev(accuracies) if given.seeds > 1 else 0.0
+            rows.append((name, found[0][0] / whole, error, statistics.mean(accuracies), spread))
+            _, share, error, accuracy, spread = rows[-1]
+            lines.append(f"| {name} | {share:.3f} | {error:.1e} | {accuracy:.2f} ± {spread:.2f} |")
+            print(lines[-1], flush=True)
+    if given.out:
+        draw(rows, given.out.with_suffix(".png"))
+        picture = f"![errors and accuracies against bytes]({given.out.stem}.png)"
+        given.out.write_text("\n".join([*lines, "", picture]) + "\n")
+
+
+if __name__ == "__main__":
+    main()
