@@ -58,7 +58,9 @@ def kernels() -> dict[str, Any]:
         """
 
         def build_extensions(self) -> None:
-            library = Path(self.get_ext_fullpath("pyg_sar._kernels"))
+            # In place, setuptools copies what was built from another folder.
+            place = Path(__file__).parent.resolve() / "pyg_sar" / "_kernels.so"
+            library = place if self.inplace else Path(self.get_ext_fullpath("pyg_sar._kernels"))
             reason = library.with_name("_no_kernels.txt")
             reason.unlink(missing_ok=True)
             try:

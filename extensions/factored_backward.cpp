@@ -24,7 +24,6 @@
 #include <ATen/ops/empty.h>
 
 #include <atomic>
-#include <bit>
 
 namespace pyg_sar::attention {
 
@@ -39,10 +38,16 @@ constexpr Places kLane{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 // How a head lies in registers: fills its own, or half of one, or leaves lanes of its last one.
 enum class Layout { kWhole, kHalf, kMasked };
 
+constexpr int power_of_two_from(int least) {  // as std::bit_ceil of C++20
+  int power = 1;
+  while (power < least) power *= 2;
+  return power;
+}
+
 // Rows that are made once per call; of kPadded numbers per part.
 template <int kHeads>
 struct Factors {
-  static constexpr int kPadded = std::bit_ceil(static_cast<unsigned>(kHeads));
+  static constexpr int kPadded = power_of_two_from(kHeads);
   static constexpr int kOfTarget = 4 * kPadded, kOfSource = 3 * kPadded;
   static constexpr int kSize = kRows * kPadded;
   const Terms<float>& t;
