@@ -36,6 +36,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.errors import PygSarError
 from pyg_sar.message.layer_state import TileValue
 
 WORLD = 3
@@ -397,6 +398,21 @@ def test_hooks_of_pyg(name: str, graph: Data, root: Path):
     bare.add(name, Job(plain, root), graph)
     assert error(sweep.expected[0].out, bare.expected[0].out) > 1e-3, "the hook does something"
     sweep.check()
+
+
+@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
+def test_a_hook_that_mixes_edges_is_refused(root: Path):
+    """Of ``edge_update``, whose result a hook sees for this worker's edges alone."""
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        for policy in MODES:
+            layer: Any = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT).double(), policy)
+            layer.register_edge_update_forward_hook(lambda _, inputs, out: out - out.mean(0))
+            with pytest.raises(PygSarError, match="mixes edges"):
+                layer(data.x, data.edge_index)
+
+    threads(worker, WORLD)
 
 
 def test_module_hooks(graph: Data, root: Path):

@@ -358,7 +358,11 @@ class TileProgram:
         given = {**own, **updated}
         arguments = self._collect(self._message, values, given)
         if self.method != "message":
-            return getattr(layer, self.method)(**arguments), values, given
+            out = getattr(layer, self.method)(**arguments)
+            for hook in layer._edge_update_forward_hooks.values():
+                result = hook(layer, (None, None, arguments), out)
+                out = out if result is None else result
+            return out, values, given
         for hook in layer._message_forward_pre_hooks.values():
             result = hook(layer, (arguments,))
             if result is not None:
