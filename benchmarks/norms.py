@@ -65,9 +65,8 @@ def main() -> None:
     parser.add_argument("--means", type=float, nargs="+", default=[0.0, 1e4])
     parser.add_argument("--calls", type=int, default=10)
     given = parser.parse_args()
-    print(
-        "| rows of a worker | mean | time, to PyTorch's | errors | PyTorch's |\n|---|---|---|---|---|"
-    )
+    print("| rows of a worker | mean | time, to PyTorch's | errors | PyTorch's |")
+    print("|---|---|---|---|---|")
     for rows in given.rows:
         for mean in given.means:
             found = pyg_sar.launch(compare, 2, rows, given.channels, mean, given.calls)[0]
