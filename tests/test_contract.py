@@ -134,17 +134,14 @@ class Watch:
     """Message hooks that watch the storages of a message's inputs and outputs."""
 
     def __init__(self, layer: MessagePassing, comm: pyg_sar.comm.Communicator) -> None:
-        self.refs: list[StorageWeakRef] = []
         self.comm = comm
-        self.calls = self.most_alive = self.most_rows = 0
-        self.handles = [
-            layer.register_message_forward_pre_hook(self.before),
-            layer.register_message_forward_hook(self.after),
-        ]
+        self.begin()
+        layer.register_message_forward_pre_hook(self.before)
+        layer.register_message_forward_hook(self.after)
 
-    def remove(self) -> None:
-        for handle in self.handles:
-            handle.remove()
+    def begin(self) -> None:
+        self.refs: list[StorageWeakRef] = []
+        self.calls = self.most_alive = self.most_rows = 0
 
     def alive(self) -> int:
         return sum(not ref.expired() for ref in self.refs)
@@ -183,13 +180,12 @@ def lifetimes(root: Path, layer: MessagePassing, policy: SARPolicy) -> dict[str,
     comm = pyg_sar.comm.current()
     data = pyg_sar.load_partition(root)
     layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
-    analysis = Watch(layer, comm)
+    watch = Watch(layer, comm)  # The same hooks: with others the call would be looked at again.
     x = data.x.clone().requires_grad_()
     with pyg_sar.Ledger(comm) as ledger:
         layer(x, data.edge_index)
-        left_by_analysis = analysis.alive()
-        analysis.remove()
-        watch = Watch(layer, comm)
+        left_by_analysis = watch.alive()
+        watch.begin()
         out = layer(x, data.edge_index)
         after_forward = watch.alive(), ledger.resident_rows()
         pyg_sar.mean(node_losses(out, data.n_id)).backward()

@@ -254,7 +254,8 @@ def _in_place(attention: Attention, segments: Segments) -> tuple[Attention, Segm
 def _on_gpu(attention: Attention, native: bool | None) -> Any:
     """The operators by Triton that compute this attention, or ``None``."""
     value, key = attention.value, attention.drop_key
-    if native is not None or not on_gpu.takes(value):
+    here = value.device.type == on_gpu.DEVICE
+    if native is not None or not here or not on_gpu.takes(value):
         return None
     drop = 0 if key is None or attention.p == 0 else key.dim()
     features = None if attention.edge_attr is None else attention.edge_attr.size(1)

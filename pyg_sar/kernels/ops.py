@@ -226,7 +226,7 @@ def gather_sum_(
             "gradient: call it under torch.no_grad()"
         )
     run: Any = fallback.gather_sum_
-    if native is None and on_gpu.takes(out):
+    if native is None and out.device.type == on_gpu.DEVICE and on_gpu.takes(out):
         run = on_gpu.sums_operator("gather_sum_", out)
     elif use_kernel(native, takes(out)):
         run = torch.ops.pyg_sar.gather_sum_

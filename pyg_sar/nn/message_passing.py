@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from functools import cache, partial
 from inspect import Parameter
 from typing import Any
@@ -484,7 +484,7 @@ class DistMessagePassing(MessagePassing):
         try:
             with (
                 charged(edges, self.ledger_name),
-                keeping_rows(self, edges),
+                keeping_rows(self, edges) if self.policy.refresh_every > 1 else nullcontext(),
                 named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
                 kept_normalisation(self, edges[0], partial(self._bound, args, kwargs)),
             ):

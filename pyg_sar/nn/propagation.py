@@ -62,7 +62,7 @@ def keeping_rows(layer: Any, edges: Sequence[DistEdgeIndex]) -> Iterator[None]:
         ValueError: Where that is not supported.
     """
     every = layer.policy.refresh_every
-    if every == 1 or not (layer.training and torch.is_grad_enabled()):
+    if not (layer.training and torch.is_grad_enabled()):
         yield
         return
     plan = edges[0].plan
