@@ -126,11 +126,11 @@ def host_parts(
     except BaseException as error:  # KeyboardInterrupt: the parts must not run on.
         host.turns.fail(failed(-1, error))
         raise
-    if failures:
-        _, part, cause = min(failures, key=lambda found: found[:2])
-        # What only the other parts' errors keep alive is freed, not brought in.
-        failures.clear()
-        gc.collect()
+    # What only cycles, or the other parts' errors, keep alive is freed: closing brings in the rest.
+    _, part, cause = min(failures, key=lambda found: found[:2], default=(False, -1, None))
+    failures.clear()
+    gc.collect()
+    if cause is not None:
         if host.store is not None:
             host.store.close()
         raise PartError(part, cause) from cause
