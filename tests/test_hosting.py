@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -39,6 +40,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.comm.group import current, finalize
+from pyg_sar.comm.host import Host
 from pyg_sar.comm.turns import Turns
 from pyg_sar.errors import LostWorkerError, MismatchError, WorkerError
 from pyg_sar.nn import NodeEmbedding
@@ -476,3 +478,25 @@ def test_runs_follow_each_other():
     assert pyg_sar.run(rank, parts=3) == [(0, 3), (1, 3), (2, 3)]
     assert pyg_sar.run(rank, parts=2) == [(0, 2), (1, 2)]
     assert pyg_sar.run(rank) == [(0, 1)]
+
+
+def test_what_only_cycles_keep_alive_is_freed_before_the_end(monkeypatch):
+    """Closing brings in the tensors that are still alive: beyond any limit of memory."""
+    held: list[Any] = []
+
+    def fn() -> None:
+        cycle = Cycle()
+        cycle.itself = cycle
+        held.append(weakref.ref(cycle))
+
+    found: list[bool] = []
+    original = Host.close
+    monkeypatch.setattr(
+        Host, "close", lambda self: (found.extend(ref() is None for ref in held), original(self))
+    )
+    host(fn, 3)
+    assert found == [True] * 3
+
+
+class Cycle:
+    itself: Any
