@@ -78,7 +78,7 @@ def sums_operator(name: str, rows: Tensor) -> Callable[..., Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionShape:
-    """What the attention kernels are compiled for; ``features`` and ``drop`` as their arguments.
+    """The constants that the attention kernels are compiled with.
 
     Attributes:
         kind: Its number in ``attention_ops.KINDS``.

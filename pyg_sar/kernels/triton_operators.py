@@ -283,7 +283,7 @@ def _settings(
     drop_key: Tensor | None,
     p: float,
 ) -> dict[str, Any]:
-    """What kernels of attention are compiled for."""
+    """Returns the constants that kernels of attention are compiled with."""
     heads, channels = value.size(1), value.size(2)
     block_h, block_c = triton.next_power_of_2(heads), triton.next_power_of_2(channels)
     bits = drop_key is not None and drop_key.dim() == 2
@@ -307,7 +307,7 @@ def _settings(
 def _strides(
     value: Tensor, key: Tensor | None, query: Tensor | None, edge_attr: Tensor | None
 ) -> list[int]:
-    """Those of the tensors that are read where they lie; 0 for axes that they don't have."""
+    """Returns strides of the tensors that are read where they lie; 0 for axes that aren't there."""
     found = list(value.stride())
     for tensor in (key, query):
         own = [] if tensor is None else list(tensor.stride())

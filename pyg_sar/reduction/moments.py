@@ -448,7 +448,7 @@ def _standardised(
     batch: Tensor | None,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Returns :func:`standardise` of rows, without a gradient."""
+    """Returns the rows of :func:`standardise`, which autograd doesn't record."""
     out = x.new_empty(x.shape, dtype=dtype)
     shift = _of_rows(shift, x.dtype, batch)
     scale, offset = (None if t is None else _of_rows(t, x.dtype, batch) for t in (scale, offset))

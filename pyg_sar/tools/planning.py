@@ -88,7 +88,7 @@ class Plan:
 
     @property
     def fitting(self) -> list[Forecast]:
-        """Those within the limit of memory."""
+        """The forecasts within the limit of memory."""
         return [f for f in self.forecasts if self.limit is None or max(f.memory) <= self.limit]
 
     @property

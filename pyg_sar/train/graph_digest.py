@@ -27,7 +27,7 @@ DIFFERENCES = {
     "node_digest": "labels or splits",
     "edge_digest": "ends of edges",
 }
-"""What differs between graphs of which a value of :func:`graph_digest` differs."""
+"""Names what differs between graphs, for each value of :func:`graph_digest`."""
 
 
 def graph_digest(
