@@ -13,16 +13,18 @@ A launch whose paths or environment aren't those of the templates starts its wor
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from multiprocessing.reduction import recv_handle, send_handle
-from typing import Any
+from typing import Any, NoReturn
 
 from pyg_sar.comm.launch import _environment, _Worker, _worker_main
 
@@ -77,9 +79,21 @@ def serve(descriptor: int) -> None:
             numpy.random.seed()  # Each process draws its own; Python's module sees to it itself.
             torch.seed()
             _worker_main(handles[2])
-            return
+            end_here()
         for handle in handles:
             os.close(handle)
+
+
+def end_here() -> NoReturn:
+    """Ends the process as an interpreter does, but doesn't take apart what was imported.
+
+    That would copy each of the template's pages: it takes longer than most tests.
+    """
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(0)
 
 
 # In the tests ################################################################

@@ -33,7 +33,7 @@ from pyg_sar.comm.communicator import (
 from pyg_sar.comm.devices import place
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
-from pyg_sar.comm.meeting import meet_local_peers, read_switch
+from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
 from pyg_sar.comm.messages import COLLECTIVE, NoWatch, Outgoing, is_consequence
 from pyg_sar.comm.processes import addresses_from, is_loopback, this_process
 from pyg_sar.comm.watch import ASK, StoreWatch
@@ -413,7 +413,10 @@ def _join(
     threading.Thread(target=make, name="pyg_sar start", daemon=True).start()
     while not wait([made], 0.1).done:
         watch.check()
-    return GroupCommunicator(made.result(), watch, timeout, local_peers)
+    transport = made.result()
+    # Who ended at once would close connections that others are still about to open.
+    say(store, info.rank, info.world_size, "joined", True, "to join", timeout, watch.check)
+    return GroupCommunicator(transport, watch, timeout, local_peers)
 
 
 def finalize() -> None:

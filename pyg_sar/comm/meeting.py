@@ -50,6 +50,48 @@ def read_switch(env: Mapping[str, str] | None = None) -> str:
     return value
 
 
+def say(
+    store: dist.Store,
+    rank: int,
+    world: int,
+    subject: str,
+    value: Any,
+    doing: str,
+    timeout: float,
+    check: Callable[[], None],
+) -> list[Any]:
+    """Says something in the workers' store and waits until all have.
+
+    Args:
+        store: The workers' store.
+        rank: This worker.
+        world: How many there are.
+        subject: The key.
+        value: What is said: anything that JSON has.
+        doing: What the others are waited for to do, for the message.
+        timeout: Seconds to wait for the others.
+        check: Called while it waits; raises once another worker has failed.
+
+    Returns:
+        What each rank said.
+
+    Raises:
+        CommTimeoutError: Workers that said nothing.
+    """
+    store.set(f"{subject}/{rank}", json.dumps(value))
+    keys = [f"{subject}/{other}" for other in range(world)]
+    end = time.monotonic() + timeout
+    while not store.check(keys):
+        check()
+        if time.monotonic() > end:
+            missing = [other for other, key in enumerate(keys) if not store.check([key])]
+            raise CommTimeoutError(
+                f"Rank {rank} waited {timeout:g} s for rank(s) {missing} {doing}"
+            )
+        time.sleep(0.002)
+    return [json.loads(text) for text in store.multi_get(keys)]
+
+
 class _Meeting:
     """One worker's part in finding its local peers.
 
@@ -79,19 +121,10 @@ class _Meeting:
 
     def say(self, subject: str, value: Any) -> list[Any]:
         """Says something and waits until all have; returns what each rank said."""
-        self.store.set(f"{subject}/{self.rank}", json.dumps(value))
-        keys = [f"{subject}/{rank}" for rank in range(self.world)]
-        end = time.monotonic() + self.timeout
-        while not self.store.check(keys):
-            self.check()
-            if time.monotonic() > end:
-                missing = [r for r, key in enumerate(keys) if not self.store.check([key])]
-                raise CommTimeoutError(
-                    f"Rank {self.rank} waited {self.timeout:g} s for rank(s) {missing} to say "
-                    f"whether they share memory"
-                )
-            time.sleep(0.002)
-        return [json.loads(text) for text in self.store.multi_get(keys)]
+        doing = "to say whether they share memory"
+        return say(
+            self.store, self.rank, self.world, subject, value, doing, self.timeout, self.check
+        )
 
     def hold(self) -> dict[int, Link]:
         """Dials, answers, compares; returns the connections to those who share memory."""
