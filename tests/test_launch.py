@@ -15,7 +15,8 @@ import pytest
 import torch
 
 import pyg_sar
-from pyg_sar.comm.group import current
+from pyg_sar.comm.backends import GlooTransport, Setting
+from pyg_sar.comm.group import current, finalize, init
 from pyg_sar.comm.launch import _pack as pack
 from pyg_sar.comm.launch import launch
 from pyg_sar.errors import WorkerError
@@ -260,3 +261,25 @@ def test_a_thread_that_keeps_its_turn_loses_it(monkeypatch):
         current().barrier()
 
     launch(work, 2, backend="threads", timeout=60)
+
+
+def joins_late(mark: str) -> bool:
+    """Joins again; rank 1 writes a file half a second after it has opened its connections."""
+    rank = current().rank
+    finalize()
+    open_all = GlooTransport.__init__
+
+    def slowly(transport: GlooTransport, setting: Setting) -> None:
+        open_all(transport, setting)
+        time.sleep(0.5)
+        Path(mark).touch()
+
+    if rank == 1:
+        GlooTransport.__init__ = slowly
+    init()
+    return Path(mark).exists()
+
+
+def test_no_worker_goes_on_before_all_have_joined(tmp_path):
+    """One that ended at once would close connections that others still open."""
+    assert launch(joins_late, 3, str(tmp_path / "joined")) == [True] * 3
