@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 import io
 import pickle
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import DistEdgeIndex, DistIndex
+
+# Many of these tests cut edge lists into pieces.
+pytestmark = pytest.mark.filterwarnings("ignore:edge_index.* counts each worker's own:UserWarning")
 
 WORLD = 3
 NODES = 40
@@ -190,6 +194,29 @@ def test_node_results_are_global(name: str, graph: Data, root: Path):
 @pytest.mark.parametrize("name", EDGE_RESULTS)
 def test_edge_results_are_global(name: str, graph: Data, root: Path):
     compare(EDGE_RESULTS[name], "e_id", graph, root)
+
+
+@pytest.mark.parametrize(
+    ("cut", "named"),
+    [
+        (slice(None, None, 2), "edge_index[:, ::2]"),
+        (slice(3, None), "edge_index[:, 3:]"),
+        (slice(None), None),
+        (slice(0, 10**9), None),
+    ],
+)
+def test_positions_of_edges_are_warned_of(cut: slice, named: str | None, root: Path):
+    """They count a worker's own edges: every second one of the graph is another set."""
+
+    def run(data: Data) -> list[str]:
+        with warnings.catch_warnings(record=True) as found:
+            warnings.simplefilter("always")
+            data.edge_index[:, cut]
+        return [str(one.message) for one in found]
+
+    for found in on_workers(run, root):
+        assert len(found) == (named is not None)
+        assert all(named in line and "view='global'" in line for line in found)
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])

@@ -13,6 +13,7 @@ comes back and what hangs on it (shards, normalisation) is made once.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -171,6 +172,18 @@ def _all_of(columns: Any) -> bool:
     return isinstance(columns, Tensor) and columns.dtype == torch.bool and bool(columns.all())
 
 
+def _warn_of_positions(columns: slice) -> None:
+    cut = ":".join("" if n is None else str(n) for n in (columns.start, columns.stop, columns.step))
+    if columns.step is None:
+        cut = cut[:-1]
+    warnings.warn(
+        f"edge_index[:, {cut}] counts each worker's own edges, not those of the whole graph: only "
+        "a computation that takes the other edges as well, as in pieces, gives the same numbers. "
+        "Choose edges by a mask of what they are, or load with load_partition(view='global')",
+        stacklevel=2,
+    )
+
+
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     """``edge_index[:, columns]``. See [Note: once per structure]."""
 
@@ -185,9 +198,13 @@ def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
                 derived(chosen, source, known=_only_loops_left_out(source, columns))
             return chosen.ordered(_selected_order(source, columns))
 
+    if isinstance(columns, slice):
+        whole = columns.indices(source.size(1)) == (0, source.size(1), 1)
+        if source.plan.world_size > 1 and not whole:
+            _warn_of_positions(columns)
+        return source.remember(("columns", str(columns)), make)
     if not isinstance(columns, Tensor):
-        key = ("columns", str(columns)) if isinstance(columns, slice) else None
-        return make() if key is None else source.remember(key, make)
+        return make()
     selections: Selections = source.remember("selections", lambda: Selections(source.size(1)))
     return selections.find(columns, make)
 
@@ -203,6 +220,8 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
                 return row_of_shifted(source, key % 2)
             return _row(source, key % 2)
     if isinstance(source, DistEdgeIndex):
+        if isinstance(key, slice) and key == slice(None):
+            return _selected_edges(source, key)
         if isinstance(key, tuple) and len(key) == 2:
             rows, columns = key
             if isinstance(rows, int) and isinstance(columns, slice | Tensor):
