@@ -616,5 +616,5 @@ def test_progress_is_told(tmp_path):
     lines: list[str] = []
     write_partitions(small_data(), 2, tmp_path / "parts", progress=lines.append)
     assert lines[0] == "assigning 4 nodes to 2 part(s)"
-    assert lines[1] == "METIS, for few cut edges"
+    assert lines[1] == "METIS"
     assert lines[-2:] == ["writing part 1 of 2", "writing part 2 of 2"]

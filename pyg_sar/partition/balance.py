@@ -5,6 +5,9 @@ Multi-Constraint Graph Partitioning", SC 1998); here a node weighs :math:`(1, d_
 in-degree :math:`d_i`. What METIS finds is then improved: nodes move to the part that most of their
 neighbours are in, where that saves halo rows and no part gets too large.
 
+METIS halves the graph, then the halves. Its k-way method for the fewest rows sent takes many times as
+long, the more so where nodes have many neighbours, and after improvement has as many halo rows.
+
 [Note: two constraints] ``pymetis.part_graph`` takes one weight per node. The library that it loads
 exports METIS's own functions, which take several, so they are called with :mod:`ctypes`. Limits go
 in through the option ``ufactor``, an integer: nothing here depends on METIS's width of floats.
@@ -58,16 +61,16 @@ def balanced_assignment(
         than it, is exceeded as little as these steps allow, with a warning.
     """
     graph = _Graph(edge_index, num_nodes, num_parts)
-    found: list[tuple[float, int, _Ints]] = []
-    for name, part in _metis_assignments(graph, seed, report):
-        report(f"improving {name}")
-        found.append(_improve(graph, part))
+    report("METIS")
+    part = _metis_assignment(graph, seed)
+    report("improving METIS's parts")
+    found = _improve(graph, part)
     start = random.numpy()
     drawn = graph.halo_rows(start, graph.readers(start))
-    if min(one[:2] for one in found) > (0.0, drawn):
+    if found[:2] > (0.0, drawn):
         report("improving a random assignment")
-        found.append(_improve(graph, start))
-    best = min(found, key=lambda one: one[:2])[2]
+        found = min(found, _improve(graph, start), key=lambda one: one[:2])
+    best = found[2]
     _warn_if_uneven(graph, best)
     return torch.from_numpy(best)
 
@@ -120,10 +123,8 @@ def metis(graph: tuple[Tensor, Tensor], num_parts: int, seed: int) -> Tensor:
     return torch.from_numpy(np.array(part, dtype=np.int64))
 
 
-def _metis_assignments(
-    graph: _Graph, seed: int, report: Callable[[str], None]
-) -> list[tuple[str, _Ints]]:
-    """Returns METIS's assignments by name: for few cut edges, and for few rows sent."""
+def _metis_assignment(graph: _Graph, seed: int) -> _Ints:
+    """Returns METIS's assignment, of two weights per node where it can be called so."""
     try:
         call = _MetisCall()
     except (OSError, AttributeError) as error:
@@ -134,12 +135,8 @@ def _metis_assignments(
             stacklevel=2,
         )
         csr = torch.from_numpy(graph.starts), torch.from_numpy(graph.adjacent)
-        return [("METIS's parts", metis(csr, graph.num_parts, seed).numpy())]
-    report("METIS, for few cut edges")
-    cut = call(graph, seed, recursive=True)
-    report("METIS, for few rows sent")
-    sent = call(graph, seed, recursive=False)
-    return [("the parts with few cut edges", cut), ("those with few rows sent", sent)]
+        return metis(csr, graph.num_parts, seed).numpy()
+    return call(graph, seed)
 
 
 class _MetisCall:
@@ -156,21 +153,17 @@ class _MetisCall:
 
         library = ctypes.CDLL(pymetis._internal.__file__)
         self._by_halves = library.METIS_PartGraphRecursive
-        self._k_way = library.METIS_PartGraphKway
         self._defaults = library.METIS_SetDefaultOptions
         self._dtype = pymetis.zero_copy_dtype()
         self._keys = pymetis.OptionKey
-        self._volume = int(pymetis.ObjType.VOL)
 
-    def __call__(self, graph: _Graph, seed: int, recursive: bool) -> _Ints:
-        """Returns the part of each node: by halving for few cut edges, else for few rows sent."""
-        limit = _AIM ** (1 / math.ceil(math.log2(graph.num_parts))) if recursive else _AIM
+    def __call__(self, graph: _Graph, seed: int) -> _Ints:
+        """Returns the part of each node, by halving the graph, its halves, and so on."""
+        limit = _AIM ** (1 / math.ceil(math.log2(graph.num_parts)))
         options = np.zeros(40, self._dtype)  # METIS_NOPTIONS
         self._defaults(_pointer(options))
         options[int(self._keys.SEED)] = seed
         options[int(self._keys.UFACTOR)] = max(round(1000 * (limit - 1)), 1)
-        if not recursive:
-            options[int(self._keys.OBJTYPE)] = self._volume
         whole = [
             np.ascontiguousarray(values, self._dtype)
             for values in (graph.starts, graph.adjacent, graph.size.ravel())
@@ -180,7 +173,7 @@ class _MetisCall:
         starts, adjacent, weights = map(_pointer, whole)
         nodes, constraints, parts, cut = map(_pointer, sizes)
         nothing = None, None
-        code = (self._by_halves if recursive else self._k_way)(
+        code = self._by_halves(
             *(nodes, constraints, starts, adjacent, weights, *nothing, parts, *nothing),
             *(_pointer(options), cut, _pointer(part)),
         )
