@@ -5,8 +5,8 @@ Multi-Constraint Graph Partitioning", SC 1998); here a node weighs :math:`(1, d_
 in-degree :math:`d_i`. What METIS finds is then improved: nodes move to the part that most of their
 neighbours are in, where that saves halo rows and no part gets too large.
 
-METIS halves the graph, then the halves. Its k-way method for the fewest rows sent takes many times as
-long, the more so where nodes have many neighbours, and after improvement has as many halo rows.
+METIS halves the graph, then the halves. Its k-way method for the fewest rows sent takes many times
+as long, the more so where nodes have many neighbours; after improvement it has as many halo rows.
 
 [Note: two constraints] ``pymetis.part_graph`` takes one weight per node. The library that it loads
 exports METIS's own functions, which take several, so they are called with :mod:`ctypes`. Limits go
