@@ -40,7 +40,8 @@ test: $(STAMPS)/test ## Run ruff, mypy and the tests
 	$(BIN)/mypy
 	$(BIN)/pytest $(AT_ONCE) --durations=10 $(PYTEST_ARGS)
 
-test-full: $(STAMPS)/full test ## Install the extras sparse, ogb and triton (minutes, 1 GB), then test
+test-full: override PYTEST_ARGS += --all
+test-full: $(STAMPS)/full test ## Install the extras sparse, ogb and triton (minutes, 1 GB), run all tests
 
 test-gpu: $(STAMPS)/full ## Run the kernels' and the contract's tests on the GPUs of this machine
 	@$(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || \

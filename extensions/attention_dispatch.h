@@ -24,31 +24,25 @@ PYG_SAR_AVX2 void on_avx2(const Pass& pass, int64_t chunk) {
   pass(chunk);
 }
 
-inline int level() {
-  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw")) {
-    return 2;
-  }
-  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? 1 : 0;
-}
-#else
-inline int level() { return 0; }
-#endif
-
-template <class Pass>
-void on_any(const Pass& pass, int64_t chunk) {
-  pass(chunk);
+inline bool has_avx512() {
+  return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") &&
+         __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512bw");
 }
 
 template <class Pass>
 void run(const Pass& pass) {
-#ifdef PYG_SAR_LEVELS
-  const int best = level();
-  if (best == 2) return for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
-  if (best == 1) return for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx2(pass, chunk); });
-#endif
-  for_chunks(pass.t.chunks, [&](int64_t chunk) { on_any(pass, chunk); });
+  if (has_avx512()) {
+    for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx512(pass, chunk); });
+  } else {
+    for_chunks(pass.t.chunks, [&](int64_t chunk) { on_avx2(pass, chunk); });
+  }
 }
+#else
+template <class Pass>
+void run(const Pass& pass) {
+  for_chunks(pass.t.chunks, [&](int64_t chunk) { pass(chunk); });
+}
+#endif
 
 #ifdef PYG_SAR_LEVELS
 // With a constant number of channels: for the processors with the widest registers only.
@@ -63,7 +57,7 @@ template <template <class, int64_t, int64_t> class Pass, class T, int64_t kKind,
 void dispatch_channels(int64_t channels, const Make& make) {
 #ifdef PYG_SAR_LEVELS
   if constexpr (std::is_same_v<T, float>) {
-    if (level() == 2) {
+    if (has_avx512()) {
       switch (channels) {
         case 8: return run_wide(make.template operator()<Pass<T, kKind, 8>>());
         case 16: return run_wide(make.template operator()<Pass<T, kKind, 16>>());

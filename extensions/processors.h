@@ -8,8 +8,8 @@
 #define PYG_SAR_INLINED __attribute__((always_inline))  // of a lambda
 #define PYG_SAR_INLINE inline PYG_SAR_INLINED
 
-// One build runs on any x86-64: the version for the processor at hand is called. They are named by
-// feature: by architecture (arch=haswell) another maker's processor would get the default.
+// One build runs on any x86-64 with AVX2 and FMA: the version for the processor at hand is called.
+// They are named by feature: by architecture (arch=haswell) another maker's processor would get none.
 #if defined(__x86_64__) && !defined(PYG_SAR_ONE_VERSION)
 #define PYG_SAR_LEVELS 1
 #endif
@@ -42,9 +42,19 @@ template <class Work>
 auto on_best(const Work& work) {
 #ifdef PYG_SAR_LEVELS
   if (__builtin_cpu_supports("avx512f")) return on_avx512f(work);
-  if (__builtin_cpu_supports("avx2")) return on_avx2(work);
-#endif
+  return on_avx2(work);
+#else
   return work();
+#endif
+}
+
+// Says if there is a version for this processor.
+inline bool runs_here() {
+#ifdef PYG_SAR_LEVELS
+  return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+#else
+  return true;
+#endif
 }
 
 }  // namespace pyg_sar

@@ -184,6 +184,7 @@ std::string built_with() { return TORCH_VERSION; }
 
 TORCH_LIBRARY(pyg_sar, m) {
   m.def("built_with() -> str", &built_with);
+  m.def("runs_here() -> bool", &runs_here);
   m.def("sort_edges(Tensor key, SymInt num_keys, Tensor? order=None) -> (Tensor, Tensor)",
         {at::Tag::pt2_compliant_tag});
 }

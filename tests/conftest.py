@@ -15,6 +15,7 @@ os.environ.setdefault("MPLBACKEND", "Agg")
 # Triton reads this when it is imported; `make test-gpu` sets 0, and its kernels run on a GPU.
 os.environ.setdefault("TRITON_INTERPRET", "1")
 
+import combinations
 import pytest
 import torch
 from forked_workers import Templates, templates
@@ -38,10 +39,21 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="tests/test_operators.py takes more of PyTorch's samples of each operator",
     )
     parser.addoption(
+        "--all",
+        action="store_true",
+        help="all combinations of parameters and policies, which take a few times as long",
+    )
+    parser.addoption(
         "--hosted",
         action="store_true",
         help="each worker of a test is a part: one of several that a process hosts",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Tells all tests, and what they start, whether all combinations are asked for."""
+    if config.getoption("--all"):
+        os.environ[combinations.SWITCH] = "1"
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -49,6 +61,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items if config.getoption("--hosted") else ():
         if why := why_not(item):
             item.add_marker(pytest.mark.skip(reason=f"not of hosted parts: {why}"))
+    others = set(combinations.left_out(items))
+    config.hook.pytest_deselected(items=list(others))
+    items[:] = [item for item in items if item not in others]
     place = {name: number for number, name in enumerate(LONGEST)}
     items.sort(key=lambda item: place.get(item.path.stem, len(LONGEST)))
 

@@ -13,11 +13,12 @@ import os
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from combinations import some
 from hosted_workers import host
 from torch import Tensor
 from torch_geometric.data import Data
@@ -317,8 +318,9 @@ class Sweep:
     titles: list[str] = field(default_factory=list)
 
     def add(self, title: str, job: Job, data: Data) -> None:
-        """Adds a job on a partition of ``data``."""
-        self.jobs.append(job)
+        """Adds a job on a partition of ``data``, with some of its policies or ``--all``."""
+        policies = some(job.policies, f"{title} {self.world}")
+        self.jobs.append(replace(job, policies=policies))
         self.titles.append(title)
         self.expected.append(single_process(job.layer, data, job.edge, job.constants))
 

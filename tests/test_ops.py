@@ -8,6 +8,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -650,6 +651,19 @@ def test_a_library_that_cannot_be_loaded_is_told(
     monkeypatch.setattr(ops, "_LIBRARY", str(broken))
     ops.why_missing.cache_clear()
     assert "can't be loaded" in str(ops.why_missing())
+
+
+def test_a_processor_without_a_version_is_told(
+    without_kernels: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    answers = SimpleNamespace(
+        built_with=lambda: torch.__version__.partition("+")[0], runs_here=lambda: False
+    )
+    here = SimpleNamespace(load_library=lambda path: None, pyg_sar=answers)
+    monkeypatch.setattr(ops, "_LIBRARY", str(tmp_path))
+    monkeypatch.setattr(ops.torch, "ops", here)
+    ops.why_missing.cache_clear()
+    assert ops.why_missing() == "this x86-64 processor has no AVX2 and FMA"
 
 
 def test_a_build_without_compiler_says_so(

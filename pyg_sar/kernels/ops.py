@@ -32,10 +32,13 @@ def why_missing() -> str | None:
     try:
         torch.ops.load_library(str(path))
         built_with = str(torch.ops.pyg_sar.built_with())
+        runs_here = bool(torch.ops.pyg_sar.runs_here())
     except (AttributeError, OSError, RuntimeError) as error:
         return f"{path} can't be loaded: {error}"
     if built_with != torch.__version__.partition("+")[0]:
         return f"they were built with PyTorch {built_with}, and this is {torch.__version__}"
+    if not runs_here:
+        return "this x86-64 processor has no AVX2 and FMA"
     return None
 
 

@@ -1,0 +1,96 @@
+"""Which combinations `make test` takes, where all of them would take too long for it.
+
+``--all`` (`make test-full`) takes all. Without it
+
+* a sweep (:class:`oracle.Sweep`) runs each of its layers with some of the policies, others for
+  other layers and other numbers of workers, so that all policies are tried;
+* a test of :data:`PAIRS` runs with a choice of its parameters in which each value of one meets each
+  value of every other (a covering array of strength 2, found greedily);
+* a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import defaultdict
+from collections.abc import Sequence
+from itertools import combinations
+from typing import Any, TypeVar
+from zlib import crc32
+
+import pytest
+
+T = TypeVar("T")
+
+SWITCH = "PYG_SAR_TESTS_ALL"  # Set by conftest.py with --all.
+
+PAIRS = {
+    "test_attention_ops::test_nan_and_infinity_give_what_pyg_gives",
+    "test_contract::test_rule_6_targets_without_edges_are_zero",
+    "test_contract::test_rule_6_ties",
+    "test_contract::test_rule_7_same_collectives_everywhere",
+    "test_contract::test_retained_graph_runs_backward_again",
+    "test_contract_state::test_rule_5_dtypes",
+    "test_pager::test_a_real_crash_stays_a_crash",
+    "test_shared_memory::test_threads",
+}
+
+EVERY = {
+    "test_balance::test_real_graphs_are_within_the_limit": 3,
+    "test_buckets::test_buckets": 3,
+    "test_contract_sweep::test_uses": 3,
+    "test_coverage::test_case": 5,
+    "test_dependence::test_case_1_neither_fetched_nor_computed_again": 3,
+    "test_dependence::test_case_2_fetched_again": 3,
+    "test_dependence::test_case_2_maxima_need_values": 3,
+    "test_embedding::test_training_equals_one_process": 2,
+    "test_exactness::test_five_steps_of_training": 2,
+    "test_hosting::test_kernels": 2,
+    "test_larger_than_memory::test_exact_in_a_fourth_of_the_memory": 3,
+    "test_message_norms::test_norms_inside_messages": 2,
+    "test_owner_gradients::test_gradients_equal_pyg": 2,
+    "test_random_layers::test_as_one_process_draws_and_as_any_number_of_workers": 3,
+    "test_random_messages::test_random_messages": 4,
+    "test_results::test_loss_curve_and_accuracy_of_plain_pyg": 3,
+}
+
+
+def everything() -> bool:
+    """Says if all combinations are asked for."""
+    return SWITCH in os.environ
+
+
+def some(values: Sequence[T], key: str, step: int = 0) -> Sequence[T]:
+    """Every ``step``-th of the values, others for another key; by default one or two of them."""
+    step = step or (1 if len(values) < 3 else 3 if len(values) < 5 else 4)
+    step = 1 if everything() else step
+    return values[crc32(key.encode()) % step :: step]
+
+
+def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The items that `make test` goes without."""
+    if everything():
+        return []
+    same: dict[str, list[pytest.Function]] = defaultdict(list)
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
+            same[f"{item.path.stem}::{item.originalname}"].append(item)
+    found: list[pytest.Item] = []
+    for name in PAIRS & same.keys():
+        taken = covering([item.callspec.indices for item in same[name]])
+        found += [item for k, item in enumerate(same[name]) if k not in taken]
+    for name in EVERY.keys() & same.keys():
+        found += [item for k, item in enumerate(reversed(same[name])) if k % EVERY[name]]
+    return found
+
+
+def covering(rows: Sequence[dict[str, int]]) -> set[int]:
+    """Numbers of rows, few of them, that have every pair of values that any row has."""
+    pairs: list[set[Any]] = [set(combinations(sorted(row.items()), 2)) for row in rows]
+    missing = set().union(*pairs)
+    taken: set[int] = set()
+    while missing:
+        best = max(range(len(rows)), key=lambda k: (len(pairs[k] & missing), -k))
+        taken.add(best)
+        missing -= pairs[best]
+    return taken or set(range(len(rows)))
