@@ -6,7 +6,9 @@
   other layers and other numbers of workers, so that all policies are tried;
 * a test of :data:`PAIRS` runs with a choice of its parameters in which each value of one meets each
   value of every other (a covering array of strength 2, found greedily);
-* a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included.
+* a test of :data:`EVERY` runs with each n-th set of its parameters, the last one included;
+* a test of :data:`LONG`, which starts many processes or much data, and whose parts other tests
+  have, does not run.
 """
 
 from __future__ import annotations
@@ -30,14 +32,17 @@ PAIRS = {
     "test_contract::test_rule_6_ties",
     "test_contract::test_rule_7_same_collectives_everywhere",
     "test_contract::test_retained_graph_runs_backward_again",
-    "test_contract_state::test_rule_5_dtypes",
-    "test_pager::test_a_real_crash_stays_a_crash",
     "test_shared_memory::test_threads",
 }
 
 EVERY = {
+    "test_attention_ops::test_additive_scores_of_many_edges_per_row": 2,
+    "test_attention_ops::test_outputs_and_gradients_equal_a_loop": 2,
     "test_balance::test_real_graphs_are_within_the_limit": 3,
     "test_buckets::test_buckets": 3,
+    "test_compiled::test_layers_compile_without_a_break": 3,
+    "test_compiled::test_models_export_and_compile_once_for_all_sizes": 3,
+    "test_contract_state::test_rule_5_dtypes": 2,
     "test_contract_sweep::test_uses": 3,
     "test_coverage::test_case": 5,
     "test_dependence::test_case_1_neither_fetched_nor_computed_again": 3,
@@ -45,13 +50,38 @@ EVERY = {
     "test_dependence::test_case_2_maxima_need_values": 3,
     "test_embedding::test_training_equals_one_process": 2,
     "test_exactness::test_five_steps_of_training": 2,
+    "test_failures::test_operations_that_differ": 2,
     "test_hosting::test_kernels": 2,
-    "test_larger_than_memory::test_exact_in_a_fourth_of_the_memory": 3,
+    "test_hosting::test_the_same_to_the_bit_for_any_number_of_workers": 2,
+    "test_larger_than_memory::test_exact_in_a_fourth_of_the_memory": 4,
+    "test_ledger::test_no_preprocessing_after_the_first_epoch": 2,
+    "test_local_peers::test_killed_worker_leaves_nothing": 2,
+    "test_message_flow::test_outputs_gradients_and_rows": 2,
     "test_message_norms::test_norms_inside_messages": 2,
+    "test_models::test_models_are_exact": 2,
     "test_owner_gradients::test_gradients_equal_pyg": 2,
+    "test_pager::test_a_real_crash_stays_a_crash": 4,
+    "test_pager::test_contents_survive_out_and_in": 3,
+    "test_pool::test_readouts_are_exact": 2,
     "test_random_layers::test_as_one_process_draws_and_as_any_number_of_workers": 3,
     "test_random_messages::test_random_messages": 4,
     "test_results::test_loss_curve_and_accuracy_of_plain_pyg": 3,
+    "test_transform_first::test_exact": 2,
+}
+
+LONG = {
+    "test_bounded_partitioning::test_the_limit_holds_for_a_folder_several_times_as_large",
+    "test_examples::test_larger_than_memory_stays_within_its_limit",
+    "test_examples::test_quickstart_learns",
+    "test_failures::test_environment_set_by_hand",
+    "test_graphs::test_synthetic_of_two_hundred_thousand_nodes_and_ten_million_edges",
+    "test_larger_than_memory::test_a_report_says_what_was_kept_and_moved",
+    "test_larger_than_memory::test_parts_without_edges_between_take_their_turns_in_order",
+    "test_link_prediction::test_the_example_shows_one_curve",
+    "test_pushed::test_messages_are_made_when_it_is_their_turn",
+    "test_random_layers::test_processes_draw_alike_where_rows_travel_and_where_they_are_read",
+    "test_resume::test_the_hosts_that_are_left_go_on_with_all_parts",
+    "test_shared_memory::test_processes_on_one_host_on_two_and_apart",
 }
 
 
@@ -75,7 +105,7 @@ def left_out(items: Sequence[pytest.Item]) -> list[pytest.Item]:
     for item in items:
         if isinstance(item, pytest.Function) and hasattr(item, "callspec"):
             same[f"{item.path.stem}::{item.originalname}"].append(item)
-    found: list[pytest.Item] = []
+    found = [i for i in items if f"{i.path.stem}::{getattr(i, 'originalname', '')}" in LONG]
     for name in PAIRS & same.keys():
         taken = covering([item.callspec.indices for item in same[name]])
         found += [item for k, item in enumerate(same[name]) if k not in taken]

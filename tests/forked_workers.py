@@ -1,12 +1,12 @@
 """Worker processes of the tests, forked from processes that have imported everything already.
 
 A worker of ``launch`` imports torch, PyG and the package: seconds of computing each, of which a
-test that isn't about starting learns nothing. Here every rank has a *template*, a Python process
-that is started when it is first needed, imports all that once, and forks the rank's worker for each
-launch of the session. From there on all is the package's: the worker runs ``_worker_main`` on its
-own pipe, in its own session, and ends with its launch. No state goes from one launch to the next: a
-template runs nothing but its imports. As with workers that start from nothing, the seeds of two
-ranks' hashes (and so the order of their sets) differ.
+test that isn't about starting learns nothing. Here ranks have *templates*: Python processes, one
+for even and one for odd ranks. Each is started when it is first needed, imports all that once, and
+forks the workers of its ranks for each launch of the session. From there on all is the package's:
+the worker runs ``_worker_main`` on its own pipe, in its own session, and ends with its launch. No
+state goes from one launch to the next: a template runs nothing but its imports. As with workers
+that start from nothing, the seeds of neighbours' hashes (and so the order of their sets) differ.
 
 A launch whose paths or environment aren't those of the templates starts its workers from nothing.
 """
@@ -122,7 +122,7 @@ class Forked:
 
 
 class Template:
-    """A process that forks one rank's workers."""
+    """A process that forks the workers of every second rank."""
 
     def __init__(self, environment: Mapping[str, str]) -> None:
         self.control, there = Pipe()
@@ -160,7 +160,7 @@ class Template:
 
 
 class Templates:
-    """All ranks' templates.
+    """The templates of even and of odd ranks.
 
     Args:
         start: How workers start from nothing.
@@ -168,16 +168,18 @@ class Templates:
 
     def __init__(self, start: Start) -> None:
         self.from_nothing = start
-        self.by_rank: list[Template] = []
+        self.started: list[Template] = []
         self.like = list(sys.path), read_early(_environment(1, 0, None, None))
 
     def start(self, rank: int, common: Mapping[str, str]) -> _Worker:
         """Takes the place of ``_Worker.start``."""
         if (list(sys.path), read_early(common)) != self.like:
             return self.from_nothing(rank, common)
-        for _ in range(len(self.by_rank), int(common["WORLD_SIZE"])):
-            self.by_rank.append(Template(common))
-        return self.by_rank[rank].fork(rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        for _ in range(len(self.started), min(2, int(common["WORLD_SIZE"]))):
+            self.started.append(Template(common))
+        return self.started[rank % 2].fork(
+            rank, {**common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        )
 
 
 @contextlib.contextmanager
@@ -187,5 +189,5 @@ def templates() -> Iterator[Templates]:
     try:
         yield found
     finally:
-        for template in found.by_rank:
+        for template in found.started:
             template.close()

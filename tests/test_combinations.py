@@ -7,7 +7,7 @@ from itertools import combinations as pairs_of
 from itertools import product
 
 import pytest
-from combinations import EVERY, PAIRS, SWITCH, covering, left_out, some
+from combinations import EVERY, LONG, PAIRS, SWITCH, covering, left_out, some
 from oracle import ALL_POLICIES, MODES
 
 
@@ -30,11 +30,11 @@ def test_all_values_are_some_keys_values(values, monkeypatch):
     assert some(values, "layer") == values
 
 
-@pytest.mark.parametrize("name", sorted({*PAIRS, *EVERY}))
-def test_names_are_those_of_tests_with_parameters(name):
+@pytest.mark.parametrize("name", sorted({*PAIRS, *EVERY, *LONG}))
+def test_names_are_those_of_tests_and_but_for_the_long_ones_with_parameters(name):
     module, _, test = name.partition("::")
-    marks = getattr(importlib.import_module(module), test).pytestmark
-    assert any(mark.name == "parametrize" for mark in marks)
+    marks = getattr(getattr(importlib.import_module(module), test), "pytestmark", ())
+    assert name in LONG or any(mark.name == "parametrize" for mark in marks)
 
 
 def test_the_switch_leaves_nothing_out(request, monkeypatch):

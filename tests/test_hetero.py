@@ -247,7 +247,8 @@ def test_models_equal_one_process(world, tmp_path):
     data = make_hetero()
     root = tmp_path / "parts"
     pyg_sar.write_partitions(data, world, root, random_parts(data, world))
-    check(models(), world, MODES, root, data)
+    jobs = models()
+    check({name: jobs[name] for name in some(list(jobs), f"{world}", 2)}, world, MODES, root, data)
 
 
 # Relations as edge types ######################################################

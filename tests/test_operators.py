@@ -165,7 +165,7 @@ def test_every_operator_is_right_or_refused(group: str, pytestconfig: pytest.Con
     most = 10 if pytestconfig.getoption("--operators") else 2
     problems = []
     mine = [op for op in operators() if group_of(op.name) == group]
-    for op in some(mine, group, 4):
+    for op in some(mine, group, 6):
         torch.manual_seed(0)
         samples = samples_of(op, most)
         if not samples:
