@@ -73,7 +73,7 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
     edges = _distributed_edges(data)
     if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
         raise ValueError(f"Expected 'num_layers' to be an integer >= 1 (got {num_layers!r})")
-    hop = _hops(edges, _mask(data, seeds, edges.plan), num_layers)
+    hop = _hops(edges, _mask(seeds, edges.plan), num_layers)
     return _flow(data, edges, hop, _turns(edges, hop), num_layers, whole=True)
 
 
@@ -106,7 +106,7 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
         )
     if edges.order is None:
         raise ValueError("Edges whose global numbers are unknown can't be sampled")
-    hop, turns = _sampled(edges, _mask(data, seeds, edges.plan), num_neighbors, key)
+    hop, turns = _sampled(edges, _mask(seeds, edges.plan), num_neighbors, key)
     return _flow(data, edges, hop, turns, layers, whole=False)
 
 
@@ -150,7 +150,7 @@ def _flow(
     return flow
 
 
-def _mask(data: Data, seeds: Tensor, plan: HaloPlan) -> Tensor:
+def _mask(seeds: Tensor, plan: HaloPlan) -> Tensor:
     """Returns which own nodes are seeds."""
     num = plan.num_local
     problem = ""

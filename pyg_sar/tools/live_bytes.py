@@ -1,11 +1,8 @@
-"""Bytes of tensors that are alive, and where they were made: what a pass holds at its peak."""
+"""Bytes of tensors that are alive: what a pass holds at its peak."""
 
 from __future__ import annotations
 
-import sys
 import weakref
-from collections import Counter
-from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
@@ -18,22 +15,15 @@ class LiveBytes(TorchDispatchMode):
 
     Storages that were there before are not counted, nor those of other threads.
 
-    Args:
-        inside: Frames whose file name has this are named as the place where memory was made.
-
     Attributes:
         now: Bytes alive.
         peak: The most that ever were.
-        at_peak: Bytes by place, when the most were alive.
     """
 
-    def __init__(self, inside: str = "") -> None:
+    def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.at_peak: Counter[str] = Counter()
-        self._inside = inside
-        self._live: dict[int, tuple[Any, int, str]] = {}
-        self._by_place: Counter[str] = Counter()
+        self._live: dict[int, tuple[Any, int]] = {}
 
     def known(self, *tensors: Tensor) -> LiveBytes:
         """Leaves the memory of these out."""
@@ -57,27 +47,9 @@ class LiveBytes(TorchDispatchMode):
         if key in self._live:
             return
         size = storage.nbytes() if counted else 0
-        place = self._place() if size else ""
-        self._live[key] = weakref.ref(storage, lambda _: self._gone(key)), size, place
+        self._live[key] = weakref.ref(storage, lambda _: self._gone(key)), size
         self.now += size
-        self._by_place[place] += size
-        if self.now > self.peak:
-            self.peak, self.at_peak = self.now, +self._by_place
+        self.peak = max(self.peak, self.now)
 
     def _gone(self, key: int) -> None:
-        _, size, place = self._live.pop(key)
-        self.now -= size
-        self._by_place[place] -= size
-
-    def _place(self) -> str:
-        return next((place for place in _frames() if self._inside in place), "")
-
-
-def _frames() -> Iterator[str]:
-    """The callers, innermost first, but for this file's."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if code.co_filename != __file__:
-            yield f"{code.co_filename}:{frame.f_lineno} {code.co_name}"
-        frame = frame.f_back
+        self.now -= self._live.pop(key)[1]

@@ -145,14 +145,13 @@ def flow_rows(flow: Data, index: Tensor, target: str) -> Tensor:
     return rows
 
 
-def flow_that_pays(data: Data, seeds: Tensor, num_layers: int, most: float = 0.75) -> Data | None:
-    """Returns the message flow graph where it has less to compute. Collective.
+def flow_that_pays(data: Data, seeds: Tensor, num_layers: int) -> Data | None:
+    """Returns the message flow graph where it has less than 3/4 of the rows and edges. Collective.
 
     Args:
         data: This worker's part.
         seeds: Its training nodes.
         num_layers: The model's layers.
-        most: The share of the whole graph's rows and edges, summed over layers, that is worth it.
     """
     flow = message_flow_graphs(data, seeds, num_layers)
     nodes, edges = flow.num_sampled_nodes, flow.num_sampled_edges
@@ -160,4 +159,4 @@ def flow_that_pays(data: Data, seeds: Tensor, num_layers: int, most: float = 0.7
     whole = num_layers * (data.num_nodes + data.edge_index.size(1))
     both = torch.tensor([work, whole], device=seeds.device)
     work, whole = current().all_reduce(both, "sum", label=("", "", "agreement")).tolist()
-    return flow if work < most * whole else None
+    return flow if work < 0.75 * whole else None
