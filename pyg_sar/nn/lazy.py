@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
+from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.space.distributed_index import DistEdgeIndex
 
 
@@ -43,11 +44,7 @@ def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Mo
             return torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
         return value
 
-    modes = [(module, module.training) for module in model.modules()]
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         model(*tree_map(cut, args), **tree_map(cut, kwargs))
-    finally:
-        for module, training in modes:
-            module.training = training
     return model

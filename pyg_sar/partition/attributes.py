@@ -62,6 +62,12 @@ def _check_range(name: str, place: Tensor, bound: int) -> None:
         )
 
 
+def ascends(offsets: Tensor, count: int) -> bool:
+    """Returns whether offsets ascend from 0 to a number of entries."""
+    ends = int(offsets[0]), int(offsets[-1])
+    return ends == (0, count) and not bool((offsets.diff() < 0).any())
+
+
 def check_compressed(matrix: Tensor) -> None:
     """Checks offsets: torch makes CSR and CSC matrices of any, and reads beyond their ends.
 
@@ -75,8 +81,7 @@ def check_compressed(matrix: Tensor) -> None:
     else:
         return
     good = offsets.numel() == rows + 1 and entries.numel() == matrix.values().size(0)
-    good = good and int(offsets[0]) == 0 and int(offsets[-1]) == entries.numel()
-    if not good or bool((offsets.diff() < 0).any()):
+    if not good or not ascends(offsets, entries.numel()):
         raise ValueError(
             f"expected the offsets of a sparse matrix to ascend from 0 to its {entries.numel()} "
             f"entries, {rows + 1} offsets in all"
@@ -121,7 +126,7 @@ def matrix_of(
     Raises:
         ValueError: When offsets, columns and values don't make a matrix.
     """
-    if int(crow[0]) != 0 or int(crow[-1]) != column.numel() or bool((crow.diff() < 0).any()):
+    if not ascends(crow, column.numel()):
         raise ValueError(f"expected row offsets of a sparse matrix from 0 to {column.numel()}")
     row = torch.repeat_interleave(torch.arange(size[0]), crow.diff())
     key = row * size[1] + column

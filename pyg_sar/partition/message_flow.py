@@ -23,7 +23,7 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.partition.loading import PartData
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.space.distributed_index import DistEdgeIndex, Partial, dist_edge_index, plain
-from pyg_sar.space.draws import Draws, draw, uniform
+from pyg_sar.space.draws import keyed_numbers
 
 
 @torch.no_grad()
@@ -208,9 +208,7 @@ def _sampled(
 
 def _first(target: Tensor, ids: Tensor, most: int, key: int) -> Tensor:
     """Returns which edges are the first ones of their target by random numbers of their own."""
-    total = int(ids.max()) + 1 if ids.numel() else 0
-    options: Any = {"dtype": torch.float64, "device": ids.device, "draws": Draws("keyed", key=key)}
-    by_number = draw(uniform(), (), ids, total, **options).argsort(stable=True)
+    by_number = keyed_numbers(ids, key).argsort(stable=True)
     place = by_number[target[by_number].argsort(stable=True)]
     counts = target.bincount()
     start = (counts.cumsum(0) - counts)[target[place]]

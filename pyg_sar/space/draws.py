@@ -232,6 +232,13 @@ def draw(
         return fill.whole([total, *rest], dtype, device).index_select(0, ids)
 
 
+def keyed_numbers(ids: Tensor, key: int) -> Tensor:
+    """Returns a number in [0, 1) for each id, a function of it and the key: float64 ``[n]``."""
+    total = int(ids.max()) + 1 if ids.numel() else 0
+    draws = Draws("keyed", key=key)
+    return draw(uniform(), (), ids, total, dtype=torch.float64, device=ids.device, draws=draws)
+
+
 def _keyed(fill: Fill, rest: Sequence[int], ids: Tensor, dtype: torch.dtype, key: int) -> Tensor:
     width, words = prod(rest), fill.words(dtype)
     out = torch.empty([ids.numel(), width], dtype=dtype, device=ids.device)

@@ -25,6 +25,7 @@ from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute, plain_class
 from pyg_sar.errors import WorkerError
 from pyg_sar.files import parse_bytes
+from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.loading import PartData, PartHeteroData, load_partition
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
@@ -176,7 +177,6 @@ def call_default(model: nn.Module, data: Any, node_type: str | None = None) -> T
 @contextmanager
 def _put_aside(model: nn.Module) -> Iterator[None]:
     """Has a model evaluate, and its layers remember nothing. See [Note: a state of its own]."""
-    modes = [(module, module.training) for module in model.modules()]
     kept = [
         (module, name, value)
         for module in model.modules()
@@ -186,16 +186,15 @@ def _put_aside(model: nn.Module) -> Iterator[None]:
     try:
         for module, name, _ in kept:
             setattr(module, name, None)
-        model.eval()
-        yield
+        with modes_kept(model):
+            model.eval()
+            yield
     finally:
         for module in model.modules():
             for name in [name for name in vars(module) if name.startswith("_cached")]:
                 setattr(module, name, None)
         for module, name, value in kept:
             setattr(module, name, value)
-        for module, mode in modes:
-            module.training = mode
 
 
 @torch.no_grad()

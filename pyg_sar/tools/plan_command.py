@@ -16,6 +16,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.tools.models import MODELS, imported_model
 from pyg_sar.tools.planning import plan
 from pyg_sar.tools.run import ModelConfig, call_of, count_classes
+from pyg_sar.tools.start import names_in
 from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
 
@@ -36,7 +37,8 @@ def add_plan(command: argparse.ArgumentParser) -> Any:
     add("--modes", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="to compare")
     add("--memory", metavar="SIZE", help="that a worker may take: 16GiB")
     add("--bandwidth", metavar="RATE", help="bits/s of each link: 1Gb (default: one host)")
-    add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")
+    of_args = "attributes that the model takes: x,edge_index,edge_attr"
+    add("--args", type=names_in, metavar="NAMES", help=of_args)
     return command.add_argument_group("model").add_argument
 
 
@@ -44,7 +46,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     """Runs ``pyg-sar plan``; returns 0 where a run fits, else 1."""
     call: Any = call_model
     if arguments.args:
-        call = call_with([name for name in arguments.args.split(",") if name])
+        call = call_with(arguments.args)
     elif arguments.model in MODELS:
         call = Stock(arguments.model)
     options = {name: getattr(arguments, name) for name in ("hidden", "layers", "heads", "dropout")}

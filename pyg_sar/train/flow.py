@@ -13,6 +13,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import HeteroBatchNorm
 
 from pyg_sar.comm.group import current
+from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.message_flow import message_flow_graphs
 
 Forward = Callable[[nn.Module, Data], Tensor]
@@ -99,14 +100,10 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
 
 def _compare(model: nn.Module, data: Data, flow: Data, forward: Forward) -> None:
     """Raises ``ValueError`` where the seeds' outputs differ. See :func:`check_flow`."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         whole = forward(model, data)[flow.input_id]
         found = forward(model, flow)[: flow.batch_size]
-    finally:
-        for module, training in modes.items():
-            module.training = training
     error = (found - whole).abs().max() if whole.numel() else whole.new_zeros(())
     size = whole.abs().max() if whole.numel() else whole.new_zeros(())
     both = torch.stack([error.double().nan_to_num(float("inf")), size.double()])

@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from pyg_sar.space.draws import Draws, draw, uniform
+from pyg_sar.space.draws import keyed_numbers
 
 
 def ratio_mask(mask: Tensor, ratio: float, n_id: Tensor, key: int) -> Tensor:
@@ -29,18 +29,7 @@ def ratio_mask(mask: Tensor, ratio: float, n_id: Tensor, key: int) -> Tensor:
         Bool ``[num_nodes]``.
     """
     out = mask.clone()
-    ids = n_id[mask]
-    total = int(ids.max()) + 1 if ids.numel() else 0
-    numbers = draw(
-        uniform(),
-        (),
-        ids,
-        total,
-        dtype=torch.float64,
-        device=mask.device,
-        draws=Draws("keyed", key=key),
-    )
-    out[mask] = numbers < ratio
+    out[mask] = keyed_numbers(n_id[mask].to(mask.device), key) < ratio
     return out
 
 

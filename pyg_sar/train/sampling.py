@@ -11,7 +11,7 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.partition.message_flow import sample_neighbors
-from pyg_sar.space.draws import Draws, draw, uniform
+from pyg_sar.space.draws import keyed_numbers
 
 _LABEL = ("", "", "batches")
 
@@ -52,15 +52,7 @@ class NeighborSampling:
             comm: The workers.
         """
         first = seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9
-        numbers = draw(
-            uniform(),
-            (),
-            n_id,
-            int(n_id.max()) + 1 if n_id.numel() else 0,
-            dtype=torch.float64,
-            device=index.device,
-            draws=Draws("keyed", key=first % 2**63),
-        )
+        numbers = keyed_numbers(n_id.to(index.device), first % 2**63)
         own = torch.tensor([numbers.numel()], device=index.device)
         rest = int(comm.all_reduce(own, "max", label=_LABEL)) - numbers.numel()
         padded = torch.cat([numbers, numbers.new_full((rest,), 2.0)])

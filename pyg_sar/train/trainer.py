@@ -298,12 +298,15 @@ class Trainer:
         if self.sampler is not None:
             return self._sampled_steps(self.sampler)
         self.optimizer.zero_grad(set_to_none=True)
-        value = self._backward()
+        return self._backward(), self._step()
+
+    def _step(self) -> float | None:
+        """Changes the parameters by their gradients; returns the gradients' norm if clipped."""
         norm = None
         if self.config.clip_norm is not None:
             norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
         self.optimizer.step()
-        return value, norm
+        return norm
 
     def _sampled_steps(self, sampler: NeighborSampling) -> tuple[float, float | None]:
         """Makes the steps of an epoch; returns the mean of the losses, and the last norm."""
@@ -316,9 +319,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             out = self.forward(self.model, flow)[: flow.batch_size]
             losses.append(self._backward((out, y[rows])))
-            if self.config.clip_norm is not None:
-                norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
-            self.optimizer.step()
+            norm = self._step()
         return sum(losses) / len(losses), norm
 
     def _backward(self, rows: tuple[Tensor, Tensor] | None = None) -> float:
