@@ -15,7 +15,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels import ops
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, plain
-from pyg_sar.tools.live_bytes import LiveBytes
+from pyg_sar.tools.rates import LiveBytes
 
 NODES, EDGES, HEADS, CHANNELS = 4000, 40_000, 4, 32
 WIDE = NODES * HEADS * CHANNELS * 4  # bytes of a row of all heads for each node, float32

@@ -27,8 +27,8 @@ from pyg_sar.engine.choose import attention_kernel, message_kernel, sums_kernel
 from pyg_sar.engine.reverse import reversed_edges
 from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, named
+from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.stale import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
@@ -38,7 +38,15 @@ from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
-from pyg_sar.nn.model_draws import DrawsOfForward, away
+from pyg_sar.nn.model_draws import (
+    DrawsOfForward,
+    away,
+    computed,
+    drawing,
+    mark_deferred,
+    of_all_edges,
+    with_kept_weights,
+)
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
     charged,
@@ -53,13 +61,6 @@ from pyg_sar.nn.propagation import (
     methods_of,
     sorted_edges,
     travelling,
-)
-from pyg_sar.nn.random_numbers import (
-    computed,
-    drawing,
-    mark_deferred,
-    of_all_edges,
-    with_kept_weights,
 )
 from pyg_sar.nn.transform_first import transforming_first
 from pyg_sar.policy import SARPolicy

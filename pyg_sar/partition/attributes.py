@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.typing import SparseTensor
 
-from pyg_sar.coded import from_json, to_json
+from pyg_sar.files import from_json, to_json
 
 
 def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
@@ -164,7 +164,7 @@ class Attribute:
         dim: The dimension that nodes or edges run along.
         form: The type to decode to: ``'tensor'``, ``'numpy'``, ``'list'``, ``'tuple'``,
             ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``,
-            ``'coded'`` (JSON of :mod:`pyg_sar.coded`).
+            ``'coded'`` (JSON of :mod:`pyg_sar.files`).
     """
 
     level: str

@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from pyg_sar.coded import from_json
 from pyg_sar.errors import PartitionError
+from pyg_sar.files import from_json
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import (
     HeteroPartitionStatistics,

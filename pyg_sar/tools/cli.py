@@ -22,17 +22,17 @@ from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
-from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.graphs import load_graph, names_in, node_ids
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
-from pyg_sar.tools.plan_command import PLAN_EPILOG, add_plan, plan_command
+from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
-from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
-from pyg_sar.tools.start import add_workers, names_in, node_ids, on_workers, tell_agent
+from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
+from pyg_sar.tools.start import add_workers, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
+from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
-from pyg_sar.train.sampling import NeighborSampling
 
 T = TypeVar("T")
 

@@ -42,9 +42,8 @@ from pyg_sar.tools.models import StockModel, build_model, stock_model
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
-from pyg_sar.train.flow import call_model, flow_that_pays
+from pyg_sar.train.flow import NeighborSampling, call_model, flow_that_pays
 from pyg_sar.train.report import Report
-from pyg_sar.train.sampling import NeighborSampling
 from pyg_sar.train.targets import find_targets, node_labels
 from pyg_sar.train.trainer import Callback, Trainer
 

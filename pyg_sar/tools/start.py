@@ -32,16 +32,6 @@ def add_workers(command: argparse.ArgumentParser) -> Any:
     return group
 
 
-def names_in(text: str) -> list[str]:
-    """Returns the names of an option such as ``x,edge_index``."""
-    return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def node_ids(text: str) -> dict[str, bool]:
-    """Returns which attributes hold node ids, as ``roots,cluster_idx=no`` says."""
-    return {name.removesuffix("=no"): not name.endswith("=no") for name in names_in(text)}
-
-
 def on_workers(
     arguments: argparse.Namespace, work: Callable[[Any], T], config: Any
 ) -> tuple[T, bool]:

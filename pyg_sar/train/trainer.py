@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch_geometric.data import Data
 
-from pyg_sar.coded import to_json
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
+from pyg_sar.files import to_json
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
 from pyg_sar.train.checkpoint import (
     Checkpoint,
@@ -42,15 +42,12 @@ from pyg_sar.train.checkpoint import (
     save_checkpoint,
 )
 from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
-from pyg_sar.train.evaluation import Evaluation
-from pyg_sar.train.flow import call_model, check_flow, flow_rows, refuse_in_flow
-from pyg_sar.train.graph_digest import graph_digest
-from pyg_sar.train.labels import LabelSplit
+from pyg_sar.train.evaluation import Evaluation, Metric, check_metrics
+from pyg_sar.train.flow import NeighborSampling, call_model, check_flow, flow_rows, refuse_in_flow
 from pyg_sar.train.objective import Loss, Objective
-from pyg_sar.train.resuming import check_same_graph, check_same_run, resume_schedulers
-from pyg_sar.train.sampling import NeighborSampling
+from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
 from pyg_sar.train.schedules import check_scheduler, make_schedulers, step
-from pyg_sar.train.scoring import Metric, check_metrics
+from pyg_sar.train.targets import LabelSplit
 from pyg_sar.train.wire_error import gradient_error, measure_every
 
 __all__ = [
