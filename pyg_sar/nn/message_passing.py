@@ -197,14 +197,9 @@ class DistMessagePassing(MessagePassing):
     ) -> tuple[Any, ...] | None:
         """Returns all that decides how a plain call runs; ``None`` where it is not plain."""
         plan = edge_index.plan
-        source = 0 if self.flow == "source_to_target" else 1
-        if plan.open_ended or edge_index.dist_row != source or size is not None:
+        if plan.open_ended or edge_index.dist_row != self._source_row() or size is not None:
             return None
-        if self._one_shot_call or self.explain or not plan.context.layer:
-            return None
-        if self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks:
-            return None
-        if "aggregate" in self.__dict__:
+        if self._one_shot_call or self.explain or not plan.context.layer or self._watched():
             return None
         return "steady", self.policy, *call_key(self, kwargs)
 
@@ -276,12 +271,15 @@ class DistMessagePassing(MessagePassing):
         names = self.inspector.get_param_names("update")
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
-        merges = type(self).aggregate is MessagePassing.aggregate
-        merges &= "aggregate" not in self.__dict__
+        merges = type(self).aggregate is MessagePassing.aggregate and not self._watched()
         merges &= decompose(self.aggr_module) is not None
-        merges &= not (self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks)
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
+
+    def _watched(self) -> bool:
+        """Says if this layer has an ``aggregate``, or hooks of it, that its class has not."""
+        hooks = self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks
+        return bool(hooks) or "aggregate" in self.__dict__
 
     # Running #################################################################
 
@@ -376,9 +374,7 @@ class DistMessagePassing(MessagePassing):
         out = self._summed(edge_index, kwargs, choice)
         if out is None:
             out = self._attended(edge_index, kwargs, choice, draws)
-        if out is None:
-            out = self._aggregated(edge_index, kwargs, choice, draws)
-        return out
+        return self._aggregated(edge_index, kwargs, choice, draws) if out is None else out
 
     def _summed(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice

@@ -374,14 +374,8 @@ def _encode_dense(name: str, value: Tensor | np.ndarray[Any, Any], level: str) -
     if name in MASKS and tensor.dtype != torch.bool:
         raise TypeError(f"a mask is bool, this is {tensor.dtype}: call .bool()")
     dim = tensor.dim() - 1 if level != "graph" and ("index" in name or name == "face") else 0
-    attribute = Attribute(
-        level=level,
-        layout="dense",
-        dtype=_dtype_name(tensor.dtype),
-        shape=list(tensor.shape),
-        dim=dim,
-        form=form,
-    )
+    dtype, shape = _dtype_name(tensor.dtype), list(tensor.shape)
+    attribute = Attribute(level=level, layout="dense", dtype=dtype, shape=shape, dim=dim, form=form)
     return Column(attribute, {"": _store(tensor)})
 
 
@@ -432,16 +426,9 @@ def _encode_list(value: list[Any] | tuple[Any, ...], level: str) -> Column:
         names = sorted(kind.__name__ for kind in kinds)
         raise TypeError(f"expected strings, or numbers of one type (got {', '.join(names)})")
     tensor = torch.tensor(value, dtype=dtypes[kinds.pop()] if kinds else torch.int64)
-    return Column(
-        Attribute(
-            level=level,
-            layout="dense",
-            dtype=_dtype_name(tensor.dtype),
-            shape=[len(value)],
-            form=form,
-        ),
-        {"": tensor},
-    )
+    dtype, shape = _dtype_name(tensor.dtype), [len(value)]
+    attribute = Attribute(level=level, layout="dense", dtype=dtype, shape=shape, form=form)
+    return Column(attribute, {"": tensor})
 
 
 def _encode_strings(value: list[str], level: str, form: str) -> Column:

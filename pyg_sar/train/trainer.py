@@ -61,6 +61,10 @@ __all__ = [
 ]
 
 
+_KEPT = ("epoch", "losses", "best_epoch", "best", "final")
+"""Attributes of a trainer that a checkpoint holds as they are."""
+
+
 class Callback:
     """Told what happens, on every worker, in the same order; the null version does nothing.
 
@@ -174,14 +178,14 @@ class Trainer:
             metrics=self.metrics,
             comm=self.comm,
         )
+        own, config = self.rows.graphs[0][1], self.config
         self.flow = flow
         if flow is not None:
             refuse_in_flow(model)
-            self._seeds = flow_rows(flow, self.rows.graphs[0][1].index["train"], target)
+            self._seeds = flow_rows(flow, own.index["train"], target)
         self.labels = None
         if labels is not None:
-            seed, index = self.config.seed or 0, self.rows.graphs[0][1].index["train"]
-            ids, nodes = self.rows.graphs[0][1].ids, len(self.rows.graphs[0][1].values)
+            seed, index, ids, nodes = config.seed or 0, own.index["train"], own.ids, len(own.values)
             if ids is None and self.comm.world_size == 1:
                 ids = torch.arange(nodes, device=index.device)
             self.labels = LabelSplit(labels, seed, index, ids, nodes)
@@ -190,18 +194,17 @@ class Trainer:
             refuse_in_flow(model, sampled=True)
         if sampler is not None and (flow is not None or labels is not None):
             raise ValueError("Give the Trainer 'sampler' without 'flow' and 'labels'")
-        self.monitor, self._higher = self.rows.monitored(self.config)
-        self.optimizer = optimizer or _make_optimizer(model, self.config)
+        self.monitor, self._higher = self.rows.monitored(config)
+        self.optimizer = optimizer or _make_optimizer(model, config)
+        given = config, self.optimizer, self._higher
         if scheduler is None:
-            self.schedulers = make_schedulers(self.config, self.optimizer, self._higher)
+            self.schedulers = make_schedulers(*given)
         else:
-            self.schedulers = [
-                check_scheduler(scheduler, self.config, self.optimizer, self._higher)
-            ]
+            self.schedulers = [check_scheduler(scheduler, *given)]
         groups = self.optimizer.param_groups
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
         plateau = any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers)
-        if self.rows.totals["val"] == 0 and (self.config.patience or plateau):
+        if self.rows.totals["val"] == 0 and (config.patience or plateau):
             raise ValueError(
                 "data.val_mask holds no labelled node on any worker: early stopping ('patience') "
                 "and the 'plateau' schedule need validation nodes"
@@ -418,11 +421,7 @@ class Trainer:
             "config": self._settings(),
             "counts": self.rows.counts,
             "graph": self._graph(),
-            "epoch": self.epoch,
-            "losses": self.losses,
-            "best_epoch": self.best_epoch,
-            "best": self.best,
-            "final": self.final,
+            **{name: getattr(self, name) for name in _KEPT},
             "waited": self._waited,
             "initial_lrs": self._initial_lrs,
             "schedulers": self._schedule_state(),
@@ -467,10 +466,8 @@ class Trainer:
         resume_schedulers(self.schedulers, self.optimizer, options, self._initial_lrs, state, now)
         if not restore:
             self._start_randomly(path, first)
-        self.epoch = state["epoch"]
-        self.losses = list(state["losses"])
-        self.best_epoch = state["best_epoch"]
-        self.best, self.final = state["best"], state["final"]
+        for kept in _KEPT:
+            setattr(self, kept, state[kept])
         self.best_state = {
             name.removeprefix("best/"): tensor for name, tensor in checkpoint.tensors.items()
         }
