@@ -29,8 +29,7 @@ from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
 from pyg_sar.space.negative_sampling import negative_sampling
-from pyg_sar.tools.features import propagate_features
-from pyg_sar.tools.inference import infer
+from pyg_sar.tools.inference import infer, propagate_features
 from pyg_sar.tools.planning import plan
 from pyg_sar.tools.predict import load_model
 from pyg_sar.tools.verify import verify

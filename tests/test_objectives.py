@@ -21,8 +21,8 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GCN
 
 import pyg_sar
-from pyg_sar.coded import from_json, to_json
 from pyg_sar.errors import CheckpointError
+from pyg_sar.files import from_json, to_json
 from pyg_sar.partition import assign_nodes
 from pyg_sar.train.config import EpochRecord, TrainConfig
 from pyg_sar.train.objective import Objective

@@ -15,9 +15,8 @@ import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.tools import cli, planning
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.plan_command import parse_rate
 from pyg_sar.tools.plan_sample import read_shapes, write_sample
-from pyg_sar.tools.planning import Forecast, Plan
+from pyg_sar.tools.planning import Forecast, Plan, parse_rate
 from pyg_sar.tools.rates import Rates, Work, read_rates
 
 FEATURES, CLASSES, PARTS = 24, 5, 2
@@ -146,7 +145,7 @@ def test_the_command(root, tmp_path: Path, monkeypatch, capsys):
         given.update(options)
         return pyg_sar.plan(*arguments, **options)
 
-    monkeypatch.setattr("pyg_sar.tools.plan_command.plan", plan)
+    monkeypatch.setattr("pyg_sar.tools.planning.plan", plan)
     assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb"]) == 0
     assert "take mode 1 with 2 workers" in capsys.readouterr().out
     assert given["bandwidth"] == 1.25e8 and len(list((tmp_path / "pyg_sar").iterdir())) == 1

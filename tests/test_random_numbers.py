@@ -7,9 +7,8 @@ import torch
 import torch.nn.functional as F
 
 from pyg_sar.kernels import ops
-from pyg_sar.kernels.philox import philox, philox_rows
 from pyg_sar.space import draws
-from pyg_sar.space.draws import Draws, draw
+from pyg_sar.space.draws import Draws, draw, philox, philox_rows
 
 CPU = torch.device("cpu")
 FLOATS = torch.float64, torch.float32, torch.bfloat16, torch.float16

@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from pyg_sar.exchange.part_tables import Routes
-from pyg_sar.exchange.row_cache import RowCache
+from pyg_sar.exchange.part_tables import Routes, RowCache
 from pyg_sar.exchange.row_plan import (
     JOINED_GAPS,
     check_plan,
@@ -212,7 +211,7 @@ def run_pass(plan, needs, rows, gap):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.uint8, torch.complex64])
 @pytest.mark.parametrize("shape", [(3,), (2, 5), (0,)])
 def test_the_cache_gives_the_published_rows(dtype, shape, monkeypatch):
-    monkeypatch.setattr("pyg_sar.exchange.row_cache.MOVE_BYTES", 100)
+    monkeypatch.setattr("pyg_sar.exchange.part_tables.MOVE_BYTES", 100)
     for seed in range(60):
         needs, first, capacity, order = random_case(seed)
         stay, keep = KINDS[seed % len(KINDS)]

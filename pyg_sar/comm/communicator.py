@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
 from weakref import WeakValueDictionary
@@ -361,12 +361,9 @@ class GroupCommunicator(Communicator):
         ledgers = list(self.ledgers)
 
         def task() -> None:
-            target = tensor.detach()
-            whole = target if target.is_contiguous() else target.contiguous()
-            if whole.numel():
-                self._transport.all_reduce(whole, op, f"{spoken(label)} ({op})")
-            if whole is not target:
-                target.copy_(whole)
+            with _as_a_whole(tensor) as whole:
+                if whole.numel():
+                    self._transport.all_reduce(whole, op, f"{spoken(label)} ({op})")
             size = num_bytes(whole)
             count_all(ledgers, label, size, size, self.backend)
 
@@ -393,12 +390,9 @@ class GroupCommunicator(Communicator):
         ledgers = list(self.ledgers)
 
         def task() -> None:
-            target = tensor.detach()
-            whole = target if target.is_contiguous() else target.contiguous()
-            if whole.numel():
-                self._transport.broadcast(whole, src, f"{spoken(label)} from rank {src}")
-            if whole is not target:
-                target.copy_(whole)
+            with _as_a_whole(tensor) as whole:
+                if whole.numel():
+                    self._transport.broadcast(whole, src, f"{spoken(label)} from rank {src}")
             size = num_bytes(whole)
             mine = self.rank == src
             count_all(ledgers, label, size if mine else 0, 0 if mine else size, self.backend)
@@ -460,6 +454,16 @@ class GroupCommunicator(Communicator):
         # What is under way in a broken backend may never end: leave it to the process's end.
         if self._issuer.broken is None:
             self._transport.close()
+
+
+@contextmanager
+def _as_a_whole(tensor: Tensor) -> Iterator[Tensor]:
+    """Gives a tensor's values in one piece, to be changed in place."""
+    target = tensor.detach()
+    whole = target if target.is_contiguous() else target.contiguous()
+    yield whole
+    if whole is not target:
+        target.copy_(whole)
 
 
 def _check_src(src: int, world_size: int) -> None:

@@ -114,7 +114,7 @@ def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
     return info
 
 
-def adopted(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
+def adopted() -> WorkerInfo | None:
     """Returns this worker's place in the process group that the script, or Ray, has set up.
 
     Returns:
@@ -125,7 +125,7 @@ def adopted(env: Mapping[str, str] | None = None) -> WorkerInfo | None:
     """
     if not dist.is_available() or not dist.is_initialized():
         return None
-    env = os.environ if env is None else env
+    env = os.environ
     rank, world = dist.get_rank(), dist.get_world_size()
     for name, value in (("RANK", rank), ("WORLD_SIZE", world)):
         if env.get(name, str(value)) != str(value):

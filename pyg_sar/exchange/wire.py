@@ -46,8 +46,8 @@ class Wire:
 
     Args:
         name: ``'exact'``, ``'bfloat16'``, ``'float16'``, ``'int8'``, ``'int4'`` or ``'int2'``.
-        kept: What plain gathers keep from step to step, a :class:`~pyg_sar.exchange.stale.KeptRows`
-            or ``None``.
+        kept: What plain gathers keep from step to step, a
+            :class:`~pyg_sar.exchange.gather.KeptRows` or ``None``.
 
     Attributes:
         is_exact: Nothing is rounded.

@@ -47,7 +47,7 @@ from pyg_sar.kernels.attention_terms import (
     Segments,
     wide_dtype,
 )
-from pyg_sar.kernels.ops import edge_dot, gather_sum_, takes, use_kernel
+from pyg_sar.kernels.ops import check_not_recorded, edge_dot, gather_sum_, takes, use_kernel
 
 KINDS = ("additive", "gatv2", "dot", "mixed")  # in the order of the kernels' numbers
 _ALL_BY_SOURCE = ("additive", "tanh")  # whose gradients need one pass
@@ -92,7 +92,7 @@ def attention_(
     """
     attention.check(segments)
     state.check(attention)
-    _check_grad(attention)
+    check_not_recorded("attention", *attention.tensors().values())
     attention, segments = _in_place(attention, segments)
     if attention.kind == "tanh":
         _add_tanh(state, attention, segments, native)
@@ -208,7 +208,7 @@ def _backward(
     attention.check(segments)
     cotangent.check(attention)
     gradients.check(attention)
-    _check_grad(attention)
+    check_not_recorded("attention", *attention.tensors().values())
     gradients = gradients.only(names)
     if not gradients.wanted():
         return
@@ -313,15 +313,6 @@ def arguments_of(
 def takes_attention(attention: Attention, num_targets: int) -> bool:
     """Tells whether the kernels are made for the tensors."""
     return takes(attention.value) and max(attention.value.size(0), num_targets) <= _ROWS
-
-
-def _check_grad(attention: Attention) -> None:
-    tensors = attention.tensors()
-    if torch.is_grad_enabled() and any(t.requires_grad for t in tensors.values()):
-        raise ValueError(
-            "attention is not recorded by autograd, and was given tensors that require a "
-            "gradient: call it under torch.no_grad()"
-        )
 
 
 # Without a softmax ############################################################

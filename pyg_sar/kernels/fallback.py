@@ -82,6 +82,12 @@ def targets_of(offsets: Tensor, targets: Tensor | None, num_edges: int) -> Tenso
     return torch.repeat_interleave(rows, counts, output_size=num_edges)
 
 
+def blocks_of(num_edges: int, width: int) -> list[tuple[int, int]]:
+    """First edges, and ends, of the blocks whose rows of some width are gathered at a time."""
+    size = max(262144 // max(width, 1), 1)
+    return [(first, min(first + size, num_edges)) for first in range(0, num_edges, size)]
+
+
 # Edges in order ###############################################################
 
 
@@ -131,13 +137,11 @@ def gather_sum_(
 ) -> None:
     """See :func:`pyg_sar.kernels.ops.gather_sum_`."""
     check_sums("gather_sum", out, rows, source, offsets, targets, weight)
-    block = max(262144 // max(out.size(1), 1), 1)
     count = offsets.numel() - 1
     # One row for each target: its sum is rounded once.
     sums = torch.zeros(count, out.size(1), dtype=wide_dtype(out.dtype), device=out.device)
     place = targets_of(offsets, None, source.numel())
-    for start in range(0, source.numel(), block):
-        stop = min(start + block, source.numel())
+    for start, stop in blocks_of(source.numel(), out.size(1)):
         part = rows.index_select(0, source[start:stop]).to(sums.dtype)
         if weight is not None:
             used = weight[start:stop] if edges is None else weight[edges[start:stop]]
@@ -161,9 +165,7 @@ def edge_dot(
     check_sums("edge_dot", gradient, rows, source, offsets, targets, None)
     out = torch.zeros(source.numel(), dtype=wide_dtype(rows.dtype), device=rows.device)
     place = targets_of(offsets, targets, source.numel())
-    block = max(262144 // max(rows.size(1), 1), 1)
-    for start in range(0, source.numel(), block):
-        stop = min(start + block, source.numel())
+    for start, stop in blocks_of(source.numel(), rows.size(1)):
         part = rows.index_select(0, source[start:stop]).to(out.dtype)
         part *= gradient.index_select(0, place[start:stop])
         if edges is None:
@@ -187,10 +189,8 @@ def extremum_(
     place = targets_of(offsets, targets, source.numel())
     worst = -torch.inf if largest else torch.inf
     before, bad = best.clone(), best.isnan()
-    block = max(262144 // max(rows.size(1), 1), 1)
     for step in range(2):
-        for start in range(0, source.numel(), block):
-            stop = min(start + block, source.numel())
+        for start, stop in blocks_of(source.numel(), rows.size(1)):
             part = rows.index_select(0, source[start:stop])
             index = place[start:stop].view(-1, 1).expand_as(part)
             if step == 0:  # NaN wins by itself.
@@ -219,9 +219,7 @@ def extremum_backward_(
     check_sums("extremum", total, best, source, offsets, targets, None)
     place = targets_of(offsets, targets, source.numel())
     hits = torch.zeros([], dtype=torch.long, device=total.device)
-    block = max(262144 // max(rows.size(1), 1), 1)
-    for start in range(0, source.numel(), block):
-        stop = min(start + block, source.numel())
+    for start, stop in blocks_of(source.numel(), rows.size(1)):
         j, i = place[start:stop], source[start:stop]
         reached = rows.index_select(0, j) == best.index_select(0, i)
         total.index_add_(0, j, gradient.index_select(0, i).masked_fill(~reached, 0.0))
@@ -339,10 +337,9 @@ def term_of(edge_attr: Tensor | None, edge_weight: Tensor | None, at: Tensor) ->
 
 
 def block_of(
-    start: int, size: int, source: Tensor, offsets: Tensor, targets: Tensor | None
+    start: int, stop: int, source: Tensor, offsets: Tensor, targets: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Edges from ``start`` on: their places, the rows that they add to, the rows that they read."""
-    stop = min(start + size, source.numel())
+    """Edges of a block: their places, the rows that they add to, the rows that they read."""
     places = torch.arange(start, stop, device=source.device)
     row = torch.searchsorted(offsets.long(), places, right=True) - 1
     return places, row if targets is None else targets[row], source[start:stop].long()
@@ -412,11 +409,10 @@ def attention_(
     """See :func:`pyg_sar.kernels.attention_ops.attention_`: first the maximum of the scores, then
     the sums."""
     check_offsets("attention", source, offsets)
-    size = max(262144 // max(value.size(1) * value.size(2), 1), 1)
     old = maximum.clone()
     for step in range(2):
-        for start in range(0, source.numel(), size):
-            at, i, j = block_of(start, size, source, offsets, targets)
+        for start, stop in blocks_of(source.numel(), value.size(1) * value.size(2)):
+            at, i, j = block_of(start, stop, source, offsets, targets)
             at = at if edges is None else edges[at].long()
             values = value.index_select(0, j)
             keys = values if key is None else key.index_select(0, j)
@@ -476,9 +472,8 @@ def attention_backward_(
     ``attention_backward_targets_``.
     """
     check_offsets("attention", source, offsets)
-    size = max(262144 // max(value.size(1) * value.size(2), 1), 1)
-    for start in range(0, source.numel(), size):
-        at, i, j = block_of(start, size, source, offsets, targets)
+    for start, stop in blocks_of(source.numel(), value.size(1) * value.size(2)):
+        at, i, j = block_of(start, stop, source, offsets, targets)
         if transposed:
             i, j = j, i
         at = at if edges is None else edges[at].long()

@@ -98,6 +98,15 @@ def use_kernel(native: bool | None, fits: bool) -> bool:
     return native
 
 
+def check_not_recorded(name: str, *tensors: Tensor) -> None:
+    """Raises ``ValueError`` where autograd would have to record an operator without a gradient."""
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors):
+        raise ValueError(
+            f"{name} is not recorded by autograd, and was given tensors that require a gradient: "
+            "call it under torch.no_grad()"
+        )
+
+
 def sort_edges(
     key: Tensor, num_keys: int, order: Tensor | None = None, *, native: bool | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -223,11 +232,7 @@ def gather_sum_(
         IndexError: An index is out of range.
         RuntimeError: The kernel was asked for and is missing, or ``out`` and ``rows`` overlap.
     """
-    if torch.is_grad_enabled() and (out.requires_grad or rows.requires_grad):
-        raise ValueError(
-            "gather_sum_ is not recorded by autograd, and was given tensors that require a "
-            "gradient: call it under torch.no_grad()"
-        )
+    check_not_recorded("gather_sum_", out, rows)
     run: Any = fallback.gather_sum_
     if native is None and out.device.type == on_gpu.DEVICE and on_gpu.takes(out):
         run = on_gpu.sums_operator("gather_sum_", out)
@@ -268,8 +273,7 @@ def edge_dot(
     Raises:
         ValueError, TypeError, IndexError, RuntimeError: See :func:`gather_sum_`.
     """
-    if torch.is_grad_enabled() and (gradient.requires_grad or rows.requires_grad):
-        raise ValueError("edge_dot is not recorded by autograd: call it under torch.no_grad()")
+    check_not_recorded("edge_dot", rows, gradient)
     run: Any = fallback.edge_dot
     if native is None and on_gpu.takes(rows):
         run = on_gpu.sums_operator("edge_dot", rows)

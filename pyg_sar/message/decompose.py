@@ -366,17 +366,14 @@ class AggregateCheck:
         messages = self.messages.index_select(0, edges)
         messages = messages.movedim(0, axis) if axis % messages.dim() else messages
         state, ambient = Snapshot(layer), AmbientState(index.device, layer)
-        modes = [(module, module.training) for module in layer.modules()]
         try:
             with torch.no_grad(), ambient.restored():
-                for module, _ in modes:
+                for module in layer.modules():
                     module.training = False
                 data = layer.inspector.collect_param_data("aggregate", {**given, **own})
                 out = layer.aggregate(messages, **data)
             changes = [*state.changes()]
         finally:
-            for module, training in modes:
-                module.training = training
             state.restore()
         if not isinstance(out, Tensor) or not -out.dim() <= axis < out.dim():
             return None, changes

@@ -151,6 +151,17 @@ def detached_parameters(layer: torch.nn.Module) -> Iterator[dict[str, Tensor]]:
             registry[name] = original
 
 
+@contextmanager
+def modes_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Puts back afterwards whether each module trains."""
+    modes = [(module, module.training) for module in model.modules()]
+    try:
+        yield
+    finally:
+        for module, training in modes:
+            module.training = training
+
+
 class AmbientState:
     """Random numbers, autocast and training flags of a moment: to compute again as at first.
 

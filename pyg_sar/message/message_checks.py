@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.message.layer_state import AmbientState
+from pyg_sar.message.layer_state import AmbientState, modes_kept
 from pyg_sar.message.program import DeferredEdge, Mapped, TileProgram
 from pyg_sar.message.row_wise import RowCheck, RowWise
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions, spread
@@ -202,9 +202,8 @@ def check_edges_apart(
     if piece is None:
         return
 
-    modes = [(module, module.training) for module in layer.modules()]
-    try:
-        for module, _ in modes:
+    with modes_kept(layer):
+        for module in layer.modules():
             module.training = False
         still = AmbientState(ambient.device, layer)
 
@@ -218,9 +217,6 @@ def check_edges_apart(
         if not torch.equal(whole, run(tile, 1)):
             return  # Random also in evaluation: nothing can be told.
         alone = run(piece, 0)
-    finally:
-        for module, training in modes:
-            module.training = training
     start = piece.edges.start - tile.edges.start
     if program.complete:
         start = int(tile.index[start])

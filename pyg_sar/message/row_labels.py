@@ -35,10 +35,6 @@ def is_node(labels: Tensor) -> Tensor:
     return (labels >= NODE) & (labels < NUMBER)
 
 
-def is_edge(labels: Tensor) -> Tensor:
-    return (labels >= EDGE) & (labels < NODE)
-
-
 def is_number(labels: Tensor) -> Tensor:
     return (labels >= NUMBER) & (labels < PLACE)
 

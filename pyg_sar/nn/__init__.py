@@ -1,8 +1,14 @@
 """Layers, norms and readouts that run on a distributed graph."""
 
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+
 from pyg_sar.engine.kernels.dense import global_attention
+from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.nn.embedding import NodeEmbedding, gather_embedding, own_rows, scatter_embedding
-from pyg_sar.nn.lazy import initialize
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.norm import (
     NORMS,
@@ -20,6 +26,7 @@ from pyg_sar.nn.norm import (
     DistSyncBatchNorm,
 )
 from pyg_sar.nn.pool import DistReadout, global_add_pool, global_max_pool, global_mean_pool
+from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.space.node_rows import shuffle_nodes
 
 __all__ = [
@@ -49,3 +56,41 @@ __all__ = [
     "scatter_embedding",
     "shuffle_nodes",
 ]
+
+
+@torch.no_grad()
+def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Module:
+    """Initialises lazy parameters (``SAGEConv((-1, -1), 64)``, ``to_hetero``), for ``distribute``.
+
+    Runs the model once, in evaluation mode and without gradients, on a plain graph of one node of
+    each type and one edge of each relation, with the widths and dtypes of the arguments. Nothing
+    is communicated, and a worker without nodes or edges does the same as the others.
+
+    .. code-block:: python
+
+        data = pyg_sar.load_partition(root)
+        model = to_hetero(model, data.metadata())
+        pyg_sar.nn.initialize(model, data.x_dict, data.edge_index_dict)
+        model = pyg_sar.distribute(model)
+
+    Args:
+        model: The model, not converted yet.
+        *args: What the model will be called with: node and edge tensors, whose first axis runs
+            along nodes or edges, distributed edges, and dicts, lists or tuples of these.
+        **kwargs: More of them.
+
+    Returns:
+        ``model``.
+    """
+
+    def cut(value: Any) -> Any:
+        if isinstance(value, DistEdgeIndex):
+            return torch.zeros(2, 1, dtype=torch.long, device=value.device)
+        if isinstance(value, Tensor) and value.dim() > 0:
+            return torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)
+        return value
+
+    with modes_kept(model):
+        model.eval()
+        model(*tree_map(cut, args), **tree_map(cut, kwargs))
+    return model

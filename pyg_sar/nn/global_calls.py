@@ -160,15 +160,11 @@ class _Call:
                 f"{self.comm.rank}): pass data.edge_index"
             )
         refuse_inner_hooks(module, self.comm.rank)
-        layouts = [t.rows for t in found]
-        for edges in self.edges:
-            layouts += [edges.sources, edges.targets]
-        self.layouts = list(dict.fromkeys(layouts))
         self.shared: list[Tensor] = []
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
-        own = [t.rows for t in found if t.edges is not None]
-        self.known = list(dict.fromkeys([*ends, *own])) if self.edges else self.layouts[:1]
+        own = [t.rows for t in self.edge_tensors]
+        self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
 
     def local(self, value: Any) -> Any:
         """Returns a tensor as what this worker's computation takes."""
@@ -321,20 +317,17 @@ class _Call:
 
     def _targets(self) -> Rows:
         """Returns the layout of the nodes that the module's result has rows of."""
-        if self.edges:
-            edges = self.edges[0]
-            backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
-            ends = (edges.sources, edges.targets)
-            turned = backwards != (edges.index.dist_row == 1)
-            rows = ends[0] if turned and edges.index.bipartite else ends[1]
-            if len({id(e.targets) for e in self.edges}) > 1:
-                raise DistributedIndexError(
-                    f"{type(self.module).__name__} got edges to nodes of several types (rank "
-                    f"{self.comm.rank}), and gave one tensor"
-                )
-        else:
-            rows = self.known[0]
-        return rows
+        if not self.edges:
+            return self.known[0]
+        edges = self.edges[0]
+        if len({id(e.targets) for e in self.edges}) > 1:
+            raise DistributedIndexError(
+                f"{type(self.module).__name__} got edges to nodes of several types (rank "
+                f"{self.comm.rank}), and gave one tensor"
+            )
+        backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
+        turned = backwards != (edges.index.dist_row == 1)
+        return edges.sources if turned and edges.index.bipartite else edges.targets
 
     def _with_attention(self, out: Any, index: Any, attention: Any) -> Any:
         """Returns a result and the attention on each edge (``return_attention_weights``)."""
@@ -383,11 +376,9 @@ def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
             "way: explain a model with flow='source_to_target' and sums, means or maxima"
         )
     rows, loops = edges[0].rows, layer._loop_mask
-    own: dict[str, Any] = {"_edge_mask": to_local(mask, rows, 0)}
+    explain = partial(_explain_message, layer, layer.explain_message, bool(loops.all()))
+    own: dict[str, Any] = {"_edge_mask": to_local(mask, rows, 0), "explain_message": explain}
     own["_loop_mask"] = to_local(loops, rows, 0)
-    own["explain_message"] = partial(
-        _explain_message, layer, layer.explain_message, bool(loops.all())
-    )
     registry = layer._parameters
     parameter = registry.pop("_edge_mask", None)
     before = {name: layer.__dict__[name] for name in own if name in layer.__dict__}
@@ -468,9 +459,8 @@ class GlobalPropagation(DistMessagePassing):
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
             out = super().propagate(edges, **local)
-        return cast(Tensor, call.results(out.movedim(int(self.node_dim), 0), (), {})).movedim(
-            0, int(self.node_dim)
-        )
+        axis = int(self.node_dim)
+        return cast(Tensor, call.results(out.movedim(axis, 0), (), {})).movedim(0, axis)
 
     def _given_edges(self, edge_index: Any) -> Any:
         """Returns the distributed edges that ``propagate`` is called with."""

@@ -27,8 +27,8 @@ from pyg_sar.engine.choose import attention_kernel, message_kernel, sums_kernel
 from pyg_sar.engine.reverse import reversed_edges
 from pyg_sar.engine.run import run
 from pyg_sar.errors import DistributedIndexError, named
+from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.stale import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
@@ -38,7 +38,15 @@ from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
-from pyg_sar.nn.model_draws import DrawsOfForward, away
+from pyg_sar.nn.model_draws import (
+    DrawsOfForward,
+    away,
+    computed,
+    drawing,
+    mark_deferred,
+    of_all_edges,
+    with_kept_weights,
+)
 from pyg_sar.nn.one_process import NothingFused, OwnGraphs, must_be_fused, unless_fused
 from pyg_sar.nn.propagation import (
     charged,
@@ -53,13 +61,6 @@ from pyg_sar.nn.propagation import (
     methods_of,
     sorted_edges,
     travelling,
-)
-from pyg_sar.nn.random_numbers import (
-    computed,
-    drawing,
-    mark_deferred,
-    of_all_edges,
-    with_kept_weights,
 )
 from pyg_sar.nn.transform_first import transforming_first
 from pyg_sar.policy import SARPolicy
@@ -196,14 +197,9 @@ class DistMessagePassing(MessagePassing):
     ) -> tuple[Any, ...] | None:
         """Returns all that decides how a plain call runs; ``None`` where it is not plain."""
         plan = edge_index.plan
-        source = 0 if self.flow == "source_to_target" else 1
-        if plan.open_ended or edge_index.dist_row != source or size is not None:
+        if plan.open_ended or edge_index.dist_row != self._source_row() or size is not None:
             return None
-        if self._one_shot_call or self.explain or not plan.context.layer:
-            return None
-        if self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks:
-            return None
-        if "aggregate" in self.__dict__:
+        if self._one_shot_call or self.explain or not plan.context.layer or self._watched():
             return None
         return "steady", self.policy, *call_key(self, kwargs)
 
@@ -275,12 +271,15 @@ class DistMessagePassing(MessagePassing):
         names = self.inspector.get_param_names("update")
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
-        merges = type(self).aggregate is MessagePassing.aggregate
-        merges &= "aggregate" not in self.__dict__
+        merges = type(self).aggregate is MessagePassing.aggregate and not self._watched()
         merges &= decompose(self.aggr_module) is not None
-        merges &= not (self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks)
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
+
+    def _watched(self) -> bool:
+        """Says if this layer has an ``aggregate``, or hooks of it, that its class has not."""
+        hooks = self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks
+        return bool(hooks) or "aggregate" in self.__dict__
 
     # Running #################################################################
 
@@ -375,9 +374,7 @@ class DistMessagePassing(MessagePassing):
         out = self._summed(edge_index, kwargs, choice)
         if out is None:
             out = self._attended(edge_index, kwargs, choice, draws)
-        if out is None:
-            out = self._aggregated(edge_index, kwargs, choice, draws)
-        return out
+        return self._aggregated(edge_index, kwargs, choice, draws) if out is None else out
 
     def _summed(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice

@@ -1,4 +1,4 @@
-"""Random numbers that a model draws for its nodes and edges, outside the messages of its layers.
+"""Random numbers that don't depend on the number of workers: outside of messages, and in them.
 
 [Note: rows of nodes] With ``SARPolicy(random=...)``, :class:`ModelDraws` watches the model's
 forward pass. A random tensor with as many rows as this worker has nodes, on every worker, is this
@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any
 from zlib import crc32
 
@@ -24,13 +25,18 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from pyg_sar.comm.group import Communicator
+from pyg_sar.engine.analysis import Choice, call_key, choices_of, title_of
+from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.message.edge_draws import (
     Drawing,
+    EdgeDraws,
     Strength,
     check_alike,
     generator_mark,
     in_other_order,
+    out_of_order,
     refuse_shared_generator,
     told_order,
     unlike,
@@ -323,3 +329,88 @@ def refuse_dense_attention(model: torch.nn.Module, strength: Strength) -> None:
                 f"({type(module).__name__}, dropout={module.dropout}), of weights between all "
                 "nodes: set its dropout to 0, or say random=None"
             )
+
+
+# In calls of ``propagate`` ########################################################
+
+
+_MOST_HEADS = 32  # bits of a word
+
+
+@contextmanager
+def drawing(
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]
+) -> Iterator[EdgeDraws | None]:
+    """Lets the layer's message draw meanwhile as ``SARPolicy(random=...)`` says.
+
+    All workers come here together. Gives what draws; ``None``: each worker for itself.
+
+    Args:
+        layer: The layer (a ``DistMessagePassing``).
+        edge_index: Distributed edges.
+        kwargs: Keyword arguments of ``propagate``.
+    """
+    strength = layer.policy.random
+    if strength is None:
+        yield None
+        return
+    choices, key = choices_of(layer), ("draws nothing", *call_key(layer, kwargs))
+    draws = EdgeDraws(edge_index, strength, title_of(layer), silent=key in choices)
+    yield draws
+    draws.settle()
+    if not draws.drew:
+        choices[key] = Choice("one_shot")
+    for value in kwargs.values():
+        if isinstance(value, DeferredEdge) and value.mark is not None:
+            draws.check_start(value.mark)
+
+
+def of_all_edges(
+    draws: EdgeDraws | None, edge_index: DistEdgeIndex, columns: Tensor | None
+) -> AbstractContextManager[None]:
+    """Takes what is drawn meanwhile for numbers of all edges, in the order of ``columns`` if given.
+
+    Args:
+        draws: What draws; ``None``: each worker for itself.
+        edge_index: Distributed edges, for which they draw: before they were put in that order.
+        columns: Their order, ``[E]``.
+    """
+    if draws is None:
+        return nullcontext()
+    places = slice(None) if columns is None else columns
+    return draws.of_edges(places, edge_index.size(1))
+
+
+def mark_deferred(layer: Any, deferred: DeferredEdge, device: torch.device) -> DeferredEdge:
+    """Notes where one process would have drawn the random numbers of an edge update."""
+    if layer.policy.random == "same":
+        deferred.mark = generator_mark(device)
+    return deferred
+
+
+def computed(layer: Any, deferred: DeferredEdge, device: torch.device) -> Tensor:
+    """Computes an edge update of all edges that was put off.
+
+    Raises:
+        DistributedIndexError: When one process would have drawn its random numbers before others.
+    """
+    mark, now = deferred.mark, generator_mark(device)
+    found = deferred.compute_now()
+    if mark not in (None, now) and generator_mark(device) != now:
+        raise out_of_order(title_of(layer), layer.policy.random)
+    return found
+
+
+def with_kept_weights(
+    attention: Attention | RelationalTerms, draws: EdgeDraws | None
+) -> Attention | RelationalTerms | None:
+    """An attention whose dropped weights are drawn; ``None`` where it has too many heads."""
+    if draws is None or attention.p == 0:
+        return attention
+    if isinstance(attention, RelationalTerms):
+        rows, heads = attention.x, attention.query.size(2)
+    else:
+        rows, heads = attention.value, attention.value.size(1)
+    if heads > _MOST_HEADS:
+        return None
+    return replace(attention, drop_key=draws.kept(attention.p, heads, rows.dtype))

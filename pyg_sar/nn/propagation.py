@@ -13,8 +13,8 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.engine.analysis import title_of
 from pyg_sar.engine.chunks import by_target
 from pyg_sar.errors import PygSarError
+from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.stale import KeptRows
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
 from pyg_sar.message.program import DeferredEdge

@@ -32,7 +32,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 from torch_geometric.typing import SparseTensor
 
-from pyg_sar.coded import from_json, to_json
+from pyg_sar.files import from_json, to_json
 
 
 def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
@@ -62,6 +62,12 @@ def _check_range(name: str, place: Tensor, bound: int) -> None:
         )
 
 
+def ascends(offsets: Tensor, count: int) -> bool:
+    """Returns whether offsets ascend from 0 to a number of entries."""
+    ends = int(offsets[0]), int(offsets[-1])
+    return ends == (0, count) and not bool((offsets.diff() < 0).any())
+
+
 def check_compressed(matrix: Tensor) -> None:
     """Checks offsets: torch makes CSR and CSC matrices of any, and reads beyond their ends.
 
@@ -75,8 +81,7 @@ def check_compressed(matrix: Tensor) -> None:
     else:
         return
     good = offsets.numel() == rows + 1 and entries.numel() == matrix.values().size(0)
-    good = good and int(offsets[0]) == 0 and int(offsets[-1]) == entries.numel()
-    if not good or bool((offsets.diff() < 0).any()):
+    if not good or not ascends(offsets, entries.numel()):
         raise ValueError(
             f"expected the offsets of a sparse matrix to ascend from 0 to its {entries.numel()} "
             f"entries, {rows + 1} offsets in all"
@@ -121,7 +126,7 @@ def matrix_of(
     Raises:
         ValueError: When offsets, columns and values don't make a matrix.
     """
-    if int(crow[0]) != 0 or int(crow[-1]) != column.numel() or bool((crow.diff() < 0).any()):
+    if not ascends(crow, column.numel()):
         raise ValueError(f"expected row offsets of a sparse matrix from 0 to {column.numel()}")
     row = torch.repeat_interleave(torch.arange(size[0]), crow.diff())
     key = row * size[1] + column
@@ -159,7 +164,7 @@ class Attribute:
         dim: The dimension that nodes or edges run along.
         form: The type to decode to: ``'tensor'``, ``'numpy'``, ``'list'``, ``'tuple'``,
             ``'sparse_coo'``, ``'sparse_csr'``, ``'sparse_csc'``, ``'SparseTensor'``, ``'json'``,
-            ``'coded'`` (JSON of :mod:`pyg_sar.coded`).
+            ``'coded'`` (JSON of :mod:`pyg_sar.files`).
     """
 
     level: str
@@ -369,14 +374,8 @@ def _encode_dense(name: str, value: Tensor | np.ndarray[Any, Any], level: str) -
     if name in MASKS and tensor.dtype != torch.bool:
         raise TypeError(f"a mask is bool, this is {tensor.dtype}: call .bool()")
     dim = tensor.dim() - 1 if level != "graph" and ("index" in name or name == "face") else 0
-    attribute = Attribute(
-        level=level,
-        layout="dense",
-        dtype=_dtype_name(tensor.dtype),
-        shape=list(tensor.shape),
-        dim=dim,
-        form=form,
-    )
+    dtype, shape = _dtype_name(tensor.dtype), list(tensor.shape)
+    attribute = Attribute(level=level, layout="dense", dtype=dtype, shape=shape, dim=dim, form=form)
     return Column(attribute, {"": _store(tensor)})
 
 
@@ -427,16 +426,9 @@ def _encode_list(value: list[Any] | tuple[Any, ...], level: str) -> Column:
         names = sorted(kind.__name__ for kind in kinds)
         raise TypeError(f"expected strings, or numbers of one type (got {', '.join(names)})")
     tensor = torch.tensor(value, dtype=dtypes[kinds.pop()] if kinds else torch.int64)
-    return Column(
-        Attribute(
-            level=level,
-            layout="dense",
-            dtype=_dtype_name(tensor.dtype),
-            shape=[len(value)],
-            form=form,
-        ),
-        {"": tensor},
-    )
+    dtype, shape = _dtype_name(tensor.dtype), [len(value)]
+    attribute = Attribute(level=level, layout="dense", dtype=dtype, shape=shape, form=form)
+    return Column(attribute, {"": tensor})
 
 
 def _encode_strings(value: list[str], level: str, form: str) -> Column:

@@ -23,7 +23,7 @@ from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.partition.loading import PartData
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.space.distributed_index import DistEdgeIndex, Partial, dist_edge_index, plain
-from pyg_sar.space.draws import Draws, draw, uniform
+from pyg_sar.space.draws import keyed_numbers
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
     edges = _distributed_edges(data)
     if isinstance(num_layers, bool) or not isinstance(num_layers, int) or num_layers < 1:
         raise ValueError(f"Expected 'num_layers' to be an integer >= 1 (got {num_layers!r})")
-    hop = _hops(edges, _mask(data, seeds, edges.plan), num_layers)
+    hop = _hops(edges, _mask(seeds, edges.plan), num_layers)
     return _flow(data, edges, hop, _turns(edges, hop), num_layers, whole=True)
 
 
@@ -106,7 +106,7 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
         )
     if edges.order is None:
         raise ValueError("Edges whose global numbers are unknown can't be sampled")
-    hop, turns = _sampled(edges, _mask(data, seeds, edges.plan), num_neighbors, key)
+    hop, turns = _sampled(edges, _mask(seeds, edges.plan), num_neighbors, key)
     return _flow(data, edges, hop, turns, layers, whole=False)
 
 
@@ -150,7 +150,7 @@ def _flow(
     return flow
 
 
-def _mask(data: Data, seeds: Tensor, plan: HaloPlan) -> Tensor:
+def _mask(seeds: Tensor, plan: HaloPlan) -> Tensor:
     """Returns which own nodes are seeds."""
     num = plan.num_local
     problem = ""
@@ -208,9 +208,7 @@ def _sampled(
 
 def _first(target: Tensor, ids: Tensor, most: int, key: int) -> Tensor:
     """Returns which edges are the first ones of their target by random numbers of their own."""
-    total = int(ids.max()) + 1 if ids.numel() else 0
-    options: Any = {"dtype": torch.float64, "device": ids.device, "draws": Draws("keyed", key=key)}
-    by_number = draw(uniform(), (), ids, total, **options).argsort(stable=True)
+    by_number = keyed_numbers(ids, key).argsort(stable=True)
     place = by_number[target[by_number].argsort(stable=True)]
     counts = target.bincount()
     start = (counts.cumsum(0) - counts)[target[place]]

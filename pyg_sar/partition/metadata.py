@@ -18,8 +18,8 @@ from typing import Any
 
 import torch
 
-from pyg_sar.coded import from_json
 from pyg_sar.errors import PartitionError
+from pyg_sar.files import from_json
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import (
     HeteroPartitionStatistics,
@@ -279,9 +279,7 @@ def _parse(root: Path, fields: Fields) -> PartitionMetadata:
     attributes, values = _attributes(fields, rows)
     lists = _lists(fields, attributes, _KINDS) if listed and not hetero else []
     statistics = _statistics(fields.inner("statistics"), counts, hetero)
-    num_graphs = None
-    if fields.content.get("num_graphs") is not None:
-        num_graphs = fields.count("num_graphs")
+    known = fields.content.get("num_graphs") is not None
     return PartitionMetadata(
         root=root,
         version=version,
@@ -294,7 +292,7 @@ def _parse(root: Path, fields: Fields) -> PartitionMetadata:
         values=values,
         parts=_parts(fields, statistics),
         hetero=hetero,
-        num_graphs=num_graphs,
+        num_graphs=fields.count("num_graphs") if known else None,
         lists=lists,
     )
 
@@ -302,18 +300,13 @@ def _parse(root: Path, fields: Fields) -> PartitionMetadata:
 def _parts(fields: Fields, statistics: PartitionStatistics) -> list[PartInfo]:
     parts = []
     for p, row in enumerate(fields.rows("parts", statistics.num_parts)):
-        row.same("num_nodes", statistics.nodes[p])
-        row.same("num_edges", statistics.edges[p])
-        row.same("num_halo", statistics.halo[p])
-        part = PartInfo(
-            file=row.text("file"),
-            sha256=row.text("sha256"),
-            bytes=row.count("bytes"),
-            num_nodes=statistics.nodes[p],
-            num_edges=statistics.edges[p],
-            num_halo=statistics.halo[p],
-        )
-        parts.append(part)
+        counts = {
+            f"num_{name}": getattr(statistics, name)[p] for name in ("nodes", "edges", "halo")
+        }
+        for name, count in counts.items():
+            row.same(name, count)
+        file, sha256, size = row.text("file"), row.text("sha256"), row.count("bytes")
+        parts.append(PartInfo(file=file, sha256=sha256, bytes=size, **counts))
     return parts
 
 
@@ -443,9 +436,8 @@ def _attribute(fields: Fields, counts: dict[str, int]) -> Attribute:
         dims = 1
     if len(found.shape) != dims:
         raise fields.wrong("shape", f"that of a {found.form} ({layout})", found.shape)
-    if (layout == "json" and level != "graph") or (layout in ("csr", "strings") and found.dim):
-        raise fields.wrong("level", f"one that has attributes as {layout}", level)
-    if layout in ("csr", "strings") and level == "graph":
+    by_rows = layout in ("csr", "strings")
+    if (layout == "json" and level != "graph") or (by_rows and (found.dim or level == "graph")):
         raise fields.wrong("level", f"one that has attributes as {layout}", level)
     if level in counts and (found.dim >= dims or found.shape[found.dim] != counts[level]):
         raise fields.wrong("shape", f"of {counts[level]} {level}s on axis {found.dim}", found.shape)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import PartitionError
-from pyg_sar.partition.attributes import Attribute, stored_dtype, tensor_names
+from pyg_sar.partition.attributes import Attribute, ascends, stored_dtype, tensor_names
 from pyg_sar.partition.metadata import PartitionMetadata
 from pyg_sar.partition.node_lists import NodeList
 from pyg_sar.partition.parts import PartTensors, list_tensors
@@ -295,8 +295,7 @@ def _check_attributes(
 
 def _check_offsets(store: _Store, name: str, rows: int, of: str, entries: Tensor) -> Tensor:
     offsets = store.of_kind(name, torch.int64, rows + 1)
-    good = int(offsets[0]) == 0 and int(offsets[-1]) == entries.size(0)
-    good = good and bool((offsets[1:] >= offsets[:-1]).all())
+    good = ascends(offsets, entries.size(0))
     store.check(good, name, f"it does not ascend from 0 to the {entries.size(0)} rows of '{of}'")
     return offsets
 

@@ -25,9 +25,7 @@ _WINDOW = 2**24  # bytes of the file that a worker maps at a time
 
 
 @torch.no_grad()
-def write_rows(
-    values: Tensor, data: Any, path: str | os.PathLike[str], node_type: str | None = None
-) -> None:
+def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> None:
     """Writes the rows of all workers' nodes to a ``.npy`` file in the whole graph's order.
 
     Collective. No worker holds more than its own rows and 32 MiB. A file of that name is replaced
@@ -35,10 +33,8 @@ def write_rows(
 
     Args:
         values: A row per node of this worker, ``[num_local, *]``, of a dtype that NumPy has.
-        data: What :func:`pyg_sar.load_partition` gave, or the places of the rows, int64
-            ``[num_local]``.
+        places: The places of these rows in the file, int64 ``[num_local]``.
         path: The file.
-        node_type: Of a ``HeteroData``: the nodes' type.
 
     Raises:
         ValueError: On every worker alike, when rows and nodes differ in number, dtypes or shapes
@@ -46,10 +42,9 @@ def write_rows(
         OSError: On every worker, when the file can't be written; none is left then.
     """
     comm, path = current(), Path(path)
-    problem, places = "", torch.empty(0, dtype=torch.long)
-    rows = np.empty((0,))
+    problem, rows = "", np.empty((0,))
     try:
-        places = _places(data, node_type).cpu()
+        places = _places(places, None).cpu()
         if values.dim() == 0 or values.size(0) != places.numel():
             raise ValueError(
                 f"Expected 'values' to have one row per node, {places.numel()} rows (got shape "

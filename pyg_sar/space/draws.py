@@ -8,7 +8,7 @@ of its own. :func:`draw` gives it these rows, in one of two strengths:
   as one process's would be. :math:`O(N)` work; memory for a piece of the rows where PyTorch's
   generator gives the same numbers piece by piece, else for all of them.
 * ``'keyed'``: a row is a function of its number and of a key (Philox4x32-10,
-  :mod:`pyg_sar.kernels.philox`). The key is drawn from PyTorch's generator, once for each call.
+  :func:`philox_rows`). The key is drawn from PyTorch's generator, once for each call.
   :math:`O(n)` work and memory for :math:`n` own rows.
 
 In both, the workers' generators must be in the same state, and stay so: seed them alike
@@ -31,7 +31,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from pyg_sar.kernels.philox import philox_rows
+from pyg_sar.kernels.ops import use_kernel
 
 #: The strengths of :class:`Draws`.
 STRENGTHS: tuple[str, ...] = ("same", "keyed")
@@ -232,6 +232,13 @@ def draw(
         return fill.whole([total, *rest], dtype, device).index_select(0, ids)
 
 
+def keyed_numbers(ids: Tensor, key: int) -> Tensor:
+    """Returns a number in [0, 1) for each id, a function of it and the key: float64 ``[n]``."""
+    total = int(ids.max()) + 1 if ids.numel() else 0
+    draws = Draws("keyed", key=key)
+    return draw(uniform(), (), ids, total, dtype=torch.float64, device=ids.device, draws=draws)
+
+
 def _keyed(fill: Fill, rest: Sequence[int], ids: Tensor, dtype: torch.dtype, key: int) -> Tensor:
     width, words = prod(rest), fill.words(dtype)
     out = torch.empty([ids.numel(), width], dtype=dtype, device=ids.device)
@@ -286,3 +293,73 @@ def _comes_in_pieces(fill: Fill, dtype: torch.dtype) -> bool:
     finally:
         torch.set_rng_state(before)
     return all(map(torch.equal, whole, parts))
+
+
+# Philox4x32-10 ################################################################
+#
+# A counter-based generator: random bits as a function of numbers alone (Salmon, Moraes, Dror, Shaw,
+# "Parallel random numbers: as easy as 1, 2, 3", SC 2011). A counter of four words of 32 bits goes
+# through ten rounds under a key of two words,
+#
+#     (c_0, c_1, c_2, c_3) <- (hi(M_1 c_2) ^ c_1 ^ k_0, lo(M_1 c_2), hi(M_0 c_0) ^ c_3 ^ k_1,
+#                              lo(M_0 c_0)),
+#
+# and the key grows by a constant from round to round. Nothing is kept from call to call: everybody
+# who has the counter and the key has the same bits.
+
+
+_ROUNDS = 10
+_MULTIPLIERS = 0xD2511F53, 0xCD9E8D57
+_STEPS = 0x9E3779B9, 0xBB67AE85  # by which the key grows
+_ALL_BITS = 0xFFFFFFFF
+
+Words = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def philox(counter: Words, key: tuple[int, int]) -> Words:
+    """Returns four words of random bits for each counter.
+
+    Args:
+        counter: Four int64 tensors whose shapes broadcast, of values in :math:`[0, 2^{32})`.
+        key: Two numbers in :math:`[0, 2^{32})`.
+
+    Returns:
+        Four int64 tensors of values in :math:`[0, 2^{32})`.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for _ in range(_ROUNDS):
+        # A product has 64 bits; int64 keeps all of them, and the mask takes its sign away.
+        first, second = c0 * _MULTIPLIERS[0], c2 * _MULTIPLIERS[1]
+        c0, c2 = ((second >> 32) & _ALL_BITS) ^ c1 ^ k0, ((first >> 32) & _ALL_BITS) ^ c3 ^ k1
+        c1, c3 = second & _ALL_BITS, first & _ALL_BITS
+        k0, k1 = (k0 + _STEPS[0]) & _ALL_BITS, (k1 + _STEPS[1]) & _ALL_BITS
+    return c0, c1, c2, c3
+
+
+def philox_rows(ids: Tensor, width: int, key: int, *, native: bool | None = None) -> Tensor:
+    r"""Returns a row of random words for each id: a function of the id, the place and the key.
+
+    Words 4 b to 4 b + 3 of a row are those of the counter (low word of the id, high word of the
+    id, b, 0).
+
+    Args:
+        ids: ``[n]``, int64, not negative.
+        width: Words of each row, below :math:`2^{34}`.
+        key: Of 64 bits.
+        native: Whether to use the C++ kernel; ``None``: where it is there and made for the tensor.
+
+    Returns:
+        ``[n, width]``, int64, of values in :math:`[0, 2^{32})`.
+
+    Raises:
+        RuntimeError: The kernel was asked for and is missing.
+    """
+    halves = key & _ALL_BITS, (key >> 32) & _ALL_BITS
+    if use_kernel(native, ids.device.type == "cpu" and ids.dtype == torch.int64):
+        found: Tensor = torch.ops.pyg_sar.philox_rows(ids, width, *halves)
+        return found
+    blocks = torch.arange((width + 3) // 4, device=ids.device)
+    low, high = (ids & _ALL_BITS).unsqueeze(-1), ((ids >> 32) & _ALL_BITS).unsqueeze(-1)
+    words = philox((low, high, blocks, blocks.new_zeros(())), halves)
+    return torch.stack(words, -1).view(ids.numel(), 4 * blocks.numel())[:, :width]

@@ -172,12 +172,11 @@ class Pager:
         with _named(f"arena {arena} can't be moved out"):
             calls.pager_move_out(self._checked(arena))
 
-    def touch(self, tensor: Tensor, *, write: bool = False) -> bool:
+    def touch(self, tensor: Tensor) -> bool:
         """Brings a tensor in. It may go out again when others come: see :meth:`pinned`.
 
         Args:
             tensor: A tensor on the CPU.
-            write: Makes it ready to be written too.
 
         Returns:
             True where the tensor is the pager's.
@@ -185,7 +184,7 @@ class Pager:
         Raises:
             StoreError: There is no room for it.
         """
-        return self._touch(tensor, write, 0)
+        return self._touch(tensor, False, 0)
 
     @contextmanager
     def pinned(self, tensor: Tensor, *, write: bool = False) -> Iterator[Tensor]:

@@ -5,8 +5,7 @@ from pyg_sar.tensors import pointwise as pointwise
 from pyg_sar.tensors import products as products
 from pyg_sar.tensors import reductions as reductions
 from pyg_sar.tensors import views as views
-from pyg_sar.tensors.edges import Edges, edge_tensor
-from pyg_sar.tensors.matrix import NodeMatrix, adjacency
+from pyg_sar.tensors.edges import Edges, NodeMatrix, adjacency, edge_tensor
 from pyg_sar.tensors.node_tensor import NodeTensor, mapped, node_tensors, whole
 from pyg_sar.tensors.operands import wrap
 from pyg_sar.tensors.rows import Rows, node_rows

@@ -40,7 +40,7 @@ class Chosen:
         return source.index_select(axis, self.local)
 
 
-def choose(rows: Rows, index: Tensor, func: Any) -> Chosen:
+def choose(rows: Rows, index: Tensor) -> Chosen:
     """Returns what a mask ``[N]`` or ids ``[K]`` choose of rows."""
     if index.dtype in (torch.bool, torch.uint8):
         if index.size(0) != rows.total:
@@ -88,7 +88,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
         if index.dim() == 0 and len(named) == 1:
             return one_of(source, int(whole(index, "index")))
         return by_gathering(func, args, kwargs)
-    chosen = choose(source.rows, index, func)
+    chosen = choose(source.rows, index)
     others = [k for k in named if k != source.axis]
     if source.edges is not None and not others:
         return _selected_edges(source, index, chosen)
@@ -157,7 +157,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
         return wrap(out, index.rows, dim)
     if dim != source.axis:
         return wrap(func(source.local, dim, whole(index, "index_select")), source.rows, source.axis)
-    chosen = choose(source.rows, index, func)
+    chosen = choose(source.rows, index)
     return wrap(chosen.read(source.local, dim), chosen.rows, dim)
 
 
@@ -192,8 +192,8 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
         return out
     index = indices[axis]
     if index.dim() != 1 or axis != 0 or any(indices[k].dim() > 1 for k in named):
-        return _put_gathered(func, given, out)
-    chosen = choose(target.rows, index, func)
+        return _put_gathered(given, out)
+    chosen = choose(target.rows, index)
     inner = target.dim() - len(named) if len(named) > 1 else target.dim() - 1
     operands = [target, values]
     if isinstance(values, NodeTensor) or values.dim() > inner:
@@ -202,10 +202,10 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
         others: list[Any] = [None] * len(indices)
         for k in named[1:]:
             if indices[k].dtype == torch.bool:
-                return _put_gathered(func, given, out)
+                return _put_gathered(given, out)
             others[k] = beside(func, indices[k], chosen.rows, -1, operands)
         if isinstance(chosen.local, Fetch):
-            return _put_gathered(func, given, out)
+            return _put_gathered(given, out)
         others[0] = chosen.local
         out.local.index_put_(others, values, accumulate)
         return out
@@ -218,7 +218,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     return out
 
 
-def _put_gathered(func: Any, given: dict[str, Any], out: NodeTensor) -> NodeTensor:
+def _put_gathered(given: dict[str, Any], out: NodeTensor) -> NodeTensor:
     """Writes into all rows, gathered, and keeps those here."""
     everything = whole(out, "index_put()")
     indices = [None if i is None else whole(i, "index_put()") for i in given["indices"]]

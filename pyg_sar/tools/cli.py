@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -22,17 +22,19 @@ from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
-from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.graphs import load_graph, names_in, node_ids
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
-from pyg_sar.tools.plan_command import PLAN_EPILOG, add_plan, plan_command
+from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
-from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
+from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
 from pyg_sar.tools.start import add_workers, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
+from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
-from pyg_sar.train.sampling import NeighborSampling
+
+T = TypeVar("T")
 
 EXIT_FAILURE = 1
 EXIT_USAGE = 2
@@ -205,20 +207,20 @@ def _train(arguments: argparse.Namespace) -> int:
 def _predict(arguments: argparse.Namespace) -> int:
     if not Path(arguments.out).absolute().parent.is_dir():
         raise ValueError(f"--out {arguments.out}: there is no such folder")
-    given = {name: getattr(arguments, name) for name in PredictConfig.__dataclass_fields__}
-    shape, speaks = on_workers(arguments, predict_worker, PredictConfig(**given))
+    config = _settings(PredictConfig, arguments)
+    shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:
         print(f"{shape[0]:,} rows of {shape[1:]} written to {arguments.out}")
     return 0
 
 
+def _settings(kind: Callable[..., T], arguments: argparse.Namespace, **others: Any) -> T:
+    """Returns a dataclass of the options that have its fields' names, and of ``others``."""
+    names = kind.__dataclass_fields__  # type: ignore[attr-defined]
+    return kind(**{n: v for n, v in vars(arguments).items() if n in names} | others)
+
+
 def _run_config(arguments: argparse.Namespace) -> RunConfig:
-    given = vars(arguments)
-
-    def choose(kind: type) -> dict[str, Any]:
-        names = kind.__dataclass_fields__  # type: ignore[attr-defined]
-        return {name: given[name] for name in names if name in given}
-
     resume = arguments.resume
     if resume == "":
         if arguments.checkpoint is None:
@@ -230,22 +232,15 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
     for path, option in ((arguments.checkpoint, "--checkpoint"), (resume, "--resume")):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{option} {path}: there is no such folder")
-    return RunConfig(
-        parts=arguments.parts,
-        model=ModelConfig(name=arguments.model, **choose(ModelConfig)),
-        train=TrainConfig(**choose(TrainConfig)),
-        policy=SARPolicy(**choose(SARPolicy)),
-        mfg=arguments.mfg,
-        labels=arguments.labels,
+    return _settings(
+        RunConfig,
+        arguments,
+        model=_settings(ModelConfig, arguments, name=arguments.model),
+        train=_settings(TrainConfig, arguments),
+        policy=_settings(SARPolicy, arguments),
         sampler=_sampler(arguments),
-        checkpoint=arguments.checkpoint,
-        checkpoint_every=arguments.checkpoint_every,
         resume=resume,
-        auto_resume=arguments.auto_resume,
-        allow_changes=arguments.allow_changes,
-        report=arguments.report,
-        overwrite=arguments.overwrite,
-        progress=progress,  # type: ignore[arg-type]
+        progress=progress,
     )
 
 
@@ -287,19 +282,16 @@ def _verify(arguments: argparse.Namespace) -> int:
     torch.manual_seed(arguments.seed)
     if arguments.model in MODELS:
         classes = int(data.y.max()) + 1 if "y" in data else data.num_features
-        options = ("hidden", "layers", "heads", "dropout", "norm")
-        chosen = {name: getattr(arguments, name) for name in options}
-        config = ModelConfig(name=arguments.model, **chosen)
+        config = _settings(ModelConfig, arguments, name=arguments.model)
         model = config.stock(data.num_features, classes).build()
     else:
         model = imported_model(arguments.model, data)
-    names = [name.strip() for name in (arguments.args or "").split(",") if name.strip()]
     report = verify(
         model,
         data,
         arguments.workers,
         policy=SARPolicy(mode=arguments.mode, prefetch=arguments.prefetch),
-        call=call_with(names) if names else None,
+        call=call_with(arguments.args) if arguments.args else None,
         max_nodes=arguments.max_nodes,
         method=arguments.method,
         node_ids=arguments.node_ids,
@@ -312,17 +304,7 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _demo(arguments: argparse.Namespace) -> int:
-    return run_demo(
-        DemoConfig(
-            nodes=arguments.nodes,
-            workers=arguments.workers,
-            epochs=arguments.epochs,
-            mode=arguments.mode,
-            prefetch=arguments.prefetch,
-            seed=arguments.seed,
-            out=arguments.out,
-        )
-    )
+    return run_demo(_settings(DemoConfig, arguments))
 
 
 # Arguments ###################################################################
@@ -380,16 +362,12 @@ def _add_partition(commands: Any) -> None:
     of_method = "balanced: even nodes and edges; metis: even nodes; fennel: in less memory"
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
-    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--node-ids", type=node_ids, metavar="NAMES", help=_OF_IDS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
     add("--memory", metavar="SIZE", help=of_memory)
     add("--overwrite", action="store_true", help="replace a partition in DIR")
     add("--quiet", action="store_true", help="print the statistics only")
-
-
-def _node_ids(text: str) -> dict[str, bool]:
-    return {name.removesuffix("=no"): not name.endswith("=no") for name in text.split(",") if name}
 
 
 def _add_train(commands: Any) -> None:
@@ -497,10 +475,11 @@ def _add_verify(commands: Any) -> None:
     add("--method", choices=METHODS, default="random", help="who gets which node")
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     add("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
-    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--node-ids", type=node_ids, metavar="NAMES", help=_OF_IDS)
     add("--memory", metavar="SIZE", help="limit: workers are then parts in turn, as in train")
     add("--store", metavar="DIR", help="folder for what parts that wait hold")
-    add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")
+    of_args = "attributes that the model takes: x,edge_index,edge_attr"
+    add("--args", type=names_in, metavar="NAMES", help=of_args)
     add("--seed", type=int, default=0, help="of the sample and the parameters")
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     group = command.add_argument_group("model").add_argument

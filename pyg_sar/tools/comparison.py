@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.train.hosted import describe_hosting
+from pyg_sar.train.hosted import aligned, describe_hosting
 
 # The report ###################################################################
 
@@ -144,9 +144,7 @@ def _table(layers: list[LayerReport]) -> list[str]:
         ]
         for layer in layers
     ]
-    widths = [max(len(row[k]) for row in cells) for k in range(len(_COLUMNS))]
-    padded = [[c.ljust(w) for c, w in zip(row, widths, strict=True)] for row in cells]
-    return ["  ".join(row).rstrip() for row in padded]
+    return aligned(cells)
 
 
 def _bytes(number: float) -> str:

@@ -47,7 +47,7 @@ from torch_geometric.data.storage import (
     NodeStorage,
 )
 
-from pyg_sar.partition.attributes import MASKS, coo_matrix
+from pyg_sar.partition.attributes import MASKS, ascends, coo_matrix
 
 # Files ########################################################################
 
@@ -183,7 +183,7 @@ def _csr_matrix(
     rows, width = _integers(path, "x_shape", shape, (2,)).tolist()
     offsets = _integers(path, "x_indptr", starts, (rows + 1,))
     column = _integers(path, "x_indices", columns, (-1,))
-    if int(offsets[0]) != 0 or int(offsets[-1]) != column.numel() or (offsets.diff() < 0).any():
+    if not ascends(offsets, column.numel()):
         raise ValueError(
             f"'x' of '{path}' is not a CSR matrix: expected 'x_indptr' to ascend from 0 to the "
             f"{column.numel()} entries of 'x_indices'"

@@ -192,6 +192,16 @@ def parse_source(source: str) -> tuple[str, dict[str, str]]:
     return name, options
 
 
+def names_in(text: str) -> list[str]:
+    """Returns the names of an option such as ``x,edge_index``."""
+    return [name.strip() for name in text.split(",") if name.strip()]
+
+
+def node_ids(text: str) -> dict[str, bool]:
+    """Returns which attributes hold node ids, as ``roots,cluster_idx=no`` says."""
+    return {name.removesuffix("=no"): not name.endswith("=no") for name in names_in(text)}
+
+
 def _choose(given: Mapping[str, Any], classes: list[type], name: str) -> list[dict[str, Any]]:
     """Sorts options by the class that has the field, and converts what came as text."""
     chosen: list[dict[str, Any]] = [{} for _ in classes]

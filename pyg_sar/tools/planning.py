@@ -10,11 +10,14 @@ lie in caches: the work of an epoch is counted by operators, and divided by rate
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
+import re
+import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +27,7 @@ from torch import Tensor, nn
 from torch_geometric.data import Data
 
 import pyg_sar.comm.group as group
+from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.engine import analysis
@@ -34,9 +38,12 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
-from pyg_sar.tools.live_bytes import LiveBytes
+from pyg_sar.tools.graphs import names_in
+from pyg_sar.tools.models import MODELS, imported_model
 from pyg_sar.tools.plan_sample import PartShape, read_shapes, write_sample
-from pyg_sar.tools.rates import Rates, Work, read_rates
+from pyg_sar.tools.rates import LiveBytes, Rates, Work, read_rates
+from pyg_sar.tools.run import ModelConfig, call_of, count_classes
+from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
 
 PIECES = (
@@ -300,3 +307,86 @@ def _step(
         values = out.float().square()
     mean(values).backward()
     optimizer.step()
+
+
+# ``pyg-sar plan`` ##################################################################
+
+
+PLAN_EPILOG = """\
+Each folder is a partition; there is one worker for each part.
+  pyg-sar plan --parts parts4 parts8 --model sage --hidden 256 --layers 3 --memory 16GiB
+  pyg-sar plan --parts parts --model net.py:make --bandwidth 1Gb
+The machine's rates are measured once, and kept in the user's cache. Exit code 1: nothing fits.
+"""
+
+_BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
+
+
+def add_plan(command: argparse.ArgumentParser) -> Any:
+    """Adds the arguments of ``pyg-sar plan``, and returns what adds those of the model."""
+    add = command.add_argument
+    add("--parts", nargs="+", required=True, metavar="DIR", help="folders of partitions")
+    add("--modes", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="to compare")
+    add("--memory", metavar="SIZE", help="that a worker may take: 16GiB")
+    add("--bandwidth", metavar="RATE", help="bits/s of each link: 1Gb (default: one host)")
+    of_args = "attributes that the model takes: x,edge_index,edge_attr"
+    add("--args", type=names_in, metavar="NAMES", help=of_args)
+    return command.add_argument_group("model").add_argument
+
+
+def plan_command(arguments: argparse.Namespace) -> int:
+    """Runs ``pyg-sar plan``; returns 0 where a run fits, else 1."""
+    call: Any = call_model
+    if arguments.args:
+        call = call_with(arguments.args)
+    elif arguments.model in MODELS:
+        call = Stock(arguments.model)
+    options = {name: getattr(arguments, name) for name in ("hidden", "layers", "heads", "dropout")}
+    found = plan(
+        Build(arguments.model, options | {"norm": arguments.norm}),
+        arguments.parts,
+        modes=arguments.modes,
+        policy=SARPolicy(),
+        memory=arguments.memory,
+        bandwidth=None if arguments.bandwidth is None else parse_rate(arguments.bandwidth),
+        call=call,
+    )
+    sys.stdout.write(f"{found}\n")
+    return 0 if found.fitting else 1
+
+
+def parse_rate(text: str) -> float:
+    """Returns bytes per second of ``'1Gb'``, ``'100Mb'``: bits per second.
+
+    Raises:
+        ValueError: It is no such text.
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)b(?:it)?(?:/s)?", text.strip(), re.IGNORECASE)
+    if found is None or float(found[1]) <= 0:
+        raise ValueError(f"--bandwidth {text}: expected bits per second, such as 1Gb or 100Mb")
+    return float(found[1]) * _BITS[found[2].lower()] / 8
+
+
+@dataclass(frozen=True, slots=True)
+class Build:
+    """Builds the model that the command line names, for a part."""
+
+    name: str
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def __call__(self, data: Data) -> nn.Module:
+        if self.name not in MODELS:
+            return imported_model(self.name, data)
+        config = ModelConfig(name=self.name, **self.options)
+        return config.stock(data.num_features, count_classes(data, current())).build()
+
+
+@dataclass(frozen=True, slots=True)
+class Stock:
+    """Calls a stock model as ``pyg-sar train`` does."""
+
+    name: str
+
+    def __call__(self, model: nn.Module, data: Data) -> Tensor:
+        out: Tensor = call_of(self.name, data)(model, data)
+        return out

@@ -42,9 +42,8 @@ from pyg_sar.tools.models import StockModel, build_model, stock_model
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
-from pyg_sar.train.flow import call_model, flow_that_pays
+from pyg_sar.train.flow import NeighborSampling, call_model, flow_that_pays
 from pyg_sar.train.report import Report
-from pyg_sar.train.sampling import NeighborSampling
 from pyg_sar.train.targets import find_targets, node_labels
 from pyg_sar.train.trainer import Callback, Trainer
 
@@ -299,7 +298,7 @@ class DemoRun:
     sent: int
 
 
-def run_demo(config: DemoConfig, write: Callable[[str], object] = print) -> int:
+def run_demo(config: DemoConfig) -> int:
     """Runs the demo and prints what it shows.
 
     Returns:
@@ -310,19 +309,19 @@ def run_demo(config: DemoConfig, write: Callable[[str], object] = print) -> int:
     with tempfile.TemporaryDirectory(dir=out) as folder:
         parts = Path(folder) / "parts"
         data = load_graph("synthetic", seed=config.seed, nodes=config.nodes, classes=CLASSES)
-        write(f"synthetic graph: {data.num_nodes:,} nodes, {data.num_edges:,} edges")
-        write(str(write_partitions(data, config.workers, parts, seed=config.seed)))
+        print(f"synthetic graph: {data.num_nodes:,} nodes, {data.num_edges:,} edges")
+        print(str(write_partitions(data, config.workers, parts, seed=config.seed)))
         del data
-        write(f"\ntraining a GAT for {config.epochs} epochs: one process with plain PyG ...")
+        print(f"\ntraining a GAT for {config.epochs} epochs: one process with plain PyG ...")
         single = launch(_single, 1, str(parts), config)[0]
-        write(f"... and {config.workers} workers\n")
+        print(f"... and {config.workers} workers\n")
         workers = launch(_worker, config.workers, str(parts), config)
         halos = [part.num_halo for part in read_metadata(parts).parts]
-    same = _show_losses(single.losses, workers[0].losses, write)
-    _show_memory(single, workers, write)
-    lawful = _show_bytes(workers, halos, config, write)
+    same = _show_losses(single.losses, workers[0].losses)
+    _show_memory(single, workers)
+    lawful = _show_bytes(workers, halos, config)
     picture = _draw(single, workers, _law(halos, config), out / "demo.png")
-    write(f"\npicture: {picture}" if picture else "\nno picture: pip install 'pyg_sar[plot]'")
+    print(f"\npicture: {picture}" if picture else "\nno picture: pip install 'pyg_sar[plot]'")
     return 0 if same and lawful else 1
 
 
@@ -381,26 +380,26 @@ def _train(
 # What is shown ###############################################################
 
 
-def _show_losses(one: list[float], many: list[float], write: Callable[[str], object]) -> bool:
-    write(f"{'epoch':>5}  {'one process':>12}  {'workers':>12}  {'difference':>12}")
+def _show_losses(one: list[float], many: list[float]) -> bool:
+    print(f"{'epoch':>5}  {'one process':>12}  {'workers':>12}  {'difference':>12}")
     for epoch, (a, b) in enumerate(zip(one, many, strict=True), start=1):
-        write(f"{epoch:5d}  {a:12.8f}  {b:12.8f}  {abs(a - b):12.2e}")
+        print(f"{epoch:5d}  {a:12.8f}  {b:12.8f}  {abs(a - b):12.2e}")
     largest = max((abs(a - b) for a, b in zip(one, many, strict=True)), default=0.0)
     same = largest <= TOLERANCE
     verdict = "the same" if same else f"NOT the same: more than {TOLERANCE:.0e} apart"
-    write(f"largest difference {largest:.2e}: {verdict}")
+    print(f"largest difference {largest:.2e}: {verdict}")
     return same
 
 
-def _show_memory(single: DemoRun, workers: list[DemoRun], write: Callable[[str], object]) -> None:
-    write("\nmemory (MiB)     before training   peak   training alone")
+def _show_memory(single: DemoRun, workers: list[DemoRun]) -> None:
+    print("\nmemory (MiB)     before training   peak   training alone")
     rows = [("one process", single), *((f"worker {p}", run) for p, run in enumerate(workers))]
     for name, figures in rows:
         base, peak = figures.base_memory / 2**20, figures.peak_memory / 2**20
-        write(f"{name:<15}  {base:15.1f}  {peak:5.0f}  {peak - base:15.1f}")
+        print(f"{name:<15}  {base:15.1f}  {peak:5.0f}  {peak - base:15.1f}")
     most = max(w.peak_memory - w.base_memory for w in workers)
     share = most / max(single.peak_memory - single.base_memory, 1)
-    write(f"training needs at most {100 * share:.0f}% of the single process's memory on a worker")
+    print(f"training needs at most {100 * share:.0f}% of the single process's memory on a worker")
 
 
 def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
@@ -418,22 +417,20 @@ def _law(halos: list[int], config: DemoConfig) -> list[dict[str, int]]:
     ]
 
 
-def _show_bytes(
-    workers: list[DemoRun], halos: list[int], config: DemoConfig, write: Callable[[str], object]
-) -> bool:
-    write(
+def _show_bytes(workers: list[DemoRun], halos: list[int], config: DemoConfig) -> bool:
+    print(
         "\nAll rows are pulled, as on one host; between hosts SARPolicy(push='auto') takes fewer."
     )
-    write("\nbytes            halo rows          fetched    fetched again   gradients sent")
+    print("\nbytes            halo rows          fetched    fetched again   gradients sent")
     law = _law(halos, config)
     for p, (figures, expected) in enumerate(zip(workers, law, strict=True)):
         for name, values in ((f"worker {p}", figures.traffic), ("  the law", expected)):
             text = "  ".join(f"{values[kind]:15,d}" for kind in ("fetch", "refetch", "gradient"))
-            write(f"{name:<15}  {halos[p]:9,d}  {text}")
+            print(f"{name:<15}  {halos[p]:9,d}  {text}")
     lawful = all(w.traffic == expected for w, expected in zip(workers, law, strict=True))
     sent = sum(w.sent for w in workers)
     by_law = sum(sum(expected.values()) for expected in law)
-    write(
+    print(
         f"{sent:,} bytes sent in all, {by_law:,} by the law and {sent - by_law:,} for sums "
         f"(loss, parameter gradients): {'equal' if lawful else 'NOT equal'} to the byte"
     )

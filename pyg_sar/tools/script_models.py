@@ -20,6 +20,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.convert import distribute
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tensors import NodeMatrix, NodeTensor, mapped
 from pyg_sar.tools.script_files import called_by_package
@@ -198,20 +199,18 @@ class Models:
             return reset
 
         drawing: list[Module] = []
-        modes = [(module, module.training) for module in model.modules()]
-        drawn = [module for module, _ in modes if hasattr(module, "reset_parameters")]
+        drawn = [module for module in model.modules() if hasattr(module, "reset_parameters")]
         for module in drawn:
             module.__dict__["reset_parameters"] = noted(module)
         self._calls.append(model)
-        model.eval()
         try:
-            model(*map(small, args), **{name: small(value) for name, value in kwargs.items()})
+            with modes_kept(model):
+                model.eval()
+                model(*map(small, args), **{name: small(value) for name, value in kwargs.items()})
         finally:
             self._calls.pop()
             for module in drawn:
                 del module.__dict__["reset_parameters"]
-            for module, training in modes:
-                module.training = training
 
     # When they are saved -----------------------------------------------------
 

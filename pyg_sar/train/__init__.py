@@ -4,10 +4,9 @@ from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoint
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
-from pyg_sar.train.flow import check_flow
-from pyg_sar.train.labels import ratio_mask
+from pyg_sar.train.flow import NeighborSampling, check_flow
 from pyg_sar.train.report import Report, draw_report, read_metrics
-from pyg_sar.train.sampling import NeighborSampling
+from pyg_sar.train.targets import ratio_mask
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.train.wire_error import gradient_error
 

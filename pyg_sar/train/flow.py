@@ -1,9 +1,14 @@
-"""Training steps on message flow graphs, and the proof that they are those of the whole graph."""
+"""Training steps on part of the graph: message flow graphs, and sampled neighbours.
+
+Steps on message flow graphs are proved to be those of the whole graph. Sampling is there to compare
+with: several steps an epoch, each an estimate.
+"""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,8 +17,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data
 from torch_geometric.nn import HeteroBatchNorm
 
-from pyg_sar.comm.group import current
-from pyg_sar.partition.message_flow import message_flow_graphs
+from pyg_sar.comm.group import Communicator, current
+from pyg_sar.message.layer_state import modes_kept
+from pyg_sar.partition.message_flow import message_flow_graphs, sample_neighbors
+from pyg_sar.space.draws import keyed_numbers
 
 Forward = Callable[[nn.Module, Data], Tensor]
 
@@ -99,14 +106,10 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
 
 def _compare(model: nn.Module, data: Data, flow: Data, forward: Forward) -> None:
     """Raises ``ValueError`` where the seeds' outputs differ. See :func:`check_flow`."""
-    modes = {module: module.training for module in model.modules()}
-    model.eval()
-    try:
+    with modes_kept(model):
+        model.eval()
         whole = forward(model, data)[flow.input_id]
         found = forward(model, flow)[: flow.batch_size]
-    finally:
-        for module, training in modes.items():
-            module.training = training
     error = (found - whole).abs().max() if whole.numel() else whole.new_zeros(())
     size = whole.abs().max() if whole.numel() else whole.new_zeros(())
     both = torch.stack([error.double().nan_to_num(float("inf")), size.double()])
@@ -145,14 +148,13 @@ def flow_rows(flow: Data, index: Tensor, target: str) -> Tensor:
     return rows
 
 
-def flow_that_pays(data: Data, seeds: Tensor, num_layers: int, most: float = 0.75) -> Data | None:
-    """Returns the message flow graph where it has less to compute. Collective.
+def flow_that_pays(data: Data, seeds: Tensor, num_layers: int) -> Data | None:
+    """Returns the message flow graph where it has less than 3/4 of the rows and edges. Collective.
 
     Args:
         data: This worker's part.
         seeds: Its training nodes.
         num_layers: The model's layers.
-        most: The share of the whole graph's rows and edges, summed over layers, that is worth it.
     """
     flow = message_flow_graphs(data, seeds, num_layers)
     nodes, edges = flow.num_sampled_nodes, flow.num_sampled_edges
@@ -160,4 +162,60 @@ def flow_that_pays(data: Data, seeds: Tensor, num_layers: int, most: float = 0.7
     whole = num_layers * (data.num_nodes + data.edge_index.size(1))
     both = torch.tensor([work, whole], device=seeds.device)
     work, whole = current().all_reduce(both, "sum", label=("", "", "agreement")).tolist()
-    return flow if work < most * whole else None
+    return flow if work < 0.75 * whole else None
+
+
+# Sampled neighbours ###########################################################
+
+
+_LABEL = ("", "", "batches")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NeighborSampling:
+    """Steps on batches of training nodes with sampled neighbours, as of PyG's ``NeighborLoader``.
+
+    The batches of an epoch, and the neighbours, are functions of the seed and of global ids: the
+    same for any number of workers.
+
+    Args:
+        num_neighbors: The most in-edges of a node, by hop from the batch's nodes; -1 keeps all.
+        batch_size: Training nodes of a step, on all workers together.
+
+    Raises:
+        ValueError: For a batch without nodes.
+    """
+
+    num_neighbors: tuple[int, ...]
+    batch_size: int = 1024
+
+    def __post_init__(self) -> None:
+        if self.batch_size < 1:
+            raise ValueError(f"Expected 'batch_size' to be at least 1 (got {self.batch_size})")
+
+    def batches(
+        self, data: Data, index: Tensor, n_id: Tensor, seed: int, epoch: int, comm: Communicator
+    ) -> Iterator[tuple[Data, Tensor]]:
+        """Yields the graphs of an epoch, and which of the training nodes are their seeds.
+
+        Args:
+            data: This worker's part.
+            index: Its training nodes.
+            n_id: Their global ids.
+            seed: Of all draws.
+            epoch: The epoch.
+            comm: The workers.
+        """
+        first = seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9
+        numbers = keyed_numbers(n_id.to(index.device), first % 2**63)
+        own = torch.tensor([numbers.numel()], device=index.device)
+        rest = int(comm.all_reduce(own, "max", label=_LABEL)) - numbers.numel()
+        padded = torch.cat([numbers, numbers.new_full((rest,), 2.0)])
+        everyone = torch.cat(comm.all_gather(padded, label=_LABEL)).sort().values
+        everyone = everyone[everyone < 2]
+        batch = torch.searchsorted(everyone, numbers) // self.batch_size
+        for k in range(-(-len(everyone) // self.batch_size)):
+            rows = (batch == k).nonzero().view(-1)
+            rows = rows[index[rows].argsort()]
+            key = (first + (k + 1) * 0x94D049BB133111EB) % 2**63
+            yield sample_neighbors(data, index[rows], self.num_neighbors, key), rows

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -103,6 +103,12 @@ _CASES = {
 }
 
 
+def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns a table's rows as lines of text, with columns of equal width."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+
+
 def describe_hosting(found: Mapping[str, Any]) -> list[str]:
     """Returns the lines of a table of what :meth:`HostedRun.summary` has found."""
     parts = found["parts"]
@@ -122,11 +128,8 @@ def describe_hosting(found: Mapping[str, Any]) -> list[str]:
                 *(f"{way['read']:,.0f}, {way['read_per_node']:.2f}" for way in (forward, backward)),
             ]
         )
-    widths = [max(len(row[k]) for row in rows) for k in range(len(rows[0]))]
-    table = [
-        "  ".join(c.ljust(w) for c, w in zip(row, widths, strict=True)).rstrip() for row in rows
-    ]
-    lines = [f"{sum(parts)} parts on {len(parts)} worker(s) ({each}), {memory}, {store}", *table]
+    lines = [f"{sum(parts)} parts on {len(parts)} worker(s) ({each}), {memory}, {store}"]
+    lines += aligned(rows)
     if found["store"] is not None:
         lines.append("between layers: all kept, moved out and back; nothing computed again")
         written, read = (

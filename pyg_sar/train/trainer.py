@@ -31,9 +31,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 from torch_geometric.data import Data
 
-from pyg_sar.coded import to_json
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
+from pyg_sar.files import to_json
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
 from pyg_sar.train.checkpoint import (
     Checkpoint,
@@ -42,15 +42,12 @@ from pyg_sar.train.checkpoint import (
     save_checkpoint,
 )
 from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
-from pyg_sar.train.evaluation import Evaluation
-from pyg_sar.train.flow import call_model, check_flow, flow_rows, refuse_in_flow
-from pyg_sar.train.graph_digest import graph_digest
-from pyg_sar.train.labels import LabelSplit
+from pyg_sar.train.evaluation import Evaluation, Metric, check_metrics
+from pyg_sar.train.flow import NeighborSampling, call_model, check_flow, flow_rows, refuse_in_flow
 from pyg_sar.train.objective import Loss, Objective
-from pyg_sar.train.resuming import check_same_graph, check_same_run, resume_schedulers
-from pyg_sar.train.sampling import NeighborSampling
+from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
 from pyg_sar.train.schedules import check_scheduler, make_schedulers, step
-from pyg_sar.train.scoring import Metric, check_metrics
+from pyg_sar.train.targets import LabelSplit
 from pyg_sar.train.wire_error import gradient_error, measure_every
 
 __all__ = [
@@ -62,6 +59,10 @@ __all__ = [
     "Trainer",
     "seed_worker",
 ]
+
+
+_KEPT = ("epoch", "losses", "best_epoch", "best", "final")
+"""Attributes of a trainer that a checkpoint holds as they are."""
 
 
 class Callback:
@@ -177,14 +178,14 @@ class Trainer:
             metrics=self.metrics,
             comm=self.comm,
         )
+        own, config = self.rows.graphs[0][1], self.config
         self.flow = flow
         if flow is not None:
             refuse_in_flow(model)
-            self._seeds = flow_rows(flow, self.rows.graphs[0][1].index["train"], target)
+            self._seeds = flow_rows(flow, own.index["train"], target)
         self.labels = None
         if labels is not None:
-            seed, index = self.config.seed or 0, self.rows.graphs[0][1].index["train"]
-            ids, nodes = self.rows.graphs[0][1].ids, len(self.rows.graphs[0][1].values)
+            seed, index, ids, nodes = config.seed or 0, own.index["train"], own.ids, len(own.values)
             if ids is None and self.comm.world_size == 1:
                 ids = torch.arange(nodes, device=index.device)
             self.labels = LabelSplit(labels, seed, index, ids, nodes)
@@ -193,18 +194,17 @@ class Trainer:
             refuse_in_flow(model, sampled=True)
         if sampler is not None and (flow is not None or labels is not None):
             raise ValueError("Give the Trainer 'sampler' without 'flow' and 'labels'")
-        self.monitor, self._higher = self.rows.monitored(self.config)
-        self.optimizer = optimizer or _make_optimizer(model, self.config)
+        self.monitor, self._higher = self.rows.monitored(config)
+        self.optimizer = optimizer or _make_optimizer(model, config)
+        given = config, self.optimizer, self._higher
         if scheduler is None:
-            self.schedulers = make_schedulers(self.config, self.optimizer, self._higher)
+            self.schedulers = make_schedulers(*given)
         else:
-            self.schedulers = [
-                check_scheduler(scheduler, self.config, self.optimizer, self._higher)
-            ]
+            self.schedulers = [check_scheduler(scheduler, *given)]
         groups = self.optimizer.param_groups
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
         plateau = any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers)
-        if self.rows.totals["val"] == 0 and (self.config.patience or plateau):
+        if self.rows.totals["val"] == 0 and (config.patience or plateau):
             raise ValueError(
                 "data.val_mask holds no labelled node on any worker: early stopping ('patience') "
                 "and the 'plateau' schedule need validation nodes"
@@ -298,12 +298,15 @@ class Trainer:
         if self.sampler is not None:
             return self._sampled_steps(self.sampler)
         self.optimizer.zero_grad(set_to_none=True)
-        value = self._backward()
+        return self._backward(), self._step()
+
+    def _step(self) -> float | None:
+        """Changes the parameters by their gradients; returns the gradients' norm if clipped."""
         norm = None
         if self.config.clip_norm is not None:
             norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
         self.optimizer.step()
-        return value, norm
+        return norm
 
     def _sampled_steps(self, sampler: NeighborSampling) -> tuple[float, float | None]:
         """Makes the steps of an epoch; returns the mean of the losses, and the last norm."""
@@ -316,9 +319,7 @@ class Trainer:
             self.optimizer.zero_grad(set_to_none=True)
             out = self.forward(self.model, flow)[: flow.batch_size]
             losses.append(self._backward((out, y[rows])))
-            if self.config.clip_norm is not None:
-                norm = clip_grad_norm(self.model, self.config.clip_norm, self.comm)
-            self.optimizer.step()
+            norm = self._step()
         return sum(losses) / len(losses), norm
 
     def _backward(self, rows: tuple[Tensor, Tensor] | None = None) -> float:
@@ -420,11 +421,7 @@ class Trainer:
             "config": self._settings(),
             "counts": self.rows.counts,
             "graph": self._graph(),
-            "epoch": self.epoch,
-            "losses": self.losses,
-            "best_epoch": self.best_epoch,
-            "best": self.best,
-            "final": self.final,
+            **{name: getattr(self, name) for name in _KEPT},
             "waited": self._waited,
             "initial_lrs": self._initial_lrs,
             "schedulers": self._schedule_state(),
@@ -469,10 +466,8 @@ class Trainer:
         resume_schedulers(self.schedulers, self.optimizer, options, self._initial_lrs, state, now)
         if not restore:
             self._start_randomly(path, first)
-        self.epoch = state["epoch"]
-        self.losses = list(state["losses"])
-        self.best_epoch = state["best_epoch"]
-        self.best, self.final = state["best"], state["final"]
+        for kept in _KEPT:
+            setattr(self, kept, state[kept])
         self.best_state = {
             name.removeprefix("best/"): tensor for name, tensor in checkpoint.tensors.items()
         }
