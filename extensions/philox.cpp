@@ -1,7 +1,7 @@
 // Philox4x32-10: a row of random words for each id, a function of the id, the place and the key.
 //
 // Source: Salmon, Moraes, Dror, Shaw, "Parallel random numbers: as easy as 1, 2, 3" (SC 2011);
-// pyg_sar/kernels/philox.py has the same in PyTorch.
+// pyg_sar/space/draws.py has the same in PyTorch.
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
