@@ -23,6 +23,7 @@ REMEDIES: Mapping[int, str] = {
     errno.EACCES: f"allow writing there (chmod) {_OTHER}",
     errno.EPERM: f"allow writing there (chmod) {_OTHER}",
     errno.EROFS: "choose a folder that can be written",
+    errno.ENOTDIR: "choose another folder: a file stands in its path",
     errno.EIO: f"check the disk {_OTHER}",
 }
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch_geometric.data import Data
 
 from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.processes import SignalNotice
@@ -28,7 +29,7 @@ from pyg_sar.tools.plan_command import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
 from pyg_sar.tools.script_command import RUN_EPILOG, add_run, run_command
-from pyg_sar.tools.start import add_workers, on_workers, tell_agent
+from pyg_sar.tools.start import add_workers, node_ids_of, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 from pyg_sar.train.report import hosting_lines
@@ -50,7 +51,7 @@ _PARTITION_EPILOG = """\
 sources:
   synthetic                 built in: power-law degrees, planted classes (the default)
   cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
-  ogbn-arxiv, ...           OGB's raw files in --root; ogb ('pyg_sar[ogb]') downloads them
+  ogbn-arxiv, ...           OGB's raw files in --data-root; ogb ('pyg_sar[ogb]') downloads them
   FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
   FOLDER                    edge_index.npy, x.npy, ..., or edges.parquet, nodes.csv: memory mapped,
                             so that with --memory it may be larger than the memory
@@ -148,8 +149,10 @@ def _explain(error: Exception, debug: bool) -> int:
 
 def _rank() -> int:
     launcher = find_launcher()
-    text = "0" if launcher is None else os.environ.get(launcher.rank, "")
-    return int(text) if text.isdecimal() else 0  # A missing rank may be the very error.
+    names = () if launcher is None else (launcher.rank, launcher.world)
+    rank, world = [os.environ.get(name, "") for name in names] or ("0", "1")
+    right = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
+    return int(rank) if right else 0  # A missing or impossible rank may be the very error.
 
 
 def _root_cause(error: WorkerError) -> tuple[str, bool]:
@@ -168,6 +171,8 @@ def _root_cause(error: WorkerError) -> tuple[str, bool]:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
+    if arguments.parts < 1:
+        raise ValueError(f"--parts {arguments.parts} must be at least 1")
     data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
     statistics = write_partitions(
         data,
@@ -230,6 +235,10 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
     for path, option in ((arguments.checkpoint, "--checkpoint"), (resume, "--resume")):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{option} {path}: there is no such folder")
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"{option} {path!r} is a folder: give the name of a file")
+    if arguments.report == "":
+        raise ValueError("--report '' names no folder")
     return RunConfig(
         parts=arguments.parts,
         model=ModelConfig(name=arguments.model, **choose(ModelConfig)),
@@ -252,6 +261,8 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
 def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
     if arguments.sampler == "none":
         return None
+    if arguments.mfg != "off" or arguments.labels is not None:
+        raise ValueError("--sampler neighbor goes without --mfg and --labels: leave them out")
     given = arguments.num_neighbors.split(",")
     if not all(re.fullmatch(r"-1|[1-9]\d*", n) for n in given):
         raise ValueError(
@@ -259,7 +270,8 @@ def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
         )
     if len(given) not in (1, arguments.layers):
         raise ValueError(
-            f"--num-neighbors: one number, or one for each of {arguments.layers} layers"
+            f"--num-neighbors {arguments.num_neighbors}: expected one number, or one for each of "
+            f"{arguments.layers} layers"
         )
     numbers = tuple(map(int, given if len(given) > 1 else given * arguments.layers))
     return NeighborSampling(num_neighbors=numbers, batch_size=arguments.batch_size)
@@ -284,9 +296,13 @@ def _accuracies(scores: Scores) -> str:
 
 def _verify(arguments: argparse.Namespace) -> int:
     data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
+    if not isinstance(data, Data):
+        raise ValueError(f"{arguments.source!r} is a heterogeneous graph, which can't be verified")
     torch.manual_seed(arguments.seed)
     if arguments.model in MODELS:
-        classes = int(data.y.max()) + 1 if "y" in data else data.num_features
+        labels = data.get("y")
+        known = isinstance(labels, torch.Tensor) and labels.numel()
+        classes = max(int(labels.max()) + 1, 1) if known else data.num_features
         options = ("hidden", "layers", "heads", "dropout", "norm")
         chosen = {name: getattr(arguments, name) for name in options}
         config = ModelConfig(name=arguments.model, **chosen)
@@ -380,16 +396,12 @@ def _add_partition(commands: Any) -> None:
     of_method = "balanced: even nodes and edges; metis: even nodes; fennel: in less memory"
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
-    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
     add("--memory", metavar="SIZE", help=of_memory)
     add("--overwrite", action="store_true", help="replace a partition in DIR")
     add("--quiet", action="store_true", help="print the statistics only")
-
-
-def _node_ids(text: str) -> dict[str, bool]:
-    return {name.removesuffix("=no"): not name.endswith("=no") for name in text.split(",") if name}
 
 
 def _add_train(commands: Any) -> None:
@@ -497,7 +509,7 @@ def _add_verify(commands: Any) -> None:
     add("--method", choices=METHODS, default="random", help="who gets which node")
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     add("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
-    add("--node-ids", type=_node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
     add("--memory", metavar="SIZE", help="limit: workers are then parts in turn, as in train")
     add("--store", metavar="DIR", help="folder for what parts that wait hold")
     add("--args", metavar="NAMES", help="attributes that the model takes: x,edge_index,edge_attr")

@@ -15,7 +15,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.policy import SARPolicy
 from pyg_sar.tools.models import MODELS, imported_model
 from pyg_sar.tools.planning import plan
-from pyg_sar.tools.run import ModelConfig, call_of, count_classes
+from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
 from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
 
@@ -67,7 +67,8 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: It is no such text.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)b(?:it)?(?:/s)?", text.strip(), re.IGNORECASE)
+    # A large B would be bytes.
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)b(?:it)?(?:/s|ps)?", text.strip())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"--bandwidth {text}: expected bits per second, such as 1Gb or 100Mb")
     return float(found[1]) * _BITS[found[2].lower()] / 8
@@ -81,10 +82,13 @@ class Build:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, data: Data) -> nn.Module:
-        if self.name not in MODELS:
-            return imported_model(self.name, data)
-        config = ModelConfig(name=self.name, **self.options)
-        return config.stock(data.num_features, count_classes(data, current())).build()
+        try:
+            if self.name not in MODELS:
+                return imported_model(self.name, data)
+            config = ModelConfig(name=self.name, **self.options)
+            return config.stock(data.num_features, count_classes(data, current())).build()
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

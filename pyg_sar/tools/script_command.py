@@ -8,7 +8,7 @@ from pathlib import Path
 
 from pyg_sar.files import parse_bytes
 from pyg_sar.tools.script import ScriptConfig, run_script, run_script_under_torchrun
-from pyg_sar.tools.start import was_launched
+from pyg_sar.tools.start import node_ids_of, was_launched
 
 RUN_EPILOG = """\
 the script is one for a single process, as it is (docs/scripts.md):
@@ -24,7 +24,9 @@ _WORKERS = 2
 def add_run(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``pyg-sar run``."""
     group = command.add_argument_group("workers").add_argument
-    group("--workers", type=int, metavar="N", help=f"start N here (default: {_WORKERS})")
+    group(
+        "--workers", type=int, metavar="N", help=f"start N here (default: --parts, or {_WORKERS})"
+    )
     group("--parts", type=int, metavar="N", help="parts of the graph (default: one per worker)")
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
     group("--store", metavar="DIR", help="folder for what parts that wait hold")
@@ -32,7 +34,12 @@ def add_run(command: argparse.ArgumentParser) -> None:
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
     group = command.add_argument_group("graphs").add_argument
     group("--cache", metavar="DIR", help="folder of partitions (default: in the user's cache)")
-    group("--node-ids", metavar="NAMES", help="attributes that hold node ids, or don't: a,b=no")
+    group(
+        "--node-ids",
+        type=node_ids_of,
+        metavar="NAMES",
+        help="attributes that hold node ids, or don't: a,b=no",
+    )
     command.add_argument("script", metavar="SCRIPT", help="a Python file")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -49,8 +56,6 @@ def run_command(arguments: argparse.Namespace) -> int:
     store = arguments.store
     if store is not None and not Path(store).is_dir():
         raise ValueError(f"--store {store}: there is no such folder")
-    names = [name for name in (arguments.node_ids or "").split(",") if name]
-    node_ids = {name.removesuffix("=no"): not name.endswith("=no") for name in names}
     memory = arguments.memory
     config = ScriptConfig(
         script=arguments.script,
@@ -59,7 +64,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         memory=None if memory is None else parse_bytes(memory, "--memory"),
         store=store,
         cache=None if arguments.cache is None else os.path.abspath(arguments.cache),
-        node_ids=node_ids or None,
+        node_ids=arguments.node_ids or None,
         backend=arguments.backend,
         timeout=arguments.timeout,
     )

@@ -133,6 +133,11 @@ def _rows(
                 f"data.{mask_name} holds rows {int(rows.min())} to {int(rows.max())}, "
                 f"data.{target} has {len(values)}"
             )
+        if len(rows.unique()) < len(rows):
+            raise ValueError(
+                f"data.{mask_name} lists {len(rows.unique())} rows in {len(rows)} numbers: give "
+                f"each once; if it is a mask, data.{mask_name}.bool()"
+            )
         return rows
     if rows.dtype != torch.bool or rows.dim() not in (1, 2) or len(rows) != len(values):
         raise ValueError(
