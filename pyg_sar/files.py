@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -61,6 +62,24 @@ def parse_bytes(size: int | str, name: str) -> int:
             "GB, TB of 1000, KiB, MiB, GiB, TiB of 1024), such as '2GiB'"
         )
     return found
+
+
+def check_path(name: str, path: object) -> None:
+    """Raises ``TypeError`` on an argument that is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"Expected '{name}' to be a path (got {path!r})")
+
+
+def check_folder(name: str, path: str | os.PathLike[str] | None) -> None:
+    """Raises ``ValueError`` where a folder that was given does not exist."""
+    if path is not None and not os.path.isdir(path):
+        raise ValueError(f"{name}={os.fspath(path)!r} is no folder: make it, or pass another one")
+
+
+def check_type(name: str, value: object, kind: Any, wanted: str) -> None:
+    """Raises ``TypeError`` on an argument of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"Expected '{name}' to be {wanted} (got {type(value).__name__})")
 
 
 def explained(error: Exception, path: Path) -> Exception:

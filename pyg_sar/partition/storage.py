@@ -33,7 +33,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import beside, explained, parse_bytes, save_tensors
+from pyg_sar.files import beside, check_path, explained, parse_bytes, save_tensors
 from pyg_sar.files import flush as _flush
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.attributes import RESERVED, encode, tensor_names
@@ -88,8 +88,8 @@ def write_partitions(
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
         method: ``'balanced'``, ``'metis'``, ``'fennel'``, ``'random'``, ``'contiguous'``, or an
             integer vector ``[num_nodes]`` (see
-            :func:`~pyg_sar.partition.assignment.assign_nodes`); of a ``HeteroData`` a dict of such vectors by node type
-            (:func:`~pyg_sar.partition.assignment.assign_node_types`).
+            :func:`~pyg_sar.partition.assignment.assign_nodes`); of a ``HeteroData`` a dict
+            of such vectors by node type (:func:`~pyg_sar.partition.assignment.assign_node_types`).
         seed: Seed of the partitioner.
         node_ids: Names of more attributes that hold node ids; or for each name whether it does,
             ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
@@ -116,6 +116,7 @@ def write_partitions(
         OSError: When ``root`` can't be written; it is then as it was before.
     """
     report = progress or (lambda text: None)
+    check_path("root", root)
     root = Path(root)
     _check_target(root, overwrite)
     limit = None if memory is None else parse_bytes(memory, "memory")

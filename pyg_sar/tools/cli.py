@@ -151,8 +151,8 @@ def _rank() -> int:
     launcher = find_launcher()
     names = () if launcher is None else (launcher.rank, launcher.world)
     rank, world = [os.environ.get(name, "") for name in names] or ("0", "1")
-    right = rank.isdecimal() and world.isdecimal() and int(rank) < int(world)
-    return int(rank) if right else 0  # A missing or impossible rank may be the very error.
+    impossible = rank.isdecimal() and world.isdecimal() and int(rank) >= int(world)
+    return int(rank) if rank.isdecimal() and not impossible else 0  # This may be the very error.
 
 
 def _root_cause(error: WorkerError) -> tuple[str, bool]:
@@ -210,6 +210,8 @@ def _train(arguments: argparse.Namespace) -> int:
 def _predict(arguments: argparse.Namespace) -> int:
     if not Path(arguments.out).absolute().parent.is_dir():
         raise ValueError(f"--out {arguments.out}: there is no such folder")
+    if Path(arguments.out).is_dir():
+        raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a .npy file")
     given = {name: getattr(arguments, name) for name in PredictConfig.__dataclass_fields__}
     shape, speaks = on_workers(arguments, predict_worker, PredictConfig(**given))
     if speaks:

@@ -27,7 +27,7 @@ import pyg_sar.comm.group as group
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.engine import analysis
-from pyg_sar.files import parse_bytes
+from pyg_sar.files import check_type, parse_bytes
 from pyg_sar.kernels import attention_terms
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
@@ -168,11 +168,19 @@ def plan(
         ValueError: An argument makes no sense, a heterogeneous graph, or several graphs.
         WorkerError: The model fails on the sample.
     """
+    for name, function in (("model", model), ("call", call)):
+        if not callable(function):
+            raise TypeError(f"{name}={function!r} must be a module, or a function")
+    check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
+    check_type("modes", modes, Sequence, "a sequence such as (1, 3)")
+    check_type("parts", parts, str | os.PathLike | Sequence, "a folder, or several")
+    if rates is not None:
+        check_type("rates", rates, Rates, "the machine's Rates, or None")
     roots = [parts] if isinstance(parts, str | os.PathLike) else list(parts)
     limit = None if memory is None else parse_bytes(memory, "memory")
     if not roots or not modes:
         raise ValueError("'parts' and 'modes' need at least one entry each")
-    if bandwidth is not None and not bandwidth > 0:
+    if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
         raise ValueError(f"bandwidth={bandwidth!r} must be a positive number of bytes per second")
     graphs = {(found.num_nodes, found.num_edges) for found in map(read_metadata, roots)}
     if len(graphs) > 1:
@@ -180,6 +188,8 @@ def plan(
             f"'parts' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "
             "compare partitions of one graph"
         )
+    if graphs.pop()[0] == 0:
+        raise ValueError(f"{os.fspath(roots[0])!r} has no node: there is nothing to plan")
     rates = rates or read_rates()
     policies = [replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes]
     forecasts = []

@@ -88,7 +88,7 @@ def run_script(config: ScriptConfig, workers: int) -> int:
         WorkerError: A worker was lost.
     """
     env = {_HASHES: os.environ.get(_HASHES, "0")}
-    if config.parts is not None:
+    if hosts_parts(config):
         env |= {name: os.environ.get(name, value) for name, value in _HOST.items()}
     options: dict[str, Any] = {"backend": config.backend, "timeout": config.timeout, "env": env}
     with tempfile.TemporaryDirectory(prefix="pyg_sar-run-") as folder:
@@ -124,6 +124,11 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
             return 1
 
 
+def hosts_parts(config: ScriptConfig) -> bool:
+    """Returns whether the workers take parts in turn, be it one each, so that these can wait."""
+    return any(given is not None for given in (config.parts, config.memory, config.store))
+
+
 def _with_folder(config: ScriptConfig, folder: str) -> ScriptConfig:
     fields = {name: getattr(config, name) for name in config.__slots__}
     return ScriptConfig(**{**fields, "folder": folder})
@@ -154,9 +159,10 @@ def work(config: ScriptConfig) -> int:
         os.environ |= {"MPLBACKEND": "Agg", "WANDB_MODE": "disabled", "WANDB_SILENT": "true"}
     options: dict[str, Any] = {"memory": config.memory, "store": config.store}
     options |= {"backend": config.backend, "timeout": config.timeout}
+    parts = comm.world_size if config.parts is None and hosts_parts(config) else config.parts
     try:
         with process.replaced(), _trace_at_end(config, process):
-            codes = run(_run_part, config, process, main, parts=config.parts, **options)
+            codes = run(_run_part, config, process, main, parts=parts, **options)
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
     return codes[0]

@@ -68,6 +68,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         timeout=arguments.timeout,
     )
+    if arguments.parts is not None and arguments.parts < 1:
+        raise ValueError(f"--parts {arguments.parts} must be at least 1")
     if was_launched(arguments.workers):
         return run_script_under_torchrun(config)
     workers = arguments.workers if arguments.workers is not None else arguments.parts or _WORKERS

@@ -28,6 +28,7 @@ from pyg_sar.comm.hosting import PartError, host_parts
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning, WorkerError
+from pyg_sar.files import check_folder, check_type
 from pyg_sar.ledger import HALO_KINDS, Ledger
 from pyg_sar.partition.loading import PartData, load_partition
 from pyg_sar.partition.node_lists import PLACE, NodeIds, said_of, without_lists
@@ -121,6 +122,7 @@ def verify(
             "from one process by intent. Verify with refresh_every=1; "
             "pyg_sar.train.gradient_error measures the difference"
         )
+    check_folder("store", store)
     hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
     with _float64():
         part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))
@@ -146,15 +148,14 @@ def _check_arguments(
     for name, number in (("num_workers", num_workers), ("max_nodes", max_nodes)):
         if not isinstance(number, int) or isinstance(number, bool) or number < 1:
             raise ValueError(f"Expected '{name}' to be an integer of at least 1 (got {number!r})")
-    kinds: tuple[tuple[str, Any, type, str], ...] = (
+    kinds: tuple[tuple[str, Any, Any, str], ...] = (
         ("model", model, nn.Module, "a torch.nn.Module"),
         ("data", data, Data, "a Data, the graph; HeteroData can't be verified"),
         ("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None"),
-        ("call", call or print, Callable, "a function of model and data, or None"),  # type: ignore
+        ("call", call or print, Callable, "a function of model and data, or None"),
     )
-    for name, value, kind, wanted in kinds:
-        if not isinstance(value, kind):
-            raise TypeError(f"Expected '{name}' to be {wanted} (got {type(value).__name__})")
+    for given in kinds:
+        check_type(*given)
     if isinstance(data, PartData):
         raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
     if not isinstance(tolerance, int | float) or not tolerance >= 0:

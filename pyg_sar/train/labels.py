@@ -61,7 +61,8 @@ class LabelSplit:
     def __init__(
         self, ratio: float, seed: int, index: Tensor, n_id: Tensor | None, num_nodes: int
     ) -> None:
-        if isinstance(ratio, bool) or not 0 <= ratio < 1:
+        number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+        if not number or not 0 <= ratio < 1:
             raise ValueError(f"Expected 'labels' to be in [0, 1) (got {ratio!r})")
         if n_id is None:
             raise ValueError("'labels' needs global ids of the nodes: data.n_id is missing")

@@ -35,6 +35,7 @@ from pyg_sar.coded import to_json
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
+from pyg_sar.train.arguments import check_arguments
 from pyg_sar.train.checkpoint import (
     Checkpoint,
     inspect_checkpoint,
@@ -126,6 +127,7 @@ class Trainer:
         callbacks: Progress, checkpoints, reports, ...
 
     Raises:
+        TypeError: for an argument of another type.
         ValueError: on every worker, for missing or ill-shaped targets or masks, or when there is no
             training row on any worker; for settings that don't fit each other.
     """
@@ -150,6 +152,10 @@ class Trainer:
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        given = {"model": model, "data": data, "config": config, "forward": forward}
+        given |= {"metrics": metrics, "splits": splits, "flow": flow, "sampler": sampler}
+        given |= {"evaluate_on": evaluate_on, "optimizer": optimizer, "callbacks": callbacks}
+        check_arguments(given)
         self.model = model
         self.data = data
         self.config = config or TrainConfig()
