@@ -114,6 +114,7 @@ def distribute(
         ``model``.
 
     Raises:
+        TypeError: When ``model`` is no module, or a policy no :class:`~pyg_sar.SARPolicy`.
         ValueError: When a layer's parameters don't exist yet, a layer or submodule is not known,
             the model is on another device than the workers' data, a reduction over nodes can't be
             distributed, the model holds ``DistributedDataParallel`` or FSDP, or workers'
@@ -122,7 +123,7 @@ def distribute(
     comm = current()
     if view not in ("local", "global"):
         raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
-    policies = dict(layer_policies or {})
+    policies = _policies(model, policy, layer_policies)
     whole = view == "global"
     if not whole:
         claim_rows(model)
@@ -177,6 +178,26 @@ def distribute(
                 if isinstance(module, DistMessagePassing):
                     module.gradient_sum = hook
     return model
+
+
+def _policies(model: Any, policy: Any, layer_policies: Any) -> dict[str, SARPolicy]:
+    """Returns the policies of single layers; raises ``TypeError`` where something is no policy."""
+    if not isinstance(model, torch.nn.Module):
+        raise TypeError(f"Expected 'model' to be a torch.nn.Module (got {type(model).__name__})")
+    if not isinstance(layer_policies or {}, Mapping):
+        raise TypeError(
+            "Expected 'layer_policies' to be a dict of layers' names and policies (got "
+            f"{type(layer_policies).__name__})"
+        )
+    policies = dict(layer_policies or {})
+    given = {"policy": policy} | {f"layer_policies[{name!r}]": p for name, p in policies.items()}
+    for name, value in given.items():
+        if not isinstance(value, SARPolicy) and (name != "policy" or value is not None):
+            raise TypeError(
+                f"Expected {name} to be a pyg_sar.SARPolicy (got {value!r}): write "
+                "SARPolicy(mode=3), say"
+            )
+    return policies
 
 
 def _put_on_device(model: torch.nn.Module, comm: Communicator) -> None:

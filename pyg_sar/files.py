@@ -27,6 +27,7 @@ REMEDIES: Mapping[int, str] = {
     errno.EACCES: f"allow writing there (chmod) {_OTHER}",
     errno.EPERM: f"allow writing there (chmod) {_OTHER}",
     errno.EROFS: "choose a folder that can be written",
+    errno.ENOTDIR: "choose another folder: a file stands in its path",
     errno.EIO: f"check the disk {_OTHER}",
 }
 
@@ -64,6 +65,24 @@ def parse_bytes(size: int | str, name: str) -> int:
             "GB, TB of 1000, KiB, MiB, GiB, TiB of 1024), such as '2GiB'"
         )
     return found
+
+
+def check_path(name: str, path: object) -> None:
+    """Raises ``TypeError`` on an argument that is no path."""
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"Expected '{name}' to be a path (got {path!r})")
+
+
+def check_folder(name: str, path: str | os.PathLike[str] | None) -> None:
+    """Raises ``ValueError`` where a folder that was given does not exist."""
+    if path is not None and not os.path.isdir(path):
+        raise ValueError(f"{name}={os.fspath(path)!r} is no folder: make it, or pass another one")
+
+
+def check_type(name: str, value: object, kind: Any, wanted: str) -> None:
+    """Raises ``TypeError`` on an argument of another type."""
+    if not isinstance(value, kind):
+        raise TypeError(f"Expected '{name}' to be {wanted} (got {type(value).__name__})")
 
 
 def explained(error: Exception, path: Path) -> Exception:

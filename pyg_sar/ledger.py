@@ -49,9 +49,17 @@ class Ledger:
 
     Attributes:
         gradient_errors: What :func:`pyg_sar.train.gradient_error` found while this was open.
+
+    Raises:
+        TypeError: When ``comm`` is something else.
     """
 
     def __init__(self, comm: Recorder) -> None:
+        if not isinstance(getattr(comm, "ledgers", None), list):
+            raise TypeError(
+                "Expected 'comm' to be the workers, pyg_sar.comm.current() (got "
+                f"{type(comm).__name__})"
+            )
         self.comm = comm
         self.baseline_memory = 0
         self.peak_memory = 0

@@ -140,17 +140,21 @@ class SARPolicy:
                 f"Expected 'random' to be 'same', 'keyed' or None (got {self.random!r})"
             )
         steps = self.refresh_every
-        if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
+        if not _is_whole(steps) or steps < 1:
             raise ValueError(f"Expected 'refresh_every' to be an integer >= 1 (got {steps!r})")
         if steps > 1 and self.mode != 3:
             raise ValueError(f"refresh_every={steps} needs mode=3 (got mode={self.mode})")
         every = self.measure_every
-        if every is not None and (not isinstance(every, int) or every < 1):
+        if every is not None and (not _is_whole(every) or every < 1):
             raise ValueError(
                 f"Expected 'measure_every' to be an integer >= 1 or None (got {every!r})"
             )
-        if self.message_budget is not None and self.message_budget <= 0:
+        budget = self.message_budget
+        if budget is not None and (not _is_whole(budget) or budget < 1):
             raise ValueError(
-                "Expected 'message_budget' to be a positive number of bytes or None "
-                f"(got {self.message_budget!r})"
+                f"Expected 'message_budget' to be a number of bytes >= 1 or None (got {budget!r})"
             )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -76,9 +76,15 @@ def test_partition_explains_mistakes_in_one_line(tmp_path, capsys):
     assert "did you mean 'cora'" in usage_error(
         capsys, "partition", "corra", "--parts", "2", "--out", out
     )
-    assert "'num_parts' to be at least 1" in usage_error(
-        capsys, "partition", GRAPH, "--parts", "0", "--out", out, "--quiet"
+    assert "--parts 0 must be at least 1" in usage_error(
+        capsys, "partition", GRAPH, "--parts", "0", "--out", out
     )
+    assert "'seed' to be in 0 .. 2**31 - 1 (got -1)" in usage_error(
+        capsys, "partition", GRAPH, "--parts", "2", "--out", out, "--seed", "-1"
+    )
+    with pytest.raises(SystemExit):
+        cli.main(["partition", GRAPH, "--parts", "2", "--out", out, "--node-ids", "x=maybe"])
+    assert "--node-ids: 'x=maybe': expected NAME or NAME=no" in capsys.readouterr().err
     missing = str(tmp_path / "none.npz")
     assert missing in usage_error(capsys, "partition", missing, "--parts", "2", "--out", out)
     assert not Path(out).exists()
@@ -156,12 +162,20 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     assert "--prefetch: invalid choice: 2 (choose from 0, 1)" in capsys.readouterr().err
     for option in ("--resume", "--auto-resume"):
         assert "file of --checkpoint" in usage_error(capsys, *train, option)
+    error = usage_error(capsys, *train, "--checkpoint", str(tmp_path))
+    assert f"--checkpoint '{tmp_path}' is a folder" in error
+    assert "--report '' names no folder" in usage_error(capsys, *train, "--report", "")
+    for option in (["--mfg", "on"], ["--labels", "0.5"]):
+        error = usage_error(capsys, *train, "--sampler", "neighbor", *option)
+        assert "--sampler neighbor goes without --mfg and --labels" in error
     missing = str(tmp_path / "no" / "c")
     assert "no such folder" in usage_error(capsys, *train, "--checkpoint", missing)
     monkeypatch.setenv("RANK", "0")
     assert "WORLD_SIZE" in usage_error(capsys, *train)
     monkeypatch.setenv("WORLD_SIZE", "1")
     assert "leave it out" in usage_error(capsys, *train, "--workers", "1")
+    monkeypatch.setenv("RANK", "5")
+    assert "RANK=5 must be between 0 and 0" in usage_error(capsys, *train)
 
 
 def test_fewer_workers_than_parts(parts, tmp_path, capsys):
@@ -210,7 +224,7 @@ def test_what_parts_are_hosted_with(parts, tmp_path, monkeypatch):
     train = ["train", "--parts", parts, *SMALL, "--quiet", "--epochs", "1"]
     assert cli.main(train) == 0
     assert cli.main([*train, "--workers", "1"]) == 0
-    store = str(tmp_path / "s")
+    store = str(tmp_path)
     assert cli.main([*train, "--memory", "1.5GiB", "--store", store, "--backend", "gloo"]) == 0
     common = {"backend": None, "timeout": 1800.0}
     assert calls == [
@@ -264,8 +278,11 @@ def test_features_labels_and_weights_of_other_graphs(tmp_path):
     unweighted = train_worker(config_of(str(tmp_path / "a"), **sage)).losses
     assert train_worker(config_of(str(tmp_path / "b"), **sage)).losses == unweighted
     write(tmp_path / "d", lambda data: data.__delattr__("x"))
-    with pytest.raises(ValueError, match="no node features"):
+    with pytest.raises(ValueError, match=r"no node features.*\(got NoneType\)"):
         train_worker(config_of(str(tmp_path / "d")))
+    write(tmp_path / "f", lambda data: data.y.fill_(-1))
+    with pytest.raises(ValueError, match="data.y holds no class"):
+        train_worker(config_of(str(tmp_path / "f")))
     write(tmp_path / "e", lambda data: data.__delattr__("y"))
     with pytest.raises(ValueError, match=r"data\.y is missing"):
         train_worker(config_of(str(tmp_path / "e")))

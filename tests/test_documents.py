@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import pkgutil
 import re
 import runpy
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -25,7 +27,7 @@ from torch_geometric.utils import scatter, softmax, to_undirected
 
 import pyg_sar
 from pyg_sar.kernels import ops
-from pyg_sar.tools import inference
+from pyg_sar.tools import cli, inference
 from pyg_sar.train import TrainConfig
 
 REPOSITORY = Path(__file__).resolve().parent.parent
@@ -103,6 +105,46 @@ def run(document: str, code: list[str], **names: Any) -> None:
     assert code
     for piece in code:
         exec(compile(piece, document, "exec"), names)
+
+
+def commands() -> dict[str, argparse.ArgumentParser]:
+    (found,) = (action for action in cli._parser()._actions if action.dest == "==SUPPRESS==")
+    return found.choices
+
+
+@pytest.mark.parametrize(
+    ("command", "pages"),
+    {
+        "partition": ["partitioning"],
+        "plan": ["planning", "verify", "training"],
+        "train": ["training"],
+        "run": ["scripts"],
+        "predict": ["inference", "training"],
+        "verify": ["verify", "training"],
+    }.items(),
+)
+def test_every_option_is_explained(command, pages):
+    text = "".join((REPOSITORY / f"docs/{page}.md").read_text() for page in pages)
+    options = {name for action in commands()[command]._actions for name in action.option_strings}
+    options -= {"-h", "--help", "--debug"}
+    assert not {name for name in options if not re.search(rf"{name}(?![\w-])", text)}
+
+
+def test_commands_have_the_options_that_exist(capsys):
+    pages = [REPOSITORY / "README.md", *(REPOSITORY / "docs").glob("*.md")]
+    texts = [page.read_text().replace("\\\n", " ") for page in pages]
+    texts += [parser.epilog.replace("\\\n", " ") for parser in commands().values()]
+    lines = [line for text in texts for line in re.findall(r"(?:pyg-sar|-m pyg_sar) (.+)", text)]
+    found = 0
+    for line in lines:
+        words = shlex.split(re.split(r"`|'|  +#", line)[0].replace("...", "").replace(" N", " 2"))
+        if len(words) > 2 and words[0] in commands() and words[1] != "--help":
+            try:
+                cli._parser().parse_args(words)
+            except SystemExit:
+                assert "required" in capsys.readouterr().err, line
+            found += 1
+    assert found > 30
 
 
 @pytest.mark.parametrize(("document", "first"), [("README.md", 1), ("docs/verify.md", 0)])

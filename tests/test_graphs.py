@@ -547,6 +547,8 @@ def test_parse_source():
     assert parse_source("cora") == ("cora", {})
     assert parse_source("synthetic:a=1, b = x") == ("synthetic", {"a": "1", "b": "x"})
     assert parse_source("folder:1/g.npz") == ("folder:1/g.npz", {})
+    with pytest.raises(ValueError, match="gives 'a' twice"):
+        parse_source("cora:a=1,b=2,a=3")
     for source in ("cora:a=1,b", "cora:=1", "cora:a="):
         with pytest.raises(ValueError, match="key=value"):
             parse_source(source)

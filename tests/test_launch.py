@@ -182,8 +182,15 @@ def test_invalid_arguments():
     for number in (0, -1, 2.0, "2"):
         with pytest.raises(ValueError, match=f"num_workers={number!r} must be an integer of at l"):
             launch(print, number)
-    with pytest.raises(ValueError, match="threads_per_worker=0"):
-        launch(print, 1, threads_per_worker=0)
+    for threads in (0, "2"):
+        with pytest.raises(ValueError, match=f"threads_per_worker={threads!r} must be an integer"):
+            launch(print, 1, threads_per_worker=threads)
+    for start in (lambda: launch("train", 2), lambda: pyg_sar.run("train", parts=2)):
+        with pytest.raises(TypeError, match="fn='train' must be a function"):
+            start()
+    for env in ({"A": 1}, "A=1"):
+        with pytest.raises(TypeError, match="env=.* must be a mapping of texts to texts"):
+            launch(print, 1, env=env)
     with pytest.raises(ValueError, match="backend='tin' must be one of"):
         launch(print, 1, backend="tin")
     with pytest.raises(ValueError, match="timeout=0"):

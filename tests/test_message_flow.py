@@ -229,8 +229,16 @@ def weighted(root: Any) -> None:
         pyg_sar.message_flow_graphs(data, torch.empty(0, dtype=torch.long), 1)
     with pytest.raises(ValueError, match="local ids below"):
         pyg_sar.message_flow_graphs(data, torch.tensor([NODES]), 1)
-    with pytest.raises(TypeError, match="message flow graph"):
+    with pytest.raises(ValueError, match=r"each once \(got 4 of 2 nodes; .* seeds.bool\(\)\)"):
+        pyg_sar.message_flow_graphs(data, torch.tensor([1, 0, 0, 1]), 1)
+    with pytest.raises(TypeError, match="edges of a message flow graph as edge_index"):
         pyg_sar.message_flow_graphs(flow, torch.tensor([0]), 1)
+    for other, found in (
+        (Data(edge_index=torch.zeros(2, 1).long()), "Data with Tensor"),
+        (3, "int with NoneType"),
+    ):
+        with pytest.raises(TypeError, match=found):
+            pyg_sar.message_flow_graphs(other, torch.tensor([0]), 1)
     keyed = pyg_sar.distribute(gnn.GCN(CHANNELS, 4, 1, 3).double(), SARPolicy(random="keyed"))
     with pytest.raises(ValueError, match="random numbers of the whole graph"):
         check_flow(keyed, data, flow)

@@ -213,6 +213,23 @@ def test_accuracy_refuses_other_shapes():
             pyg_sar.accuracy(pred, y)
 
 
+def test_accuracy_refuses_what_would_be_another_number():
+    y = torch.tensor([0, 1, 2])
+    for pred, labels, mask, text in (
+        (torch.zeros(3), y, None, r"'pred' of shape \[3\] to hold classes, integers"),
+        (torch.zeros(3, 1), y, None, r"scores of 1 classes, 'y' holds label 2 \(rank 0\)"),
+        (y, y, torch.tensor([1, 0, 1]), r"'mask' to be bool .*got torch.int64 .* pred\[ids\]"),
+        (y, y, torch.ones(2).bool(), r"'mask' to be bool of shape \[3\]"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            pyg_sar.accuracy(pred, labels, mask)
+    for arguments, name in ((([0, 1, 2], y), "pred"), ((y, None), "y"), ((y, y, [True]), "mask")):
+        with pytest.raises(TypeError, match=f"'{name}' to be a tensor"):
+            pyg_sar.accuracy(*arguments)
+    # A label that the mask leaves out has no say.
+    assert pyg_sar.accuracy(torch.eye(3)[:, :2], y, y < 2) == 1
+
+
 # Means of one worker's values #################################################
 
 

@@ -336,6 +336,11 @@ def test_unfit_metrics_and_targets_are_named(tmp_path):
         data=Data(**data.to_dict(), far=torch.tensor([0, 90])),
     )
     refused(
+        r"data.ones lists 2 rows in 90 numbers: give each once; .* data.ones.bool\(\)",
+        splits={"train": "ones"},
+        data=Data(**data.to_dict(), ones=data.train_mask.long()),
+    )
+    refused(
         "a row for each of data.labels",
         target="labels",
         splits=MASKS,

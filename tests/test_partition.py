@@ -155,6 +155,7 @@ def test_wrong_assignments_are_named(vector, message):
     "arguments, error, message",
     [
         ({"num_parts": 0}, ValueError, "'num_parts' to be at least 1 \\(got 0\\)"),
+        ({"num_parts": 10**6}, ValueError, "'num_parts' to be at most 99999 \\(got 1000000\\)"),
         ({"num_parts": -3}, ValueError, "got -3"),
         ({"num_parts": 2.0}, TypeError, "'num_parts' to be an integer \\(got 2.0\\)"),
         ({"num_parts": True}, TypeError, "got True"),

@@ -130,7 +130,7 @@ def test_rates_are_measured_once(tmp_path, monkeypatch):
 
 def test_bandwidth_as_text():
     assert parse_rate("1Gb") == 1.25e8 and parse_rate("100Mbit/s") == 1.25e7
-    for text in ("fast", "0Gb", "1GiB"):
+    for text in ("fast", "0Gb", "1GiB", "1GB"):
         with pytest.raises(ValueError, match="--bandwidth .* such as 1Gb"):
             parse_rate(text)
 

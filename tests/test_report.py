@@ -105,6 +105,13 @@ def test_the_picture_shows_epochs_times_memory_and_kinds(tmp_path, monkeypatch):
         assert all(tick == int(tick) for tick in axes.get_xticks())
 
 
+def test_files_of_others_are_kept(tmp_path):
+    (tmp_path / "config.json").write_text("mine")
+    with pytest.raises(ReportError, match=r"'config.json' is there, of no report; choose another"):
+        make_trainer(Report(tmp_path)).fit()
+    assert [path.read_text() for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_another_runs_report_is_not_overwritten_unasked(tmp_path):
     make_trainer(Report(tmp_path)).fit()
     before = (tmp_path / "metrics.jsonl").read_bytes()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -424,9 +425,24 @@ def test_only_partitions_and_empty_folders_are_replaced(tmp_path):
     (tmp_path / "empty").mkdir()
     write_partitions(small_data(), 2, tmp_path / "empty")
     assert read_metadata(tmp_path / "empty").num_parts == 2
+    (tmp_path / "empty" / "run.ckpt").write_text("weeks")
+    with pytest.raises(FileExistsError, match="holds 'run.ckpt' too"):
+        write_partitions(small_data(), 2, tmp_path / "empty", overwrite=True)
+    assert (tmp_path / "empty" / "run.ckpt").read_text() == "weeks"
     (tmp_path / "file").write_text("")
     with pytest.raises(FileExistsError):
         write_partitions(small_data(), 2, tmp_path / "file", overwrite=True)
+
+
+def test_a_folder_that_cannot_be_made_is_known_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    lines: list[str] = []
+    with pytest.raises(NotADirectoryError, match="a file stands in its path"):
+        write_partitions(small_data(), 2, tmp_path / "file" / "p", progress=lines.append)
+    monkeypatch.setattr(os, "access", lambda path, how: False)
+    with pytest.raises(PermissionError, match="allow writing there"):
+        write_partitions(small_data(), 2, tmp_path / "new" / "p", progress=lines.append)
+    assert not lines and sorted(path.name for path in tmp_path.iterdir()) == ["file"]
 
 
 @pytest.mark.parametrize("function", ["_write_part", "_write_metadata", "_flush", "_publish"])

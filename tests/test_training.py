@@ -115,6 +115,17 @@ def test_models_name_the_wrong_argument(changes, message):
         ("patience", 0),
         ("split", -1),
         ("seed", -1),
+        ("seed", 2**63),
+        ("epochs", 2.5),
+        ("epochs", "3"),
+        ("eval_every", True),
+        ("patience", 1.5),
+        ("lr", "0.1"),
+        ("lr", math.nan),
+        ("gamma", None),
+        ("weight_decay", math.inf),
+        ("clip_norm", "1"),
+        ("monitor", 3),
     ],
 )
 def test_config_names_the_wrong_setting(setting, value):

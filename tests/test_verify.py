@@ -13,11 +13,11 @@ import torch.nn.functional as F
 from oracle import CHANNELS, EDGE_DIM, OUT, make_graph
 from torch import Tensor
 from torch_geometric import nn as gnn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar.tools.cli import main
-from pyg_sar.tools.verify import sample_nodes
+from pyg_sar.tools.verify import call_with, sample_nodes
 
 
 @pytest.fixture(scope="module")
@@ -247,8 +247,21 @@ def test_mistakes(flaw: str, graph: Data):
         with pytest.raises(ValueError, match=r"'batch'.*call="):
             pyg_sar.verify(gnn.SGFormer(CHANNELS, 8, OUT), graph)
     elif flaw == "workers":
-        with pytest.raises(ValueError, match="'num_workers' and 'max_nodes'.*0 and 2000"):
-            pyg_sar.verify(Net(), graph, 0)
+        for name, wrong in (
+            ("num_workers", 0),
+            ("num_workers", "3"),
+            ("max_nodes", 1.5),
+            ("tolerance", -1),
+            ("tolerance", "x"),
+        ):
+            with pytest.raises(ValueError, match=rf"'{name}' to be .* \(got {wrong!r}\)"):
+                pyg_sar.verify(Net(), graph, **{name: wrong})
+        for name, wrong in (("model", 3), ("data", HeteroData()), ("policy", "x"), ("call", 3)):
+            given = {"model": Net(), "data": graph, name: wrong}
+            with pytest.raises(TypeError, match=f"'{name}' to be .* {type(wrong).__name__}"):
+                pyg_sar.verify(**given)
+        with pytest.raises(ValueError, match=r"no \['nope'\]; it has .*edge_index"):
+            pyg_sar.verify(Net(), graph, call=call_with(["nope"]))
     else:
         with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
             pyg_sar.verify(gnn.GCN(CHANNELS + 1, 8, 2, OUT), graph)

@@ -323,6 +323,8 @@ def check_init(backend: str | None, timeout: float) -> None:
     if backend is not None and backend not in TRANSPORTS:
         hint = " ('threads' is for pyg_sar.launch())" if backend == "threads" else ""
         raise ValueError(f"backend={backend!r} must be one of {', '.join(TRANSPORTS)}{hint}")
+    if backend is not None:
+        TRANSPORTS[backend].check()
     if not (isinstance(timeout, int | float) and math.isfinite(timeout) and timeout > 0):
         raise ValueError(f"timeout={timeout!r} must be a positive number of seconds")
 

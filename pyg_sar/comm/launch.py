@@ -36,6 +36,7 @@ from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
 from pyg_sar.errors import LostWorkerError, WorkerError
+from pyg_sar.files import check_folder
 
 T = TypeVar("T")
 
@@ -88,13 +89,15 @@ def launch(
         One result per rank, in their order.
 
     Raises:
-        ValueError: When an argument makes no sense.
+        TypeError: When ``fn`` is no function, or can't be sent to another process.
+        ValueError: When another argument makes no sense.
         WorkerError: When a worker raised: the first one, with its rank and traceback. All others
             are ended before.
         LostWorkerError: When a worker was killed or crashed; names the rank and the signal.
     """
-    _check(num_workers, backend, threads_per_worker, timeout)
+    _check(fn, num_workers, backend, threads_per_worker, timeout, env)
     hosting = Hosting.of(parts, memory, store)
+    check_folder("store", store)
     if hosting is not None:
         check_parts(hosting.parts, num_workers, backend)
     if backend == "threads":
@@ -159,6 +162,7 @@ def run(
     Raises:
         ValueError: More workers than parts, or another backend.
     """
+    _check_function(fn)
     hosting = Hosting.of(parts, memory, store)
     comm = init(backend, timeout=timeout)
     if hosting is None:
@@ -174,13 +178,29 @@ def run(
 
 
 def _check(
-    num_workers: int, backend: str | None, threads_per_worker: int | None, timeout: float
+    fn: Any,
+    num_workers: Any,
+    backend: str | None,
+    threads_per_worker: Any,
+    timeout: float,
+    env: Any,
 ) -> None:
-    if not isinstance(num_workers, int) or num_workers < 1:
-        raise ValueError(f"num_workers={num_workers!r} must be an integer of at least 1")
-    if threads_per_worker is not None and threads_per_worker < 1:
-        raise ValueError(f"threads_per_worker={threads_per_worker!r} must be at least 1")
+    _check_function(fn)
+    for name, number in (("num_workers", num_workers), ("threads_per_worker", threads_per_worker)):
+        whole = isinstance(number, int) and not isinstance(number, bool)
+        if (number is not None or name == "num_workers") and (not whole or number < 1):
+            raise ValueError(f"{name}={number!r} must be an integer of at least 1")
+    if env is not None and not (
+        isinstance(env, Mapping)
+        and all(isinstance(text, str) for row in env.items() for text in row)
+    ):
+        raise TypeError(f"env={env!r} must be a mapping of texts to texts, {{'NAME': 'value'}}")
     check_init(None if backend == "threads" else backend, timeout)
+
+
+def _check_function(fn: Any) -> None:
+    if not callable(fn):
+        raise TypeError(f"fn={fn!r} must be a function, which each worker calls with the arguments")
 
 
 class _Pickler(cloudpickle.Pickler):

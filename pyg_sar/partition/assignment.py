@@ -22,6 +22,7 @@ from pyg_sar.partition.scratch import Scratch
 from pyg_sar.partition.streaming import Edges, stream_assignment
 
 METHODS: tuple[str, ...] = ("balanced", "metis", "fennel", "random", "contiguous")
+_MOST_PARTS = 99_999
 _STREAMED = 2**30  # bytes for pieces of the stream where nothing limits them
 _METIS_EDGE, _METIS_NODE = 150, 200  # bytes of memory that METIS and what feeds it take
 
@@ -138,11 +139,13 @@ def _streamed(
 
 
 def check_num_parts(num_parts: int) -> None:
-    """Raises unless ``num_parts`` is an integer >= 1."""
+    """Raises unless ``num_parts`` is an integer from 1 to 99,999, what names of files can hold."""
     if isinstance(num_parts, bool) or not isinstance(num_parts, int):
         raise TypeError(f"Expected 'num_parts' to be an integer (got {num_parts!r})")
     if num_parts < 1:
         raise ValueError(f"Expected 'num_parts' to be at least 1 (got {num_parts})")
+    if num_parts > _MOST_PARTS:
+        raise ValueError(f"Expected 'num_parts' to be at most {_MOST_PARTS} (got {num_parts})")
 
 
 def whole_number(name: str, value: Any) -> int:

@@ -24,6 +24,7 @@ from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import DistributedIndexError, PartitionError
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.halo import HaloPlan
+from pyg_sar.files import check_path
 from pyg_sar.partition.assignment import restore_adjacency
 from pyg_sar.partition.attributes import Attribute, tensor_names
 from pyg_sar.partition.global_view import draw_alike, global_data, global_hetero_data
@@ -165,6 +166,7 @@ def load_partition(
     comm = current()
     if view not in ("local", "global"):
         raise ValueError(f"Expected 'view' to be 'local' or 'global' (got {view!r})")
+    check_path("root", root)
     place = _place(device, comm)
     metadata: PartitionMetadata | None = None
     tensors: dict[str, Tensor] = {}
@@ -196,7 +198,12 @@ def _place(device: torch.device | str | None, comm: Communicator) -> torch.devic
     """Returns the device of the data, on which all that workers exchange with each other lies."""
     if device is None:
         return comm.device
-    found = torch.device(device)
+    try:
+        found = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device such as 'cpu' or 'cuda:0'") from error
+    if found.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device={device!r}: PyTorch finds no GPU here; leave 'device' out")
     if comm.world_size == 1 or found == comm.device:
         return found
     if found.index is None and found.type == comm.device.type:

@@ -57,7 +57,7 @@ def message_flow_graphs(data: Data, seeds: Tensor, num_layers: int) -> Data:
     Args:
         data: What :func:`pyg_sar.load_partition` gave.
         seeds: This worker's nodes whose outputs are needed: bool ``[num_nodes]`` or a list of local
-            ids; none on some workers.
+            ids, each once; none on some workers.
         num_layers: How often the model passes messages on, one after the other. A layer of K hops
             (``SGConv(K=3)``) counts K times, and must not be trimmed inside.
 
@@ -116,11 +116,17 @@ def _distributed_edges(data: Data) -> DistEdgeIndex:
         raise TypeError(
             "Expected 'data' to be a part with one type of nodes, as pyg_sar.load_partition gives "
             f"it in the local view (got {type(data).__name__} with "
-            f"{'a part of a message flow graph' if edges is not None else 'no edge_index'})"
+            f"{_kind(edges)} as edge_index)"
         )
     if edges.dist_row != 0:
         raise ValueError("Expected 'data.edge_index' to go from sources to targets (it is flipped)")
     return edges
+
+
+def _kind(edges: Any) -> str:
+    if isinstance(edges, DistEdgeIndex) and edges.partial is not None:
+        return "edges of a message flow graph"
+    return type(edges).__name__
 
 
 def _flow(
@@ -161,6 +167,9 @@ def _mask(seeds: Tensor, plan: HaloPlan) -> Tensor:
         problem = f"a mask of this worker's {num} nodes (got {len(seeds)} values)"
     elif seeds.dtype != torch.bool and not bool(((seeds >= 0) & (seeds < num)).all()):
         problem = f"local ids below {num} (got {int(seeds.min())} to {int(seeds.max())})"
+    elif seeds.dtype != torch.bool and len(seeds.unique()) < len(seeds):
+        problem = f"local ids, each once (got {len(seeds)} of {len(seeds.unique())} nodes; is it "
+        problem += "a mask? pass seeds.bool())"
     else:
         mask[seeds] = True
     told = plan.comm.all_gather_object((problem, int(mask.sum())))

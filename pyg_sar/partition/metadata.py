@@ -236,7 +236,9 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
             "pyg_sar.write_partitions or 'pyg-sar partition'"
         ) from None
     except (OSError, UnicodeDecodeError) as error:
-        raise PartitionError(f"'{path}' can't be read: {error}") from error
+        raise PartitionError(
+            f"'{path}' can't be read: {error}; copy it again or partition the graph anew"
+        ) from error
     damaged = PartitionError(
         f"'{path}' is truncated or was altered; copy it again or partition the graph anew"
     )

@@ -75,7 +75,9 @@ def said_of(node_ids: NodeIds | None, names: Iterable[str]) -> dict[str, bool]:
     if isinstance(node_ids, Mapping):
         said = dict(node_ids)
     else:
-        given = [node_ids] if isinstance(node_ids, str) else list(node_ids or ())
+        listed = node_ids is None or isinstance(node_ids, Iterable)
+        given: list[Any] = [node_ids] if isinstance(node_ids, str) or not listed else []
+        given = given or list(node_ids or ())
         said = dict.fromkeys(given, True)
     wrong = [k for k, v in said.items() if not isinstance(k, str) or not isinstance(v, bool)]
     if wrong:

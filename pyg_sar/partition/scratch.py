@@ -111,14 +111,14 @@ class Scratch:
         )
         if fixed + most <= self.memory:
             return
-        left, wanted = self.memory - fixed, f"{(fixed + most) / 2**20:.0f} MiB"
+        left, wanted = self.memory - fixed, f"{math.ceil((fixed + most) / 2**20)} MiB"
         remedy = f"memory='{wanted.replace(' ', '')}'"
         if left > 0:
             more = math.ceil(1.2 * len(nodes) * most / left)  # Smaller parts are less even.
             remedy = f"about {max(more, len(nodes) + 1)} parts, or {remedy}"
         raise ValueError(
             f"Expected 'memory' to hold {PER_NODE} bytes for each of {sum(nodes):,} nodes and the "
-            f"largest part of {len(nodes)}, {wanted} in all (got {self.memory / 2**20:.0f} MiB); "
+            f"largest part of {len(nodes)}, {wanted} in all (got {self.memory / 2**20:.3g} MiB); "
             f"choose {remedy}"
         )
 

@@ -15,9 +15,11 @@ without its metadata does not load, so no interrupted write does.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -31,7 +33,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import beside, explained, parse_bytes, save_tensors
+from pyg_sar.files import beside, check_path, explained, parse_bytes, save_tensors
 from pyg_sar.files import flush as _flush
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.attributes import RESERVED, encode, tensor_names
@@ -84,10 +86,10 @@ def write_partitions(
         data: The graph.
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
-        method: ``'balanced'``, ``'metis'``, ``'random'``, ``'contiguous'``, or an integer vector
-            ``[num_nodes]`` (see :func:`~pyg_sar.partition.assignment.assign_nodes`); of a
-            ``HeteroData`` a dict of such vectors by node type
-            (:func:`~pyg_sar.partition.assignment.assign_node_types`).
+        method: ``'balanced'``, ``'metis'``, ``'fennel'``, ``'random'``, ``'contiguous'``, or an
+            integer vector ``[num_nodes]`` (see
+            :func:`~pyg_sar.partition.assignment.assign_nodes`); of a ``HeteroData`` a dict
+            of such vectors by node type (:func:`~pyg_sar.partition.assignment.assign_node_types`).
         seed: Seed of the partitioner.
         node_ids: Names of more attributes that hold node ids; or for each name whether it does,
             ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
@@ -114,6 +116,7 @@ def write_partitions(
         OSError: When ``root`` can't be written; it is then as it was before.
     """
     report = progress or (lambda text: None)
+    check_path("root", root)
     root = Path(root)
     _check_target(root, overwrite)
     limit = None if memory is None else parse_bytes(memory, "memory")
@@ -162,7 +165,7 @@ def _resumed(
         request = json.dumps(arguments)
     except TypeError:  # An assignment of the user's.
         return None
-    report("reading the graph, to know it again")
+    report("reading the graph, to know whether it is the one of an unfinished run")
     known = digest(data)
     if known is None:
         return None
@@ -207,11 +210,29 @@ def _sha256(path: Path) -> str:
 
 def _check_target(root: Path, overwrite: bool) -> None:
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
+        _check_writable(root)
         return
     if not overwrite:
-        raise FileExistsError(f"'{root}' exists; choose another folder or pass overwrite=True")
+        raise FileExistsError(
+            f"'{root}' exists; choose another folder or pass overwrite=True (--overwrite)"
+        )
     if not (root / METADATA).is_file():
         raise FileExistsError(f"'{root}' is not a partition, so it is not overwritten; delete it")
+    ours = re.compile(rf"{METADATA}|part-\d+-of-\d+\.safetensors|\..*")
+    others = sorted(path.name for path in root.iterdir() if not ours.fullmatch(path.name))
+    if others:
+        raise FileExistsError(
+            f"'{root}' holds {others[0]!r} too, which overwriting the partition would delete; move "
+            "it elsewhere"
+        )
+
+
+def _check_writable(root: Path) -> None:
+    """Raises before the work begins where a folder can't be made."""
+    parent = next(folder for folder in root.absolute().parents if folder.exists())
+    number = errno.ENOTDIR if not parent.is_dir() else errno.EACCES
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise explained(OSError(number, os.strerror(number)), root)
 
 
 def _publish(scratch: Path, root: Path) -> None:

@@ -98,25 +98,56 @@ def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:
     r"""Returns the fraction of correctly classified nodes of all workers.
 
     Args:
-        pred: Class scores ``[num_local, C]`` or predicted classes ``[num_local]``.
+        pred: Class scores ``[num_local, C]`` or predicted classes ``[num_local]``, integers.
         y: Labels ``[num_local]``.
         mask: Nodes to count, bool ``[num_local]``.
 
     Returns:
         A number in [0, 1]; NaN when no worker has a node to count.
+
+    Raises:
+        TypeError: When an argument is no tensor.
+        ValueError: When shapes or dtypes do not fit, or a label has no column in ``pred``.
     """
-    labels = pred.argmax(dim=-1) if pred.dim() == 2 else pred
-    if labels.shape != y.shape:
-        raise ValueError(
-            f"Expected predictions for 'y' of shape {list(y.shape)} (got {list(pred.shape)})"
-        )
-    right = labels == y
+    rank = current().rank
+    _check_accuracy(pred, y, mask, rank)
+    right = (pred.argmax(dim=-1) if pred.dim() == 2 else pred) == y
+    counted = y
     if mask is not None:
-        right = right[mask]
+        right, counted = right[mask], y[mask]
+    highest = int(counted.max()) if pred.dim() == 2 and counted.numel() else -1
+    if highest >= pred.size(-1):
+        raise ValueError(
+            f"'pred' has scores of {pred.size(1)} classes, 'y' holds label {highest} (rank {rank})"
+            ": pass a score for each class; of one score per node the classes, (pred > 0).long()"
+        )
     counts = torch.tensor([int(right.sum()), right.numel()], device=y.device)
     current().all_reduce(counts, label=("", "", "accuracy"))
     correct, total = counts.tolist()
     return correct / total if total else float("nan")
+
+
+def _check_accuracy(pred: Any, y: Any, mask: Any, rank: int) -> None:
+    for name, value in (("pred", pred), ("y", y), ("mask", mask)):
+        if not isinstance(value, Tensor) and (name != "mask" or value is not None):
+            raise TypeError(
+                f"Expected '{name}' to be a tensor (got {type(value).__name__} at rank {rank})"
+            )
+    if pred.shape[:1] != y.shape or pred.dim() not in (1, 2):
+        raise ValueError(
+            f"Expected predictions for 'y' of shape {list(y.shape)} (got {list(pred.shape)} at "
+            f"rank {rank})"
+        )
+    if pred.dim() == 1 and pred.is_floating_point():
+        raise ValueError(
+            f"Expected 'pred' of shape {list(pred.shape)} to hold classes, integers (got "
+            f"{pred.dtype} at rank {rank}): of scores pass the classes, (pred > 0).long()"
+        )
+    if mask is not None and (mask.dtype != torch.bool or mask.shape != y.shape):
+        raise ValueError(
+            f"Expected 'mask' to be bool of shape {list(y.shape)} (got {mask.dtype} of shape "
+            f"{list(mask.shape)} at rank {rank}): pass mask.bool(), or for ids pred[ids] and y[ids]"
+        )
 
 
 # Rows of all nodes ############################################################

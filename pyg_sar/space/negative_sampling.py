@@ -81,6 +81,9 @@ def negative_sampling(
                 f"Expected 'edge_index' to be a distributed one (got {type(edge_index).__name__} "
                 f"at rank {comm.rank} of {comm.world_size}): pass that of pyg_sar.load_partition()"
             )
+        if not isinstance(edge_index, Tensor) or edge_index.dim() != 2 or len(edge_index) != 2:
+            found = list(edge_index.shape) if isinstance(edge_index, Tensor) else edge_index
+            raise TypeError(f"Expected 'edge_index' to be a tensor of shape [2, E] (got {found!r})")
         plain: Tensor = sample_in_one_process(
             edge_index, num_nodes, num_neg_samples, method, force_undirected
         )

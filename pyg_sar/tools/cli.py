@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
+from torch_geometric.data import Data
 
 from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.processes import SignalNotice
@@ -22,13 +23,13 @@ from pyg_sar.errors import PygSarError, StoppedError, WorkerError
 from pyg_sar.partition.assignment import METHODS
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import WIRES, SARPolicy
-from pyg_sar.tools.graphs import load_graph, names_in, node_ids
+from pyg_sar.tools.graphs import load_graph, names_in
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
 from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
 from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
 from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
-from pyg_sar.tools.start import add_workers, on_workers, tell_agent
+from pyg_sar.tools.start import add_workers, node_ids_of, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
@@ -52,7 +53,7 @@ _PARTITION_EPILOG = """\
 sources:
   synthetic                 built in: power-law degrees, planted classes (the default)
   cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
-  ogbn-arxiv, ...           OGB's raw files in --root; ogb ('pyg_sar[ogb]') downloads them
+  ogbn-arxiv, ...           OGB's raw files in --data-root; ogb ('pyg_sar[ogb]') downloads them
   FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
   FOLDER                    edge_index.npy, x.npy, ..., or edges.parquet, nodes.csv: memory mapped,
                             so that with --memory it may be larger than the memory
@@ -150,8 +151,10 @@ def _explain(error: Exception, debug: bool) -> int:
 
 def _rank() -> int:
     launcher = find_launcher()
-    text = "0" if launcher is None else os.environ.get(launcher.rank, "")
-    return int(text) if text.isdecimal() else 0  # A missing rank may be the very error.
+    names = () if launcher is None else (launcher.rank, launcher.world)
+    rank, world = [os.environ.get(name, "") for name in names] or ("0", "1")
+    impossible = rank.isdecimal() and world.isdecimal() and int(rank) >= int(world)
+    return int(rank) if rank.isdecimal() and not impossible else 0  # This may be the very error.
 
 
 def _root_cause(error: WorkerError) -> tuple[str, bool]:
@@ -170,6 +173,8 @@ def _root_cause(error: WorkerError) -> tuple[str, bool]:
 
 
 def _partition(arguments: argparse.Namespace) -> int:
+    if arguments.parts < 1:
+        raise ValueError(f"--parts {arguments.parts} must be at least 1")
     data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
     statistics = write_partitions(
         data,
@@ -207,6 +212,8 @@ def _train(arguments: argparse.Namespace) -> int:
 def _predict(arguments: argparse.Namespace) -> int:
     if not Path(arguments.out).absolute().parent.is_dir():
         raise ValueError(f"--out {arguments.out}: there is no such folder")
+    if Path(arguments.out).is_dir():
+        raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a .npy file")
     config = _settings(PredictConfig, arguments)
     shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:
@@ -232,6 +239,10 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
     for path, option in ((arguments.checkpoint, "--checkpoint"), (resume, "--resume")):
         if path is not None and not Path(path).absolute().parent.is_dir():
             raise ValueError(f"{option} {path}: there is no such folder")
+        if path is not None and Path(path).is_dir():
+            raise ValueError(f"{option} {path!r} is a folder: give the name of a file")
+    if arguments.report == "":
+        raise ValueError("--report '' names no folder")
     return _settings(
         RunConfig,
         arguments,
@@ -247,6 +258,8 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
 def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
     if arguments.sampler == "none":
         return None
+    if arguments.mfg != "off" or arguments.labels is not None:
+        raise ValueError("--sampler neighbor goes without --mfg and --labels: leave them out")
     given = arguments.num_neighbors.split(",")
     if not all(re.fullmatch(r"-1|[1-9]\d*", n) for n in given):
         raise ValueError(
@@ -254,7 +267,8 @@ def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
         )
     if len(given) not in (1, arguments.layers):
         raise ValueError(
-            f"--num-neighbors: one number, or one for each of {arguments.layers} layers"
+            f"--num-neighbors {arguments.num_neighbors}: expected one number, or one for each of "
+            f"{arguments.layers} layers"
         )
     numbers = tuple(map(int, given if len(given) > 1 else given * arguments.layers))
     return NeighborSampling(num_neighbors=numbers, batch_size=arguments.batch_size)
@@ -279,9 +293,13 @@ def _accuracies(scores: Scores) -> str:
 
 def _verify(arguments: argparse.Namespace) -> int:
     data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
+    if not isinstance(data, Data):
+        raise ValueError(f"{arguments.source!r} is a heterogeneous graph, which can't be verified")
     torch.manual_seed(arguments.seed)
     if arguments.model in MODELS:
-        classes = int(data.y.max()) + 1 if "y" in data else data.num_features
+        labels = data.get("y")
+        known = isinstance(labels, torch.Tensor) and labels.numel()
+        classes = max(int(labels.max()) + 1, 1) if known else data.num_features
         config = _settings(ModelConfig, arguments, name=arguments.model)
         model = config.stock(data.num_features, classes).build()
     else:
@@ -362,7 +380,7 @@ def _add_partition(commands: Any) -> None:
     of_method = "balanced: even nodes and edges; metis: even nodes; fennel: in less memory"
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
-    add("--node-ids", type=node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
     add("--memory", metavar="SIZE", help=of_memory)
@@ -475,7 +493,7 @@ def _add_verify(commands: Any) -> None:
     add("--method", choices=METHODS, default="random", help="who gets which node")
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     add("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
-    add("--node-ids", type=node_ids, metavar="NAMES", help=_OF_IDS)
+    add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
     add("--memory", metavar="SIZE", help="limit: workers are then parts in turn, as in train")
     add("--store", metavar="DIR", help="folder for what parts that wait hold")
     of_args = "attributes that the model takes: x,edge_index,edge_attr"

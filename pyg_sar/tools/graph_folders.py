@@ -173,6 +173,8 @@ def _pieces(path: Path) -> Iterator[dict[str, Array]]:
                 yield from (_arrays(path, piece) for piece in file.iter_batches(_ROWS))
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"'{path}' can't be read: {error}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError(f"'{path}' is not UTF-8: {error}; save it as UTF-8") from error
 
 
 def _arrays(path: Path, piece: Any) -> dict[str, Array]:

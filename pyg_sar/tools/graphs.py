@@ -39,7 +39,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import ToUndirected
 
-from pyg_sar.partition.assignment import check_graph, count_nodes, edges_of_relations
+from pyg_sar.partition.assignment import check_graph, check_seed, count_nodes, edges_of_relations
 from pyg_sar.tools.graph_folders import is_graph_folder, load_folder
 from pyg_sar.tools.graph_sources import (
     FILE_SUFFIXES,
@@ -149,6 +149,7 @@ def load_graph(
         ImportError: When the source needs an extra that is not installed.
         OSError: When a file is missing or a dataset can't be downloaded.
     """
+    check_seed(seed)
     name, written = parse_source(source)
     given = {**written, **options}
     allowed: list[type] = [GraphOptions]
@@ -188,6 +189,8 @@ def parse_source(source: str) -> tuple[str, dict[str, str]]:
             raise ValueError(
                 f"Expected options 'key=value,key=value' after '{name}:' (got {item!r})"
             )
+        if key.strip() in options:
+            raise ValueError(f"'{source}' gives '{key.strip()}' twice; leave one out")
         options[key.strip()] = value.strip()
     return name, options
 
@@ -195,11 +198,6 @@ def parse_source(source: str) -> tuple[str, dict[str, str]]:
 def names_in(text: str) -> list[str]:
     """Returns the names of an option such as ``x,edge_index``."""
     return [name.strip() for name in text.split(",") if name.strip()]
-
-
-def node_ids(text: str) -> dict[str, bool]:
-    """Returns which attributes hold node ids, as ``roots,cluster_idx=no`` says."""
-    return {name.removesuffix("=no"): not name.endswith("=no") for name in names_in(text)}
 
 
 def _choose(given: Mapping[str, Any], classes: list[type], name: str) -> list[dict[str, Any]]:
@@ -277,7 +275,7 @@ def _load_dataset(name: str, root: Path) -> Data | HeteroData:
 def _unavailable(name: str, folder: Path, error: OSError) -> str:
     return (
         f"The dataset '{name}' is not in '{folder}', and could not be downloaded and processed "
-        f"there: {error}; set 'root' to a writable folder that holds it"
+        f"there: {error}; set 'root' (--data-root) to a writable folder that holds it"
     )
 
 
@@ -334,7 +332,7 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
     rng = np.random.default_rng([seed, 1])  # Not the stream that a synthetic graph was drawn by.
     num_nodes = data.num_nodes
     if num_nodes is None:
-        raise ValueError("The graph does not tell its number of nodes")
+        raise ValueError("The graph does not tell its number of nodes: save it with 'num_nodes'")
     y = data.get("y")
     if isinstance(y, Tensor) and y.dim() == 2 and y.size(1) == 1:
         data.y = y.view(-1)

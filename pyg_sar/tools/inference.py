@@ -9,6 +9,7 @@ to the graph that was given, and the model goes on as it was.
 from __future__ import annotations
 
 import copy
+import errno
 import os
 import tempfile
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute, plain_class
 from pyg_sar.errors import WorkerError
-from pyg_sar.files import parse_bytes
+from pyg_sar.files import check_folder, check_type, parse_bytes
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.loading import PartData, PartHeteroData, load_partition
 from pyg_sar.partition.storage import add_attributes, write_partitions
@@ -107,6 +108,12 @@ def infer(
     """
     comm, is_part = current(), isinstance(data, PartData | PartHeteroData)
     _check(data, memory, parts, workers, store, node_type, is_part)
+    check_type("model", model, nn.Module, "a torch.nn.Module")
+    check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
+    if forward is not None and not callable(forward):
+        raise TypeError(f"forward={forward!r} must be a function of model and data")
+    if out is not None and os.path.isdir(out):
+        raise IsADirectoryError(errno.EISDIR, "Is a folder; give the name of a .npy file", str(out))
     if not is_part and (memory is not None or parts is not None):
         return _in_parts(
             model, data, out, memory, parts, workers, store, forward, node_type, policy
@@ -157,6 +164,9 @@ def _check(
         whole = isinstance(count, int) and not isinstance(count, bool)
         if count is not None and (not whole or count < 1):
             raise ValueError(f"Expected {name!r} to be an integer of at least 1 (got {count!r})")
+    check_folder("store", store)
+    if isinstance(data, Data) and node_type is not None:
+        raise ValueError(f"node_type={node_type!r} is for a HeteroData; 'data' has no node types")
     if isinstance(data, HeteroData) and node_type not in data.node_types:
         raise ValueError(
             f"Expected 'node_type' to be one of {data.node_types} for a HeteroData (got "

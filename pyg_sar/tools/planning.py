@@ -31,7 +31,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.engine import analysis
-from pyg_sar.files import parse_bytes
+from pyg_sar.files import check_type, parse_bytes
 from pyg_sar.kernels import attention_terms
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
@@ -42,7 +42,7 @@ from pyg_sar.tools.graphs import names_in
 from pyg_sar.tools.models import MODELS, imported_model
 from pyg_sar.tools.plan_sample import PartShape, read_shapes, write_sample
 from pyg_sar.tools.rates import LiveBytes, Rates, Work, read_rates
-from pyg_sar.tools.run import ModelConfig, call_of, count_classes
+from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
 from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
 
@@ -175,11 +175,19 @@ def plan(
         ValueError: An argument makes no sense, a heterogeneous graph, or several graphs.
         WorkerError: The model fails on the sample.
     """
+    for name, function in (("model", model), ("call", call)):
+        if not callable(function):
+            raise TypeError(f"{name}={function!r} must be a module, or a function")
+    check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
+    check_type("modes", modes, Sequence, "a sequence such as (1, 3)")
+    check_type("parts", parts, str | os.PathLike | Sequence, "a folder, or several")
+    if rates is not None:
+        check_type("rates", rates, Rates, "the machine's Rates, or None")
     roots = [parts] if isinstance(parts, str | os.PathLike) else list(parts)
     limit = None if memory is None else parse_bytes(memory, "memory")
     if not roots or not modes:
         raise ValueError("'parts' and 'modes' need at least one entry each")
-    if bandwidth is not None and not bandwidth > 0:
+    if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
         raise ValueError(f"bandwidth={bandwidth!r} must be a positive number of bytes per second")
     graphs = {(found.num_nodes, found.num_edges) for found in map(read_metadata, roots)}
     if len(graphs) > 1:
@@ -187,6 +195,8 @@ def plan(
             f"'parts' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "
             "compare partitions of one graph"
         )
+    if graphs.pop()[0] == 0:
+        raise ValueError(f"{os.fspath(roots[0])!r} has no node: there is nothing to plan")
     rates = rates or read_rates()
     policies = [replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes]
     forecasts = []
@@ -361,7 +371,8 @@ def parse_rate(text: str) -> float:
     Raises:
         ValueError: It is no such text.
     """
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kmg]?)b(?:it)?(?:/s)?", text.strip(), re.IGNORECASE)
+    # A large B would be bytes.
+    found = re.fullmatch(r"(\d+(?:\.\d+)?)([kKmMgG]?)b(?:it)?(?:/s|ps)?", text.strip())
     if found is None or float(found[1]) <= 0:
         raise ValueError(f"--bandwidth {text}: expected bits per second, such as 1Gb or 100Mb")
     return float(found[1]) * _BITS[found[2].lower()] / 8
@@ -375,10 +386,13 @@ class Build:
     options: dict[str, Any] = field(default_factory=dict)
 
     def __call__(self, data: Data) -> nn.Module:
-        if self.name not in MODELS:
-            return imported_model(self.name, data)
-        config = ModelConfig(name=self.name, **self.options)
-        return config.stock(data.num_features, count_classes(data, current())).build()
+        try:
+            if self.name not in MODELS:
+                return imported_model(self.name, data)
+            config = ModelConfig(name=self.name, **self.options)
+            return config.stock(data.num_features, count_classes(data, current())).build()
+        except (TypeError, ValueError) as error:
+            raise UsageError(str(error)) from error
 
 
 @dataclass(frozen=True, slots=True)

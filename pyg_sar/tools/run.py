@@ -177,8 +177,12 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
 
 def _features(data: Data) -> Tensor:
     x = data.get("x")
-    if not isinstance(x, Tensor) or x.dim() != 2:
-        raise UsageError("The graph has no node features: data.x must have shape [num_nodes, F]")
+    if not isinstance(x, Tensor) or x.dim() != 2 or not x.size(1):
+        found = f"shape {list(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+        raise UsageError(
+            "The graph has no node features: data.x must have shape [num_nodes, F], F >= 1 (got "
+            f"{found})"
+        )
     if x.layout != torch.strided:
         x = x.to_dense()
     return x if x.is_floating_point() else x.float()
@@ -186,8 +190,10 @@ def _features(data: Data) -> Tensor:
 
 def count_classes(data: Data, comm: Communicator) -> int:
     labels = node_labels(data)
-    highest = comm.all_gather_object(int(labels.max()) if labels.numel() else -1)
-    return int(max(highest)) + 1
+    highest = max(comm.all_gather_object(int(labels.max()) if labels.numel() else -1))
+    if highest < 0:
+        raise UsageError("data.y holds no class, a number of at least 0, on any worker")
+    return int(highest) + 1
 
 
 def call_of(name: str, data: Data, columns: int = 0) -> Any:

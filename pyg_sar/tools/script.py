@@ -30,14 +30,13 @@ from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
 from pyg_sar.errors import WorkerError
 from pyg_sar.files import parse_bytes
-from pyg_sar.tools.graphs import node_ids
 from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import PrivateFiles
 from pyg_sar.tools.script_graphs import Graphs, default_cache
 from pyg_sar.tools.script_models import Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
-from pyg_sar.tools.start import tell_agent, was_launched
+from pyg_sar.tools.start import node_ids_of, tell_agent, was_launched
 
 EXIT_INTERRUPT = 130
 
@@ -91,7 +90,7 @@ def run_script(config: ScriptConfig, workers: int) -> int:
         WorkerError: A worker was lost.
     """
     env = {_HASHES: os.environ.get(_HASHES, "0")}
-    if config.parts is not None:
+    if hosts_parts(config):
         env |= {name: os.environ.get(name, value) for name, value in _HOST.items()}
     options: dict[str, Any] = {"backend": config.backend, "timeout": config.timeout, "env": env}
     with tempfile.TemporaryDirectory(prefix="pyg_sar-run-") as folder:
@@ -127,6 +126,11 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
             return 1
 
 
+def hosts_parts(config: ScriptConfig) -> bool:
+    """Returns whether the workers take parts in turn, be it one each, so that these can wait."""
+    return any(given is not None for given in (config.parts, config.memory, config.store))
+
+
 def _with_folder(config: ScriptConfig, folder: str) -> ScriptConfig:
     fields = {name: getattr(config, name) for name in config.__slots__}
     return ScriptConfig(**{**fields, "folder": folder})
@@ -157,9 +161,10 @@ def work(config: ScriptConfig) -> int:
         os.environ |= {"MPLBACKEND": "Agg", "WANDB_MODE": "disabled", "WANDB_SILENT": "true"}
     options: dict[str, Any] = {"memory": config.memory, "store": config.store}
     options |= {"backend": config.backend, "timeout": config.timeout}
+    parts = comm.world_size if config.parts is None and hosts_parts(config) else config.parts
     try:
         with process.replaced(), _trace_at_end(config, process):
-            codes = run(_run_part, config, process, main, parts=config.parts, **options)
+            codes = run(_run_part, config, process, main, parts=parts, **options)
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
     return codes[0]
@@ -313,7 +318,9 @@ _WORKERS = 2
 def add_run(command: argparse.ArgumentParser) -> None:
     """Adds the arguments of ``pyg-sar run``."""
     group = command.add_argument_group("workers").add_argument
-    group("--workers", type=int, metavar="N", help=f"start N here (default: {_WORKERS})")
+    group(
+        "--workers", type=int, metavar="N", help=f"start N here (default: --parts, or {_WORKERS})"
+    )
     group("--parts", type=int, metavar="N", help="parts of the graph (default: one per worker)")
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
     group("--store", metavar="DIR", help="folder for what parts that wait hold")
@@ -323,7 +330,7 @@ def add_run(command: argparse.ArgumentParser) -> None:
     group("--cache", metavar="DIR", help="folder of partitions (default: in the user's cache)")
     group(
         "--node-ids",
-        type=node_ids,
+        type=node_ids_of,
         metavar="NAMES",
         help="attributes that hold node ids, or don't: a,b=no",
     )
@@ -355,6 +362,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         backend=arguments.backend,
         timeout=arguments.timeout,
     )
+    if arguments.parts is not None and arguments.parts < 1:
+        raise ValueError(f"--parts {arguments.parts} must be at least 1")
     if was_launched(arguments.workers):
         return run_script_under_torchrun(config)
     workers = arguments.workers if arguments.workers is not None else arguments.parts or _WORKERS

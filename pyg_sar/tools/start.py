@@ -16,6 +16,7 @@ from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import parse_bytes
 from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.tools.graphs import names_in
 
 T = TypeVar("T")
 
@@ -57,6 +58,21 @@ def on_workers(
     if hosting or workers < num_parts:
         hosting["parts"] = num_parts
     return launch(work, workers, config, **options, **hosting)[0], True
+
+
+def node_ids_of(text: str) -> dict[str, bool]:
+    """Returns what ``'roots,cluster_idx=no'`` says of attributes, as ``write_partitions`` takes it.
+
+    Raises:
+        argparse.ArgumentTypeError: It says something else.
+    """
+    found = {}
+    for name in names_in(text):
+        name, equals, value = name.partition("=")
+        if not name or (equals and value != "no"):
+            raise argparse.ArgumentTypeError(f"{text!r}: expected NAME or NAME=no, by commas")
+        found[name] = not equals
+    return found
 
 
 def was_launched(workers: int | None) -> bool:
@@ -102,7 +118,7 @@ def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.memory is not None:
         options["memory"] = parse_bytes(arguments.memory, "--memory")
     if arguments.store is not None:
-        if not Path(arguments.store).absolute().parent.is_dir():
+        if not Path(arguments.store).is_dir():
             raise ValueError(f"--store {arguments.store}: there is no such folder")
         options["store"] = arguments.store
     return options

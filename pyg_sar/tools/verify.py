@@ -28,8 +28,9 @@ from pyg_sar.comm.hosting import PartError, host_parts
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning, WorkerError
+from pyg_sar.files import check_folder, check_type
 from pyg_sar.ledger import HALO_KINDS, Ledger
-from pyg_sar.partition.loading import load_partition
+from pyg_sar.partition.loading import PartData, load_partition
 from pyg_sar.partition.node_lists import PLACE, NodeIds, said_of, without_lists
 from pyg_sar.partition.parts import restricted
 from pyg_sar.partition.storage import write_partitions
@@ -110,20 +111,18 @@ def verify(
         table.
 
     Raises:
+        TypeError: When an argument has another type; ``data`` is no ``HeteroData``.
         ValueError: When an argument is out of range, or the model can't be called.
         Exception: Whatever the model raises in one process.
     """
-    if num_workers < 1 or max_nodes < 1:
-        raise ValueError(
-            "Expected 'num_workers' and 'max_nodes' to be at least 1 (got "
-            f"{num_workers} and {max_nodes})"
-        )
+    _check_arguments(model, data, policy, call, tolerance, num_workers, max_nodes)
     if policy is not None and policy.refresh_every > 1:
         raise ValueError(
             f"'policy' has refresh_every={policy.refresh_every}: steps between exchanges differ "
             "from one process by intent. Verify with refresh_every=1; "
             "pyg_sar.train.gradient_error measures the difference"
         )
+    check_folder("store", store)
     hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
     with _float64():
         part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))
@@ -143,10 +142,33 @@ def verify(
     return report
 
 
+def _check_arguments(
+    model: Any, data: Any, policy: Any, call: Any, tolerance: Any, num_workers: Any, max_nodes: Any
+) -> None:
+    for name, number in (("num_workers", num_workers), ("max_nodes", max_nodes)):
+        if not isinstance(number, int) or isinstance(number, bool) or number < 1:
+            raise ValueError(f"Expected '{name}' to be an integer of at least 1 (got {number!r})")
+    kinds: tuple[tuple[str, Any, Any, str], ...] = (
+        ("model", model, nn.Module, "a torch.nn.Module"),
+        ("data", data, Data, "a Data, the graph; HeteroData can't be verified"),
+        ("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None"),
+        ("call", call or print, Callable, "a function of model and data, or None"),
+    )
+    for given in kinds:
+        check_type(*given)
+    if isinstance(data, PartData):
+        raise ValueError("'data' is a part of a graph: pass the whole graph, or a sample of it")
+    if not isinstance(tolerance, int | float) or not tolerance >= 0:
+        raise ValueError(f"Expected 'tolerance' to be a number of at least 0 (got {tolerance!r})")
+
+
 def call_with(names: Sequence[str]) -> Call:
     """Returns a ``call`` that passes the attributes ``names`` of the graph by keyword."""
 
     def call(model: nn.Module, data: Data) -> Any:
+        missing = [name for name in names if name not in data and name != "data"]
+        if missing:
+            raise ValueError(f"'data' has no {missing}; it has {', '.join(map(str, data.keys()))}")
         return model(**{name: data if name == "data" else data[name] for name in names})
 
     return call

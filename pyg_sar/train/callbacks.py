@@ -99,8 +99,10 @@ class CheckpointEvery(Callback):
         stop: SignalNotice | None = None,
         **extra: object,
     ) -> None:
-        if every < 1:
-            raise ValueError(f"Expected 'every' to be at least 1 (got {every})")
+        if not isinstance(every, int) or isinstance(every, bool) or every < 1:
+            raise ValueError(f"Expected 'every' to be an integer of at least 1 (got {every!r})")
+        if os.path.isdir(path):
+            raise ValueError(f"path={os.fspath(path)!r} is a folder: give the name of a file")
         self.path = path
         self.every = every
         self.stop = stop

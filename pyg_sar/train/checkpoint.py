@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import CheckpointError
-from pyg_sar.files import replace_file, save_tensors
+from pyg_sar.files import check_path, replace_file, save_tensors
 from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
 
@@ -192,6 +192,7 @@ def inspect_checkpoint(
         CheckpointError: on every worker, when the file is missing, truncated, altered, newer, or
             not the same file for all.
     """
+    check_path("checkpoint", path)
     comm = comm or current()
     problem: str | None = None
     content = _Content()

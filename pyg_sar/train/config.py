@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from numbers import Real
 from typing import Literal
 
 #: Names that :class:`TrainConfig` takes.
@@ -67,26 +68,38 @@ class TrainConfig:
     seed: int | None = 0
 
     def __post_init__(self) -> None:
-        _check(self.epochs >= 0, "epochs", self.epochs, "at least 0")
-        _check(self.lr > 0 and math.isfinite(self.lr), "lr", self.lr, "a positive number")
+        for name, least in _WHOLE.items():
+            value = getattr(self, name)
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            _check(whole and value >= least, name, value, f"a whole number of at least {least}")
+        for name in ("patience", "seed"):
+            value, least = getattr(self, name), int(name == "patience")
+            whole = isinstance(value, int) and not isinstance(value, bool)
+            fits = value is None or (whole and least <= value < 2**63)
+            _check(fits, name, value, f"a whole number from {least} to 2**63 - 1 or None")
+        _check(_is_number(self.lr) and self.lr > 0, "lr", self.lr, "a positive number")
+        decay, gamma, smoothing = self.weight_decay, self.gamma, self.label_smoothing
+        _check(_is_number(decay) and decay >= 0, "weight_decay", decay, "a number of at least 0")
+        _check(_is_number(gamma) and 0 < gamma <= 1, "gamma", gamma, "in (0, 1]")
+        fits = _is_number(smoothing) and 0 <= smoothing < 1
+        _check(fits, "label_smoothing", smoothing, "in [0, 1)")
+        clip = self.clip_norm  # Infinity: the norm alone is measured.
+        fits = clip is None or clip == math.inf or (_is_number(clip) and clip > 0)
+        _check(fits, "clip_norm", clip, "positive or None")
         _check(self.optimizer in OPTIMIZERS, "optimizer", self.optimizer, _one_of(OPTIMIZERS))
-        _check(self.weight_decay >= 0, "weight_decay", self.weight_decay, "at least 0")
         _check(self.schedule in SCHEDULES, "schedule", self.schedule, _one_of(SCHEDULES))
-        _check(self.warmup >= 0, "warmup", self.warmup, "at least 0")
-        _check(self.step_size >= 1, "step_size", self.step_size, "at least 1")
-        _check(0 < self.gamma <= 1, "gamma", self.gamma, "in (0, 1]")
-        _check(0 <= self.label_smoothing < 1, "label_smoothing", self.label_smoothing, "in [0, 1)")
-        clip = self.clip_norm
-        _check(clip is None or clip > 0, "clip_norm", clip, "positive or None")
-        _check(self.eval_every >= 1, "eval_every", self.eval_every, "at least 1")
-        name = self.monitor
-        _check(name is None or name != "", "monitor", name, "the name of a metric")
+        named = isinstance(self.monitor, str) and self.monitor != ""
+        _check(self.monitor is None or named, "monitor", self.monitor, "the name of a metric")
         modes = ("auto", "max", "min")
         _check(self.monitor_mode in modes, "monitor_mode", self.monitor_mode, _one_of(modes))
-        wait = self.patience
-        _check(wait is None or wait >= 1, "patience", wait, "at least 1 or None")
-        _check(self.split >= 0, "split", self.split, "at least 0")
-        _check(self.seed is None or self.seed >= 0, "seed", self.seed, "at least 0 or None")
+
+
+_WHOLE = {"epochs": 0, "warmup": 0, "step_size": 1, "eval_every": 1, "split": 0}
+"""Settings that are whole numbers, and the least of each."""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _check(good: bool, argument: str, value: object, wanted: str) -> None:

@@ -183,15 +183,22 @@ class NeighborSampling:
         batch_size: Training nodes of a step, on all workers together.
 
     Raises:
-        ValueError: For a batch without nodes.
+        ValueError: For a batch without nodes, or other numbers of neighbours.
     """
 
     num_neighbors: tuple[int, ...]
     batch_size: int = 1024
 
     def __post_init__(self) -> None:
-        if self.batch_size < 1:
-            raise ValueError(f"Expected 'batch_size' to be at least 1 (got {self.batch_size})")
+        size, numbers = self.batch_size, self.num_neighbors
+        if not isinstance(size, int) or isinstance(size, bool) or size < 1:
+            raise ValueError(f"Expected 'batch_size' to be an integer of at least 1 (got {size!r})")
+        several = isinstance(numbers, list | tuple) and len(numbers) > 0
+        if not several or not all(type(n) is int and (n == -1 or n > 0) for n in numbers):
+            raise ValueError(
+                "Expected 'num_neighbors' to be integers, -1 or at least 1, by hop, such as "
+                f"(10, 5) (got {numbers!r})"
+            )
 
     def batches(
         self, data: Data, index: Tensor, n_id: Tensor, seed: int, epoch: int, comm: Communicator

@@ -46,6 +46,7 @@ from pyg_sar.train.trainer import Callback, Trainer
 
 _METRICS = "metrics.jsonl"
 _SUMMARY = "summary.json"
+_SETTINGS = "config.json"
 _KINDS = (*HALO_KINDS, "others")  # What else is sent: sums of losses and gradients, agreements.
 _PACKAGES = ("pyg_sar", "torch", "torch_geometric", "numpy")
 _PICTURE = "report.png"
@@ -148,9 +149,15 @@ class Report(Callback):
         if path.exists():
             if trainer.epoch == 0 and not self.overwrite:
                 raise ValueError(
-                    "it holds the report of another run; choose another folder, or overwrite"
+                    "it holds the report of another run; choose another folder, or pass "
+                    "overwrite=True (--overwrite)"
                 )
             lines = [m for m in read_metrics(self.folder) if m["epoch"] <= trainer.epoch]
+        else:
+            names = (_SETTINGS, _SUMMARY, _PICTURE, "metadata.json")
+            foreign = [name for name in names if (self.folder / name).exists()]
+            if foreign and not self.overwrite:
+                raise ValueError(f"{foreign[0]!r} is there, of no report; choose another folder")
         text = "".join(json.dumps(line) + "\n" for line in lines)
         replace_file(path, lambda file: file.write_text(text))
         settings = {
@@ -165,7 +172,7 @@ class Report(Callback):
             "cpus": os.cpu_count(),
             "versions": _versions(),
         }
-        _write_json(self.folder / "config.json", settings | self.config)
+        _write_json(self.folder / _SETTINGS, settings | self.config)
 
     def _gather_figures(self, comm: Communicator) -> dict[str, Any]:
         """Returns bytes of this epoch of every part, and the memory of every worker."""

@@ -57,7 +57,7 @@ def check_same_run(
     if changes and not allow_changes:
         raise CheckpointError(
             f"{name!r} was saved with other settings: {', '.join(changes)}; give the same, or "
-            "allow changes"
+            "pass allow_changes=True (--allow-changes)"
         )
 
 
@@ -99,7 +99,8 @@ def check_same_graph(
             f"{name!r} is of {saved.world_size} parts, this run has {size}, and it can't be shown "
             "that they are of the same graph: 'data' must have 'n_id' and 'edge_index' (as "
             "load_partition gives them) when saving and now. Start workers that host "
-            f"{saved.world_size} parts, or allow changes"
+            f"{saved.world_size} parts, or pass "
+            "allow_changes=True (--allow-changes)"
         )
     local = [parameter for parameter, by_id in saved.owned.items() if not by_id]
     if moved and local:

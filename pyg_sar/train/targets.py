@@ -141,6 +141,11 @@ def _rows(
                 f"data.{mask_name} holds rows {int(rows.min())} to {int(rows.max())}, "
                 f"data.{target} has {len(values)}"
             )
+        if len(rows.unique()) < len(rows):
+            raise ValueError(
+                f"data.{mask_name} lists {len(rows.unique())} rows in {len(rows)} numbers: give "
+                f"each once; if it is a mask, data.{mask_name}.bool()"
+            )
         return rows
     if rows.dtype != torch.bool or rows.dim() not in (1, 2) or len(rows) != len(values):
         raise ValueError(
@@ -205,7 +210,8 @@ class LabelSplit:
     def __init__(
         self, ratio: float, seed: int, index: Tensor, n_id: Tensor | None, num_nodes: int
     ) -> None:
-        if isinstance(ratio, bool) or not 0 <= ratio < 1:
+        number = isinstance(ratio, int | float) and not isinstance(ratio, bool)
+        if not number or not 0 <= ratio < 1:
             raise ValueError(f"Expected 'labels' to be in [0, 1) (got {ratio!r})")
         if n_id is None:
             raise ValueError("'labels' needs global ids of the nodes: data.n_id is missing")

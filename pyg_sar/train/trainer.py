@@ -35,6 +35,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
+from pyg_sar.train.arguments import check_arguments
 from pyg_sar.train.checkpoint import (
     Checkpoint,
     inspect_checkpoint,
@@ -127,6 +128,7 @@ class Trainer:
         callbacks: Progress, checkpoints, reports, ...
 
     Raises:
+        TypeError: for an argument of another type.
         ValueError: on every worker, for missing or ill-shaped targets or masks, or when there is no
             training row on any worker; for settings that don't fit each other.
     """
@@ -151,6 +153,10 @@ class Trainer:
         scheduler: LRScheduler | Callable[[torch.optim.Optimizer], LRScheduler] | None = None,
         callbacks: Sequence[Callback] = (),
     ) -> None:
+        given = {"model": model, "data": data, "config": config, "forward": forward}
+        given |= {"metrics": metrics, "splits": splits, "flow": flow, "sampler": sampler}
+        given |= {"evaluate_on": evaluate_on, "optimizer": optimizer, "callbacks": callbacks}
+        check_arguments(given)
         self.model = model
         self.data = data
         self.config = config or TrainConfig()
@@ -196,11 +202,11 @@ class Trainer:
             raise ValueError("Give the Trainer 'sampler' without 'flow' and 'labels'")
         self.monitor, self._higher = self.rows.monitored(config)
         self.optimizer = optimizer or _make_optimizer(model, config)
-        given = config, self.optimizer, self._higher
+        of_epochs = config, self.optimizer, self._higher
         if scheduler is None:
-            self.schedulers = make_schedulers(*given)
+            self.schedulers = make_schedulers(*of_epochs)
         else:
-            self.schedulers = [check_scheduler(scheduler, *given)]
+            self.schedulers = [check_scheduler(scheduler, *of_epochs)]
         groups = self.optimizer.param_groups
         self._initial_lrs = [float(group.get("initial_lr", group["lr"])) for group in groups]
         plateau = any(isinstance(one, ReduceLROnPlateau) for one in self.schedulers)
