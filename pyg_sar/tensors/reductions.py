@@ -17,7 +17,7 @@ from pyg_sar.tensors.node_tensor import (
     whole,
 )
 from pyg_sar.tensors.operands import arguments, beside, called, extreme, own, summed, wrap
-from pyg_sar.tensors.pointwise import by_element
+from pyg_sar.tensors.pointwise import by_element, ids_of
 
 
 def _dims(source: Tensor, dim: Any) -> list[int]:
@@ -200,7 +200,7 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.name == "aten::flip" and source.edges is not None and dims == [0]:
         turned = wrap(source._local, source.rows, 1)
         turned.edges = source.edges.changed(lambda edges: edges.flip(0))
-        turned.make = lambda: source.local.flip(0)
+        turned.make = ids_of(source, lambda ids: ids.flip(0))
         return turned
     if dim is None or source.axis in dims or not isinstance(source, NodeTensor):
         return by_gathering(func, args, kwargs)
