@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -284,6 +285,29 @@ def test_the_data_is_that_of_the_whole_graph(roots: Callable[[int], str]) -> Non
                 torch.testing.assert_close(torch.tensor(other), torch.tensor(one))
             else:
                 assert other == one
+
+
+def test_workers_draw_alike_and_means_are_means(roots: Callable[[int], str]) -> None:
+    """``pyg_sar.mean`` takes node tensors, too; NumPy and Python draw one process's splits."""
+
+    def run(root: str) -> list[Any]:
+        rank = pyg_sar.comm.current().rank
+        np.random.seed(rank)
+        random.seed(rank)
+        data = pyg_sar.load_partition(root, view="global")
+        drawn = [np.random.permutation(NODES).tolist(), random.random()]
+        x = data.x.clone().requires_grad_()
+        conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view="global")
+        results = []
+        for mean in (pyg_sar.mean, torch.mean):
+            loss = mean(conv(x, data.edge_index)[data.train_mask].square())
+            found = torch.autograd.grad(loss, [x, conv.lin_l.weight])
+            results.append([loss.detach(), *(whole(g, "test") for g in found)])
+        torch.testing.assert_close(*results)
+        return drawn
+
+    first, second = pyg_sar.launch(run, 1, roots(2), parts=2)
+    assert first == second
 
 
 def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str]) -> None:

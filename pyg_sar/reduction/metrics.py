@@ -12,6 +12,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.exchange.rows import flat_rows
 from pyg_sar.ledger import Label
 from pyg_sar.reduction.gradients import unsummed_parameter
+from pyg_sar.tensors import NodeTensor
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -83,6 +84,8 @@ def mean(values: Tensor) -> Tensor:
         raise ValueError(
             "Expected per-node values, got a scalar: pass the loss with reduction='none'"
         )
+    if isinstance(values, NodeTensor):  # Its mean is over all workers, as are gradients.
+        return values.mean()
     comm = current()
     stray = unsummed_parameter(values) if comm.world_size > 1 else None
     if stray is not None:
@@ -98,13 +101,22 @@ def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:
     r"""Returns the fraction of correctly classified nodes of all workers.
 
     Args:
-        pred: Class scores ``[num_local, C]`` or predicted classes ``[num_local]``.
+        pred: Class scores ``[num_local, C]``, C at least 2, or predicted classes ``[num_local]``.
         y: Labels ``[num_local]``.
         mask: Nodes to count, bool ``[num_local]``.
 
     Returns:
         A number in [0, 1]; NaN when no worker has a node to count.
+
+    Raises:
+        ValueError: For other shapes.
     """
+    if pred.dim() == 2 and pred.size(1) < 2:
+        raise ValueError(
+            "Expected 'pred' to be scores of at least 2 classes, [num_local, C], or classes, "
+            f"[num_local] (got shape {list(pred.shape)} at rank {current().rank}): pass "
+            "pred.squeeze(1) of classes, pred.squeeze(1) > 0 of a binary score"
+        )
     labels = pred.argmax(dim=-1) if pred.dim() == 2 else pred
     if labels.shape != y.shape:
         raise ValueError(
