@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -286,6 +287,29 @@ def test_the_data_is_that_of_the_whole_graph(roots: Callable[[int], str]) -> Non
                 assert other == one
 
 
+def test_workers_draw_alike_and_means_are_means(roots: Callable[[int], str]) -> None:
+    """``pyg_sar.mean`` takes node tensors, too; NumPy and Python draw one process's splits."""
+
+    def run(root: str) -> list[Any]:
+        rank = pyg_sar.comm.current().rank
+        np.random.seed(rank)
+        random.seed(rank)
+        data = pyg_sar.load_partition(root, view="global")
+        drawn = [np.random.permutation(NODES).tolist(), random.random()]
+        x = data.x.clone().requires_grad_()
+        conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view="global")
+        results = []
+        for mean in (pyg_sar.mean, torch.mean):
+            loss = mean(conv(x, data.edge_index)[data.train_mask].square())
+            found = torch.autograd.grad(loss, [x, conv.lin_l.weight])
+            results.append([loss.detach(), *(whole(g, "test") for g in found)])
+        torch.testing.assert_close(*results)
+        return drawn
+
+    first, second = pyg_sar.launch(run, 1, roots(2), parts=2)
+    assert first == second
+
+
 def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str]) -> None:
     def refused(root: str) -> None:
         data = pyg_sar.load_partition(root, view="global")
@@ -304,6 +328,52 @@ def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str])
     pyg_sar.launch(refused, 1, roots(2), parts=2)
     with pytest.raises(WorkerError, match="threads share PyTorch's"):
         pyg_sar.launch(refused, 2, roots(2), backend="threads")
+
+
+WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "an end": lambda e, kind: e.__setitem__(0, e[0].flip(0)),
+    "some of an end": lambda e, kind: e.__setitem__((0, kind == 1), 5),
+    "a view of an end": lambda e, kind: e[0].clamp_(max=10),
+    "one of both ends": lambda e, kind: e.unbind(0)[1].add_(1).remainder_(NODES),
+    "an entry": lambda e, kind: e.__setitem__((0, 3), 5),
+    "an edge": lambda e, kind: e.__setitem__((slice(None), 3), 5),
+    "a run of edges": lambda e, kind: e.__setitem__((slice(None), slice(3, 9)), 5),
+    "edges of a kind": lambda e, kind: e.__setitem__((slice(None), kind == 1), 5),
+    "a column of the transpose": lambda e, kind: e.t().__setitem__((slice(None), 0), 3),
+    "what shares its memory": lambda e, kind: e.detach().view(2, -1).zero_(),
+    "its data": lambda e, kind: e.data.__setitem__(0, 3),
+    "by scatter": lambda e, kind: e.index_fill_(0, torch.tensor([0]), 3),
+    "at random": lambda e, kind: e[0].random_(NODES),
+}
+
+
+@pytest.mark.parametrize("inference", [False, True])
+def test_edges_that_were_written_are_not_the_graphs(
+    inference: bool, roots: Callable[[int], str]
+) -> None:
+    """They have their new ids, those made of them before the old ones; layers refuse them."""
+
+    def write(root: str) -> None:
+        data, whole_data = pyg_sar.load_partition(root, view="global"), make_graph()
+        conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view="global")
+        for name, change in WRITES.items():
+            with torch.inference_mode(inference):
+                found, plain = data.edge_index.clone(), whole_data.edge_index.clone()
+                before, copy = found.flip(0), found.clone()
+                kept = found[:, data.edge_type == 2]
+                out = conv(data.x, found)
+                for edges, kind in ((found, data.edge_type), (plain, whole_data.edge_type)):
+                    torch.manual_seed(2)
+                    change(edges, kind)
+                with pytest.raises(DistributedIndexError, match="computed from the graph's"):
+                    conv(data.x, found)
+                assert torch.equal(whole(found, "test"), plain), name
+                assert torch.equal(whole(before, "test"), whole_data.edge_index.flip(0))
+                kept_ids = whole_data.edge_index[:, whole_data.edge_type == 2]
+                assert torch.equal(whole(kept, "test"), kept_ids)
+                torch.testing.assert_close(whole(conv(data.x, copy), "test"), whole(out, "test"))
+
+    pyg_sar.launch(write, 1, roots(2), parts=2)
 
 
 # Sparse matrices, and masks of edges ###########################################

@@ -211,6 +211,8 @@ def test_accuracy_refuses_other_shapes():
     for pred, y in ((torch.zeros(3, 2), torch.zeros(2)), (torch.zeros(3), torch.zeros(3, 1))):
         with pytest.raises(ValueError, match=r"Expected predictions for 'y' of shape"):
             pyg_sar.accuracy(pred, y)
+    with pytest.raises(ValueError, match=r"at least 2 classes.*got shape \[3, 1\] at rank 0"):
+        pyg_sar.accuracy(torch.ones(3, 1, dtype=torch.long), torch.ones(3, dtype=torch.long))
 
 
 def test_accuracy_refuses_what_would_be_another_number():

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -90,6 +91,44 @@ def gru(v: Values) -> Tensor:
         for parameter in cell.parameters():
             parameter.fill_(0.1)
     return cell(v.x)
+
+
+def written(write: Callable[[Values, Tensor], None]) -> Callable[[Values], Tensor]:
+    """What is left of a copy of ``v.z`` after a write into it."""
+
+    def run(v: Values) -> Tensor:
+        out = v.z * 1
+        write(v, out)
+        return out
+
+    return run
+
+
+def put(t: Tensor, key: Any, value: Any) -> None:
+    t[key] = value
+
+
+WRITES: dict[str, Callable[[Values, Tensor], None]] = {
+    "a row by a tensor": lambda v, t: put(t, torch.tensor(3), 7.0),
+    "a row by a number of numpy": lambda v, t: put(t, np.int64(-3), _line(3)),
+    "a row and a column": lambda v, t: put(t, (3, 1, 2), 7.0),
+    "a row behind an ellipsis": lambda v, t: put(t, (..., 3, slice(None), 1), v.z[4, :, 0]),
+    "a row behind a new axis": lambda v, t: put(t, (None, 3), v.z[None, 5]),
+    "rows and columns": lambda v, t: put(t, (slice(2, 9, 3), 1), v.z[:3, 0]),
+    "no rows": lambda v, t: put(t, (slice(5, 2), 1), 4.0),
+    "a row of a transpose": lambda v, t: put(t.transpose(0, 1), (slice(None), 3), v.z[6]),
+    "rows of a transpose": lambda v, t: put(
+        t.permute(1, 2, 0), (0, slice(None), slice(1, 4)), v.z[1:4, 1].t()
+    ),
+    "columns by ids": lambda v, t: put(t, (slice(None), slice(None), [0, 2]), v.z[..., :2]),
+    "columns by a mask": lambda v, t: put(t, (slice(None), _line(2) > 1), v.z[:, :1]),
+    "entries of rows": lambda v, t: put(t, (slice(None), [0, 1], [0, 2]), v.x[:, :2]),
+    "rows and last columns by ids": lambda v, t: put(
+        t, (v.ids[:3], slice(None), torch.arange(3)), _line(6).view(3, 2)
+    ),
+    "rows of a transpose by a mask": lambda v, t: put(t.permute(1, 2, 0), (..., v.m), 2.0),
+    "not of a contiguous copy": lambda v, t: t.transpose(1, 2).contiguous().add_(1),
+}
 
 
 def two_slices(v: Values) -> Tensor:
@@ -241,8 +280,12 @@ CASES: dict[str, Callable[[Values], Any]] = {
     "bilinear": lambda v: F.bilinear(v.x, v.z.flatten(1), v.w.t()[:, :, None] * _ones(4, 6, 6)),
     "outer": lambda v: torch.outer(v.x[:, 0], v.x[:, 1]),
     "product of all pairs": lambda v: (v.x @ v.x.t()).softmax(-1),
+    "indices apart": lambda v: v.z.unsqueeze(1).expand(-1, 2, -1, -1)[:, [0, 1], :, [0, 2]],
     "out=": lambda v: torch.index_select(v.m, 0, v.y, out=v.m.new_empty(N)),
 }
+
+
+CASES |= {f"write {name}": written(write) for name, write in WRITES.items()}
 
 
 def _run(names: list[str]) -> dict[str, str]:
@@ -292,6 +335,8 @@ REFUSED: dict[str, Callable[[Values], Any]] = {
     "merged rows": lambda v: v.z.transpose(0, 1).reshape(2 * N, 3),
     "fft": lambda v: torch.fft.fft(v.x),
     "inverse": lambda v: torch.linalg.pinv(v.x),
+    "rows and a mask of columns": lambda v: put(v.x, (slice(2, 5), v.x[0] > 0), 1.0),
+    "random numbers like a transpose": lambda v: torch.rand_like(v.x.t()),
     "out= of another shape": lambda v: torch.add(v.x, 1, out=torch.zeros(N, 5, dtype=DOUBLE)),
 }
 
@@ -328,6 +373,26 @@ def test_random_numbers_are_those_of_one_process() -> None:
     for found in pyg_sar.launch(_drawn, 2):
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one)
+
+
+def _of_halves(x: Tensor, y: Tensor) -> list[Tensor]:
+    """Sums that float16, which ends at 65504, does not hold; the last is inf in one process."""
+    x = x.detach().requires_grad_()
+    out = [x.mean(0), (x / 30).norm(), (x - 8000 + y[:, None]).var(0), F.nll_loss(-x, y)]
+    (gradient,) = torch.autograd.grad(out[-1], x)
+    return [*out[:-1], out[-1].clamp(max=9000), gradient]
+
+
+def test_sums_of_half_precision_do_not_overflow() -> None:
+    x, y = torch.full((N, 6), 9000.0, dtype=torch.float16), _values()["y"]
+
+    def work() -> list[Tensor]:
+        rows = _layout()
+        parts = (wrap(t[rows.ids].clone(), rows, 0) for t in (x, y))
+        return [whole(t, "test").detach() for t in _of_halves(*parts)]
+
+    for found in threads(work, 2):
+        torch.testing.assert_close(found, [t.detach() for t in _of_halves(x, y)])
 
 
 def _shown() -> tuple[Any, ...]:
@@ -377,8 +442,16 @@ def test_copies_where_torch_has_views_can_not_be_written() -> None:
             with pytest.raises(DistributedIndexError) as caught:
                 copy += 1
             texts.append(str(caught.value))
+        with pytest.raises(DistributedIndexError, match="copy of rows"):
+            torch.add(x[3], 1, out=x[4])
+        with pytest.raises(DistributedIndexError, match="copy of rows"):
+            F.relu(x[3], inplace=True)
         run = x[2:5]
         x[0] = 0.0
+        with pytest.raises(DistributedIndexError, match="was written since"):
+            run + 1
+        run = x[2:5]
+        x.data[0] = 0.0
         with pytest.raises(DistributedIndexError, match="was written since"):
             run + 1
         with pytest.raises(ValueError, match="read-only"):
@@ -409,6 +482,14 @@ def test_a_selection_is_known_again_and_a_changed_mask_is_not() -> None:
         changed[:3] = True
         assert x[mask].shape == given["x"][changed].shape
         torch.testing.assert_close(whole(x[mask], "test"), given["x"][changed])
+        mask.data[3:6] = False
+        changed[3:6] = False
+        assert x[mask].size(0) == int(changed.sum())
+        ids = np.arange(5)
+        shared = torch.from_numpy(ids)
+        for _ in range(2):  # NumPy writes without PyTorch's knowing.
+            torch.testing.assert_close(whole(x[shared], "test"), given["x"][shared])
+            ids += 7
         with torch.inference_mode():
             other = mask.clone()
             assert x[other].size(0) == int(changed.sum())

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
@@ -25,6 +27,8 @@ _FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` its
 def draw_alike(comm: Communicator) -> None:
     """Gives all workers' generators of random numbers the state of rank 0's. Collective.
 
+    PyTorch's, NumPy's and Python's: splits are often drawn by ``numpy.random.permutation``.
+
     Raises:
         ValueError: When workers are threads that draw from one generator.
     """
@@ -36,6 +40,12 @@ def draw_alike(comm: Communicator) -> None:
         )
     if comm.world_size > 1:
         torch.set_rng_state(comm.broadcast(torch.get_rng_state().to(comm.device)).cpu())
+        name, keys, *rest = np.random.get_state(legacy=True)
+        version, numbers, gauss = random.getstate()
+        mine = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
+        numpy_state, (version, numbers, gauss) = comm.broadcast_object(mine)
+        np.random.set_state(tuple(numpy_state))
+        random.setstate((version, tuple(numbers), gauss))
 
 
 def global_data(local: Data, metadata: PartitionMetadata, comm: Communicator) -> Data:

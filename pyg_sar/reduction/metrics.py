@@ -12,6 +12,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.exchange.rows import flat_rows
 from pyg_sar.ledger import Label
 from pyg_sar.reduction.gradients import unsummed_parameter
+from pyg_sar.tensors import NodeTensor
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -83,6 +84,8 @@ def mean(values: Tensor) -> Tensor:
         raise ValueError(
             "Expected per-node values, got a scalar: pass the loss with reduction='none'"
         )
+    if isinstance(values, NodeTensor):  # Its mean is over all workers, as are gradients.
+        return values.mean()
     comm = current()
     stray = unsummed_parameter(values) if comm.world_size > 1 else None
     if stray is not None:
@@ -98,7 +101,8 @@ def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:
     r"""Returns the fraction of correctly classified nodes of all workers.
 
     Args:
-        pred: Class scores ``[num_local, C]`` or predicted classes ``[num_local]``, integers.
+        pred: Class scores ``[num_local, C]``, C at least 2, or predicted classes ``[num_local]``,
+            integers.
         y: Labels ``[num_local]``.
         mask: Nodes to count, bool ``[num_local]``.
 
@@ -137,6 +141,12 @@ def _check_accuracy(pred: Any, y: Any, mask: Any, rank: int) -> None:
         raise ValueError(
             f"Expected predictions for 'y' of shape {list(y.shape)} (got {list(pred.shape)} at "
             f"rank {rank})"
+        )
+    if pred.dim() == 2 and pred.size(1) < 2:
+        raise ValueError(
+            "Expected 'pred' to be scores of at least 2 classes, [num_local, C], or classes, "
+            f"[num_local] (got shape {list(pred.shape)} at rank {rank}): pass "
+            "pred.squeeze(1) of classes, (pred.squeeze(1) > 0).long() of a binary score"
         )
     if pred.dim() == 1 and pred.is_floating_point():
         raise ValueError(

@@ -1,6 +1,7 @@
 """Tensors of the whole graph, of which each worker holds its rows."""
 
 from pyg_sar.tensors import indexing as indexing
+from pyg_sar.tensors import items as items
 from pyg_sar.tensors import pointwise as pointwise
 from pyg_sar.tensors import products as products
 from pyg_sar.tensors import reductions as reductions

@@ -19,7 +19,10 @@ from pyg_sar.tensors.node_tensor import (
     whole,
 )
 from pyg_sar.tensors.operands import arguments, beside, called, own, summed, wrap
+from pyg_sar.tensors.pointwise import ids_of
 from pyg_sar.tensors.rows import Fetch, Rows
+
+_PUT = torch.ops.aten.index_put_.default  # Unlike the method it takes axes without an index.
 
 
 class Chosen:
@@ -72,17 +75,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
             raise refusal(func, "by rows along another axis", source, *node_tensors(indices))
         if source.edges is not None and indices[named[0]].tolist() == [1, 0]:
             return source.flip(0)
-        out = func(source.local, indices)
-        first = named[0]
-        if named != list(range(first, named[-1] + 1)) or source.axis < first:
-            axis = source.axis if source.axis < first and len(named) > 0 else None
-        else:
-            width = max(indices[k].dim() for k in named)
-            masks = any(indices[k].dtype == torch.bool for k in named)
-            axis = None if masks else source.axis - len(named) + width
-        if axis is None:
-            raise refusal(func, "by several indices is not supported", source)
-        return wrap(out, source.rows, axis)
+        return wrap(func(source.local, indices), source.rows, _axis_after(func, source, indices))
     index = indices[source.axis]
     if index.dim() != 1:
         if index.dim() == 0 and len(named) == 1:
@@ -110,14 +103,35 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(func(part, here), chosen.rows, 0)
 
 
+def _is_mask(index: Tensor) -> bool:
+    return index.dtype in (torch.bool, torch.uint8)
+
+
+def _axis_after(func: Any, source: NodeTensor, indices: list[Any]) -> int:
+    """Returns where the rows are after axes other than theirs were indexed."""
+    named = [k for k, index in enumerate(indices) if index is not None]
+    together = named == list(range(named[0], named[-1] + 1))
+    if together and source.axis < named[0]:
+        return source.axis
+    if any(_is_mask(indices[k]) and indices[k].dim() > 1 for k in named):
+        raise refusal(func, "by several indices is not supported", source)
+    width = max(indices[k].dim() for k in named)
+    if together:
+        return source.axis - len(named) + width
+    # Indices with a slice between them: what they choose comes first.
+    return width + source.axis - sum(k < source.axis for k in named)
+
+
 def _selected_edges(source: NodeTensor, index: Tensor, chosen: Chosen) -> NodeTensor:
     """Returns ``edge_index[:, index]``; by a mask, it stands for the edges selected."""
     if index.dtype != torch.bool:
         return wrap(chosen.read(source.local, 1), chosen.rows, 1)
     mask = own(index, source.rows, 0)
+    edges = source.edges.changed(lambda edges: edges[:, mask])
+    if edges is None:
+        return wrap(chosen.read(source.local, 1), chosen.rows, 1)
     out = wrap(source._local.index_select(1, _source(chosen.rows)), chosen.rows, 1)
-    out.edges = source.edges.changed(lambda edges: edges[:, mask])
-    out.make = lambda: chosen.read(source.local, 1)
+    out.edges, out.make = edges, ids_of(source, lambda ids: chosen.read(ids, 1))
     return out
 
 
@@ -185,10 +199,14 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     if axis not in named:
         if node_tensors(indices):
             raise refusal(func, "by rows along another axis", target, *node_tensors(indices))
-        operands = [target, values]
-        width = target.dim() - axis
-        reach = beside(func, values, target.rows, -width, operands) if values.dim() else values
-        out.local.index_put_(indices, reach, accumulate)
+        chosen_axes = [indices[k] for k in named]
+        taken = sum(index.dim() if _is_mask(index) else 1 for index in chosen_axes)
+        width = max(1 if _is_mask(index) else index.dim() for index in chosen_axes)
+        place = _axis_after(func, target, indices) - (target.dim() - taken + width)
+        reach = values
+        if values.dim():
+            reach = beside(func, values, target.rows, place, [target, values])
+        _PUT(out.local, indices, reach, accumulate)
         return out
     index = indices[axis]
     if index.dim() != 1 or axis != 0 or any(indices[k].dim() > 1 for k in named):
@@ -207,7 +225,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
         if isinstance(chosen.local, Fetch):
             return _put_gathered(given, out)
         others[0] = chosen.local
-        out.local.index_put_(others, values, accumulate)
+        _PUT(out.local, others, values, accumulate)
         return out
     shape = [chosen.rows.count, *target.shape[1:]]
     values = values.expand(shape)
@@ -223,7 +241,7 @@ def _put_gathered(given: dict[str, Any], out: NodeTensor) -> NodeTensor:
     everything = whole(out, "index_put()")
     indices = [None if i is None else whole(i, "index_put()") for i in given["indices"]]
     values = whole(given["values"], "index_put()")
-    everything.index_put_(indices, values, bool(given["accumulate"]))
+    _PUT(everything, indices, values, bool(given["accumulate"]))
     out.local.copy_(out.rows.cut(everything, out.axis))
     return out
 

@@ -14,7 +14,9 @@ cut into equal runs and torch's own process groups; here rows lie where the part
 
 [Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
 anywhere. To write into such a copy would not reach the tensor that it is a view of, and to write
-into that one would not reach the copy. Both raise: the copy knows its origin and its version.
+into that one would not reach the copy. Both raise: the copy knows its origin, and how often was
+written into that. Writes are counted here, for all tensors that share memory: PyTorch's versions
+leave out those by ``x.data``, and those in inference mode.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.space.distributed_index import version_of
 from pyg_sar.space.pyg_calls import pyg_call
-from pyg_sar.tensors.rows import Rows
+from pyg_sar.tensors.rows import Rows, Writes
 
 Rule = Callable[[Any, Any, Any], Any]
 
@@ -70,17 +71,18 @@ class NodeTensor(Tensor):
     Attributes:
         rows: Which rows these are.
         axis: The axis of the rows.
-        edges: Of an ``edge_index``: the distributed edges that it stands for.
         make: Finds this worker's rows, where nothing has asked for them yet. Collective.
-        origin: The tensor that it is a copy of, and its version. See [Note: copies for views].
+        writes: Counts writes into its memory.
+        origin: The tensor that it is a copy of, and its writes then. See [Note: copies for views].
     """
 
     rows: Rows
     axis: int
-    edges: Any
+    writes: Writes
     make: Callable[[], Tensor] | None
-    origin: tuple[Tensor, int] | None
+    origin: tuple[NodeTensor, int] | None
     _local: Tensor
+    _edges: tuple[Any, int]
 
     @staticmethod
     def __new__(cls, local: Tensor, rows: Rows, axis: int) -> NodeTensor:
@@ -95,12 +97,22 @@ class NodeTensor(Tensor):
             device=local.device,
             requires_grad=False,
         )
-        out._local, out.rows, out.axis, out.edges, out.make = local, rows, axis, None, None
-        out.origin = None
+        out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
+        out.writes, out._edges = Writes(), (None, 0)
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         pass
+
+    @property
+    def edges(self) -> Any:
+        """Of an ``edge_index``: the distributed edges that it stands for, until it is written."""
+        edges, writes = self._edges
+        return edges if writes == self.writes.count else None
+
+    @edges.setter
+    def edges(self, edges: Any) -> None:
+        self._edges = edges, self.writes.count
 
     @property
     def local(self) -> Tensor:
@@ -133,6 +145,7 @@ class NodeTensor(Tensor):
             found = refused
         kwargs = kwargs or {}
         _check_copies(func, args, kwargs)
+        _count_writes(func, args, kwargs)
         out = found(func, args, kwargs)
         return _viewed(func, args, kwargs, out) if func.is_view else out
 
@@ -165,7 +178,9 @@ class RowCopy(Tensor):
             return _pass_back(func, args, kwargs or {})
         name = getattr(func, "__name__", "")
         writes = name.endswith("_") and not name.endswith("__")
-        if args and isinstance(args[0], cls) and (writes or name in _IN_PLACE):
+        writes = writes or name in _IN_PLACE or (kwargs or {}).get("inplace") is True
+        into_out = isinstance((kwargs or {}).get("out"), cls)
+        if into_out or (args and isinstance(args[0], cls) and writes):
             raise DistributedIndexError(
                 f"'{name}' would write into a copy of rows, not into the node tensor that they are "
                 "of: assign to it, x[3] = x[3] + 1, say"
@@ -209,9 +224,19 @@ def _check_copies(func: Any, args: Any, kwargs: Any) -> None:
                 "would write into a copy of rows, not into the tensor that they are of",
                 tensor,
             )
-        source, version = tensor.origin
-        if version_of(source) != version:
+        source, writes = tensor.origin
+        if source.writes.count != writes:
             raise refusal(func, "takes rows of a tensor that was written since", tensor)
+
+
+def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Counts a write for each node tensor that an operator writes into."""
+    if func._schema.is_mutable:
+        for place, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[place] if place < len(args) else kwargs.get(argument.name)
+                for tensor in node_tensors(value):
+                    tensor.writes.count += 1
 
 
 def _viewed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
@@ -222,9 +247,13 @@ def _viewed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
         return out.as_subclass(RowCopy) if isinstance(out, Tensor) else out
     source = args[0]
     if out.make is None and source.make is None and _shares(out.local, source.local):
+        out.writes = source.writes
         return return_and_correct_aliasing(func, args, kwargs, out)
     if source.edges is None:
-        out.origin = source.origin or (source, version_of(source))
+        out.origin = source.origin or (source, source.writes.count)
+    elif out.edges is not None:  # The same ids, which nothing has asked for yet.
+        out.writes, edges = source.writes, out.edges
+        out.edges = edges
     return out
 
 
@@ -353,8 +382,8 @@ def _set_data(func: Any, args: Any, kwargs: Any) -> None:
             f"({list(target.shape)}, {target.dtype}), got {type(values).__name__} of "
             f"{list(values.shape)}, {values.dtype}: write x.data.copy_(values)"
         )
-    target._local, target.edges, target.make = values.local, values.edges, None
-    target.origin = values.origin
+    target._local, target.make, target.origin = values.local, None, values.origin
+    target.writes, target._edges = values.writes, values._edges
 
 
 # Functions that leave torch ###################################################
@@ -371,52 +400,6 @@ def _leaves(func: Any, args: Any, kwargs: Any) -> Any:
     if func is not Tensor.tolist:
         out.flags.writeable = False  # In one process it would be written into the tensor, too.
     return out
-
-
-@method(Tensor.__getitem__)
-def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
-    """One row is a plain tensor: autograd can't take it for a view."""
-    source, key = args
-    first = key[0] if isinstance(key, tuple) and key else key
-    if isinstance(source, NodeTensor) and source.axis == 0 and _is_number(first):
-        if not -source.size(0) <= first < source.size(0):
-            raise IndexError(
-                f"index {first} is out of bounds for dimension 0 with size {source.size(0)}"
-            )
-        row = source[first % source.size(0) :][:1]
-        row = row.any(0) if source.dtype == torch.bool else row.sum(0, dtype=source.dtype)
-        row = row.as_subclass(RowCopy)
-        return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
-    with torch._C.DisableTorchFunctionSubclass():
-        return func(*args)
-
-
-@method(Tensor.__setitem__)
-def _setitem(func: Any, args: Any, kwargs: Any) -> None:
-    """Rows that torch would write through a view are written by their ids."""
-    target, key, value = args
-    first = key[0] if isinstance(key, tuple) and key else key
-    rest = key[1:] if isinstance(key, tuple) else ()
-    runs = isinstance(first, slice) and first != slice(None)
-    if isinstance(target, NodeTensor) and target.axis == 0 and (runs or _is_number(first)):
-        ids = torch.arange(target.size(0), device=target.device)[first]
-        if not runs:
-            ids = ids.view(1)
-            if isinstance(value, Tensor) and value.dim():
-                value = value.unsqueeze(0)
-        if any(not isinstance(part, slice) or part != slice(None) for part in rest):
-            raise DistributedIndexError(
-                f"x[rows, columns] = values with runs of rows and of columns is not supported for "
-                f"node tensors (shape {list(target.shape)}, rank {target.rows.comm.rank}): write "
-                "whole rows, or by a mask of rows"
-            )
-        key = ids
-    with torch._C.DisableTorchFunctionSubclass():
-        func(target, key, value)
-
-
-def _is_number(key: Any) -> bool:
-    return isinstance(key, int) and not isinstance(key, bool)
 
 
 @method(F.one_hot)

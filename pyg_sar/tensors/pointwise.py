@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
@@ -69,8 +71,27 @@ def _copy(func: Any, args: Any, kwargs: Any) -> Any:
     if source.edges is None or kwargs.get("dtype", torch.long) != torch.long:
         return by_element(func, args, kwargs)
     out = wrap(source._local, source.rows, source.axis)
-    out.edges, out.make = source.edges, lambda: func(source.local, **kwargs)
+    change = lambda ids: func(ids, **kwargs)  # noqa: E731
+    alias = func.is_view  # detach(): it sees what is written later.
+    out.edges = source.edges
+    out.make = (lambda: change(source.local)) if alias else ids_of(source, change)
     return out
+
+
+def ids_of(source: NodeTensor, change: Callable[[Tensor], Tensor]) -> Callable[[], Tensor]:
+    """Returns what finds the ids of an ``edge_index`` later, though it may be written until then.
+
+    Args:
+        source: The ``edge_index``.
+        change: What becomes of its ids.
+    """
+    edges, writes = source.edges, source.writes.count
+
+    def make() -> Tensor:
+        same = source.writes.count == writes
+        return change(source.local if same else edges.global_ids())
+
+    return make
 
 
 @rule("view_as_real", "view_as_complex")
@@ -139,9 +160,20 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
+def _in_order(local: Tensor) -> bool:
+    """Returns whether the axes lie in memory in their own order."""
+    steps = [step for size, step in zip(local.shape, local.stride(), strict=True) if size > 1]
+    steps = [step for step in steps if step]
+    return steps == sorted(steps, reverse=True)
+
+
 @rule("rand_like", "randn_like", "randint_like")
 def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     source, *rest = args
+    as_it_lies = kwargs.get("memory_format") in (None, torch.preserve_format)
+    if as_it_lies and not source.rows.agree(_in_order(source.local)):
+        why = "on a transposed tensor would draw in another order: take x.contiguous() before"
+        raise refusal(func, why, source)
     like = torch.empty(source.shape, dtype=source.dtype, device=source.device)
     drawn = func(like, *rest, **kwargs)
     return wrap(source.rows.cut(drawn, source.axis), source.rows, source.axis)

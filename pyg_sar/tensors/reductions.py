@@ -17,7 +17,7 @@ from pyg_sar.tensors.node_tensor import (
     whole,
 )
 from pyg_sar.tensors.operands import arguments, beside, called, extreme, own, summed, wrap
-from pyg_sar.tensors.pointwise import by_element
+from pyg_sar.tensors.pointwise import by_element, ids_of
 
 
 def _dims(source: Tensor, dim: Any) -> list[int]:
@@ -25,6 +25,15 @@ def _dims(source: Tensor, dim: Any) -> list[int]:
     if dim is None or (isinstance(dim, list | tuple) and not dim):
         return list(range(source.dim()))
     return [d % source.dim() for d in ([dim] if isinstance(dim, int) else dim)]
+
+
+def _wide(local: Tensor) -> Tensor:
+    """Returns values in whose dtype many can be added up: float16 ends at 65504."""
+    return local.float() if local.dtype in (torch.float16, torch.bfloat16) else local
+
+
+def _as_kind(out: Tensor, kind: torch.dtype) -> Tensor:
+    return out.to(kind) if kind in (torch.float16, torch.bfloat16) else out
 
 
 def _kept_axis(source: NodeTensor, dims: list[int], keepdim: bool) -> int:
@@ -69,9 +78,11 @@ def _sum(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
 @reduction("mean")
 def _mean(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
     count = math.prod(source.size(d) for d in dims)
-    total = source.local.sum(dims, keepdim, dtype=given.get("dtype"))
-    total = summed(total, source.rows)
-    return total / count if count else total * float("nan")
+    local, kind = source.local, given.get("dtype") or source.dtype
+    total = summed(
+        _wide(local if kind == local.dtype else local.to(kind)).sum(dims, keepdim), source.rows
+    )
+    return _as_kind(total / count if count else total * float("nan"), kind)
 
 
 def _identity(dtype: torch.dtype, op: str) -> float | int | bool:
@@ -137,10 +148,11 @@ def _prod(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
 
 @reduction("logsumexp")
 def _logsumexp(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
-    top = extreme(_largest(source.local, dims, True, "max"), source.rows, "max")
+    local = _wide(source.local)
+    top = extreme(_largest(local, dims, True, "max"), source.rows, "max")
     top = torch.where(top.isinf(), 0, top)
-    total = summed((source.local - top).exp().sum(dims, True), source.rows)
-    out = total.log() + top
+    total = summed((local - top).exp().sum(dims, True), source.rows)
+    out = _as_kind(total.log() + top, source.dtype)
     return out if keepdim else out.squeeze(dims)
 
 
@@ -153,28 +165,22 @@ def _norm(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
     if math.isinf(order):
         op = "max" if order > 0 else "min"
         return extreme(_largest(local, dims, keepdim, op), source.rows, op)
+    kind, local = local.dtype, _wide(local)
     if order == 0:
-        return summed((local != 0).to(local.dtype).sum(dims, keepdim), source.rows)
+        return _as_kind(summed((local != 0).to(local.dtype).sum(dims, keepdim), source.rows), kind)
     total = summed(local.pow(order).sum(dims, keepdim), source.rows)
-    return total.sqrt() if order == 2 else total.pow(1 / order)
-
-
-def _moments(
-    source: NodeTensor, dims: Any, keepdim: bool, correction: Any
-) -> tuple[Tensor, Tensor]:
-    count = math.prod(source.size(d) for d in dims)
-    mean = summed(source.local.sum(dims, True), source.rows) / count
-    squares = summed((source.local - mean).square().sum(dims, True), source.rows)
-    left = count - (1 if correction is None else correction)
-    var = squares / left if left > 0 else squares * float("nan")
-    return (var, mean) if keepdim else (var.squeeze(dims), mean.squeeze(dims))
+    return _as_kind(total.sqrt() if order == 2 else total.pow(1 / order), kind)
 
 
 @reduction("var")
 def _var(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
-    return _moments(source, dims, keepdim, given.get("correction", int(given.get("unbiased", 1))))[
-        0
-    ]
+    correction = given.get("correction", int(given.get("unbiased", 1)))
+    count, local = math.prod(source.size(d) for d in dims), _wide(source.local)
+    mean = summed(local.sum(dims, True), source.rows) / count
+    squares = summed((local - mean).square().sum(dims, True), source.rows)
+    left = count - (1 if correction is None else correction)
+    var = _as_kind(squares / left if left > 0 else squares * float("nan"), source.dtype)
+    return var if keepdim else var.squeeze(dims)
 
 
 @reduction("std")
@@ -200,7 +206,7 @@ def _along(func: Any, args: Any, kwargs: Any) -> Any:
     if func._schema.name == "aten::flip" and source.edges is not None and dims == [0]:
         turned = wrap(source._local, source.rows, 1)
         turned.edges = source.edges.changed(lambda edges: edges.flip(0))
-        turned.make = lambda: source.local.flip(0)
+        turned.make = ids_of(source, lambda ids: ids.flip(0))
         return turned
     if dim is None or source.axis in dims or not isinstance(source, NodeTensor):
         return by_gathering(func, args, kwargs)
@@ -304,8 +310,8 @@ def _loss(func: Any, args: Any, kwargs: Any) -> Any:
     each = called(func, given, **changed)
     if how == 0:
         return wrap(each, rows, axis)
-    total = summed(each.sum(), rows)
-    return total / first.numel() if how == 1 else total
+    total = summed(_wide(each).sum(), rows)
+    return _as_kind(total / first.numel() if how == 1 else total, each.dtype)
 
 
 @rule(
@@ -342,10 +348,11 @@ def _nll_loss(func: Any, args: Any, kwargs: Any) -> Any:
     if how == 0:
         each, none = func(scores, target, weight, 0, ignored)
         return wrap(each, rows, 0), none
-    total, weights = func(scores, target, weight, 2, ignored)
+    kind, wide = scores.dtype, None if weight is None else _wide(weight)
+    total, weights = func(_wide(scores), target, wide, 2, ignored)
     facts = summed(torch.stack([total.reshape(()), weights.reshape(())]), rows)
     total, weights = facts.unbind()
-    return total / weights if how == 1 else total, weights
+    return _as_kind(total / weights if how == 1 else total, kind), weights
 
 
 @rule("nll_loss_backward")
@@ -358,5 +365,8 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
     if gradient.dim():
         gradient = own(gradient, rows, 0)
     scores, target = own(scores, rows, 0), own(target, rows, 0)
-    out = func(gradient, scores, target, whole(weight, "nll_loss"), how, ignored, total)
-    return wrap(out, rows, 0)
+    weight, kind = whole(weight, "nll_loss"), scores.dtype
+    values = (None if t is None else _wide(t) for t in (gradient, scores, weight, total))
+    gradient, scores, weight, total = values
+    out = func(gradient, scores, target, weight, how, ignored, total)
+    return wrap(_as_kind(out, kind), rows, 0)

@@ -31,6 +31,19 @@ _LONG = 1 << 28  # bytes from which on progress is shown
 _KEPT = 16  # answers, selections and plans remembered by a layout
 
 
+class Writes:
+    """How often was written into the memory that some node tensors share."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+
+def written(tensor: Tensor) -> int:
+    """Counts writes into a tensor, those by ``x.data`` too where it is a node tensor."""
+    writes = getattr(tensor, "writes", None)
+    return writes.count if isinstance(writes, Writes) else version_of(tensor)
+
+
 def all_to_all(parts: Sequence[Tensor], comm: Communicator) -> list[Tensor]:
     """Sends a tensor to each worker, and returns those that each worker sent here.
 
@@ -129,9 +142,13 @@ class Rows:
         """Returns what was made for ``key`` earlier, or makes it. ``alive`` keeps ids unique."""
         if isinstance(alive, Tensor) and alive.is_inference():
             return make()  # Nobody counts writes into it.
+        plain = isinstance(alive, Tensor) and not hasattr(alive, "writes")
+        if plain and key in self._kept and not torch.equal(alive, self._kept[key][2]):
+            del self._kept[key]  # NumPy, or x.data, has written into it, which nobody counts.
         if key not in self._kept:
             with torch.inference_mode(False):
-                self._kept[key] = (alive, make())
+                copy = alive.detach().clone() if plain else None
+                self._kept[key] = (alive, make(), copy)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
@@ -160,7 +177,7 @@ class Rows:
             local: This worker's part of it, bool ``[count]``.
             mask: The tensor that it is part of, by which the selection is known again.
         """
-        key = "mask", id(mask), version_of(mask)
+        key = "mask", id(mask), written(mask)
         return self.keep(key, mask, lambda: self._selected(local.nonzero().view(-1)))
 
     def _selected(self, source: Tensor) -> Rows:
@@ -191,7 +208,7 @@ class Rows:
         Raises:
             IndexError: When it names none of the ``total`` rows.
         """
-        return self.keep(("ids", id(index), version_of(index)), index, lambda: self._taken(index))
+        return self.keep(("ids", id(index), written(index)), index, lambda: self._taken(index))
 
     def _taken(self, index: Tensor) -> Rows:
         index = self.checked(index)
@@ -237,7 +254,7 @@ class Rows:
         values, order = self._sorted
         if not values.numel():
             return torch.full_like(ids, -1)
-        at = torch.searchsorted(values, ids).clamp_(max=values.numel() - 1)
+        at = torch.searchsorted(values, ids.contiguous()).clamp_(max=values.numel() - 1)
         return torch.where(values[at] == ids, order[at], -1)
 
     def sliced(self, start: int, stop: int, step: int) -> Rows:
@@ -366,7 +383,7 @@ class Rows:
             known_by: The tensor by which the plan is known again.
         """
         key = ids if known_by is None else known_by
-        return self.keep(("fetch", id(key), version_of(key)), key, lambda: self._fetch(ids))
+        return self.keep(("fetch", id(key), written(key)), key, lambda: self._fetch(ids))
 
     def _fetch(self, ids: Tensor) -> Fetch:
         comm, world = self.comm, self.comm.world_size

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from pyg_sar.tensors.node_tensor import NodeTensor, by_gathering, node_tensors, refusal, rule, whole
+from pyg_sar.tensors.node_tensor import (
+    NodeTensor,
+    by_gathering,
+    method,
+    node_tensors,
+    refusal,
+    rule,
+    whole,
+)
 from pyg_sar.tensors.operands import arguments, own, wrap
 from pyg_sar.tensors.pointwise import known_rows
 from pyg_sar.tensors.rows import Rows
@@ -209,6 +217,17 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
             parts.append((rows.cut(tensor, dim), rows))
     rows = parts[0][1].joined([r for _, r in parts[1:]]) if len(parts) > 1 else parts[0][1]
     return wrap(func([t for t, _ in parts], dim), rows, dim)
+
+
+@method(Tensor.contiguous)
+def _contiguous(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Copies what is transposed: all node tensors say that they are contiguous."""
+    source: NodeTensor = args[0]
+    own_order = source.edges is not None or source.rows.agree(source.local.is_contiguous())
+    if own_order or kwargs or len(args) > 1:
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast(Tensor, func(*args, **kwargs))
+    return source.clone(memory_format=torch.contiguous_format)
 
 
 # Backward passes of views #####################################################

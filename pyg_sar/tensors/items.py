@@ -1,0 +1,113 @@
+"""``x[...]`` and ``x[...] = values`` of node tensors: what torch does through views of rows."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.tensors.node_tensor import NodeTensor, RowCopy, method
+
+
+@method(Tensor.__getitem__)
+def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
+    """One row is a plain tensor: autograd can't take it for a view."""
+    source, key = args
+    first = key[0] if isinstance(key, tuple) and key else key
+    if isinstance(source, NodeTensor) and source.axis == 0 and _is_number(first):
+        if not -source.size(0) <= first < source.size(0):
+            raise IndexError(
+                f"index {first} is out of bounds for dimension 0 with size {source.size(0)}"
+            )
+        row = source[first % source.size(0) :][:1]
+        row = row.any(0) if source.dtype == torch.bool else row.sum(0, dtype=source.dtype)
+        row = row.as_subclass(RowCopy)
+        return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
+    with torch._C.DisableTorchFunctionSubclass():
+        return func(*args)
+
+
+@method(Tensor.__setitem__)
+def _setitem(func: Any, args: Any, kwargs: Any) -> None:
+    """Rows that torch would write through a view are written by their ids."""
+    target, key, value = args
+    if isinstance(target, NodeTensor):
+        place = _place_of_rows(target, key)
+        if place is not None:
+            _set_rows(target, *place, value)
+            return
+    with torch._C.DisableTorchFunctionSubclass():
+        func(target, key, value)
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, int | np.integer) and not isinstance(key, bool)
+
+
+def _is_row(key: Any) -> bool:
+    """Returns whether a part of a key names one row or column, for which torch makes a view."""
+    if isinstance(key, Tensor):
+        whole = not key.is_floating_point() and key.dtype not in (torch.bool, torch.uint8)
+        return key.dim() == 0 and whole
+    return _is_number(key)
+
+
+def _place_of_rows(target: NodeTensor, key: Any) -> tuple[list[Any], int] | None:
+    """Returns the key's parts, and the place of the one that names rows as a number or a run.
+
+    ``None`` where it names all rows, or rows by a mask or ids.
+    """
+    parts = list(key) if isinstance(key, tuple) else [key]
+    taken = [_axes(part) for part in parts]
+    rest = target.dim() - sum(n for n in taken if n is not None)
+    axis = 0
+    for k, part in enumerate(parts):
+        width = rest if part is Ellipsis else taken[k]
+        if width and axis <= target.axis < axis + width:
+            run = isinstance(part, slice) and part != slice(None)
+            return (parts, k) if run or _is_row(part) else None
+        axis += width or 0
+    return None
+
+
+def _axes(part: Any) -> int | None:
+    """Returns how many axes a part of a key takes; ``None`` for an ellipsis."""
+    if part is Ellipsis:
+        return None
+    if part is None or isinstance(part, bool):
+        return 0
+    masks = isinstance(part, Tensor | np.ndarray) and part.dtype in (torch.bool, np.bool_)
+    return part.ndim if masks else 1
+
+
+def _set_rows(target: NodeTensor, parts: list[Any], place: int, value: Any) -> None:
+    """Writes rows that are named by a number or a run, all other axes by numbers or runs."""
+    others = [part for k, part in enumerate(parts) if k != place]
+    if not all(
+        part is None or part is Ellipsis or isinstance(part, slice) or _is_row(part)
+        for part in others
+    ):
+        raise DistributedIndexError(
+            "x[rows, columns] = values with a number or a run of rows beside a mask or ids is not "
+            f"supported for node tensors (shape {list(target.shape)}, rank "
+            f"{target.rows.comm.rank}): name the rows by a mask or ids, too"
+        )
+    named = parts[place]
+    total = target.size(target.axis)
+    ids = torch.arange(total, device=target.device)[named]
+    view = target[tuple(slice(None) if k == place else part for k, part in enumerate(parts))]
+    if not isinstance(view, NodeTensor):
+        raise AssertionError("all rows are no node tensor")
+    rows_first = view.movedim(view.axis, 0)
+    if isinstance(value, Tensor) and value.dim():
+        shape = list(view.shape)
+        shape[view.axis : view.axis + 1] = [] if ids.dim() == 0 else [ids.numel()]
+        while value.dim() > len(shape) and value.size(0) == 1:
+            value = value.squeeze(0)
+        value = value.expand(shape).to(target.dtype)
+        if ids.dim():
+            value = value.movedim(view.axis, 0)
+    rows_first[ids.view(-1)] = value
