@@ -140,12 +140,12 @@ class Training:
 
     def epoch(self) -> float:
         """Seconds of an epoch, from when all workers are ready."""
-        pyg_sar.current().barrier()
+        pyg_sar.comm.current().barrier()
         start = time.perf_counter()
         self.model.zero_grad()
         out = self.model(self.data.x, self.data.edge_index)
         pyg_sar.mean(F.cross_entropy(out, self.data.y, reduction="none")).backward()
-        pyg_sar.current().barrier()
+        pyg_sar.comm.current().barrier()
         return time.perf_counter() - start
 
 

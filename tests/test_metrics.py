@@ -219,7 +219,7 @@ def test_accuracy_refuses_what_would_be_another_number():
     y = torch.tensor([0, 1, 2])
     for pred, labels, mask, text in (
         (torch.zeros(3), y, None, r"'pred' of shape \[3\] to hold classes, integers"),
-        (torch.zeros(3, 1), y, None, r"scores of 1 classes, 'y' holds label 2 \(rank 0\)"),
+        (torch.zeros(3, 2), y, None, r"scores of 2 classes, 'y' holds label 2 \(rank 0\)"),
         (y, y, torch.tensor([1, 0, 1]), r"'mask' to be bool .*got torch.int64 .* pred\[ids\]"),
         (y, y, torch.ones(2).bool(), r"'mask' to be bool of shape \[3\]"),
     ):
