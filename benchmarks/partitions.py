@@ -151,7 +151,7 @@ class Training:
 
 def give_back() -> None:
     """Memory that this process keeps for use again goes back to the system."""
-    comm = pyg_sar.current()
+    comm = pyg_sar.comm.current()
     comm.barrier()
     gc.collect()
     if comm.sharing is not None:
@@ -167,7 +167,7 @@ def train(roots: Sequence[str], epochs: int) -> list[tuple[int, list[float]]]:
     peaks = []
     for root in roots:
         give_back()
-        with pyg_sar.Ledger(pyg_sar.current()) as ledger:
+        with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             training = Training(root)
             training.epoch()
             training.epoch()
