@@ -30,7 +30,7 @@ from torch_geometric.nn import models, pool
 from torch_geometric.utils import scatter
 
 import pyg_sar
-from pyg_sar.nn import registry
+from pyg_sar.nn import newer, registry
 
 # EdgeCNN with norms has one in its message.
 pytestmark = pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
@@ -138,12 +138,13 @@ CASES["MLP"] = (
     lambda: gnn.MLP([CHANNELS, HIDDEN, CLASSES]),
     lambda model, data, mean: model(data.x),
 )
-CASES["GPSENodeEncoder"] = (
-    lambda: gnn.GPSENodeEncoder(
-        HIDDEN + CHANNELS, HIDDEN, CHANNELS, HIDDEN, dropout_be=0.0, dropout_ae=0.0
-    ),
-    lambda model, data, mean: model(data.x, data.z),
-)
+if hasattr(gnn, "GPSENodeEncoder"):  # since PyG 2.7
+    CASES["GPSENodeEncoder"] = (
+        lambda: gnn.GPSENodeEncoder(
+            HIDDEN + CHANNELS, HIDDEN, CHANNELS, HIDDEN, dropout_be=0.0, dropout_ae=0.0
+        ),
+        lambda model, data, mean: model(data.x, data.z),
+    )
 
 
 def signed(model: torch.nn.Module, data: Any, mean: Any) -> Any:
@@ -249,7 +250,8 @@ def links(model: torch.nn.Module, data: Any, mean: Any) -> Any:
     return attract + fraction, mean(scores)
 
 
-CASES["ARLinkPredictor"] = (lambda: gnn.ARLinkPredictor(CHANNELS, HIDDEN), links)
+if hasattr(gnn, "ARLinkPredictor"):  # since PyG 2.7
+    CASES["ARLinkPredictor"] = (lambda: gnn.ARLinkPredictor(CHANNELS, HIDDEN), links)
 
 
 def graphs(model: torch.nn.Module, data: Any, mean: Any) -> Any:
@@ -419,8 +421,14 @@ def refused() -> dict[str, Callable[[], torch.nn.Module]]:
         "ViSNet": lambda: bare(gnn.ViSNet),
         "GNNFF": lambda: bare(gnn.GNNFF),
         "AttentiveFP": lambda: gnn.AttentiveFP(CHANNELS, HIDDEN, 2, EDGE_DIM, 1, 1),
-        "GPSE": lambda: bare(gnn.GPSE),
-        "LPFormer": lambda: bare(gnn.LPFormer),
+        "GRetriever": lambda: bare(
+            gnn.GRetriever if hasattr(gnn, "GRetriever") else newer.GRetriever
+        ),
+        **{
+            name: functools.partial(bare, getattr(gnn, name))
+            for name in ("GPSE", "LPFormer")
+            if hasattr(gnn, name)  # since PyG 2.7
+        },
         "TopKPooling": lambda: gnn.TopKPooling(HIDDEN),
         "SAGPooling": lambda: gnn.SAGPooling(HIDDEN),
         "EdgePooling": lambda: gnn.EdgePooling(HIDDEN),

@@ -420,6 +420,7 @@ MIXINS: dict[type, type] = {
 }
 
 _COARSE = "it ranks or merges the nodes of the whole graph"
+_TEXTS = "it takes the mean over the nodes of each text's graph itself"
 _POSITIONS = "it makes its graph from the positions of all atoms; train it on batches of molecules"
 _WALKS = "it samples random walks over the whole graph"
 _EVENTS = "it keeps a memory of all nodes that events change in order"
@@ -443,6 +444,8 @@ REFUSED: dict[type, str] = {
     gnn.ViSNet: _POSITIONS,
     gnn.GNNFF: _POSITIONS,
     gnn.AttentiveFP: "it passes messages from nodes to graphs",
+    newer.GRetriever: _TEXTS,
+    newer.OldGRetriever: _TEXTS,
     newer.GPSE: "it joins nodes to a virtual node of each graph within its layers",
     newer.LPFormer: "it looks up personalised PageRank and neighbours of any pair of nodes",
 }
