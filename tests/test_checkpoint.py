@@ -232,7 +232,7 @@ def test_what_cannot_be_written_leaves_the_file_before(tmp_path):
         save_checkpoint(tmp_path / "no" / "c", model)
     assert load_checkpoint(path).state == {"n": 1}
     assert [p.name for p in tmp_path.iterdir()] == ["c"]
-    with pytest.raises(ValueError, match="'every' to be at least 1"):
+    with pytest.raises(ValueError, match="'every' to be an integer of at least 1"):
         CheckpointEvery(path, every=0)
 
 
