@@ -318,7 +318,10 @@ def test_the_farthest_arena_goes_first_and_its_oldest(tmp_path):
             made[arena] = [numbered(1, arena) for _ in range(2)]
         pager.turn(1)  # So arena 0 is the farthest, and 2 is next.
         pager.enter(1)
-        rest = [numbered(1, 9) for _ in range(5)]
+        rest = []
+        for _ in range(5):
+            pager.wait()  # What is being written stays: one of a nearer arena would go instead.
+            rest.append(numbered(1, 9))
         assert pager.counters().evictions == 3
         pager.enter(None)
         for arena, faults in ((1, 0), (0, 2)):
