@@ -291,7 +291,7 @@ def test_any_limit_gives_the_numbers_or_a_remedy(small, tmp_path):
         for gradient, _ in found:
             assert torch.equal(gradient, expected)
     assert not ended[0] and ended[-1]
-    # Twice the memory never fails where less did not; allocators' caches are a few MB, more or less.
+    # Twice the memory never fails where less did not: allocators keep a few MB, more or less.
     least = min(size for size, well in zip(sizes, ended, strict=True) if well)
     assert all(well for size, well in zip(sizes, ended, strict=True) if size >= 2 * least)
 
