@@ -63,7 +63,7 @@ def balanced_assignment(
     """
     graph = _Graph(edge_index, num_nodes, num_parts)
     found = (math.inf, 0, random.numpy())
-    twice = edge_index.size(1) <= _TWICE
+    twice = edge_index.size(1) <= _TWICE  # To METIS seeds 0 and 1 are the same.
     for other in (seed, (seed + 2) % 2**31)[: 1 + twice]:
         report("METIS")
         part = _metis_assignment(graph, other)

@@ -13,6 +13,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PartitionError
+from pyg_sar.ledger import Label
 from pyg_sar.partition.assignment import adjacency_of
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
@@ -21,13 +22,16 @@ from pyg_sar.partition.parts import put_list
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, adjacency, edge_tensor, node_rows, wrap
 
+STATES: Label = ("", "", "random states")
+"""What the ledger counts random states as."""
+
 _FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` itself orders them.
 
 
 def draw_alike(comm: Communicator) -> None:
     """Gives all workers' generators of random numbers the state of rank 0's. Collective.
 
-    PyTorch's, NumPy's and Python's: splits are often drawn by ``numpy.random.permutation``.
+    NumPy's and Python's too: splits are often drawn by ``numpy.random.permutation``.
 
     Raises:
         ValueError: When workers are threads that draw from one generator.
@@ -39,13 +43,23 @@ def draw_alike(comm: Communicator) -> None:
             "parts of one process, launch(fn, 1, parts=P)"
         )
     if comm.world_size > 1:
-        torch.set_rng_state(comm.broadcast(torch.get_rng_state().to(comm.device)).cpu())
-        name, keys, *rest = np.random.get_state(legacy=True)
-        version, numbers, gauss = random.getstate()
-        mine = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
-        numpy_state, (version, numbers, gauss) = comm.broadcast_object(mine)
-        np.random.set_state(tuple(numpy_state))
-        random.setstate((version, tuple(numbers), gauss))
+        share_random_states(comm)
+
+
+def share_random_states(comm: Communicator) -> None:
+    """Gives all workers the states of rank 0's generators: PyTorch's, NumPy's and Python's.
+
+    Args:
+        comm: The communicator. All workers call this together.
+    """
+    state = comm.broadcast(torch.get_rng_state().to(comm.device), label=STATES)
+    torch.set_rng_state(state.cpu())
+    name, keys, *rest = np.random.get_state(legacy=True)
+    version, numbers, gauss = random.getstate()
+    mine = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
+    numpy_state, (version, numbers, gauss) = comm.broadcast_object(mine, label=STATES)
+    np.random.set_state(tuple(numpy_state))
+    random.setstate((version, tuple(numbers), gauss))
 
 
 def global_data(local: Data, metadata: PartitionMetadata, comm: Communicator) -> Data:

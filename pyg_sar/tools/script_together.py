@@ -14,8 +14,7 @@ import torch
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PygSarError
-
-_STATES = ("", "", "random states")
+from pyg_sar.partition.global_view import STATES, share_random_states
 
 
 class Together:
@@ -97,14 +96,7 @@ class Together:
 
     def share_states(self) -> None:
         """Gives all workers the states of rank 0's generators: torch's, numpy's and Python's."""
-        state = torch.get_rng_state()
-        torch.set_rng_state(self.comm.broadcast(state, label=_STATES))
-        name, keys, *rest = np.random.get_state(legacy=True)
-        version, numbers, gauss = random.getstate()
-        mine = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
-        numpy_state, (version, numbers, gauss) = self.comm.broadcast_object(mine, label=_STATES)
-        np.random.set_state(tuple(numpy_state))
-        random.setstate((version, tuple(numbers), gauss))
+        share_random_states(self.comm)
 
     def count_call(self) -> None:
         """Counts calls of models; at the 1st, 2nd, 4th, ... it checks the random states."""
@@ -118,7 +110,7 @@ class Together:
         Raises:
             PygSarError: They have not; names the ranks.
         """
-        everyone = self.comm.all_gather_object(digest_of_states(), label=_STATES)
+        everyone = self.comm.all_gather_object(digest_of_states(), label=STATES)
         other = [rank for rank, found in enumerate(everyone) if found != everyone[0]]
         if other:
             raise PygSarError(
