@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import BatchNorm1d
 
 import pyg_sar
+from pyg_sar.kernels import ops
 
 CHANNELS = 5
 ROWS = 23
@@ -350,3 +351,44 @@ def test_norms_per_node_are_as_they_were(norm: torch.nn.Module):
     workers = threads(worker, 2)
     assert torch.allclose(torch.cat([w[0] for w in workers]), expected)
     assert [w[1] for w in workers] == [0, 0]
+
+
+@pytest.mark.skipif(ops.why_missing() is not None, reason=str(ops.why_missing()))
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("rows", "width"), [(0, 3), (1, 1), (33, 257), (17_000, 5)])
+def test_kernels_of_norms(rows: int, width: int, dtype: torch.dtype) -> None:
+    draw = torch.Generator().manual_seed(0)
+    given = torch.randn(3, rows, 2 * width, generator=draw, dtype=torch.float64).add(1e3).to(dtype)
+    x, g, _ = given[..., :width]  # rows that lie apart
+    shift, *columns = torch.randn(4, width, generator=draw, dtype=torch.float64).to(dtype).double()
+    shift = (shift + 1e3).float().double()
+    scale, offset, factor = columns
+    right = x.double(), g.double()
+    centred, away = right[0] - shift, right[1] - offset
+    mean = right[0].mean(0) if rows else torch.zeros(width, dtype=torch.float64)
+    kernels, wide = torch.ops.pyg_sar, torch.float64 if dtype == torch.float64 else torch.float32
+    least = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
+    sums = torch.finfo(wide).eps * 64
+    moments, products = kernels.column_moments(x), kernels.column_products(g, x, shift)
+    made = kernels.scale_rows(x, shift, scale, offset)
+    both = kernels.scale_rows(x, shift, scale, offset, g, factor)
+    for found, expected, most in (
+        (moments[0], mean, sums),
+        (moments[1], (right[0] - mean).square().sum(0), sums),
+        (products[0], right[1].sum(0), sums),
+        (products[1], (right[1] * centred).sum(0), sums * max(rows, 1) ** 0.5),
+        (made, centred * scale + offset, least),
+        (both, centred * scale + away * factor, least),
+    ):
+        most *= float(expected.abs().max()) if expected.numel() else 0.0
+        torch.testing.assert_close(found.double(), expected, rtol=0, atol=most)
+    for call in (
+        (kernels.column_moments.default, (x,)),
+        (kernels.column_products.default, (g, x, shift)),
+        (kernels.scale_rows.default, (x, shift, scale, offset, g, factor)),
+    ):
+        torch.library.opcheck(*call)
+    with pytest.raises(ValueError, match=f"'shift' to have {width} numbers"):
+        kernels.scale_rows(x, shift[:-1], scale, offset)
+    with pytest.raises(ValueError, match="'gradient' of shape"):
+        kernels.column_products(g.repeat(2, 2), x, shift)

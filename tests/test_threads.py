@@ -50,6 +50,13 @@ def structures(edges: Segments, rows: Tensor, weight: Tensor) -> tuple[Tensor, .
     return source, offsets, numbers, *ops.sort_edges(edges.source, ROWS)
 
 
+def norms(edges: Segments, rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
+    kernels, many = torch.ops.pyg_sar, rows.repeat(9, 1)
+    moments = kernels.column_moments(many)
+    products = kernels.column_products(many.flip(0), many, moments[0])
+    return moments, products, kernels.scale_rows(many, *moments, products[0])
+
+
 def attention(kind: str) -> Compute:
     def compute(edges: Segments, rows: Tensor, weight: Tensor) -> tuple[Tensor, ...]:
         heads, inner = 3, {"additive": [3]}.get(kind, [3, 4])
@@ -83,6 +90,7 @@ OPERATIONS: dict[str, Compute] = {
     "sums": sums,
     "extrema": extrema,
     "structures": structures,
+    "norms": norms,
     "additive": attention("additive"),
     "gatv2": attention("gatv2"),
     "dot": attention("dot"),

@@ -13,7 +13,8 @@ The first step (:func:`moments`) communicates: what workers found is merged in t
 and as :math:`\partial \mu_b / \partial x_i = 1 / n_b` and
 :math:`\partial v_b / \partial x_i = 2 (x_i - \mu_b) / n_b`, the backward pass is one sum over
 workers of the gradients of :math:`\mu` and :math:`v`. The second (:func:`standardise`) is local.
-Both keep nothing per row but x, and accumulate in float64, a block of rows at a time. Both
+Both keep nothing per row but x, and accumulate in float64, a block of rows at a time, by kernels
+in C++ (``extensions/norms.cpp``) where there is one group. Both
 backward passes are made of differentiable operators, so that derivatives of any order are exact.
 :func:`normalise` is the two of batch norms in one step, whose backward pass reads the rows twice.
 
@@ -36,6 +37,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 
 from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_terms import wide_dtype
 
 OVER_ROWS: tuple[type, ...] = (
@@ -267,7 +269,11 @@ def _merged(
     """Returns count ``[B]``, mean and variance ``[B, F]`` over all workers."""
     count = x.new_zeros(size, 1, dtype=torch.float64)
     count += x.size(0) if batch is None else batch.bincount(minlength=size).view(-1, 1)
-    total = _sums(x, batch, size) if order else count[:, :0]
+    kernels = _kernels(x, batch) if order == 2 else None
+    if kernels is not None:
+        mean, squares = kernels.column_moments(x).split(1)
+    else:
+        total = _sums(x, batch, size) if order else count[:, :0]
     if size > 1 and comm.world_size * size * (1 + order * total.size(1)) > _GATHERED:
         count, total = comm.all_reduce(torch.cat([count, total], dim=1), label=_LABEL).split(
             [1, total.size(1)], dim=1
@@ -278,19 +284,21 @@ def _merged(
         if order == 2:
             squares = comm.all_reduce(_squares(x, batch, mean), label=_LABEL)
         return count.squeeze(1), mean, squares / whole
-    mean = total / count.clamp(min=1)
-    squares = _squares(x, batch, mean) if order == 2 else torch.zeros_like(mean)
+    if kernels is None:
+        mean = total / count.clamp(min=1)
+        squares = _squares(x, batch, mean) if order == 2 else torch.zeros_like(mean)
     mine = torch.cat([count, mean, squares][: 1 + order], dim=1)
     rows = torch.stack(comm.all_gather(mine if call is None else call.sign(mine), label=_LABEL))
     if call is not None:
         call.agree(rows)
         rows = rows[:, call.LENGTH :].view(-1, *mine.shape)
-    counts, means = rows[:, :, :1], rows[:, :, 1 : 1 + total.size(1)]
+    width = mean.size(1)
+    counts, means = rows[:, :, :1], rows[:, :, 1 : 1 + width]
     whole = counts.sum(0).clamp(min=1)
     mean = (counts * means).sum(0) / whole
     if order == 2:
         apart = counts * (means - mean).square()
-        squares = (rows[:, :, 1 + total.size(1) :] + apart).sum(0)
+        squares = (rows[:, :, 1 + width :] + apart).sum(0)
     return counts.sum(0).squeeze(1), mean, squares / whole
 
 
@@ -433,6 +441,10 @@ class _Normalise(torch.autograd.Function):
         average, slope = sums / count.clamp(min=1)
         scale = inverse if weight is None else inverse * weight
         by_row = (mean, -inverse.square() * slope, average, scale)
+        kernels = _kernels(x, None)
+        if kernels is not None:
+            result = kernels.scale_rows(x, mean, by_row[1] * scale, average, gradient, scale)
+            return result, of_weight, of_bias, None, None
         shift, slope, average, scale = (_of_rows(values, x.dtype, None) for values in by_row)
         result = torch.empty_like(x)
         for part in _blocks(x):
@@ -449,6 +461,11 @@ def _standardised(
     dtype: torch.dtype,
 ) -> Tensor:
     """Returns the rows of :func:`standardise`, which autograd doesn't record."""
+    kernels = _kernels(x, batch) if dtype == x.dtype else None
+    if kernels is not None:
+        scale = torch.ones_like(shift) if scale is None else scale
+        offset = torch.zeros_like(shift) if offset is None else offset
+        return kernels.scale_rows(x, shift, scale, offset)  # type: ignore[no-any-return]
     out = x.new_empty(x.shape, dtype=dtype)
     shift = _of_rows(shift, x.dtype, batch)
     scale, offset = (None if t is None else _of_rows(t, x.dtype, batch) for t in (scale, offset))
@@ -466,6 +483,10 @@ def _products(
     gradient: Tensor, x: Tensor, shift: Tensor, batch: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     """Returns the groups' sums of g and of g (x - shift), ``[B, F]``."""
+    kernels = _kernels(x, batch) if gradient.dtype == x.dtype else None
+    if kernels is not None:
+        total, scaled = kernels.column_products(gradient, x, shift).split(1)
+        return total, scaled
     total, scaled = torch.zeros_like(shift), torch.zeros_like(shift)
     centre = _of_rows(shift, x.dtype, batch)
     for part in _blocks(gradient):
@@ -473,6 +494,12 @@ def _products(
         _add(total, value, batch, part)
         _add(scaled, value * (x[part] - _rows(centre, batch, part)), batch, part)
     return total, scaled
+
+
+def _kernels(x: Tensor, batch: Tensor | None) -> Any:
+    """Returns the kernels where they are made for these rows, and autograd records nothing."""
+    fits = batch is None and x.dim() == 2 and ops.takes(x) and not torch.is_grad_enabled()
+    return torch.ops.pyg_sar if ops.use_kernel(None, fits) else None
 
 
 def _of_rows(values: Tensor, dtype: torch.dtype, batch: Tensor | None) -> Tensor:
