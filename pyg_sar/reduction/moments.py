@@ -465,7 +465,7 @@ def _standardised(
     if kernels is not None:
         scale = torch.ones_like(shift) if scale is None else scale
         offset = torch.zeros_like(shift) if offset is None else offset
-        return kernels.scale_rows(x, shift, scale, offset)  # type: ignore[no-any-return]
+        return kernels.scale_rows(x, shift, scale, offset)
     out = x.new_empty(x.shape, dtype=dtype)
     shift = _of_rows(shift, x.dtype, batch)
     scale, offset = (None if t is None else _of_rows(t, x.dtype, batch) for t in (scale, offset))
