@@ -69,6 +69,7 @@ def partition(graph: Path, out: Path, parts: int, memory: str, limit: int) -> No
     command += ["--out", str(out), "--memory", memory]
     with memory_group(limit) as group:
         start, most, disk = time.perf_counter(), 0, 0
+        free = shutil.disk_usage(out.parent).free
 
         def join() -> None:
             if group is not None:
@@ -84,10 +85,9 @@ def partition(graph: Path, out: Path, parts: int, memory: str, limit: int) -> No
                 status = Path(f"/proc/{run.pid}/status").read_text()
                 found = [line for line in status.splitlines() if line.startswith("RssAnon")]
                 most = max(most, int(found[0].split()[1]) * 1024 if found else 0)
-                disk = max(disk, used - shutil.disk_usage(out.parent).free)
+                disk = max(disk, free - shutil.disk_usage(out.parent).free)
                 time.sleep(0.1)
 
-        used = shutil.disk_usage(out.parent).free
         thread = threading.Thread(target=watch)
         thread.start()
         for line in run.stdout or ():
