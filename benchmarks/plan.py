@@ -23,7 +23,7 @@ from typing import Any
 
 import torch
 import torch_geometric
-from memory import HEAP, give_back
+from memory import give_back
 from torch import nn
 from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE
 from torch_geometric.nn.conv import TransformerConv
@@ -124,7 +124,7 @@ def rows(folder: Path, cases: list[Any]) -> Iterator[tuple[Any, ...]]:
             policy = pyg_sar.SARPolicy(mode=forecast.mode)
             given = str(root), str(tiny), model, policy
             how: Any = {} if workers == parts else {"parts": parts}
-            runs = pyg_sar.launch(measure, workers, *given, threads_per_worker=1, env=HEAP, **how)
+            runs = pyg_sar.launch(measure, workers, *given, threads_per_worker=1, **how)
             starts, peaks, times = zip(*runs, strict=True)
             if workers == parts:
                 peak = max(most - start for start, most in zip(starts, peaks, strict=True))

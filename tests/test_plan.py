@@ -12,9 +12,10 @@ from torch_geometric.nn import GAT, GraphSAGE
 import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.tools import cli, planning
+from pyg_sar.tools.forecasts import Forecast, Plan
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.plan_sample import read_shapes, write_sample
-from pyg_sar.tools.planning import Forecast, Plan, _Machine, _Run, _Runs, parse_rate
+from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
+from pyg_sar.tools.planning import _Machine, _Run, _Runs, parse_rate
 from pyg_sar.tools.rates import Rates, Work, peak_together
 
 FEATURES, CLASSES, PARTS = 24, 5, 2
@@ -147,6 +148,48 @@ def test_one_worker_that_hosts_all_parts(root, monkeypatch):
     (found,) = plan.forecasts
     assert found.workers == 1 and found.sent == [0] and found.stored == [0]
     assert found.memory[0] - planning.PROCESS == pytest.approx(counted, rel=0.02)
+
+
+def test_a_published_partition_is_planned_as_one_that_is_there(tmp_path):
+    """Twelve parts, of which eight are tried: the same memory and bytes within a tenth."""
+    numbers = {"nodes": 3000, "features": FEATURES, "classes": CLASSES}
+    graph = load_graph(
+        f"synthetic:degree=6,exponent=4,{','.join(f'{k}={v}' for k, v in numbers.items())}"
+    )
+    found = pyg_sar.write_partitions(graph, 12, tmp_path / "parts", "random")
+    numbers |= {"edges": found.num_edges, "halo": sum(found.halo), "cut": found.edge_cut}
+    published = PublishedPartition(parts=12, **numbers)
+    assert published.tried == 8 and len(published.shapes(1)) == 8
+    model = GraphSAGE(FEATURES, 32, 2, CLASSES)
+    given: Any = {"modes": [1, 3], "rates": RATES}
+    there = pyg_sar.plan(model, tmp_path / "parts", **given).forecasts
+    for one, other in zip(pyg_sar.plan(model, published, **given).forecasts, there, strict=True):
+        assert (one.workers, one.mode) == (12, other.mode)
+        used, taken = (max(f.memory) - planning.PROCESS for f in (one, other))
+        assert used == pytest.approx(taken, rel=0.1)
+        assert sum(one.sent) == pytest.approx(sum(other.sent), rel=0.1)
+
+
+def test_what_no_partition_has_is_refused():
+    numbers = {"parts": 4, "nodes": 90, "edges": 50, "halo": 40, "cut": 45}
+    for name, value in (("parts", 1), ("cut", 51), ("halo", 46), ("features", 0)):
+        with pytest.raises(ValueError, match=f"Expected '{name}' of a published partition"):
+            PublishedPartition(**{**numbers, "features": 1, "classes": 2, name: value})
+    for text in ("published:parts=4", "published:" + ",".join(f"{k}=x" for k in numbers)):
+        with pytest.raises(ValueError, match="expected whole numbers for all of classes, cut"):
+            planning._partition_of(text)
+    assert planning._partition_of("published") == "published"  # a folder
+    published = PublishedPartition(**numbers, features=1, classes=2)
+    with pytest.raises(ValueError, match="workers= and hosts= need partitions that are there"):
+        pyg_sar.plan(models()["gat"], published, workers=[2])
+
+
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [forecast(1, 100, 2.0), forecast(3, 400, 1.0)]
+    Plan(forecasts=rows, limit=200, bandwidth=None).draw(tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    assert text.count("2 workers, mode") == 2 and "limit" in text
 
 
 def forecast(mode: int, memory: int, seconds: float) -> Forecast:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -42,9 +42,10 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
-from pyg_sar.tools.graphs import names_in
+from pyg_sar.tools.forecasts import Forecast, Plan
+from pyg_sar.tools.graphs import names_in, parse_source
 from pyg_sar.tools.models import MODELS, imported_model
-from pyg_sar.tools.plan_sample import PartShape, read_shapes, write_sample
+from pyg_sar.tools.plan_sample import PartShape, PublishedPartition, read_shapes, write_sample
 from pyg_sar.tools.rates import LiveBytes, Rates, Work, peak_together
 from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
 from pyg_sar.tools.verify import call_with
@@ -64,95 +65,19 @@ PROCESS = 8 << 20
 """Bytes that training takes in a process beside its tensors: code that is read, the allocator's."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
-    """A row of a :class:`Plan`.
-
-    Attributes:
-        parts: The partition.
-        workers: One for each of its parts, or fewer, which host several each.
-        mode: Of :class:`SARPolicy`.
-        memory: Bytes at the peak of each worker, beyond the start of its process.
-        sent: Bytes that each worker sends in an epoch, where all rows are pulled; of workers that
-            host several parts at most these.
-        seconds: Of an epoch, the store's work left out.
-        stored: Bytes at the peak of each worker that wait in the store.
-    """
-
-    parts: str
-    workers: int
-    mode: int
-    memory: list[int]
-    sent: list[int]
-    seconds: float
-    stored: list[int] = field(default_factory=lambda: [0])
+Partition = str | os.PathLike[str] | PublishedPartition
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """Forecasts, and the one to take. ``print`` shows a table.
-
-    Attributes:
-        forecasts: By partition and mode.
-        limit: Bytes that a worker may take; ``None``: any.
-        bandwidth: Bytes per second between workers; ``None``: they share memory.
-    """
-
-    forecasts: list[Forecast]
-    limit: int | None
-    bandwidth: float | None
-
-    @property
-    def fitting(self) -> list[Forecast]:
-        """The forecasts within the limit of memory."""
-        return [f for f in self.forecasts if self.limit is None or max(f.memory) <= self.limit]
-
-    @property
-    def best(self) -> Forecast | None:
-        """The fastest that fits; among those within 2 %, the one that takes least memory."""
-        if not self.fitting:
-            return None
-        fastest = min(one.seconds for one in self.fitting)
-        equal = [one for one in self.fitting if one.seconds <= 1.02 * fastest]
-        return min(equal, key=lambda one: max(one.memory))
-
-    def __str__(self) -> str:
-        lines = [f"{'workers':>7}  {'mode':>4}  {'memory/worker':>13}  {'in store':>10}  "
-                 f"{'sent/epoch':>10}  {'s/epoch':>8}  parts"]  # fmt: skip
-        for one in self.forecasts:
-            mark = "*" if one is self.best else " " if one in self.fitting else "too large"
-            lines.append(
-                f"{one.workers:>7}  {one.mode:>4}  {_size(max(one.memory)):>13}  "
-                f"{_size(max(one.stored)):>10}  {_size(sum(one.sent)):>10}  {one.seconds:>8.3g}  {one.parts} {mark}".rstrip()
-            )
-        return "\n".join([*lines, self._why()])
-
-    def _why(self) -> str:
-        if self.best is None:
-            least = min(self.forecasts, key=lambda one: max(one.memory))
-            return (
-                f"None fits into {_size(self.limit or 0)}; the least is {_size(max(least.memory))} "
-                f"(mode {least.mode}, {least.workers} workers): take more parts, or host several "
-                "in turn with --memory and --store"
-            )
-        limit = "" if self.limit is None else f" of those within {_size(self.limit)}"
-        return (
-            f"* take mode {self.best.mode} with {self.best.workers} workers: the shortest "
-            f"epoch{limit}. Memory is beyond the start of a process, which takes some 350 MB"
-        )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"
+def _graph_of(root: Partition) -> tuple[int, int]:
+    if isinstance(root, PublishedPartition):
+        return root.nodes, root.edges
+    found = read_metadata(root)
+    return found.num_nodes, found.num_edges
 
 
 def plan(
     model: nn.Module | Callable[[Data], nn.Module],
-    parts: str | os.PathLike[str] | Sequence[str | os.PathLike[str]],
+    parts: Partition | Sequence[Partition],
     *,
     workers: Sequence[int] | None = None,
     modes: Sequence[int] = (1, 2, 3),
@@ -172,7 +97,8 @@ def plan(
 
     Args:
         model: The model, or what returns it for a part's ``Data``.
-        parts: A folder of :func:`pyg_sar.write_partitions`, or several.
+        parts: A folder of :func:`pyg_sar.write_partitions`, or several; or what is known of a
+            partition that is not here (:class:`~pyg_sar.tools.plan_sample.PublishedPartition`).
         workers: Numbers of them to compare; those of fewer workers than parts host several each.
             By default one for each part.
         modes: Of :class:`SARPolicy`, to compare.
@@ -197,10 +123,11 @@ def plan(
             raise TypeError(f"{name}={function!r} must be a module, or a function")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     check_type("modes", modes, Sequence, "a sequence such as (1, 3)")
-    check_type("parts", parts, str | os.PathLike | Sequence, "a folder, or several")
+    single = str | os.PathLike | PublishedPartition
+    check_type("parts", parts, single | Sequence, "a folder, or several")
     if rates is not None:
         check_type("rates", rates, Rates, "the machine's Rates, or None")
-    roots = [parts] if isinstance(parts, str | os.PathLike) else list(parts)
+    roots = [parts] if isinstance(parts, single) else list(parts)
     limit = None if memory is None else parse_bytes(memory, "memory")
     if not roots or not modes:
         raise ValueError("'parts' and 'modes' need at least one entry each")
@@ -210,23 +137,35 @@ def plan(
         raise ValueError(f"hosts={hosts!r} must be a number of hosts, with the bandwidth between")
     if workers is not None and not (workers and all(isinstance(w, int) and w > 0 for w in workers)):
         raise ValueError(f"workers={workers!r} must be numbers of workers, such as (1, 2, 4)")
-    graphs = {(found.num_nodes, found.num_edges) for found in map(read_metadata, roots)}
+    if any(isinstance(root, PublishedPartition) for root in roots) and (workers or hosts):
+        raise ValueError("workers= and hosts= need partitions that are there, not published ones")
+    graphs = {_graph_of(root) for root in roots}
     if len(graphs) > 1:
         raise ValueError(
             f"'parts' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "
             "compare partitions of one graph"
         )
     if graphs.pop()[0] == 0:
-        raise ValueError(f"{os.fspath(roots[0])!r} has no node: there is nothing to plan")
+        raise ValueError(f"{roots[0]!r} has no node: there is nothing to plan")
     policies = [replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes]
     machine = _Machine(limit, store, bandwidth, hosts, rates)
     forecasts = []
-    for root in map(os.fspath, roots):
-        parts = read_metadata(root).num_parts
+    for root in roots:
+        if isinstance(root, PublishedPartition):
+            for mode, one in zip(modes, policies, strict=True):
+                sizes, apart, _ = _try(root, root.shapes(mode), model, [one], call)
+                runs = _Runs(sizes, [[part[0] for part in run] for run in apart])
+                found = machine.published(runs, root, mode)
+                one = Forecast(parts="published", workers=root.parts, mode=mode, **found)
+                forecasts.append(one)
+            continue
+        root, shapes = os.fspath(root), read_shapes(root)
+        parts = len(shapes)
         counts = [parts] if workers is None else [count for count in workers if count <= parts]
         if not counts:
             continue
-        sizes, apart, hosted = _try(root, model, policies, call, counts)
+        few = min(counts) < parts
+        sizes, apart, hosted = _try(root, shapes, model, policies, call, few)
         for k, mode in enumerate(modes):
             runs = _Runs(sizes, [[part[k] for part in run] for run in apart])
             together = _Runs(sizes, [[part[k] for part in run] for run in hosted])
@@ -301,20 +240,37 @@ class _Machine:
         sent = sent_from(groups)
         return {"memory": memory, "sent": sent, "seconds": seconds, "stored": stored}
 
+    def published(self, runs: _Runs, parts: PublishedPartition, mode: int) -> dict[str, Any]:
+        """Returns the fields of a forecast, with a worker for each of the equal parts."""
+        each = range(parts.tried)
+        rows = max(runs.sent(p, each) for p in each)
+        if mode == 1:  # Those of the pairs that are tried.
+            rows = rows * (parts.parts - 1) // (parts.tried - 1)
+        sent = rows + max(runs.sent(p, [-1]) for p in each)
+        memory = PROCESS + max(round(runs.line(lambda r, p=p: r[p].peak)) for p in each)
+        seconds = max(runs.seconds(range(p, p + 1), self.rates) for p in each)
+        if self.bandwidth is not None:
+            seconds += sent / self.bandwidth
+        return {
+            "memory": [memory] * parts.parts,
+            "sent": [sent] * parts.parts,
+            "seconds": seconds,
+        }
+
 
 def _try(
-    root: str,
+    root: str | PublishedPartition,
+    shapes: Sequence[PartShape],
     model: Any,
     policies: Sequence[SARPolicy],
     call: Callable[..., Tensor],
-    workers: Sequence[int],
+    hosting: bool = False,
 ) -> tuple[list[float], list[list[list[_Run]]], list[list[list[_Run]]]]:
     """Runs samples of one or two sizes, which are returned first, as shares of the partition.
 
     Then come runs by size, part and policy: with a worker for each part, and with one worker that
-    hosts all (empty where ``workers`` ask for none that hosts several).
+    hosts all, if ``hosting``.
     """
-    shapes = read_shapes(root)
     share = min(1.0, ROWS / max(_rows(shapes), 1))
     sizes = [share] if share == 1.0 else [share, share / 4]
     apart, hosted = [], []
@@ -327,7 +283,7 @@ def _try(
             # worker's.
             env = {"PYG_SAR_SHARED_MEMORY": "0"}
             apart += launch(_try_threads, 1, len(shapes), *given, env=env)
-            if any(count < len(shapes) for count in workers):
+            if hosting:
                 hosted.append(launch(_try_part, 1, *given, parts=len(shapes)))
     return sizes, apart, hosted
 
@@ -426,7 +382,9 @@ _BITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9}
 def add_plan(command: argparse.ArgumentParser) -> Any:
     """Adds the arguments of ``pyg-sar plan``, and returns what adds those of the model."""
     add = command.add_argument
-    add("--parts", nargs="+", required=True, metavar="DIR", help="folders of partitions")
+    of_parts = "folders of partitions; or published:parts=32,nodes=...,edges=...,halo=...,..."
+    add("--parts", nargs="+", required=True, metavar="DIR", help=of_parts)
+    add("--picture", metavar="FILE", help="write a picture of the table: .svg, .png, .pdf")
     add("--workers", nargs="+", type=int, metavar="W", help="to compare (default: one a part)")
     add("--modes", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="to compare")
     add("--memory", metavar="SIZE", help="that a worker may take: 16GiB")
@@ -448,7 +406,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
     options = {name: getattr(arguments, name) for name in ("hidden", "layers", "heads", "dropout")}
     found = plan(
         Build(arguments.model, options | {"norm": arguments.norm}),
-        arguments.parts,
+        [_partition_of(text) for text in arguments.parts],
         workers=arguments.workers,
         modes=arguments.modes,
         policy=SARPolicy(),
@@ -459,7 +417,21 @@ def plan_command(arguments: argparse.Namespace) -> int:
         call=call,
     )
     sys.stdout.write(f"{found}\n")
+    if arguments.picture:
+        found.draw(arguments.picture)
     return 0 if found.fitting else 1
+
+
+def _partition_of(text: str) -> Partition:
+    name, options = parse_source(text)
+    if name != "published" or not options:
+        return text
+    known = {field.name for field in fields(PublishedPartition)}
+    if set(options) != known or not all(value.isdecimal() for value in options.values()):
+        raise ValueError(
+            f"--parts {text}: expected whole numbers for all of {', '.join(sorted(known))}"
+        )
+    return PublishedPartition(**{name: int(value) for name, value in options.items()})
 
 
 def parse_rate(text: str) -> float:
