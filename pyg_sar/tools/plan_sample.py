@@ -194,10 +194,10 @@ def write_sample(
     edges_of = [sum(piece.size(1) for piece in pieces[p * len(shapes) :][: len(shapes)])
                 for p in range(len(shapes))]  # fmt: skip
     if isinstance(root, PublishedPartition):
-        rows = root.rows(sum(nodes))
+        attributes = root.rows(sum(nodes))
     else:
-        rows = _attributes(read_metadata(root), nodes, edges_of)
-    for name, value in rows.items():
+        attributes = _attributes(read_metadata(root), nodes, edges_of)
+    for name, value in attributes.items():
         data[name] = value
     owner = torch.repeat_interleave(torch.tensor(nodes))
     none = dict.fromkeys(data.to_dict(), False)

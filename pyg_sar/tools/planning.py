@@ -100,7 +100,7 @@ def plan(
         parts: A folder of :func:`pyg_sar.write_partitions`, or several; or what is known of a
             partition that is not here (:class:`~pyg_sar.tools.plan_sample.PublishedPartition`).
         workers: Numbers of them to compare; those of fewer workers than parts host several each.
-            By default one for each part.
+            By default one for each part. Partitions with fewer parts are left out.
         modes: Of :class:`SARPolicy`, to compare.
         policy: The other settings of layers.
         memory: Bytes that each worker may take beyond its start, or ``'16GiB'``.
@@ -123,6 +123,7 @@ def plan(
             raise TypeError(f"{name}={function!r} must be a module, or a function")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
     check_type("modes", modes, Sequence, "a sequence such as (1, 3)")
+    check_type("workers", () if workers is None else workers, Sequence, "a sequence such as (1, 2)")
     single = str | os.PathLike | PublishedPartition
     check_type("parts", parts, single | Sequence, "a folder, or several")
     if rates is not None:
@@ -152,12 +153,12 @@ def plan(
     forecasts = []
     for root in roots:
         if isinstance(root, PublishedPartition):
-            for mode, one in zip(modes, policies, strict=True):
-                sizes, apart, _ = _try(root, root.shapes(mode), model, [one], call)
+            for mode, chosen in zip(modes, policies, strict=True):
+                sizes, apart, _ = _try(root, root.shapes(mode), model, [chosen], call)
                 runs = _Runs(sizes, [[part[0] for part in run] for run in apart])
                 found = machine.published(runs, root, mode)
-                one = Forecast(parts="published", workers=root.parts, mode=mode, **found)
-                forecasts.append(one)
+                count = root.parts
+                forecasts.append(Forecast(parts="published", workers=count, mode=mode, **found))
             continue
         root, shapes = os.fspath(root), read_shapes(root)
         parts = len(shapes)
