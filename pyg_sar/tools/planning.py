@@ -203,7 +203,7 @@ class _Runs:
 
 @dataclass(frozen=True, slots=True)
 class _Machine:
-    """What workers may take of their machines."""
+    """Turns runs into forecasts, by what workers may take of their machines."""
 
     limit: int | None
     store: bool
@@ -303,7 +303,7 @@ def _line(sizes: Sequence[float], values: Sequence[float]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class _Run:
-    """What a part does: bytes alive, with their log, bytes sent by peer, and an epoch's time."""
+    """Holds what a part did: bytes alive, with their log, bytes sent by peer, and its time."""
 
     peak: int
     log: list[tuple[int, int]]
