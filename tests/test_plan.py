@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +12,11 @@ from torch_geometric.nn import GAT, GraphSAGE
 import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.tools import cli, planning
+from pyg_sar.tools.forecasts import Forecast, Plan
 from pyg_sar.tools.graphs import load_graph
-from pyg_sar.tools.plan_sample import read_shapes, write_sample
-from pyg_sar.tools.planning import Forecast, Plan, parse_rate
-from pyg_sar.tools.rates import Rates, Work, read_rates
+from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
+from pyg_sar.tools.planning import _Machine, _Run, _Runs, parse_rate
+from pyg_sar.tools.rates import Rates, Work, peak_together
 
 FEATURES, CLASSES, PARTS = 24, 5, 2
 RATES = Rates(dense=1e9, stream=1e9, gather=1e9)
@@ -61,7 +60,7 @@ def test_a_sample_has_the_shape_of_the_partition(root, tmp_path):
 def whole(root: str, model: torch.nn.Module, policies: list[pyg_sar.SARPolicy]) -> list[Any]:
     """What a worker holds at its peak, and sends in a step, on the partition itself."""
     runs = planning._try_part(root, model, policies, planning.call_model)
-    return [(run.peak, run.sent) for run in runs]
+    return [(run.peak, sum(run.sent.values())) for run in runs]
 
 
 @pytest.mark.parametrize(
@@ -99,6 +98,100 @@ def test_work_is_counted_by_operators():
     assert RATES.seconds(Work(1e9, 2e9, 3e9)) == 6
 
 
+def run(sent: dict[int, int], peak: int = 100, seconds: float = 1.0) -> _Run:
+    return _Run(peak, [(1, peak), (2, 0)], sent, seconds, Work())
+
+
+def test_hosts_share_a_link_and_send_nothing_within():
+    """Four parts, each sends 1, 10, 100, 1000 to parts 0 to 3, and 5 to all."""
+    to = {q: 10**q for q in range(4)}
+    apart = _Runs([1.0], [[run({-1: 5} | {q: n for q, n in to.items() if q != p}) for p in to]])
+
+    def forecast(workers: int, hosts: int | None, bandwidth: float | None = 1.0) -> Any:
+        machine = _Machine(None, False, bandwidth, hosts, None)
+        return machine.forecast(apart, apart, workers)
+
+    assert forecast(4, None)["sent"] == [1115, 1106, 1016, 116]
+    assert forecast(4, None)["seconds"] == 1 + 1115  # a link each
+    assert forecast(4, 2)["seconds"] == 1 + 2 * (1100 + 5)  # parts 0 and 1 to 2 and 3
+    assert forecast(4, 1)["seconds"] == forecast(4, None, None)["seconds"] == 1
+    assert forecast(2, 2)["sent"] == [2 * 1105, 2 * 16]
+    assert forecast(2, 2)["seconds"] == 2 + 2210 and forecast(1, 1)["sent"] == [0]
+
+
+def test_memory_of_hosted_parts_with_a_store():
+    runs = [run({}, 100 << 20), run({}, 60 << 20)]
+    hosted = _Runs([1.0], [runs])
+    for limit, store, expected in ((None, True, (160, 0)), (130, False, (160, 0)),
+                                   (130, True, (122, 38)), (50, True, (100, 60))):  # fmt: skip
+        machine = _Machine(limit and limit << 20, store, None, None, None)
+        found = machine.forecast(hosted, hosted, 1)
+        memory, stored = found["memory"][0] - planning.PROCESS, found["stored"][0]
+        assert (memory >> 20, stored >> 20) == expected
+
+
+def test_parts_of_a_process_peak_together_at_one_moment():
+    first, second = [(1, 5), (4, 1), (6, 0)], [(2, 3), (3, 0), (5, 4)]
+    assert peak_together([first]) == 5 and peak_together([second]) == 4
+    assert peak_together([first, second]) == 8 and peak_together([]) == 0
+
+
+def test_one_worker_that_hosts_all_parts(root, monkeypatch):
+    """Predicted from a sample of the partition's own size: the bytes of its parts together."""
+    monkeypatch.setattr(planning, "ROWS", 10**9)
+    model, policies = models()["sage"], [pyg_sar.SARPolicy(mode=1, push="off")]
+    given = root, model, policies, planning.call_model
+    parts = pyg_sar.launch(planning._try_part, 1, *given, parts=PARTS)
+    counted = peak_together([found[0].log for found in parts])
+    assert max(found[0].peak for found in parts) < counted < sum(found[0].peak for found in parts)
+    plan = pyg_sar.plan(model, root, workers=[1], modes=[1], rates=RATES)
+    (found,) = plan.forecasts
+    assert found.workers == 1 and found.sent == [0] and found.stored == [0]
+    assert found.memory[0] - planning.PROCESS == pytest.approx(counted, rel=0.02)
+
+
+def test_a_published_partition_is_planned_as_one_that_is_there(tmp_path):
+    """Twelve parts, of which eight are tried: the same memory and bytes within a tenth."""
+    numbers = {"nodes": 3000, "features": FEATURES, "classes": CLASSES}
+    graph = load_graph(
+        f"synthetic:degree=6,exponent=4,{','.join(f'{k}={v}' for k, v in numbers.items())}"
+    )
+    found = pyg_sar.write_partitions(graph, 12, tmp_path / "parts", "random")
+    numbers |= {"edges": found.num_edges, "halo": sum(found.halo), "cut": found.edge_cut}
+    published = PublishedPartition(parts=12, **numbers)
+    assert published.tried == 8 and len(published.shapes(1)) == 8
+    model = GraphSAGE(FEATURES, 32, 2, CLASSES)
+    given: Any = {"modes": [1, 3], "rates": RATES}
+    there = pyg_sar.plan(model, tmp_path / "parts", **given).forecasts
+    for one, other in zip(pyg_sar.plan(model, published, **given).forecasts, there, strict=True):
+        assert (one.workers, one.mode) == (12, other.mode)
+        used, taken = (max(f.memory) - planning.PROCESS for f in (one, other))
+        assert used == pytest.approx(taken, rel=0.1)
+        assert sum(one.sent) == pytest.approx(sum(other.sent), rel=0.1)
+
+
+def test_what_no_partition_has_is_refused():
+    numbers = {"parts": 4, "nodes": 90, "edges": 50, "halo": 40, "cut": 45}
+    for name, value in (("parts", 1), ("cut", 51), ("halo", 46), ("features", 0)):
+        with pytest.raises(ValueError, match=f"Expected '{name}' of a published partition"):
+            PublishedPartition(**{**numbers, "features": 1, "classes": 2, name: value})
+    for text in ("published:parts=4", "published:" + ",".join(f"{k}=x" for k in numbers)):
+        with pytest.raises(ValueError, match="expected whole numbers for all of classes, cut"):
+            planning._partition_of(text)
+    assert planning._partition_of("published") == "published"  # a folder
+    published = PublishedPartition(**numbers, features=1, classes=2)
+    with pytest.raises(ValueError, match="workers= and hosts= need partitions that are there"):
+        pyg_sar.plan(models()["gat"], published, workers=[2])
+
+
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    rows = [forecast(1, 100, 2.0), forecast(3, 400, 1.0)]
+    Plan(forecasts=rows, limit=200, bandwidth=None).draw(tmp_path / "plan.svg")
+    text = (tmp_path / "plan.svg").read_text()
+    assert text.count("2 workers, mode") == 2 and "limit" in text
+
+
 def forecast(mode: int, memory: int, seconds: float) -> Forecast:
     return Forecast(
         parts="p", workers=2, mode=mode, memory=[1, memory], sent=[7, 8], seconds=seconds
@@ -118,16 +211,6 @@ def test_the_one_to_take():
         assert text.count("too large") == len(rows) - len(plan.fitting)
 
 
-def test_rates_are_measured_once(tmp_path, monkeypatch):
-    path, measured = tmp_path / "new" / "rates.json", []
-    monkeypatch.setattr(Rates, "measure", lambda: measured.append(1) or RATES)
-    assert read_rates(path) == read_rates(path) == RATES and len(measured) == 1
-    for text in ("{", "[]", '{"dense": 1}', json.dumps({"dense": 0, "stream": 1, "gather": 1})):
-        path.write_text(text)
-        assert read_rates(path) == RATES
-    assert len(measured) == 5
-
-
 def test_bandwidth_as_text():
     assert parse_rate("1Gb") == 1.25e8 and parse_rate("100Mbit/s") == 1.25e7
     for text in ("fast", "0Gb", "1GiB", "1GB"):
@@ -135,10 +218,8 @@ def test_bandwidth_as_text():
             parse_rate(text)
 
 
-def test_the_command(root, tmp_path: Path, monkeypatch, capsys):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_the_command(root, monkeypatch, capsys):
     command = ["plan", "--parts", root, "--model", "gcn", "--hidden", "8", "--modes", "1"]
-    monkeypatch.setattr(Rates, "measure", lambda: RATES)
     given: dict[str, Any] = {}
 
     def plan(*arguments: Any, **options: Any) -> Plan:
@@ -146,9 +227,9 @@ def test_the_command(root, tmp_path: Path, monkeypatch, capsys):
         return pyg_sar.plan(*arguments, **options)
 
     monkeypatch.setattr("pyg_sar.tools.planning.plan", plan)
-    assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb"]) == 0
+    assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb", "--hosts", "1"]) == 0
     assert "take mode 1 with 2 workers" in capsys.readouterr().out
-    assert given["bandwidth"] == 1.25e8 and len(list((tmp_path / "pyg_sar").iterdir())) == 1
+    assert given["bandwidth"] == 1.25e8 and given["hosts"] == 1 and not given["store"]
 
 
 def test_what_cannot_be_planned(root, tmp_path):
@@ -159,5 +240,11 @@ def test_what_cannot_be_planned(root, tmp_path):
         pyg_sar.plan(models()["gat"], [root, tmp_path / "parts"], rates=RATES)
     with pytest.raises(ValueError, match="bandwidth=0 must be a positive number"):
         pyg_sar.plan(models()["gat"], tmp_path, bandwidth=0)
+    with pytest.raises(ValueError, match="hosts=2 must be a number of hosts, with the bandwidth"):
+        pyg_sar.plan(models()["gat"], tmp_path, hosts=2)
+    with pytest.raises(ValueError, match=r"workers=\[0\] must be numbers of workers"):
+        pyg_sar.plan(models()["gat"], tmp_path, workers=[0])
+    with pytest.raises(ValueError, match=r"workers=\[3\] are more than any"):
+        pyg_sar.plan(models()["gat"], root, workers=[3], rates=RATES)
     with pytest.raises(ValueError, match="need at least one entry each"):
         pyg_sar.plan(models()["gat"], [])

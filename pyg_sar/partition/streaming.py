@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.partition.balance import LIMIT
-from pyg_sar.partition.scratch import GroupedRows, Scratch, offsets_of
+from pyg_sar.partition.scratch import GroupedRows, Scratch, group_by_part, offsets_of
 
 PASSES = 8
 _GAMMA = 1.5
@@ -58,10 +58,10 @@ def stream_assignment(edges: Edges, num_nodes: int, num_parts: int, scratch: Scr
     for number in range(PASSES):
         cut = 0
         for first, starts, adjacent in blocks.read(f"streaming, pass {number + 1} of {PASSES}"):
-            cut += state.stream(first, starts, adjacent)
+            cut += state.stream(first, starts, adjacent, number > 0)
         if number and (fewest < 0 or cut < fewest):
             best, fewest = state.part.clone(), cut
-    return best
+    return best.long()
 
 
 class _Blocks:
@@ -86,9 +86,7 @@ class _Blocks:
         self._ends = [GroupedRows(scratch, counts, empty) for _ in range(2)]
         for source, target in self._pieces("adjacency"):
             node, other = torch.cat([source, target]), torch.cat([target, source])
-            block = self._block[node]
-            order = block.sort(stable=True).indices
-            bounds = offsets_of(torch.bincount(block, minlength=counts.numel()))
+            order, bounds = group_by_part(self._block[node], counts.numel())
             for rows, values in zip(self._ends, (node, other), strict=True):
                 rows.put(values, order, bounds)
         self._sorted = [False] * counts.numel()
@@ -118,7 +116,7 @@ class _State:
 
     def __init__(self, blocks: _Blocks, num_parts: int, batch: int) -> None:
         count = blocks.num_nodes
-        self.part = torch.full((count,), -1)
+        self.part = torch.full((count,), -1, dtype=torch.int32)  # Reads are at random.
         self._indegree = blocks.indegree
         self._shares = num_parts / count, num_parts / max(blocks.num_edges, 1)
         self._loads = torch.zeros(2, num_parts, dtype=torch.double)
@@ -126,22 +124,25 @@ class _State:
         self._price = _GAMMA * blocks.num_edges / num_parts / 2
         self._batch = batch
 
-    def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> int:
-        """Lets a run of nodes decide; returns how many of their edge ends are then cut."""
+    def stream(self, first: int, starts: Tensor, adjacent: Tensor, again: bool) -> int:
+        """Lets a run of nodes decide; returns how many of their edge ends are then cut.
+
+        ``again``: they have parts already, as all nodes have.
+        """
         cut, parts = 0, self._loads.size(1)
         for low in range(0, starts.numel() - 1, self._batch):
             high = min(low + self._batch, starts.numel() - 1)
             counts = starts[low : high + 1].diff()
-            row = torch.repeat_interleave(torch.arange(high - low), counts)
-            there = self.part[adjacent[int(starts[low]) : int(starts[high])]]
-            known = there >= 0
-            place = row[known] * parts + there[known]
-            near = torch.bincount(place, minlength=(high - low) * parts).view(-1, parts)
+            row = torch.repeat_interleave(torch.arange(0, (high - low) * parts, parts), counts)
+            there = self.part.index_select(0, adjacent[int(starts[low]) : int(starts[high])])
+            if not again:
+                known = there >= 0
+                row, there = row[known], there[known]
+            near = torch.bincount(row.add_(there), minlength=(high - low) * parts).view(-1, parts)
             nodes = slice(first + low, first + high)
             weights = self._weights(nodes)
-            before = self.part[nodes]
-            if bool((before >= 0).all()):
-                self._loads.index_add_(1, before, -weights)
+            if again:
+                self._loads.index_add_(1, self.part[nodes], -weights)
             chosen = self._choose(near.double(), weights)
             self.part[nodes] = chosen
             cut += int(counts.sum() - near.gather(1, chosen[:, None]).sum())

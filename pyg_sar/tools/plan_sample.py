@@ -8,6 +8,7 @@ the peak are a line over this proportion, which two sizes determine; and so are 
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,7 +23,8 @@ from pyg_sar.errors import PartitionError
 from pyg_sar.partition.metadata import PartitionMetadata, read_metadata
 from pyg_sar.partition.storage import write_partitions
 
-NODE, EDGE = "node.", "edge."
+MOST_PARTS = 8
+"""Parts of a published partition that are tried, if they have its halo rows."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,82 @@ class PartShape:
     edges: list[int]
     boundary: int
     loops: int
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PublishedPartition:
+    r"""A partition of which a few numbers are known; its parts are taken to be equal.
+
+    :data:`MOST_PARTS` parts are tried, or more where a part has more halo rows than the others have
+    nodes. In mode 1 a worker has one other part's rows at a time, so that each pair of these parts
+    has the halo rows that all pairs have, :math:`H / (P (P - 1))`; in modes 2 and 3 it has all
+    others' at once, so that each part has :math:`H / P`.
+
+    Attributes:
+        parts: Parts :math:`P`, at least 2.
+        nodes: Nodes of the graph.
+        edges: Columns of its ``edge_index``.
+        halo: Halo rows :math:`H` of all parts.
+        cut: Edges between parts.
+        features: Columns of ``x``.
+        classes: Classes of ``y``.
+
+    Raises:
+        ValueError: Numbers that no partition has.
+    """
+
+    parts: int
+    nodes: int
+    edges: int
+    halo: int
+    cut: int
+    features: int
+    classes: int
+
+    def __post_init__(self) -> None:
+        most = min(self.cut, self.nodes * (self.parts - 1))
+        for name, least, largest in (
+            ("parts", 2, self.nodes),
+            ("features", 1, None),
+            ("classes", 1, None),
+            ("cut", 0, self.edges),
+            ("halo", 0, most),
+        ):
+            value = getattr(self, name)
+            if value < least or (largest is not None and value > largest):
+                bound = "" if largest is None else f" and at most {largest}"
+                raise ValueError(
+                    f"Expected '{name}' of a published partition to be at least {least}{bound} "
+                    f"(got {value})"
+                )
+
+    @property
+    def tried(self) -> int:
+        """The number of parts of its samples."""
+        return min(self.parts, max(MOST_PARTS, math.ceil(self.halo / self.nodes) + 1))
+
+    def shapes(self, mode: int) -> list[PartShape]:
+        """Returns the parts that are tried for a mode."""
+        nodes, edges = self.nodes // self.parts, self.edges // self.parts
+        others = self.parts - 1 if mode == 1 else self.tried - 1
+        halo, cut = (round(count / self.parts / others) for count in (self.halo, self.cut))
+        return [
+            PartShape(
+                nodes=nodes,
+                halo=[0 if q == p else halo for q in range(self.tried)],
+                edges=[edges - (self.tried - 1) * cut if q == p else cut
+                       for q in range(self.tried)],
+                boundary=nodes,
+                loops=0,
+            )
+            for p in range(self.tried)
+        ]  # fmt: skip
+
+    def rows(self, num_nodes: int) -> dict[str, Tensor]:
+        """Returns attributes of some nodes, drawn."""
+        draw = torch.Generator().manual_seed(0)
+        y = torch.arange(num_nodes) % self.classes
+        return {"x": torch.randn(num_nodes, self.features, generator=draw), "y": y}
 
 
 def read_shapes(root: str | os.PathLike[str]) -> list[PartShape]:
@@ -83,14 +161,13 @@ def _read_shape(path: Path, part: int) -> PartShape:
 
 
 def write_sample(
-    root: str | os.PathLike[str], shapes: Sequence[PartShape], share: float, out: Path
+    root: str | PublishedPartition, shapes: Sequence[PartShape], share: float, out: Path
 ) -> None:
     """Writes a partition whose counts are those of ``shapes`` times ``share``, edges at random.
 
     Nodes and edges have the first rows of the attributes of their part.
     """
     draw = torch.Generator().manual_seed(0)
-    metadata = read_metadata(root)
     nodes = [_scaled(shape.nodes, share) for shape in shapes]
     starts = [sum(nodes[:p]) for p in range(len(shapes))]
     boundary = [
@@ -116,7 +193,11 @@ def write_sample(
     data = Data(edge_index=torch.cat(pieces, 1), num_nodes=sum(nodes))
     edges_of = [sum(piece.size(1) for piece in pieces[p * len(shapes) :][: len(shapes)])
                 for p in range(len(shapes))]  # fmt: skip
-    for name, value in _attributes(metadata, nodes, edges_of).items():
+    if isinstance(root, PublishedPartition):
+        attributes = root.rows(sum(nodes))
+    else:
+        attributes = _attributes(read_metadata(root), nodes, edges_of)
+    for name, value in attributes.items():
         data[name] = value
     owner = torch.repeat_interleave(torch.tensor(nodes))
     none = dict.fromkeys(data.to_dict(), False)

@@ -7,23 +7,17 @@ edge, by operators with an index and by the C++ kernels).
 
 from __future__ import annotations
 
-import json
-import math
-import os
-import platform
 import time
 import weakref
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-
-from pyg_sar.files import replace_file
 
 REPEAT = 5
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1)}
@@ -101,6 +95,7 @@ class Rates:
         index = torch.randint(20_000, (100_000,), generator=draw)
         total = torch.zeros(20_000, 256)
         wide = torch.randn(1 << 24, generator=draw)
+        out = torch.empty_like(wide)
         gathered = index.numel() * 256 * 4
 
         def add_rows() -> None:
@@ -109,45 +104,20 @@ class Rates:
 
         return cls(
             dense=2 * a.numel() * 256 / _best(lambda: a @ b),
-            stream=3 * 4 * wide.numel() / _best(lambda: wide + wide),
+            stream=3 * 4 * wide.numel() / _best(lambda: torch.add(wide, wide, out=out)),
             gather=gathered / _best(add_rows),
         )
 
 
 def _best(run: Callable[[], object]) -> float:
+    # A thread's own time leaves out what other programs take of the processor.
+    clock = time.thread_time if torch.get_num_threads() == 1 else time.perf_counter
     times = []
     for _ in range(REPEAT):
-        start = time.perf_counter()
+        start = clock()
         run()
-        times.append(time.perf_counter() - start)
+        times.append(clock() - start)
     return min(times)
-
-
-def rates_file() -> Path:
-    """Returns the file in which this machine's rates are kept."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    name = f"rates-{platform.node()}-{torch.__version__}-{torch.get_num_threads()}.json"
-    return Path(cache) / "pyg_sar" / name
-
-
-def read_rates(path: Path | None = None) -> Rates:
-    """Returns the rates in a file; measures them, and writes it, where there is none."""
-    path = path or rates_file()
-    try:
-        found = json.loads(path.read_text())
-        rates = Rates(**{name: float(value) for name, value in found.items()})
-        if all(math.isfinite(rate) and rate > 0 for rate in asdict(rates).values()):
-            return rates
-    except (OSError, ValueError, TypeError, AttributeError):
-        pass  # There is none yet, or it is no use.
-    rates = Rates.measure()
-    text = json.dumps(asdict(rates), indent=1)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        replace_file(path, lambda file: file.write_text(text))
-    except OSError:
-        pass  # A folder that can't be written: measured anew next time.
-    return rates
 
 
 # Bytes that are alive #######################################################################
@@ -161,11 +131,13 @@ class LiveBytes(TorchDispatchMode):
     Attributes:
         now: Bytes alive.
         peak: The most that ever were.
+        log: Nanoseconds of the system's clock, and ``now``, at each change.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.log: list[tuple[int, int]] = []
         self._live: dict[int, tuple[Any, int]] = {}
 
     def known(self, *tensors: Tensor) -> LiveBytes:
@@ -191,8 +163,25 @@ class LiveBytes(TorchDispatchMode):
             return
         size = storage.nbytes() if counted else 0
         self._live[key] = weakref.ref(storage, lambda _: self._gone(key)), size
-        self.now += size
-        self.peak = max(self.peak, self.now)
+        self._add(size)
 
     def _gone(self, key: int) -> None:
-        self.now -= self._live.pop(key)[1]
+        self._add(-self._live.pop(key)[1])
+
+    def _add(self, size: int) -> None:
+        if size:
+            self.now += size
+            self.peak = max(self.peak, self.now)
+            self.log.append((time.monotonic_ns(), self.now))
+
+
+def peak_together(logs: Sequence[Sequence[tuple[int, int]]]) -> int:
+    """Returns the most bytes that several threads of a process held at once, from their logs."""
+    changes = []
+    for log in logs:
+        before = 0
+        for moment, now in log:
+            changes.append((moment, now - before))
+            before = now
+    changes.sort()
+    return max(accumulate((change for _, change in changes), initial=0))

@@ -1,0 +1,125 @@
+"""A graph made in pieces and partitioned within a limit of memory: time by stage, and the peak.
+
+    python benchmarks/large_partition.py --nodes 20_000_000 --edges 200_000_000 --parts 64
+
+Degree-corrected planted partition model (see ``tools/graph_sources.py``) with groups of 2,000 nodes
+under scattered ids; each piece of edges is drawn by itself, so that duplicates stay. Then ``pyg-sar
+partition`` runs in a cgroup that holds ``--limit`` bytes, its page cache included, where one can be
+made: beyond it the system would kill it. Its anonymous memory (``RssAnon``) is read all the while.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+from larger_than_memory import memory_group
+from tqdm import tqdm
+
+from pyg_sar.files import parse_bytes
+
+GROUP, NEAR, EXPONENT = 2_000, 0.7, 2.5
+PIECE = 2_000_000  # edges, or values, drawn at a time
+
+
+def make(folder: Path, nodes: int, edges: int, features: int) -> None:
+    """Writes the arrays of a graph folder; node i of the model has id (a i) mod nodes."""
+    draw, step = np.random.default_rng(0), 7_368_787  # a prime
+    folder.mkdir()
+    ends = np.maximum(1 - draw.random(nodes), 1 / nodes) ** (-1 / (EXPONENT - 1))
+    weight = np.concatenate([[0.0], ends.cumsum()])
+
+    def rows(name: str, shape: tuple[int, ...], dtype: type) -> np.ndarray:
+        return np.lib.format.open_memmap(folder / f"{name}.npy", "w+", dtype, shape)
+
+    def drawn(low: np.ndarray, high: np.ndarray) -> np.ndarray:
+        wanted = weight[low] + draw.random(low.size) * (weight[high] - weight[low])
+        return np.clip(np.searchsorted(weight, wanted, side="right") - 1, low, high - 1)
+
+    edge_index = rows("edge_index", (2, edges), np.int64)
+    for first in tqdm(range(0, edges, PIECE), desc="edges"):
+        count = min(PIECE, edges - first)
+        everywhere = np.zeros(count, np.int64)
+        source = drawn(everywhere, everywhere + nodes)
+        near = draw.random(count) < NEAR
+        low = np.where(near, source // GROUP * GROUP, 0)
+        target = drawn(low, np.where(near, np.minimum(low + GROUP, nodes), nodes))
+        edge_index[:, first : first + count] = np.stack([source, target]) * step % nodes
+    x = rows("x", (nodes, features), np.float32)
+    y, mask = rows("y", (nodes,), np.int64), rows("train_mask", (nodes,), np.bool_)
+    for first in range(0, nodes, PIECE // features):
+        some = slice(first, min(first + PIECE // features, nodes))
+        x[some] = draw.standard_normal(x[some].shape, np.float32)
+        y[some] = draw.integers(8, size=some.stop - some.start)
+        mask[some] = draw.random(some.stop - some.start) < 0.1
+
+
+def partition(graph: Path, out: Path, parts: int, memory: str, limit: int) -> None:
+    """Runs the command, and prints its lines with times, and its peak."""
+    size = sum(file.stat().st_size for file in graph.iterdir())
+    command = [sys.executable, "-m", "pyg_sar", "partition", str(graph), "--parts", str(parts)]
+    command += ["--out", str(out), "--memory", memory]
+    with memory_group(limit) as group:
+        start, most, disk = time.perf_counter(), 0, 0
+        free = shutil.disk_usage(out.parent).free
+
+        def join() -> None:
+            if group is not None:
+                (group / "cgroup.procs").write_text(str(os.getpid()))
+
+        run = subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, preexec_fn=join
+        )
+
+        def watch() -> None:
+            nonlocal most, disk
+            while run.poll() is None:
+                status = Path(f"/proc/{run.pid}/status").read_text()
+                found = [line for line in status.splitlines() if line.startswith("RssAnon")]
+                most = max(most, int(found[0].split()[1]) * 1024 if found else 0)
+                disk = max(disk, free - shutil.disk_usage(out.parent).free)
+                time.sleep(0.1)
+
+        thread = threading.Thread(target=watch)
+        thread.start()
+        for line in run.stdout or ():
+            print(f"{time.perf_counter() - start:8.1f} s  {line.rstrip()}", flush=True)
+        code = run.wait()
+        thread.join()
+        print(f"cgroup: {'none' if group is None else f'{limit:,} bytes'}, exit code {code}")
+    seconds = time.perf_counter() - start
+    print(
+        f"graph {size / 1e9:.2f} GB, {seconds:.0f} s, at most {most / 1e9:.2f} GB that can't be "
+        f"given back, {disk / 1e9:.1f} GB of disk"
+    )
+    if code:
+        raise SystemExit(code)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--nodes", type=int, default=2_000_000)
+    parser.add_argument("--edges", type=int, default=20_000_000)
+    parser.add_argument("--features", type=int, default=16)
+    parser.add_argument("--parts", type=int, default=64)
+    parser.add_argument("--memory", default="3GiB", help="of pyg-sar partition")
+    parser.add_argument("--limit", default="4GB", help="of the cgroup")
+    parser.add_argument("--folder", help="where the files go for the time")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+        graph = Path(folder) / "graph"
+        make(graph, args.nodes, args.edges, args.features)
+        limit = parse_bytes(args.limit, "--limit")
+        partition(graph, Path(folder) / "parts", args.parts, args.memory, limit)
+
+
+if __name__ == "__main__":
+    main()
