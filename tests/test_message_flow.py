@@ -220,6 +220,14 @@ def weighted(root: Any) -> None:
     with pytest.raises(TypeError, match="Expected 'flow'"):
         check_flow(layer, data, data)
     check_flow(layer, data, flow)
+    narrow, seen = pyg_sar.distribute(gnn.GCNConv(64, CLASSES), SARPolicy(wire="int8")), []
+
+    def rounded(model: Any, part: Data) -> Tensor:  # Narrow wires round other rows of either.
+        seen.append(model.policy.wire)
+        return model(part.x.float().repeat(1, 64)[:, :64], part.edge_index)
+
+    check_flow(narrow, data, flow, forward=rounded)
+    assert seen == ["exact"] * 2 and narrow.policy.wire == "int8"
     with pytest.raises(DistributedIndexError, match="weighted sum"):
         layer(flow.x, flow.edge_index, flow.edge_attr[:, 0])
     kept = flow.edge_index[:, flow.edge_attr[:, 0] > 0]
