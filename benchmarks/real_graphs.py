@@ -14,6 +14,7 @@ from torch_geometric.data import Data
 from torch_geometric.nn import GATConv, GCNConv, Linear, SAGEConv
 from torch_geometric.transforms import LargestConnectedComponents
 
+import pyg_sar
 from pyg_sar.tools import load_graph
 
 MODELS = ("gcn", "sage", "gat")
@@ -306,7 +307,7 @@ def with_labels(x: Tensor, data: Data, known: Tensor, shown: Tensor) -> Tensor:
     """
     classes = data.num_labels
     if x.layout != torch.sparse_csr:
-        return torch.cat([x, F.one_hot(data.y.clamp(min=0), classes) * shown.view(-1, 1)], dim=1)
+        return pyg_sar.train.with_labels(x, data.y, shown, classes)
     starts, added = x.crow_indices(), F.pad(known.long().cumsum(0), (1, 0))
     place = starts[1:][known] + added[:-1][known]
     size = x.values().numel() + int(added[-1])

@@ -147,6 +147,7 @@ def steps(root: Any, models: list[nn.Module], policies: Sequence[SARPolicy]) -> 
 @pytest.mark.parametrize(("world", "run"), [(1, threads), (2, threads), (4, threads), (8, host)])
 def test_outputs_gradients_and_rows(world, run, graph, models, partitions):
     policies = MODES if world == 2 else MODES[:1]
+    models = models if world == 2 else models[:-1]  # Relations take long.
     workers = run(steps, world, partitions(graph, world), models, policies)
     ids = torch.arange(NODES)[graph.train_mask]
     for k, model in enumerate(models):
