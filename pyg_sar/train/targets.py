@@ -210,7 +210,7 @@ def with_labels(x: Tensor, y: Tensor, shown: Tensor, num_classes: int) -> Tensor
 
     Args:
         x: Features ``[num_nodes, F]``.
-        y: Labels, int64 ``[num_nodes]``; those that aren't shown may be anything.
+        y: Labels, integers ``[num_nodes]``; those that aren't shown may be anything.
         shown: Which nodes show theirs, bool ``[num_nodes]``; the columns of others are 0.
         num_classes: The columns.
 
@@ -220,7 +220,7 @@ def with_labels(x: Tensor, y: Tensor, shown: Tensor, num_classes: int) -> Tensor
     Raises:
         ValueError: When a shown label is no class.
     """
-    labels, shown = y.view(-1), shown.view(-1)
+    labels, shown = y.view(-1).long(), shown.view(-1)
     wrong = labels[shown & ((labels < 0) | (labels >= num_classes))]
     if len(wrong):
         raise ValueError(
