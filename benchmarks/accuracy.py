@@ -5,6 +5,11 @@
 Every model is trained in single-process PyG, where pyg_sar has no part, and through pyg_sar from
 the same initial parameters. With dropout the runs draw different random numbers, so that
 accuracies are compared over seeds; without it loss curves are compared epoch by epoch.
+
+    python benchmarks/accuracy.py --recipes --workers 1 --seeds 5 --out docs/benchmarks/labels.md
+
+trains through pyg_sar alone, for as many epochs as published, with and without labels as inputs,
+and takes Correct and Smooth of each: the recipes' accuracies.
 """
 
 from __future__ import annotations
@@ -23,21 +28,29 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from accuracy_report import report
-from real_graphs import GRAPHS, MODELS, Setting, build, load, parameter_groups
+from accuracy_report import report, report_recipes
+from real_graphs import GRAPHS, MODELS, Setting, build, load, parameter_groups, with_labels
 from scipy.stats import rankdata
 from torch import Tensor
 from torch_geometric.data import Data
+from torch_geometric.nn import CorrectAndSmooth
 
 import pyg_sar
+from pyg_sar.train import ratio_mask
 
 EXACT_EPOCHS = 25
+SHOWN = 0.5  # the share of training nodes whose labels are inputs in an epoch
+SMOOTHING = 50, 0.8, 50, 0.8  # layers and alpha of correcting, and of smoothing
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
-    """One training run. ``workers`` 0: plain PyG. ``exact``: without dropout."""
+    """One training run. ``workers`` 0: plain PyG. ``exact``: without dropout.
+
+    ``recipe`` ``'plain'`` or ``'labels'``: for as many epochs as published, without or with labels
+    as inputs, and Correct and Smooth of the outputs; ``''``: neither.
+    """
 
     graph: str
     model: str
@@ -45,6 +58,7 @@ class Job:
     workers: int
     exact: bool = False
     dtype: str = "float32"
+    recipe: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -63,6 +77,8 @@ class World:
 def setting_of(job: Job) -> Setting:
     """The published setting; without dropout and for few epochs where exactness is shown."""
     setting = GRAPHS[job.graph].settings[job.model]
+    if job.recipe:
+        return replace(setting, **setting.published)
     if not job.exact:
         return setting
     return replace(
@@ -76,42 +92,68 @@ def train(job: Job, data: Data, world: World) -> dict[str, Any]:
     masks = {part: data[f"{part}_mask"][:, job.seed] for part in ("train", "val", "test")}
     x = data.x.to(getattr(torch, job.dtype))
     torch.manual_seed(job.seed)
-    model = build(job.model, x.size(1), data.num_labels, setting).to(x.dtype)
+    labels = job.recipe == "labels"
+    inputs = x.size(1) + labels * data.num_labels
+    model = build(job.model, inputs, data.num_labels, setting).to(x.dtype)
     if job.workers:
         model = pyg_sar.distribute(model)
     torch.manual_seed(1000 * (job.seed + 1) + world.rank)  # Dropout's draws.
     optimizer = torch.optim.Adam(parameter_groups(model, setting), lr=setting.lr)
     auc = GRAPHS[job.graph].metric == "auc"
     losses: list[float] = []
-    best, metric, best_epoch = float("inf"), float("nan"), 0
+    measure = _area if auc else _accuracy
+    best, metric, best_epoch, best_out = float("inf"), float("nan"), 0, None
+    learnt, known = masks["train"], x
+    if labels:
+        known = with_labels(x, data, learnt, learnt)
+        n_id = data.n_id if job.workers else torch.arange(data.num_nodes)
     start = time.perf_counter()
     for epoch in range(1, setting.epochs + 1):
         model.train()
         optimizer.zero_grad()
-        loss = _loss(model(x, data.edge_index), data.y, masks["train"], world)
+        given, asked = x, learnt
+        if labels:
+            shown = ratio_mask(learnt, SHOWN, n_id, 1000 * job.seed + epoch)
+            given, asked = with_labels(x, data, learnt, shown), learnt & ~shown
+        loss = _loss(model(given, data.edge_index), data.y, asked, world)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
         if epoch % setting.every:
             continue
-        out = _predict(model, x, data)
+        out = _predict(model, known, data)
         if auc:
             score = -_area(out, data, masks["val"], world)
         else:
             score = _loss(out, data.y, masks["val"], world).item()
         if score < best:
-            measure = _area if auc else _accuracy
             best, metric, best_epoch = score, measure(out, data, masks["test"], world), epoch
+            best_out = out
         elif setting.patience and epoch - best_epoch >= setting.patience:
             break
+    smoothed = None
+    if job.recipe:
+        soft = correct_and_smooth(best_out, data, learnt, job.workers > 0)
+        smoothed = measure(soft, data, masks["test"], world)
     return {
         **asdict(job),
         "setting": asdict(setting),
         "metric": metric,
+        "smoothed": smoothed,
         "best_epoch": best_epoch,
         "losses": losses,
         "seconds": time.perf_counter() - start,
     }
+
+
+@torch.no_grad()
+def correct_and_smooth(out: Tensor, data: Data, mask: Tensor, distributed: bool) -> Tensor:
+    """PyG's ``CorrectAndSmooth`` of a model's outputs, by the labels of the training nodes."""
+    post = CorrectAndSmooth(*SMOOTHING)
+    post = pyg_sar.distribute(post) if distributed else post
+    y = data.y[mask]
+    soft = post.correct(out.softmax(1), y, mask, data.edge_index)
+    return post.smooth(soft, y, mask, data.edge_index)
 
 
 @torch.no_grad()
@@ -177,8 +219,9 @@ def run_jobs(jobs: list[Job], world: World, get_data: Callable[[str], Data], res
                 file.write(json.dumps(result) + "\n")
             sys.stderr.write(
                 f"{'exact ' if job.exact else ''}{job.graph} {job.model} {job.dtype} seed "
-                f"{job.seed} workers {job.workers or 'none'}: {result['metric']:.4f} at epoch "
-                f"{result['best_epoch']} of {len(result['losses'])}, {result['seconds']:.0f} s\n"
+                f"{job.seed} workers {job.workers or 'none'} {job.recipe}: {result['metric']:.4f} "
+                f"at epoch {result['best_epoch']} of {len(result['losses'])}, smoothed "
+                f"{result['smoothed']}, {result['seconds']:.0f} s\n"
             )
             sys.stderr.flush()
 
@@ -205,6 +248,11 @@ def jobs_of(args: argparse.Namespace, workers: int) -> Iterator[Job]:
     for graph in args.graphs:
         for model in args.models:
             case = {"graph": graph, "model": model, "workers": workers}
+            if args.recipes:
+                for seed in range(args.seeds or GRAPHS[graph].seeds):
+                    yield Job(**case, seed=seed, recipe="plain")
+                    yield Job(**case, seed=seed, recipe="labels")
+                continue
             yield Job(**case, seed=0, exact=True)
             if model == args.models[-1]:
                 yield Job(**case, seed=0, exact=True, dtype="float64")
@@ -217,7 +265,7 @@ def read_results(path: Path) -> dict[Job, dict[str, Any]]:
     lines = path.read_text().splitlines() if path.exists() else []
     results = {}
     for row in map(json.loads, lines):
-        job = Job(**{key: row[key] for key in Job.__dataclass_fields__})
+        job = Job(**{key: row[key] for key in Job.__dataclass_fields__ if key in row})
         if row["setting"] == asdict(setting_of(job)):
             results[job] = row
     return results
@@ -225,7 +273,7 @@ def read_results(path: Path) -> dict[Job, dict[str, Any]]:
 
 def command(args: argparse.Namespace) -> str:
     """The command that makes this report, without the folders of this machine."""
-    text = "python benchmarks/accuracy.py"
+    text = "python benchmarks/accuracy.py" + " --recipes" * args.recipes
     if args.graphs != list(GRAPHS):
         text += f" --graphs {' '.join(args.graphs)}"
     if args.models != list(MODELS):
@@ -234,7 +282,12 @@ def command(args: argparse.Namespace) -> str:
         text += f" --seeds {args.seeds}"
     if args.workers != [1, 2, 4]:
         text += f" --workers {','.join(map(str, args.workers))}"
-    return f"{text} --out docs/results.md"
+    return f"{text} --out docs/{'benchmarks/labels' if args.recipes else 'results'}.md"
+
+
+def worlds_of(args: argparse.Namespace) -> list[int]:
+    """The world sizes; 0 is plain PyG."""
+    return args.workers if args.recipes else [0, *args.workers]
 
 
 def run_all(args: argparse.Namespace, results: Path, folder: Path) -> None:
@@ -242,7 +295,7 @@ def run_all(args: argparse.Namespace, results: Path, folder: Path) -> None:
     done = read_results(results)
     todo = {
         workers: [job for job in jobs_of(args, workers) if job not in done]
-        for workers in [0, *args.workers]
+        for workers in worlds_of(args)
     }
     graphs: dict[str, Data] = {}
     for name in args.graphs:
@@ -264,7 +317,8 @@ def run_all(args: argparse.Namespace, results: Path, folder: Path) -> None:
 
     # The single process and one worker compute with a core each, so they run side by side.
     with ThreadPoolExecutor(1) as executor:
-        plain = executor.submit(run_jobs, todo[0], plain_world(), graphs.__getitem__, results)
+        alone = todo.get(0, [])
+        plain = executor.submit(run_jobs, alone, plain_world(), graphs.__getitem__, results)
         for workers in args.workers:
             launch(workers)
             plain.result()
@@ -276,6 +330,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the .npz graphs")
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
+    parser.add_argument("--recipes", action="store_true", help="labels as inputs, smoothing")
     parser.add_argument("--seeds", type=int, help="seeds per model (default: by graph)")
     parser.add_argument(
         "--workers",
@@ -299,8 +354,12 @@ def main() -> None:
         results = args.results or Path(scratch) / "results.jsonl"
         run_all(args, results, Path(scratch))
         rows = read_results(results)
-        jobs = [job for workers in [0, *args.workers] for job in jobs_of(args, workers)]
-    text = report([rows[job] for job in jobs], command(args), args.workers, EXACT_EPOCHS)
+        jobs = [job for workers in worlds_of(args) for job in jobs_of(args, workers)]
+    found = [rows[job] for job in jobs]
+    if args.recipes:
+        text = report_recipes(found, command(args), SHOWN, SMOOTHING)
+    else:
+        text = report(found, command(args), args.workers, EXACT_EPOCHS)
     sys.stdout.write(text)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import datetime
 import os
 import platform
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from statistics import mean, stdev
 from typing import Any
 
@@ -52,7 +53,95 @@ on {datetime.date.today()}.
 
 "Plain PyG" is a single process in which no code of pyg_sar takes part: PyG's own layers on PyG's
 own `Data`. The pyg_sar runs train the same model from the same initial parameters.
+
+Labels as inputs, Correct and Smooth, and longer training:
+[benchmarks/labels.md](benchmarks/labels.md).
 """
+
+
+def report_recipes(rows: list[Row], command: str, shown: float, smoothing: Sequence[float]) -> str:
+    """The document of the recipes."""
+    workers = sorted({row["workers"] for row in rows})
+    head = ["graph", "model", "workers", "runs", "published, plain", "plain", "labels as inputs"]
+    head += ["C&S", "labels and C&S", "epochs, plain", "plain reaches published"]
+    lines = [_line(head), _line(["---"] * len(head))]
+    graphs = [name for name in GRAPHS if any(row["graph"] == name for row in rows)]
+    for name, model in _cases(rows, graphs):
+        for w in workers:
+            lines.append(_line(_recipe_row(rows, name, model, w)))
+    of_published = {
+        name: replace(
+            GRAPHS[name],
+            settings={k: replace(v, **v.published) for k, v in GRAPHS[name].settings.items()},
+        )
+        for name in graphs
+    }
+    correct, alpha, smooth, beta = smoothing
+    return f"""# Labels as inputs, Correct and Smooth
+
+Made by
+
+    {command}
+
+on {datetime.date.today()}, torch {torch.__version__}, torch-geometric
+{torch_geometric.__version__}, through pyg_sar (`SARPolicy()`), one thread per worker, on
+{os.cpu_count()} CPU cores shared with other work; {len(rows)} training runs, together
+{sum(row["seconds"] for row in rows) / 60:.0f} minutes.
+
+Test accuracy in percent (Tolokers: area under the ROC curve), mean ± standard deviation over runs
+with different initial parameters (and splits, where there are several), at the epoch with the best
+validation, after as many epochs as published. "Labels as inputs" shows the model the labels of a
+random share of {shown:g} of the training nodes in each epoch, as columns behind the features, and
+takes the loss of the others; all training labels are shown in evaluation. "C&S" is PyG's
+`CorrectAndSmooth({correct}, {alpha:g}, {smooth}, {beta:g})` of the same model's softmax, not tuned.
+The published figures are of plain training; for the recipes on these splits we know of none.
+{_missing(graphs)}
+
+{_table(lines)}
+
+{_settings(rows, graphs, of_published, _RECIPE_NOTES)}
+{_sources(graphs)}"""
+
+
+_RECIPE_NOTES = (
+    (
+        (),
+        """\
+- Adam, no weight decay on biases. "Stop": the most epochs, and after how many epochs without a
+  lower validation loss training ends before. Validation by loss, on Tolokers by the metric.
+- Splits and SAGE's normalisation are those of [results.md](../results.md#settings).""",
+    ),
+    (
+        ("cora", "citeseer"),
+        """\
+- With 20 labels a class, labels as inputs take half of the few targets, and the residuals that C&S
+  spreads are those of nodes that the model was fitted to. Accuracy is that of the public split.""",
+    ),
+)
+
+
+def _missing(graphs: list[str]) -> str:
+    titles = [graph.title for name, graph in GRAPHS.items() if name not in graphs]
+    return f"Not run with the recipes: {', '.join(titles)}." if titles else ""
+
+
+def _recipe_row(rows: list[Row], name: str, model: str, workers: int) -> list[str]:
+    wanted = {"graph": name, "model": model, "workers": workers}
+    rows = [row for row in rows if wanted.items() <= row.items()]
+    found = {r: [row for row in rows if row["recipe"] == r] for r in ("plain", "labels")}
+    values = [
+        [100 * row[key] for row in found[recipe]]
+        for key in ("metric", "smoothed")
+        for recipe in found
+    ]
+    published = GRAPHS[name].published.get(model, ())
+    return [
+        *(GRAPHS[name].title, NAMES[model], str(workers), str(len(values[0]))),
+        "; ".join(map(str, published)) or "not published for this setting",
+        *[f"{mean(group):.2f} ± {_spread(group):.2f}" for group in values],
+        f"{mean(len(row['losses']) for row in found['plain']):.0f}",
+        "; ".join(f"[{p.source}] {_verdict(p, values[0])}" for p in published),
+    ]
 
 
 # With dropout ############################################################################
@@ -202,13 +291,19 @@ _NOTES = (
 )
 
 
-def _settings(rows: list[Row], graphs: list[str]) -> str:
+def _settings(
+    rows: list[Row],
+    graphs: list[str],
+    known: Mapping[str, RealGraph] = GRAPHS,
+    about_graphs: Sequence[tuple[Sequence[str], str]] = _NOTES,
+) -> str:
     head = ["graph", "model", "layers", "dropout", "learning rate", "weight decay", "stop"]
     lines = [_line(head), _line(["---"] * len(head))]
     for name, model in _cases(rows, graphs):
-        graph = GRAPHS[name]
+        graph = known[name]
         lines.append(_line([graph.title, NAMES[model], *_setting_cells(graph, model)]))
-    notes = "\n".join(note for about, note in _NOTES if not about or set(about) & set(graphs))
+    chosen = [note for about, note in about_graphs if not about or set(about) & set(graphs)]
+    notes = "\n".join(chosen)
     return f"""## Settings
 
 {_table(lines)}

@@ -57,11 +57,11 @@ class SARPolicy:
             message is materialized. With a warning where they were not built. On one process they
             also take plain edges. ``'off'``: by PyTorch's operators alone.
         push: ``'auto'`` lets sums of source rows, weighted by constants or not, take the fewest
-            rows over the wire where workers are on several hosts: for each pair of workers a
-            minimum vertex cover says which source rows are pulled and for which targets partial
-            sums are pushed (modes 1 and 2, with the kernels). So does the softmax attention that
-            the kernels know, by the bytes that its rows take, where there are no edge features and
-            the wire is exact: queries go to the sources' worker, partial softmax states come back;
+            rows over the wire where workers are on several hosts and the wire is exact: for each
+            pair of workers a minimum vertex cover says which source rows are pulled and for which
+            targets partial sums are pushed (modes 1 and 2, with the kernels). So does the softmax
+            attention that the kernels know, by the bytes that its rows take, where there are no
+            edge features: queries go to the sources' worker, partial softmax states come back;
             in the backward pass what is known of a target goes there, and in mode 1 few source rows
             or none are fetched again. Where all workers read each other's memory, rows are pulled
             in the forward pass; the backward pass of sums and of additive attention is the sources'
@@ -74,9 +74,9 @@ class SARPolicy:
             its own); or in a quarter and less as integers of 8, 4 or 2 bits with a scale for each
             row, rounded stochastically: ``'int8'``, ``'int4'``, ``'int2'``. Integers, truth values
             and 16-bit floats always travel as they are, as does what a model reads outside
-            :meth:`propagate`. What is rounded doesn't depend on where workers run: those of one
-            host then send rows, too, instead of reading them in place, and ``push='auto'`` takes
-            the covers of sums there as between hosts. Must be the same on all workers.
+            :meth:`propagate`. What is rounded doesn't depend on where workers run, nor on which
+            of them host several parts: those of one host then send rows, too, instead of reading
+            them in place, and rows are always pulled. Must be the same on all workers.
         transform_first: Where a layer applies a linear map to sums or means of source rows and the
             map narrows them (``SAGEConv``, ``GraphConv``, ``RGCNConv`` and more of PyG's,
             docs/transform_first.md), source rows are mapped first: halo rows then have the output's

@@ -168,6 +168,13 @@ def test_train_explains_mistakes_in_one_line(parts, tmp_path, capsys, monkeypatc
     for option in (["--mfg", "on"], ["--labels", "0.5"]):
         error = usage_error(capsys, *train, "--sampler", "neighbor", *option)
         assert "--sampler neighbor goes without --mfg and --labels" in error
+    for option, needed in (
+        ("--num-neighbors 3", "--sampler neighbor"),
+        ("--batch-size 0", "--sampler neighbor"),
+        ("--checkpoint-every 5", "--checkpoint FILE"),
+    ):
+        error = usage_error(capsys, *train, *option.split())
+        assert f"{option} means nothing without {needed}" in error
     missing = str(tmp_path / "no" / "c")
     assert "no such folder" in usage_error(capsys, *train, "--checkpoint", missing)
     monkeypatch.setenv("RANK", "0")
@@ -283,6 +290,11 @@ def test_features_labels_and_weights_of_other_graphs(tmp_path):
     write(tmp_path / "f", lambda data: data.y.fill_(-1))
     with pytest.raises(ValueError, match="data.y holds no class"):
         train_worker(config_of(str(tmp_path / "f")))
+    write(tmp_path / "g", lambda data: data.y.__setitem__(3, 10**12))
+    with pytest.raises(ValueError, match=r"label 1000000000000 in a graph of 200 nodes"):
+        train_worker(config_of(str(tmp_path / "g")))
+    with pytest.raises(ValueError, match="split 3: data.train_mask has one dimension"):
+        train_worker(config_of(str(tmp_path / "a"), train=TrainConfig(epochs=1, split=3)))
     write(tmp_path / "e", lambda data: data.__delattr__("y"))
     with pytest.raises(ValueError, match=r"data\.y is missing"):
         train_worker(config_of(str(tmp_path / "e")))

@@ -13,7 +13,7 @@ from hosted_workers import host
 from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, make_graph, threads
 from torch import Tensor, nn
 from torch_geometric.data import Data
-from torch_geometric.nn import GCNConv, MaskLabel
+from torch_geometric.nn import GraphSAGE, MaskLabel
 
 import pyg_sar
 from pyg_sar.tools import run as tool
@@ -24,7 +24,7 @@ class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.label = MaskLabel(CLASSES, CHANNELS)
-        self.conv = GCNConv(CHANNELS, CLASSES)
+        self.conv = GraphSAGE(CHANNELS, 8, 2, CLASSES, aggr="max", jk="max")
 
     def forward(self, x: Tensor, y: Tensor, edge_index: Tensor, label_mask: Tensor) -> Tensor:
         return self.conv(self.label(x, y, label_mask), edge_index)
@@ -57,7 +57,7 @@ CONFIG = TrainConfig(epochs=4, restore_best=False, seed=3)
 
 def train(root: Any, model: nn.Module, flow: bool) -> tuple[Any, Tensor, Tensor]:
     data = pyg_sar.load_partition(root)
-    seeds = pyg_sar.message_flow_graphs(data, data.train_mask, 1) if flow else None
+    seeds = pyg_sar.message_flow_graphs(data, data.train_mask, 2) if flow else None
     own = pyg_sar.distribute(copy.deepcopy(model))
     trainer = pyg_sar.Trainer(own, data, CONFIG, forward=forward, labels=0.6, flow=seeds)
     return trainer.fit(), data.n_id, ratio_mask(data.train_mask, 0.6, data.n_id, 5)

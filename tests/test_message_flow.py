@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from hetero_graphs import make_hetero
 from hosted_workers import host
 from oracle import (
     CHANNELS,
@@ -31,6 +32,7 @@ from torch_geometric.utils import k_hop_subgraph, trim_to_layer
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.partition.message_flow import sample_neighbors
 from pyg_sar.tools import run as tool
 from pyg_sar.train import TrainConfig, check_flow
 from pyg_sar.train.flow import call_model
@@ -56,7 +58,24 @@ class Own(nn.Module):
 
 
 def call(model: nn.Module, data: Data) -> Tensor:
-    return model(data) if isinstance(model, Own) else call_model(model, data)
+    return model(data) if isinstance(model, Own | Relations) else call_model(model, data)
+
+
+class Relations(nn.Module):
+    """Relations as types of edges, as of ``HeteroData.to_homogeneous``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = gnn.RGCNConv(CHANNELS, HIDDEN, 3, num_bases=2)
+        self.last = gnn.RGATConv(HIDDEN, CLASSES, 3)
+
+    def forward(self, data: Data) -> Tensor:
+        x, edge_index, kind = data.x, data.edge_index, data.edge_type
+        x = self.first(x, edge_index, kind).tanh()
+        if "num_sampled_nodes" in data:
+            hops = data.num_sampled_nodes, data.num_sampled_edges
+            x, edge_index, kind = trim_to_layer(1, *hops, x, edge_index, kind)
+        return self.last(x, edge_index, kind)
 
 
 def layers_of(model: nn.Module) -> int:
@@ -77,7 +96,7 @@ def graph() -> Data:
 def models() -> Iterator[list[nn.Module]]:
     torch.manual_seed(1)
     sizes = CHANNELS, HIDDEN, LAYERS, CLASSES
-    made = [gnn.GCN(*sizes), gnn.GAT(*sizes, heads=2), gnn.GraphSAGE(*sizes), Own()]
+    made = [gnn.GCN(*sizes), gnn.GAT(*sizes, heads=2), gnn.GraphSAGE(*sizes), Own(), Relations()]
     return [model.double() for model in made]
 
 
@@ -128,6 +147,7 @@ def steps(root: Any, models: list[nn.Module], policies: Sequence[SARPolicy]) -> 
 @pytest.mark.parametrize(("world", "run"), [(1, threads), (2, threads), (4, threads), (8, host)])
 def test_outputs_gradients_and_rows(world, run, graph, models, partitions):
     policies = MODES if world == 2 else MODES[:1]
+    models = models if world == 2 else models[:-1]  # Relations take long.
     workers = run(steps, world, partitions(graph, world), models, policies)
     ids = torch.arange(NODES)[graph.train_mask]
     for k, model in enumerate(models):
@@ -220,6 +240,14 @@ def weighted(root: Any) -> None:
     with pytest.raises(TypeError, match="Expected 'flow'"):
         check_flow(layer, data, data)
     check_flow(layer, data, flow)
+    narrow, seen = pyg_sar.distribute(gnn.GCNConv(64, CLASSES), SARPolicy(wire="int8")), []
+
+    def rounded(model: Any, part: Data) -> Tensor:  # Narrow wires round other rows of either.
+        seen.append(model.policy.wire)
+        return model(part.x.float().repeat(1, 64)[:, :64], part.edge_index)
+
+    check_flow(narrow, data, flow, forward=rounded)
+    assert seen == ["exact"] * 2 and narrow.policy.wire == "int8"
     with pytest.raises(DistributedIndexError, match="weighted sum"):
         layer(flow.x, flow.edge_index, flow.edge_attr[:, 0])
     kept = flow.edge_index[:, flow.edge_attr[:, 0] > 0]
@@ -244,6 +272,21 @@ def weighted(root: Any) -> None:
         check_flow(keyed, data, flow)
     with pytest.raises(DistributedIndexError, match="can't be told for a message flow graph"):
         keyed(flow.x, flow.edge_index)
+
+
+def of_several_types(root: Any) -> None:
+    data = pyg_sar.load_partition(root)
+    seeds = data["paper"].train_mask
+    message = "of types author, paper, venue, loner.*whole HeteroData.*to_homogeneous"
+    with pytest.raises(TypeError, match=message):
+        pyg_sar.message_flow_graphs(data, seeds, 2)
+    with pytest.raises(TypeError, match=message):
+        sample_neighbors(data, seeds, (3,), key=0)
+
+
+def test_graphs_of_several_types_are_refused(tmp_path):
+    pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "hetero", "random")
+    host(of_several_types, 2, tmp_path / "hetero")
 
 
 def test_weighted_degrees_and_wrong_seeds_are_refused(graph, partitions):

@@ -256,6 +256,8 @@ def test_mistakes(flaw: str, graph: Data):
         ):
             with pytest.raises(ValueError, match=rf"'{name}' to be .* \(got {wrong!r}\)"):
                 pyg_sar.verify(Net(), graph, **{name: wrong})
+        with pytest.raises(ValueError, match=f"'num_workers' is {graph.num_nodes + 1}, .* fewer"):
+            pyg_sar.verify(Net(), graph, graph.num_nodes + 1)
         for name, wrong in (("model", 3), ("data", HeteroData()), ("policy", "x"), ("call", 3)):
             given = {"model": Net(), "data": graph, name: wrong}
             with pytest.raises(TypeError, match=f"'{name}' to be .* {type(wrong).__name__}"):

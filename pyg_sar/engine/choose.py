@@ -215,13 +215,13 @@ def sums_schedule(
 
     def make() -> tuple[Schedule, SplitEdges | None, bool]:
         shards = shards_of(edge_index)
-        if comm.world_size == 1 or comm.host is not None:
+        # What a narrow wire rounds must not depend on where workers run, and hosted parts pull.
+        if comm.world_size == 1 or comm.host is not None or not exact:
             return by_shards(shards), None, False
         missing = why_missing_on(edge_index.device)
         ready = torch.tensor(int(missing is None), device=edge_index.device)
         can = bool(int(comm.all_reduce(ready, "min", label=_PLAN)))
-        # What a narrow wire rounds must not depend on where workers run.
-        cover = can and (rows_travel(comm) or not exact)
+        cover = can and rows_travel(comm)
         split = None
         if cover:
             split = split_edges(edge_index, SUMS, SUMS, numbered=numbered)

@@ -158,6 +158,13 @@ class Chunks:
         if scale is not None:
             raise NotImplementedError("Chunks send rows as they are")
         if self._parts is not None:
+            if wire is not None and not wire.is_exact and self.num_units > 1:
+                raise ValueError(
+                    f"wire={wire.name!r} and parts that a worker hosts together: this layer goes "
+                    f"through the gradients of {self.num_units} chunks, which as many workers "
+                    "round chunk by chunk, and hosted parts in their sum. Start a worker for each "
+                    "part, take wire='exact', or a message_budget for one chunk"
+                )
             return _PartSource(
                 self, self._parts.source(tensors, label, prefetch, wire, Use.IN_PLACE)
             )

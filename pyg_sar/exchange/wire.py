@@ -15,9 +15,12 @@ row with an infinity or NaN travels unscaled.
 / s + u \rfloor` with :math:`z = \min x` and :math:`s = (\max x - \min x) / (2^b - 1)`, and arrives
 as :math:`z + s q`: each value is off by less than s. Rounding is stochastic, u in [0, 1), so that
 errors have mean 0 over many rows (Wan et al., "Adaptive message quantization and parallelization
-for distributed full-graph GNN training", MLSys 2023). Here u is a hash of the row's bits and the
-column: a row that is fetched again, or sent to two workers, must be the same row. So rows that stay
-as they are, as features do, are rounded the same in each epoch. z and s travel with the row, before
+for distributed full-graph GNN training", MLSys 2023). Here u is a hash of what the row holds: a row
+that is fetched again, or sent to two workers, must be the same row. So rows that stay as they are,
+as features do, are rounded the same in each epoch. Sums in another order, as of parts that are
+hosted otherwise, differ in their last bits; so the hash reads a value's place between the row's
+least and largest only as far as these bits don't reach, and of the other values less. Where such a
+place is at a boundary all the same, u is another. z and s travel with the row, before
 its bits; rows that this would not make smaller travel as they are. A row with an infinity or NaN
 arrives as NaN.
 
@@ -101,8 +104,8 @@ class Wire:
         levels, each = 2**self._bits - 1, 8 // self._bits
         low, high = rows.aminmax(dim=1)
         scale = torch.stack([low, high / levels - low / levels], dim=1)
-        numbers = (rows - scale[:, :1]) / scale[:, 1:]
-        numbers = numbers.add_(_noise(rows)).floor_().nan_to_num_(0.0).clamp_(0, levels)
+        numbers = ((rows - scale[:, :1]) / scale[:, 1:]).nan_to_num_(0.0).clamp_(0, levels)
+        numbers = numbers.add_(_noise(numbers / levels)).floor_().clamp_(0, levels)
         missing = -rows.size(1) % each
         whole = torch.nn.functional.pad(numbers.to(torch.uint8), (0, missing))
         shifts = torch.arange(each, dtype=torch.uint8, device=rows.device) * self._bits
@@ -156,16 +159,13 @@ class Wire:
         return torch.addcmul(scale[:, :1], scale[:, 1:], numbers.to(like.dtype))
 
 
-def _noise(rows: Tensor) -> Tensor:
-    """Returns numbers in [0, 1) that depend on the row's bits and the column, float32."""
-    if rows.dtype == torch.float64:
-        wide = rows.contiguous().view(torch.int64)
-        bits = (wide ^ (wide >> 32)).to(torch.int32)
-    else:
-        bits = rows.contiguous().view(torch.int32)
-    column = torch.arange(rows.size(1), dtype=torch.int32, device=rows.device)
-    mixed = _mix(bits + column * _ODD[0])
-    mixed = _mix(mixed + mixed.sum(1, keepdim=True, dtype=torch.int32))
+def _noise(places: Tensor) -> Tensor:
+    """Returns numbers in [0, 1) by the values' places in their rows, ``[K, width]`` in [0, 1]."""
+    bits = 24 if places.dtype == torch.float64 else 14
+    fine = (places * 2**bits).round_().to(torch.int32)
+    column = torch.arange(places.size(1), dtype=torch.int32, device=places.device) * _ODD[0]
+    row = _mix((fine >> (bits - 5)) + column).sum(1, keepdim=True, dtype=torch.int32)
+    mixed = _mix(_mix(fine + column) + row)
     return (mixed & 0xFFFFFF).to(torch.float32).mul_(2.0**-24)
 
 

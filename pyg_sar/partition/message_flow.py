@@ -16,7 +16,7 @@ from weakref import WeakSet
 
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.exchange.gather import halo_reduce, plans_of_subsets
 from pyg_sar.exchange.halo import HaloPlan
@@ -111,6 +111,12 @@ def sample_neighbors(data: Data, seeds: Tensor, num_neighbors: Sequence[int], ke
 
 
 def _distributed_edges(data: Data) -> DistEdgeIndex:
+    if isinstance(data, HeteroData):
+        raise TypeError(
+            "Message flow graphs and sampled neighbours are of one type of nodes (got 'data' of "
+            f"types {', '.join(data.node_types)}): train on the whole HeteroData, or write the "
+            "partitions of data.to_homogeneous(), whose data.edge_type RGCNConv and others take"
+        )
     edges = data.get("edge_index") if isinstance(data, Data) else None
     if not isinstance(edges, DistEdgeIndex) or edges.bipartite or edges.partial is not None:
         raise TypeError(

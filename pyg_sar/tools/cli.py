@@ -27,7 +27,14 @@ from pyg_sar.tools.graphs import load_graph, names_in
 from pyg_sar.tools.models import MODELS, NORMS, imported_model
 from pyg_sar.tools.planning import PLAN_EPILOG, add_plan, plan_command
 from pyg_sar.tools.predict import PredictConfig, predict_worker
-from pyg_sar.tools.run import DemoConfig, ModelConfig, RunConfig, run_demo, train_worker
+from pyg_sar.tools.run import (
+    DemoConfig,
+    ModelConfig,
+    RunConfig,
+    classes_of,
+    run_demo,
+    train_worker,
+)
 from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
 from pyg_sar.tools.start import add_workers, node_ids_of, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
@@ -233,6 +240,11 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         if arguments.checkpoint is None:
             raise ValueError("--resume without a file means the file of --checkpoint: give one")
         resume = arguments.checkpoint
+    for option, needed in _NEEDS.items():
+        value = getattr(arguments, option)
+        if value is not None and getattr(arguments, needed.split()[0]) in (None, "none"):
+            name = f"--{option.replace('_', '-')} {value}"
+            raise ValueError(f"{name} means nothing without --{needed}: give it, or leave it out")
     if arguments.auto_resume and arguments.checkpoint is None:
         raise ValueError("--auto-resume goes on from the file of --checkpoint: give one")
     progress = "none" if arguments.quiet else "bar" if sys.stderr.isatty() else "lines"
@@ -250,9 +262,22 @@ def _run_config(arguments: argparse.Namespace) -> RunConfig:
         train=_settings(TrainConfig, arguments),
         policy=_settings(SARPolicy, arguments),
         sampler=_sampler(arguments),
+        checkpoint_every=_given(arguments.checkpoint_every, 10),
         resume=resume,
         progress=progress,
     )
+
+
+# Options that another one brings into play.
+_NEEDS = {
+    "num_neighbors": "sampler neighbor",
+    "batch_size": "sampler neighbor",
+    "checkpoint_every": "checkpoint FILE",
+}
+
+
+def _given(value: int | None, default: int) -> int:
+    return default if value is None else value
 
 
 def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
@@ -260,18 +285,17 @@ def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
         return None
     if arguments.mfg != "off" or arguments.labels is not None:
         raise ValueError("--sampler neighbor goes without --mfg and --labels: leave them out")
-    given = arguments.num_neighbors.split(",")
+    text = "10" if arguments.num_neighbors is None else arguments.num_neighbors
+    given = text.split(",")
     if not all(re.fullmatch(r"-1|[1-9]\d*", n) for n in given):
-        raise ValueError(
-            f"--num-neighbors {arguments.num_neighbors}: expected numbers, such as 10,5"
-        )
+        raise ValueError(f"--num-neighbors {text}: expected numbers, such as 10,5")
     if len(given) not in (1, arguments.layers):
         raise ValueError(
-            f"--num-neighbors {arguments.num_neighbors}: expected one number, or one for each of "
-            f"{arguments.layers} layers"
+            f"--num-neighbors {text}: expected one number, or one for each of {arguments.layers} "
+            "layers"
         )
     numbers = tuple(map(int, given if len(given) > 1 else given * arguments.layers))
-    return NeighborSampling(num_neighbors=numbers, batch_size=arguments.batch_size)
+    return NeighborSampling(num_neighbors=numbers, batch_size=_given(arguments.batch_size, 1024))
 
 
 def describe(result: TrainResult) -> str:
@@ -299,11 +323,18 @@ def _verify(arguments: argparse.Namespace) -> int:
     if arguments.model in MODELS:
         labels = data.get("y")
         known = isinstance(labels, torch.Tensor) and labels.numel()
-        classes = max(int(labels.max()) + 1, 1) if known else data.num_features
+        classes = data.num_features
+        if known:
+            classes = max(classes_of(int(labels.max()), data.num_nodes), 1)
         config = _settings(ModelConfig, arguments, name=arguments.model)
         model = config.stock(data.num_features, classes).build()
     else:
         model = imported_model(arguments.model, data)
+    nodes = min(data.num_nodes, arguments.max_nodes)
+    print(
+        f"comparing {arguments.workers} workers with one process on {nodes:,} nodes ...",
+        file=sys.stderr,
+    )
     report = verify(
         model,
         data,
@@ -454,8 +485,10 @@ def _add_training(command: argparse.ArgumentParser) -> None:
     group("--mfg", choices=("auto", "on", "off"), default="off", help=of_mfg)
     group("--labels", type=float, metavar="X", help="share of training labels that are inputs")
     group("--sampler", choices=("none", "neighbor"), default="none", help="to compare with")
-    group("--num-neighbors", default="10", metavar="N,N", help="sampled ones, by hop; -1: all")
-    group("--batch-size", type=int, default=1024, metavar="N", help="training nodes of a sample")
+    of_neighbors = "sampled ones, by hop; -1: all (default: 10)"
+    group("--num-neighbors", metavar="N,N", help=of_neighbors)
+    of_batch = "training nodes of a sample (default: 1024)"
+    group("--batch-size", type=int, metavar="N", help=of_batch)
 
     group = command.add_argument_group("evaluation").add_argument
     group("--eval-every", type=int, default=1, metavar="N", help="epochs")
@@ -467,7 +500,7 @@ def _add_training(command: argparse.ArgumentParser) -> None:
 def _add_files(command: argparse.ArgumentParser) -> None:
     group = command.add_argument_group("files").add_argument
     group("--checkpoint", metavar="FILE", help="save here")
-    group("--checkpoint-every", type=int, default=10, metavar="N", help="epochs")
+    group("--checkpoint-every", type=int, metavar="N", help="epochs (default: 10)")
     group(
         "--resume",
         nargs="?",

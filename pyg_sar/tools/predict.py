@@ -37,8 +37,12 @@ def load_model(
         model = pyg_sar.load_model("run.ckpt")  # of pyg-sar train
         scores = pyg_sar.infer(model, data)
 
-    Checkpoints of ``pyg-sar train`` name a class of ``torch_geometric.nn`` and its arguments. For a
-    model of your own save the arguments, and give the class (no code is taken from a file)::
+    Checkpoints of ``pyg-sar train`` name a class of ``torch_geometric.nn`` and its arguments. One
+    that was trained with ``--labels`` takes labels as inputs, too::
+
+        data.x = pyg_sar.train.with_labels(data.x, data.y, data.train_mask, num_classes)
+
+    For a model of your own save the arguments, and give the class (no code is taken from a file)::
 
         CheckpointEvery("run.ckpt", every=10, arguments={"hidden": 64})
         model = pyg_sar.load_model("run.ckpt", MyModel)  # MyModel(hidden=64)
@@ -63,13 +67,6 @@ def load_model(
             f"Expected 'weights' to be 'best' or 'last' (got {weights!r} at rank {current().rank})"
         )
     found = inspect_checkpoint(checkpoint)
-    if model is None and _extra(found).get("labels") is not None:
-        raise CheckpointError(
-            f"{os.fspath(checkpoint)!r} was trained with labels as inputs (--labels), which a "
-            "plain model does not add by itself: 'pyg-sar predict' does; or build the model, load "
-            "its weights by pyg_sar.train.load_checkpoint, and put the labels' one-hot columns "
-            "behind the features"
-        )
     built = _build(checkpoint, found, model)
     return _loaded(checkpoint, found, built, weights)
 

@@ -44,8 +44,10 @@ from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling, call_model, flow_that_pays
 from pyg_sar.train.report import Report
-from pyg_sar.train.targets import find_targets, node_labels
+from pyg_sar.train.targets import find_targets, node_labels, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
+
+_FEW_CLASSES = 2**16  # may be numbered with gaps, however small the graph
 
 
 class UsageError(PygSarError, ValueError):
@@ -190,10 +192,25 @@ def _features(data: Data) -> Tensor:
 
 def count_classes(data: Data, comm: Communicator) -> int:
     labels = node_labels(data)
-    highest = max(comm.all_gather_object(int(labels.max()) if labels.numel() else -1))
-    if highest < 0:
+    mine = int(labels.max()) if labels.numel() else -1, data.num_nodes
+    highest, nodes = zip(*comm.all_gather_object(mine), strict=True)
+    if max(highest) < 0:
         raise UsageError("data.y holds no class, a number of at least 0, on any worker")
-    return int(highest) + 1
+    return classes_of(max(highest), sum(nodes))
+
+
+def classes_of(highest: int, num_nodes: int) -> int:
+    """Returns the number of classes, of which ``highest`` is the highest label.
+
+    Raises:
+        UsageError: When it can't be a class: a model has parameters for each.
+    """
+    if highest >= max(num_nodes, _FEW_CLASSES):
+        raise UsageError(
+            f"data.y holds the label {highest} in a graph of {num_nodes:,} nodes: number the "
+            "classes from 0 on, as y.unique(return_inverse=True)[1] does, with -1 for none"
+        )
+    return highest + 1
 
 
 def call_of(name: str, data: Data, columns: int = 0) -> Any:
@@ -203,8 +220,7 @@ def call_of(name: str, data: Data, columns: int = 0) -> Any:
     def forward(model: nn.Module, data: Data) -> Any:
         if columns:
             data = copy.copy(data)
-            labels = F.one_hot(data.y.view(-1).clamp(min=0), columns) * data.label_mask.view(-1, 1)
-            data.x = torch.cat([data.x, labels.to(data.x.dtype)], dim=1)
+            data.x = with_labels(data.x, data.y, data.label_mask, columns)
         if weighted:
             return model(data.x, data.edge_index, data.edge_weight.view(-1))
         return call_model(model, data)

@@ -126,6 +126,11 @@ def verify(
     hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
     with _float64():
         part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))
+        if num_workers > part.num_nodes:
+            raise ValueError(
+                f"'num_workers' is {num_workers}, of which some would have none of the "
+                f"{part.num_nodes} nodes: take fewer"
+            )
         plain = without_dropout(copy.deepcopy(model)).double()
         run = call or call_with(_required(plain, part))
         expected = _reference(plain, part, run)

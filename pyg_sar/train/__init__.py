@@ -6,7 +6,7 @@ from pyg_sar.train.checkpoint import Checkpoint, load_checkpoint, save_checkpoin
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling, check_flow
 from pyg_sar.train.report import Report, draw_report, read_metrics
-from pyg_sar.train.targets import ratio_mask
+from pyg_sar.train.targets import ratio_mask, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.train.wire_error import gradient_error
 
@@ -30,4 +30,5 @@ __all__ = [
     "ratio_mask",
     "read_metrics",
     "save_checkpoint",
+    "with_labels",
 ]

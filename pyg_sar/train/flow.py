@@ -21,6 +21,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.message_flow import message_flow_graphs, sample_neighbors
 from pyg_sar.space.draws import keyed_numbers
+from pyg_sar.train.wire_error import exact_rows
 
 Forward = Callable[[nn.Module, Data], Tensor]
 
@@ -74,7 +75,9 @@ def refuse_in_flow(model: nn.Module, *, sampled: bool = False) -> None:
 def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = call_model) -> None:
     """Compares the seeds' outputs on a message flow graph with the whole graph's. Collective.
 
-    It takes one pass over each, in evaluation mode. Layers of other models refuse ``flow``.
+    It takes one pass over each, in evaluation mode, with rows that travel as they are: narrow wires
+    (``SARPolicy(wire=...)``) round those of either otherwise. Layers of other models refuse
+    ``flow``.
 
     Args:
         model: The distributed model.
@@ -106,7 +109,7 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
 
 def _compare(model: nn.Module, data: Data, flow: Data, forward: Forward) -> None:
     """Raises ``ValueError`` where the seeds' outputs differ. See :func:`check_flow`."""
-    with modes_kept(model):
+    with modes_kept(model), exact_rows(model):
         model.eval()
         whole = forward(model, data)[flow.input_id]
         found = forward(model, flow)[: flow.batch_size]

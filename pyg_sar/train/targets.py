@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch_geometric.data import Data
 
@@ -82,6 +83,12 @@ def find_targets(
         splits, whole = (MASKS, None) if name == "y" else ({}, "train")
     if whole is None:
         masks = splits or {}
+        of_train, *others = (_dim(data, masks.get(split, "")) for split in SPLITS)
+        if column and of_train == 1 and 2 not in others:
+            raise ValueError(
+                f"split {column}: data.{masks.get('train')} has one dimension, so the graph has "
+                "one split; leave the split out"
+            )
         index = {s: _rows(data, masks.get(s), s, column, values, name) for s in SPLITS}
     else:
         counts = {split: len(values) if split == whole else 0 for split in SPLITS}
@@ -121,6 +128,11 @@ def node_labels(data: Data, name: str = "y") -> Tensor:
 def _missing(name: str) -> ValueError:
     what = "node classification needs a label per node (-1: none)" if name == "y" else "the target"
     return ValueError(f"data.{name} is missing: {what}")
+
+
+def _dim(data: Data, name: str) -> int:
+    value = data.get(name)
+    return value.dim() if isinstance(value, Tensor) else 0
 
 
 def _rows(
@@ -191,6 +203,31 @@ def ratio_mask(mask: Tensor, ratio: float, n_id: Tensor, key: int) -> Tensor:
     out = mask.clone()
     out[mask] = keyed_numbers(n_id[mask].to(mask.device), key) < ratio
     return out
+
+
+def with_labels(x: Tensor, y: Tensor, shown: Tensor, num_classes: int) -> Tensor:
+    """Puts the labels of some nodes as one-hot columns behind the features.
+
+    Args:
+        x: Features ``[num_nodes, F]``.
+        y: Labels, integers ``[num_nodes]``; those that aren't shown may be anything.
+        shown: Which nodes show theirs, bool ``[num_nodes]``; the columns of others are 0.
+        num_classes: The columns.
+
+    Returns:
+        ``[num_nodes, F + num_classes]``, as ``pyg-sar train --labels`` gives it to its model.
+
+    Raises:
+        ValueError: When a shown label is no class.
+    """
+    labels, shown = y.view(-1).long(), shown.view(-1)
+    wrong = labels[shown & ((labels < 0) | (labels >= num_classes))]
+    if len(wrong):
+        raise ValueError(
+            f"'shown' has a node with label {int(wrong[0])}; classes are 0 to {num_classes - 1}"
+        )
+    columns = F.one_hot(labels.where(shown, 0), num_classes) * shown.view(-1, 1)
+    return torch.cat([x, columns.to(x.dtype)], dim=1)
 
 
 class LabelSplit:

@@ -32,6 +32,19 @@ def measure_every(model: torch.nn.Module) -> int | None:
     return min((n for m in narrow_layers(model) if (n := m.policy.measure_every)), default=None)
 
 
+@contextmanager
+def exact_rows(model: torch.nn.Module) -> Iterator[None]:
+    """Meanwhile all rows of the model's layers travel as they are, in each step."""
+    kept = [(layer, layer.policy) for layer in narrow_layers(model)]
+    try:
+        for layer, policy in kept:
+            layer.policy = replace(policy, wire="exact", refresh_every=1)
+        yield
+    finally:
+        for layer, policy in kept:
+            layer.policy = policy
+
+
 def gradient_error(
     model: torch.nn.Module, closure: Callable[[], Any], *, comm: Communicator | None = None
 ) -> dict[str, float]:
@@ -56,20 +69,17 @@ def gradient_error(
     """
     comm = comm or current()
     layers = narrow_layers(model)
-    policies = [layer.policy for layer in layers]
     kept = [(p, p.grad) for p in model.parameters()]
     stale = [layer.kept_rows for layer in layers]
     try:
-        for layer, policy in zip(layers, policies, strict=True):
-            layer.policy = replace(policy, wire="exact", refresh_every=1)
-        exact = _gradients(model, closure, comm)
-        for layer, policy in zip(layers, policies, strict=True):
-            layer.policy = policy
+        with exact_rows(model):
+            exact = _gradients(model, closure, comm)
+        for layer in layers:
             layer.kept_rows = layer.kept_rows and layer.kept_rows.copied()
         narrow = _gradients(model, closure, comm)
     finally:
-        for layer, policy, rows in zip(layers, policies, stale, strict=True):
-            layer.policy, layer.kept_rows = policy, rows
+        for layer, rows in zip(layers, stale, strict=True):
+            layer.kept_rows = rows
         for parameter, gradient in kept:
             parameter.grad = gradient
     errors = _compare(model, narrow, exact, comm)
