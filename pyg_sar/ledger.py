@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -20,6 +21,12 @@ Entry = tuple[Label, int, str]
 """(label, peer, transport) of counted bytes."""
 
 HALO_KINDS = ("fetch", "refetch", "gradient", "query", "state")
+
+
+@lru_cache(512)
+def spoken(label: Label) -> str:
+    """Returns a label in words: those of its parts that are there."""
+    return " ".join([part for part in label if part])
 
 
 class Recorder(Protocol):

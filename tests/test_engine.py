@@ -24,9 +24,8 @@ from pyg_sar.engine.run import Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule, Stage, by_shards
 from pyg_sar.exchange.cover import SUMS
 from pyg_sar.exchange.halo_rows import HaloSource
-from pyg_sar.exchange.rows import Merge, RowSink, RowSource, UnitRows, Use
+from pyg_sar.exchange.rows import RowSink, RowSource, Travel, UnitRows
 from pyg_sar.exchange.wire import Wire
-from pyg_sar.ledger import Label
 from pyg_sar.space.shard import Block, shards_of
 
 WORLD = 3
@@ -143,26 +142,11 @@ class FileRows:
     def num_units(self) -> int:
         return self.plan.world_size
 
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> RowSource:
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
         return FileSource(self, list(tensors))
 
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> RowSink:
-        sink: RowSink = self.exchange.sink(totals, label, in_flight, wire, merge)
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> RowSink:
+        sink: RowSink = self.exchange.sink(totals, how)
         return sink
 
 
@@ -182,7 +166,7 @@ class FileSource(RowSource):
 def from_a_file(root: Path, file: Path) -> tuple[Tensor, Tensor, Tensor, int]:
     data = pyg_sar.load_partition(root)
     plan, shards = data.edge_index.plan, shards_of(data.edge_index)
-    own = HaloSource(plan, [data.n_id], ("", "", "plan"), 0)
+    own = HaloSource(plan, [data.n_id], Travel(("", "", "plan"), 0))
     ids = [own.open(unit).tensors[0].clone() for unit in range(plan.world_size)]
     own.finish()
     ours = by_shards(shards)

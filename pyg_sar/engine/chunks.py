@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,16 +25,15 @@ from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_rows import PartRows, is_hosted
 from pyg_sar.exchange.rows import (
-    Merge,
-    RowLayout,
     RowSink,
     RowSource,
+    Travel,
     UnitRows,
     Use,
     add_rows,
+    layout_of,
     tracked_buffer,
 )
-from pyg_sar.exchange.wire import Wire
 from pyg_sar.ledger import Label
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Segments, Tile
@@ -145,38 +144,22 @@ class Chunks:
         ]
         self.num_units = len(self.blocks)
 
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> RowSource:
-        """See :meth:`~pyg_sar.exchange.rows.Exchange.source`; ``scale`` is not taken."""
-        if scale is not None:
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.source`; a scale is not taken."""
+        if how.scale is not None:
             raise NotImplementedError("Chunks send rows as they are")
         if self._parts is not None:
-            return _PartSource(
-                self, self._parts.source(tensors, label, prefetch, wire, Use.IN_PLACE)
-            )
-        return ChunkSource(self, tensors, label, prefetch, wire)
+            how = replace(how, use=Use.IN_PLACE)
+            return _PartSource(self, self._parts.source(tensors, how))
+        return ChunkSource(self, tensors, how)
 
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> RowSink:
-        """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`; ``merge`` is not taken."""
-        if merge is not None:
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> RowSink:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`; a merge is not taken."""
+        if how.merge is not None:
             raise NotImplementedError("Chunks add rows up")
         if self._parts is not None:
-            return _PartSink(self, totals, self._parts.sink(totals, label, in_flight, wire))
-        return ChunkSink(self, totals, label, wire)
+            return _PartSink(self, totals, self._parts.sink(totals, how))
+        return ChunkSink(self, totals, how)
 
     @staticmethod
     def _ranges(ends: list[int], max_edges: int) -> list[tuple[int, int]]:
@@ -244,22 +227,13 @@ class ChunkSource(RowSource):
     Args:
         chunks: The chunks.
         tensors: Source tensors ``[num_local, *]``, detached.
-        label: Whom the ledger charges.
-        prefetch: Chunks fetched ahead.
-        wire: How rows travel.
+        how: How rows travel.
     """
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-    ) -> None:
-        self.chunks, self.tensors, self.label = chunks, list(tensors), label
-        self.prefetch, self.wire = prefetch, wire or Wire()
-        self.layout = RowLayout(tensors)
+    def __init__(self, chunks: Chunks, tensors: Sequence[Tensor], how: Travel) -> None:
+        self.chunks, self.tensors, self.label = chunks, list(tensors), how.label
+        self.prefetch, self.wire = how.prefetch, how.wire
+        self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors])
         self._posted = 0
         self._pending: deque[tuple[list[Tensor], list[Work]]] = deque()
 
@@ -306,16 +280,13 @@ class ChunkSink(RowSink):
     Args:
         chunks: The chunks.
         totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        label: Whom the ledger charges.
-        wire: How rows travel.
+        how: How rows travel.
     """
 
-    def __init__(
-        self, chunks: Chunks, totals: Sequence[Tensor], label: Label, wire: Wire | None
-    ) -> None:
-        self.chunks, self.totals, self.label = chunks, list(totals), label
-        self.wire = wire or Wire()
-        self.layout = RowLayout(totals)
+    def __init__(self, chunks: Chunks, totals: Sequence[Tensor], how: Travel) -> None:
+        self.chunks, self.totals, self.label = chunks, list(totals), how.label
+        self.wire = how.wire
+        self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in totals])
         self._packed: list[Tensor] = []
 
     def open(self, unit: int) -> list[Tensor]:

@@ -15,8 +15,9 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -152,6 +153,30 @@ class Merge(Protocol):
         """``index [K]``: the own rows, int64; ``rows``: of each tensor, ``[K, *]``."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Travel:
+    """How the rows of a pass come, and how those go that are computed for other workers.
+
+    Attributes:
+        label: Whom the ledger charges.
+        prefetch: Units fetched ahead, 0 or 1.
+        wire: How rows travel.
+        use: How the consumer uses rows that come.
+        scale: Rows for other workers travel multiplied by their number, ``[num_local]``.
+        in_flight: A unit's computed rows may travel over a network while the next unit is worked
+            on; ``None``: not even between workers of one host.
+        merge: Takes in computed rows that come; ``None``: they are added to the totals.
+    """
+
+    label: Label
+    prefetch: int = 1
+    wire: Wire = field(default_factory=Wire)
+    use: Use = Use.KEEPS
+    scale: Tensor | None = None
+    in_flight: bool | None = True
+    merge: Merge | None = None
+
+
 class Exchange(Protocol):
     """Units of rows, and the sources and sinks by which they come and go."""
 
@@ -159,69 +184,32 @@ class Exchange(Protocol):
     def num_units(self) -> int:
         """Units, that of own rows included; the same on all workers."""
 
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> RowSource:
-        """Rows of ``tensors [num_local, *]``, detached, where given times ``scale [num_local]``.
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
+        """Rows of ``tensors [num_local, *]``, which are detached."""
 
-        Args:
-            tensors: Of this worker's nodes.
-            label: Whom the ledger charges.
-            prefetch: Units fetched ahead, 0 or 1.
-            wire: How rows travel; ``None``: exactly.
-            use: How they will be used.
-            scale: A number for each row.
-        """
-
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> RowSink:
-        """Takes rows to their owners.
-
-        Args:
-            totals: What own rows are added up in, ``[num_local, *]``.
-            label: Whom the ledger charges.
-            in_flight: Whether a unit's rows may travel over a network while the next one is worked
-                on; ``None``: not even between workers of one host.
-            wire: How rows travel; ``None``: exactly.
-            merge: Takes in what comes; ``None``: adds it to ``totals``.
-        """
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> RowSink:
+        """Takes rows to their owners, which add them up in ``totals [num_local, *]``."""
 
 
 class RowLayout:
     """How the rows of several node tensors travel together: side by side, one message per dtype.
 
     Args:
-        tensors: Node tensors, all of shape ``[num_local, *]``.
+        kinds: Dtype and shape of a row of each.
 
     Attributes:
         groups: By dtype, ``(tensor's number, first column, last column)``.
         widths: Columns of each message, with its dtype.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.shapes = [t.shape[1:] for t in tensors]
+    def __init__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
+        self.shapes = [shape for _, shape in kinds]
         self.groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
-        for k, tensor in enumerate(tensors):
-            group = self.groups.setdefault(tensor.dtype, [])
+        for k, (dtype, _) in enumerate(kinds):
+            group = self.groups.setdefault(dtype, [])
             start = group[-1][2] if group else 0
             group.append((k, start, start + self.shapes[k].numel()))
         self.widths = [(dtype, group[-1][2]) for dtype, group in self.groups.items()]
-
-    def row_bytes(self) -> int:
-        """Bytes per row of all messages together."""
-        return sum(width * dtype.itemsize for dtype, width in self.widths)
 
     def write(
         self,
@@ -278,3 +266,9 @@ class RowLayout:
                 rows = buffer[:, start:stop]
                 out[k] = rows.unflatten(1, shape) if shape else rows[:, 0]
         return out
+
+
+@lru_cache(256)
+def layout_of(*kinds: tuple[torch.dtype, torch.Size]) -> RowLayout:
+    """The layout of node tensors of these dtypes, and of these shapes of a row."""
+    return RowLayout(kinds)

@@ -303,7 +303,7 @@ class Shards:
         units = range(2 if self._joined else plan.world_size)
         self.num_rows = [plan.num_local, plan.num_halo]
         if not self._joined:
-            self.num_rows = [plan.num_rows(unit) for unit in units]
+            self.num_rows = [plan.num_rows[unit] for unit in units]
         rows, order, starts = self._sort()
         # Columns of edges are asked for by edge-level data alone; see columns().
         self._in_order = bool((order[1:] > order[:-1]).all())

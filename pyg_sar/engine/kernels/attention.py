@@ -108,7 +108,7 @@ class SoftmaxAttention(Kernel):
         sent: Sequence[Sequence[Tensor]] = ((), ()),
     ) -> None:
         plan = schedule.plan
-        self.schedule, self.mode, self.name, self._title = schedule, policy.mode, name, title
+        self.schedule, self.mode, self.name, self.title = schedule, policy.mode, name, title
         self.prefetch, self.wire = policy.prefetch, Wire(policy.wire)
         seed = (attention.seed + _SALT * plan.rank) % 2**64
         tensors = attention.tensors()
@@ -126,10 +126,6 @@ class SoftmaxAttention(Kernel):
             )
         self.kept: dict[tuple[bool, int], UnitRows] = {}  # of stages there, and here
 
-    @property
-    def title(self) -> str:
-        return self._title
-
     def given(self, tensors: Iterable[Tensor]) -> Any:
         """The attention of these tensors, in the order of :attr:`names`."""
         return replace(self.attention, **dict(zip(self.names, tensors, strict=True)))
@@ -146,9 +142,9 @@ class SoftmaxAttention(Kernel):
         return list(saved[: len(self.names)])
 
     def cotangent(
-        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor | None
+        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor
     ) -> Cotangent:
-        return Cotangent.of(gradients[0], _present(output), *saved[-2:])
+        return Cotangent.of(gradients[0], output, *saved[-2:])
 
     def backward(
         self, cotangent: Cotangent, saved: Sequence[Tensor], wanted: Sequence[bool], last: bool
@@ -217,7 +213,7 @@ class SoftmaxAttention(Kernel):
         self, own: Attention, block: Block, queries: Sequence[Tensor], backward: bool = False
     ) -> Attention:
         """The attention of the edges that are gone through for a peer."""
-        peer = self.schedule.plan.peers(block.unit)[0]
+        peer = self.schedule.plan.peers[block.unit][0]
         query = queries[0].to(own.value.dtype) if queries else None
         key: Any = block.columns if own.p > 0 else None
         if key is not None and self.drop_key is not None:

@@ -119,12 +119,9 @@ class Messages(Kernel):
         named = program.layer.named_parameters()
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.graphs: list[_Graph] = []
+        rank = schedule.plan.rank
+        self.title = f"{type(program.layer).__name__} '{name}' at rank {rank}"
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
-
-    @property
-    def title(self) -> str:
-        rank = self.schedule.plan.rank
-        return f"{type(self.program.layer).__name__} '{self.name}' at rank {rank}"
 
     def tensors(self) -> list[Tensor]:
         """The inputs."""

@@ -58,13 +58,9 @@ class Sums(Kernel):
         needs_sources: bool,
         there: tuple[Weights, Weights] = ((), ()),
     ) -> None:
-        self.name, self._title, self.schedule = name, title, schedule
+        self.name, self.title, self.schedule = name, title, schedule
         self.prefetch, self.wire = prefetch, wire
         self.kinds, self.needs_sources, self.there = kinds, needs_sources, there
-
-    @property
-    def title(self) -> str:
-        return self._title
 
     def forward(self, tensors: Sequence[Tensor], record: bool) -> SumsForward:
         return SumsForward(self, tensors)
