@@ -174,7 +174,7 @@ def from_a_file(root: Path, file: Path) -> tuple[Tensor, Tensor, Tensor, int]:
     mapped = Stage(FileRows(stage.exchange, plan, file, ids), stage.blocks)
     schedule = Schedule(plan, shards.in_degree, (mapped,), ours.backward)
     x = data.x.requires_grad_()
-    kernel = Sums("sums", "sums of rows", schedule, 1, Wire(), ("sum",), needs_sources=False)
+    kernel = Sums("sums", "sums of rows", 1, Wire(), ("sum",), False, schedule)
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         (out,) = run(kernel, [x], record=True)
         out.square().sum().backward()

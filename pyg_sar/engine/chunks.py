@@ -90,6 +90,8 @@ class Chunk:
         """No kernel takes chunks."""
         raise NotImplementedError("Chunks are for messages")
 
+    by_source = None
+
     def transposed(self, numbered: bool = False) -> Segments:
         """No kernel takes chunks."""
         raise NotImplementedError("Chunks are for messages")

@@ -150,7 +150,7 @@ class InSpace(Tensor):
     targets: int | None
     places: Order | None = None
     partial: Partial | None = None
-    _memory: OrderedDict[Any, Any]
+    memory: OrderedDict[Any, Any]
 
     @property
     def order(self) -> Tensor | None:
@@ -200,13 +200,13 @@ class InSpace(Tensor):
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """The value made earlier for ``key``, or a new one."""
-        if key not in self._memory:
+        if key not in self.memory:
             with torch.inference_mode(False):  # Training may come after inference.
-                self._memory[key] = make()
-            while len(self._memory) > _MEMORY:
-                self._memory.popitem(last=False)
-        self._memory.move_to_end(key)
-        return self._memory[key]
+                self.memory[key] = make()
+            while len(self.memory) > _MEMORY:
+                self.memory.popitem(last=False)
+        self.memory.move_to_end(key)
+        return self.memory[key]
 
     def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
         """As :meth:`remember`, of what all workers make together. See [Note: made together]."""
@@ -216,9 +216,9 @@ class InSpace(Tensor):
     def recall_together(self, key: Any) -> Any:
         """The value that all workers made together for ``key``, or ``None`` on all."""
         if not self.by_content or self.plan.world_size == 1:
-            if key in self._memory:
-                self._memory.move_to_end(key)
-            return self._memory.get(key)
+            if key in self.memory:
+                self.memory.move_to_end(key)
+            return self.memory.get(key)
         made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
         plan, device = self.plan, self.device
         label = ("", "", "agreement")
@@ -285,7 +285,7 @@ def dist_index(
     out = index.as_subclass(DistIndex)
     if out is index:
         out = index.view_as(index).as_subclass(DistIndex)
-    out.plan, out.targets, out._memory = plan, targets, OrderedDict()
+    out.plan, out.targets, out.memory = plan, targets, OrderedDict()
     out.flat = index if flat is None else flat
     return out
 
@@ -313,7 +313,7 @@ def dist_edge_index(
         )
     out = edge_index.as_subclass(DistEdgeIndex)
     out.plan, out.targets, out.dist_row = plan, targets, dist_row
-    out._memory = OrderedDict()
+    out.memory = OrderedDict()
     return out
 
 

@@ -86,6 +86,7 @@ class _AllPairs:
         raise NotImplementedError("Attention over all nodes has no list of edges")
 
     columns = segments
+    by_source = None
 
     def transposed(self, numbered: bool = False) -> Any:
         """Pairs are not listed."""
