@@ -138,10 +138,6 @@ class FileRows:
     file: Path
     ids: Sequence[Tensor]  # of the halo nodes, by unit
 
-    @property
-    def num_units(self) -> int:
-        return self.plan.world_size
-
     def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
         return FileSource(self, list(tensors))
 

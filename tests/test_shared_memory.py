@@ -232,8 +232,6 @@ def test_rows_are_read_where_they_are(world, prefetch):
                     if in_place:
                         borrowed.append(rows.tensors[0].data_ptr())
                         assert {part.size(0) for part in rows.tensors} == {published}
-                        some = torch.arange(rows.index.numel(), dtype=rows.index.dtype)
-                        assert torch.equal(rows.places(some), rows.index)
                         assert ledger.resident_rows() == rows.index.numel()
                     del rows
                     source.close(unit)

@@ -32,9 +32,8 @@ from pyg_sar.exchange.rows import (
     Use,
     add_rows,
     layout_of,
-    tracked_buffer,
 )
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, tracked_buffer
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Segments, Tile
 
@@ -252,7 +251,7 @@ class ChunkSource(RowSource):
         return UnitRows(self.layout.unpack(buffers))
 
     def _post(self, last: int) -> None:
-        plan = self.chunks.plan
+        plan, ledgers = self.chunks.plan, self.chunks.plan.comm.ledgers
         while self._posted <= min(last, self.chunks.num_units - 1):
             chunk = self.chunks.blocks[self._posted]
             self._posted += 1
@@ -261,7 +260,7 @@ class ChunkSource(RowSource):
             for k, (dtype, width) in enumerate(self.layout.widths):
                 counted = chunk.num_halo if k == 0 else 0
                 shape, device = (local + chunk.num_halo, width), self.tensors[0].device
-                buffer = tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device)
+                buffer = tracked_buffer(ledgers, self.label[0], counted, shape, dtype, device)
                 self.layout.write(buffer[:local], self.tensors, dtype, chunk.local_rows)
                 receives = list(self.wire.landing(buffer[local:]).split(chunk.counts))
                 sends = [self._packer(rows, dtype) for rows in chunk.sends]
@@ -343,7 +342,7 @@ class _PartSource(RowSource):
         if unit == 0:
             self._rows = [self._source.open(0), self._source.open(1)]
         chunk, (own, halo) = self._chunks.blocks[unit], self._rows
-        places = own.places(chunk.local_rows), halo.places(chunk.halo_rows)
+        places = chunk.local_rows, chunk.halo_rows
         pairs = zip(own.tensors, halo.tensors, strict=True)
         return UnitRows(
             [

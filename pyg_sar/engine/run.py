@@ -149,7 +149,7 @@ def go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
     with nullcontext() if todo.scope is None else todo.scope():
         for stage in stages:
             source = sink = None
-            there, units = stage.there, range(stage.exchange.num_units)
+            there, units = stage.there, range(len(stage.blocks))
             if tensors := todo.slots if there else todo.sources:
                 label = kernel.name, todo.phase, todo.kinds[2 if there else 0]
                 use, scale = (todo.use_slots, todo.scale) if there else (todo.use, None)

@@ -36,9 +36,8 @@ from pyg_sar.exchange.rows import (
     Use,
     add_distinct_rows,
     layout_of,
-    tracked_buffer,
 )
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, tracked_buffer
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Work
@@ -56,11 +55,6 @@ class HaloRows:
     """
 
     plan: HaloPlan
-
-    @property
-    def num_units(self) -> int:
-        """The worker itself, then its peers."""
-        return self.plan.world_size
 
     def source(self, tensors: Sequence[Tensor], how: Travel) -> HaloSource:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.source`."""
@@ -201,7 +195,8 @@ class HaloSource(_Near, RowSource):
             if plan.comm.ledgers:
                 fetch.in_place[0].hold(plan.comm.ledgers, how.label[0], rows)
             found = [incoming.rows for incoming in fetch.in_place]
-            return UnitRows(self.layout.unpack(found), self._shared.index.get(owner))
+            found = found if self.layout.plain else self.layout.unpack(found)
+            return UnitRows(found, self._shared.index.get(owner))
         filled = [buffer[:rows] for buffer in fetch.buffers]
         for buffer in filled:
             how.wire.land(buffer)
@@ -280,11 +275,11 @@ class HaloSource(_Near, RowSource):
         del spare
         if count and self.how.use is not Use.KEEPS:
             count = max(self.plan.num_rows[unit :: 1 + self.how.prefetch])
-        comm, device = self.plan.comm, self.tensors[0].device
+        ledgers, device = self.plan.comm.ledgers, self.tensors[0].device
         found = []
         for k, (dtype, width) in enumerate(self.layout.widths):
             counted = count if k == 0 else 0
-            found.append(tracked_buffer(comm, layer, counted, (count, width), dtype, device))
+            found.append(tracked_buffer(ledgers, layer, counted, (count, width), dtype, device))
         return found
 
     def _pack(self, peer: int, dtype: torch.dtype) -> Tensor:
@@ -346,46 +341,33 @@ class HaloSink(_Near, RowSink):
         if unit == 0:
             return
         self.finish()
-        owner, peer = self.plan.peers[unit]
+        plan, how, sharing = self.plan, self.how, self._sharing
+        owner, peer = plan.peers[unit]
+        coming = plan.send_counts[peer]
         far: list[Tensor] = []
         near: list[Incoming] = []
         works: list[Work] = []
         for (dtype, width), packed in zip(self.layout.widths, self._packed, strict=True):
-            self._send(owner, peer, packed, width, far, works)
-            if self._sharing is not None and peer in self._near:
-                shape = self.plan.send_counts[peer], width
-                near.append(self._sharing.expect(peer, Subject.ROWS, shape, dtype, self.how.label))
+            send = landing = None
+            if isinstance(packed, Tensor) and plan.halo_counts[owner]:
+                send = partial(how.wire.encode, packed)
+            if peer not in self._near:
+                device = self.tensors[0].device
+                far.append(torch.empty((coming, width), dtype=dtype, device=device))
+                landing = how.wire.landing(far[-1]) if coming else None
+            if send is not None or landing is not None:
+                works.append(plan.comm.exchange(send, owner, landing, peer, label=how.label))
+            if sharing is not None and isinstance(packed, SendBuffer):
+                works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, how.label))
+            if sharing is not None and peer in self._near:
+                shape = coming, width
+                near.append(sharing.expect(peer, Subject.ROWS, shape, dtype, how.label))
                 works.append(near[-1].work)
         self._packed = []
         self._pending = unit, far, near, works
         network = not self._near.issuperset((owner, peer))
-        if self.how.in_flight is None or (network and not self.how.in_flight):
+        if how.in_flight is None or (network and not how.in_flight):
             self.finish()
-
-    def _send(
-        self,
-        owner: int,
-        peer: int,
-        packed: Tensor | SendBuffer,
-        width: int,
-        far: list[Tensor],
-        works: list[Work],
-    ) -> None:
-        """Sends rows to their owner; puts those of a far peer on their way into ``far``."""
-        sharing, plan, how = self._sharing, self.plan, self.how
-        send = landing = None
-        if isinstance(packed, Tensor) and plan.halo_counts[owner]:
-            send = partial(how.wire.encode, packed)
-        if peer not in self._near:
-            like = self.tensors[0]
-            dtype = packed.dtype if isinstance(packed, Tensor) else packed.rows.dtype
-            shape = plan.send_counts[peer], width
-            far.append(torch.empty(shape, dtype=dtype, device=like.device))
-            landing = how.wire.landing(far[-1]) if shape[0] else None
-        if send is not None or landing is not None:
-            works.append(plan.comm.exchange(send, owner, landing, peer, label=how.label))
-        if sharing is not None and isinstance(packed, SendBuffer):
-            works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, how.label))
 
     def finish(self) -> None:
         """Waits for the unit in flight and takes in what came from its peer."""

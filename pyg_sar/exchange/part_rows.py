@@ -32,9 +32,8 @@ from pyg_sar.exchange.rows import (
     Use,
     add_distinct_rows,
     layout_of,
-    tracked_buffer,
 )
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, tracked_buffer
 
 _PLAN: Label = ("", "", "plan")
 _BITS = 60
@@ -51,11 +50,6 @@ class PartRows:
     """
 
     plan: HaloPlan
-
-    @property
-    def num_units(self) -> int:
-        """Own rows, and all halo rows."""
-        return 2
 
     def source(self, tensors: Sequence[Tensor], how: Travel) -> PartSource:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.source`."""
@@ -190,7 +184,8 @@ class PartSource(RowSource):
         for number, (dtype, width) in enumerate(self.layout.widths):
             counted = plan.num_halo if number == 0 and self.use is Use.KEEPS else 0
             shape, device = (plan.num_halo, width), self.tensors[0].device
-            buffers.append(tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device))
+            ledgers = plan.comm.ledgers
+            buffers.append(tracked_buffer(ledgers, self.label[0], counted, shape, dtype, device))
         self._hold(plan.num_halo)
         rows, size = tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
         label = (self.label[0], self.label[1], "load")

@@ -12,7 +12,6 @@ The ledger follows the storage, not a counter that the code would have to keep r
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +19,6 @@ from enum import Enum
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from pyg_sar.kernels.ops import gather_sum_
 from pyg_sar.ledger import Label
 
 if TYPE_CHECKING:
-    from pyg_sar.comm.group import Communicator
+    pass
 
 
 def flat_rows(x: Tensor) -> Tensor:
@@ -60,31 +58,6 @@ def add_distinct_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
         gather_sum_(target, flat, order[:-1], order, index)
 
 
-def tracked_buffer(
-    comm: Communicator,
-    layer: str,
-    remote_rows: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """An uninitialized buffer whose remote rows open ledgers count until its storage is freed."""
-    ledgers = list(comm.ledgers)
-    if not ledgers or remote_rows == 0:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    if device.type == "cpu":
-        # The array lives exactly as long as the storage that torch makes of it, views included.
-        count = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
-        owner: Any = np.empty(max(count, 1), dtype=np.uint8)
-        buffer = torch.from_numpy(owner)[:count].view(dtype).view(tuple(shape))
-    else:
-        owner = buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-    for ledger in ledgers:
-        ledger.hold(layer, remote_rows)
-        weakref.finalize(owner, ledger.hold, layer, -remote_rows).atexit = False
-    return buffer
-
-
 class Use(Enum):
     """How a consumer uses opened rows."""
 
@@ -111,10 +84,6 @@ class UnitRows:
         if self.index is None:
             return self
         return UnitRows([tensor.index_select(0, self.index) for tensor in self.tensors])
-
-    def places(self, rows: Tensor) -> Tensor:
-        """Where in :attr:`tensors` rows of the unit lie, of the same dtype."""
-        return rows if self.index is None else self.index.index_select(0, rows).to(rows.dtype)
 
 
 class RowSource(ABC):
@@ -180,10 +149,6 @@ class Travel:
 class Exchange(Protocol):
     """Units of rows, and the sources and sinks by which they come and go."""
 
-    @property
-    def num_units(self) -> int:
-        """Units, that of own rows included; the same on all workers."""
-
     def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
         """Rows of ``tensors [num_local, *]``, which are detached."""
 
@@ -200,6 +165,7 @@ class RowLayout:
     Attributes:
         groups: By dtype, ``(tensor's number, first column, last column)``.
         widths: Columns of each message, with its dtype.
+        plain: Each message is a tensor's rows, as they are.
     """
 
     def __init__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
@@ -209,6 +175,7 @@ class RowLayout:
             group = self.groups.setdefault(dtype, [])
             start = group[-1][2] if group else 0
             group.append((k, start, start + self.shapes[k].numel()))
+        self.plain = len(self.groups) == len(kinds) and all(len(s) == 1 for s in self.shapes)
         self.widths = [(dtype, group[-1][2]) for dtype, group in self.groups.items()]
 
     def write(

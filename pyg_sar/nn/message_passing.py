@@ -102,6 +102,7 @@ class DistMessagePassing(MessagePassing):
     kept_rows: KeptRows | None = None  # Of its last exchange, with SARPolicy(refresh_every=...).
     _one_shot_call: bool = False
     _has_tile_values: bool = False
+    _transforms_first: bool = False
     model_draws: DrawsOfForward | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
     compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
