@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -157,6 +158,12 @@ def title_of(layer: Any) -> str:
     """A layer's class and name, for messages."""
     name = f" '{layer.ledger_name}'" if layer.ledger_name else ""
     return f"{type(layer).__name__}{name}"
+
+
+@lru_cache(1024)
+def titled(kind: str, name: str, rank: int) -> str:
+    """A layer's class and name, and the rank, for messages."""
+    return f"{kind}{f' {name!r}' if name else ''} at rank {rank}"
 
 
 def choices_of(layer: Any) -> Choices:

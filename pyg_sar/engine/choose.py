@@ -15,7 +15,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.engine.analysis import Choice, decomposition_of, title_of
 from pyg_sar.engine.chunks import Chunks
-from pyg_sar.engine.cuts import SplitEdges, rows_travel, split_edges
+from pyg_sar.engine.cuts import rows_travel, split_edges
 from pyg_sar.engine.kernels.attention import SoftmaxAttention, covers_of
 from pyg_sar.engine.kernels.message import Messages, changed_message, keeps_graphs
 from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTerms
@@ -23,7 +23,7 @@ from pyg_sar.engine.kernels.sums import Sums, SumsCall, Way
 from pyg_sar.engine.run import Kernel
 from pyg_sar.engine.schedule import by_chunks, by_shards
 from pyg_sar.exchange.cover import ALL_PUSHED, SUMS
-from pyg_sar.exchange.wire import Wire
+from pyg_sar.exchange.wire import wire_of
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for, warn_if_missing_on, why_missing_on
 from pyg_sar.ledger import Label
@@ -67,29 +67,27 @@ def attention_kernel(
     plan, edge_attr = edge_index.plan, tensors.get("edge_attr")
     if edge_attr is not None:
         _check_edges(edge_attr, edge_index, title)
-    for role, count in (("value", plan.num_local), ("x", plan.num_local), ("key", plan.num_local)):
-        check_nodes(tensors.get(role), 0, count, role, plan.rank)
+    for role in ("value", "x", "key", "query"):
+        count = edge_index.num_targets if role == "query" else plan.num_local
+        if (tensor := tensors.get(role)) is not None and tensor.size(0) != count:
+            check_nodes(tensor, 0, count, role, plan.rank)
     if isinstance(attention, RelationalTerms):
         kernel: Kernel = RelationalAttention(attention, edge_index, policy, name, title)
-    else:
-        check_nodes(tensors.get("query"), 0, edge_index.num_targets, "query", plan.rank)
+        return kernel, list(tensors.values())
+    shapes = tuple([(role, t.dtype, t.shape[1:]) for role, t in tensors.items()])
+    key = policy, attention.kind, attention.p > 0, torch.is_grad_enabled(), shapes
+    made = edge_index.remember_together("attention", dict)
+    if key not in made:
         covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
-        schedule = by_shards(shards_of(edge_index), covers.forward, covers.backward)
-        keys = attention.drop_key
-        sent = [_sent(split, edge_index, keys) for split in (covers.forward, covers.backward)]
-        kernel = SoftmaxAttention(attention, schedule, policy, name, title, sent)
+        splits = covers.forward, covers.backward
+        made[key] = by_shards(shards_of(edge_index), *splits), splits
+    (schedule, splits), kept = made[key], attention.drop_key
+    sent: list[list[Tensor]] = [[], []]
+    if kept is not None:  # The owners of the sources hear which weights of pushed edges are kept.
+        bits = [() if one is None else one.sent(edge_index, kept.view(-1)) for one in splits]
+        sent = [[part.unsqueeze(-1) for part in parts] for parts in bits]
+    kernel = SoftmaxAttention(attention, schedule, policy, name, title, sent)
     return kernel, list(tensors.values())
-
-
-def _sent(split: SplitEdges | None, edge_index: DistEdgeIndex, keys: Tensor | None) -> list[Tensor]:
-    """Sends the owners of the sources which weights of pushed edges are kept.
-
-    Returns:
-        The bits of those that this worker goes through, ``[E, 1]``, by unit from 1 on.
-    """
-    if split is None or keys is None:
-        return []
-    return [part.unsqueeze(-1) for part in split.sent(edge_index, keys.view(-1))]
 
 
 def message_kernel(
@@ -162,7 +160,7 @@ def sums_call(
     recorded = torch.is_grad_enabled() and rows.requires_grad
     there = policy.push != "off" and found.alone and not (learnt or extrema)
     exact, numbered = policy.wire == "exact", weight is not None
-    rest = policy.prefetch, Wire(policy.wire), found.kinds, extrema or learnt
+    rest = policy.prefetch, wire_of(policy.wire), found.kinds, extrema or learnt
     given = exact, recorded, numbered, there, extrema
     return SumsCall(
         source=found.source,

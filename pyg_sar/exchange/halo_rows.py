@@ -127,7 +127,7 @@ def _agree(plan: HaloPlan, near: frozenset[int]) -> Published:
 
 
 class _Near:
-    """What rows of a plan come to, and go from: workers of the same host, and others.
+    """The base of both ways of a plan's rows, which knows who is on the same host.
 
     Args:
         plan: The halo plan.

@@ -22,6 +22,7 @@ from pyg_sar.engine.analysis import (
     most_edges,
     needs_sorted_edges,
     title_of,
+    titled,
 )
 from pyg_sar.engine.choose import attention_kernel, message_kernel, only_sums, sums_call
 from pyg_sar.engine.run import run
@@ -260,8 +261,10 @@ class DistMessagePassing(MessagePassing):
             return super().edge_updater(edge_index, size=size, **kwargs)
         if edge_index.partial is not None:
             edge_index = inner(edge_index, edge_index.partial, self, self._source_row())
-        edge_index = with_room(self, edge_index, kwargs)
-        size = known_size(edge_index, size, self)
+        if edge_index.plan.open_ended:
+            edge_index = with_room(self, edge_index, kwargs)
+        if edge_index.targets is not None:
+            size = known_size(edge_index, size, self)
         strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
@@ -301,7 +304,7 @@ class DistMessagePassing(MessagePassing):
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
         merges = type(self).aggregate is MessagePassing.aggregate and not self._watched()
-        merges &= decompose(self.aggr_module) is not None
+        merges &= type(self.aggr_module) in PLAIN or decompose(self.aggr_module) is not None
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
 
@@ -348,8 +351,9 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        with drawing(self, edge_index, kwargs) as draws:
-            out = self._summed(edge_index, kwargs, choice)
+        random = self.policy.random is not None
+        with drawing(self, edge_index, kwargs) if random else nullcontext() as draws:
+            out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if out is None:
                 out = self._attended(edge_index, kwargs, choice, draws)
             if out is None:
@@ -398,10 +402,9 @@ class DistMessagePassing(MessagePassing):
             return None
         if edge_index.plan.rank == 0:
             warn_if_missing()
-        title = f"{title_of(self)} at rank {edge_index.plan.rank}"
-        kernel, tensors = attention_kernel(
-            attention, edge_index, self.policy, self.ledger_name, title
-        )
+        title = titled(type(self).__name__, self.ledger_name, edge_index.plan.rank)
+        given = attention, edge_index, self.policy, self.ledger_name, title
+        kernel, tensors = attention_kernel(*given)
         record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         return as_aggregated(self, run(kernel, tensors, record)[0])
 

@@ -51,7 +51,7 @@ from pyg_sar.engine.run import Kernel, Pass
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.exchange.cover import ALL_PUSHED, Costs, nearest_costs
 from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
-from pyg_sar.exchange.wire import Wire
+from pyg_sar.exchange.wire import wire_of
 from pyg_sar.kernels.attention_ops import (
     attention_,
     attention_backward_sources_,
@@ -109,7 +109,7 @@ class SoftmaxAttention(Kernel):
     ) -> None:
         plan = schedule.plan
         self.schedule, self.mode, self.name, self.title = schedule, policy.mode, name, title
-        self.prefetch, self.wire = policy.prefetch, Wire(policy.wire)
+        self.prefetch, self.wire = policy.prefetch, wire_of(policy.wire)
         seed = (attention.seed + _SALT * plan.rank) % 2**64
         tensors = attention.tensors()
         self.names = list(tensors)
