@@ -32,6 +32,7 @@ from pyg_sar.space.distributed_index import (
     DistIndex,
     InSpace,
     Order,
+    Selections,
     builtin,
     dist_edge_index,
     dist_index,
@@ -53,7 +54,6 @@ from pyg_sar.space.joint_index import (
 )
 from pyg_sar.space.partial_edges import derived, flow_targets, refuse_partial
 from pyg_sar.space.pyg_calls import pyg_call
-from pyg_sar.space.selections import Selections
 
 __all__ = [
     "METADATA",

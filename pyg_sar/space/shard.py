@@ -94,7 +94,7 @@ class Block(Protocol):
 
     @property
     def by_source(self) -> Segments | None:
-        """What :meth:`transposed` gave, if it has been made."""
+        """The result of :meth:`transposed`, if it has been made."""
 
     def transposed(self, numbered: bool = False) -> Segments:
         """The edges by source: each reads a target, and adds to a row of the unit.
