@@ -99,7 +99,8 @@ def changed(root: Path, states: list[Any]) -> list[Any]:
     """Outputs and gradients of layers that change after some calls."""
     data, found = pyg_sar.load_partition(root), []
     for change, state in zip(CHANGES, states, strict=True):
-        layer = pyg_sar.distribute(SAGEConv(data.num_features, 4).double())
+        policy = pyg_sar.SARPolicy(transform_first=False)
+        layer = pyg_sar.distribute(SAGEConv(data.num_features, 4).double(), policy)
         layer.load_state_dict(state)
         x = data.x.clone().requires_grad_()
         for _ in range(3):

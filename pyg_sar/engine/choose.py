@@ -16,7 +16,7 @@ from torch_geometric.nn import MessagePassing
 from pyg_sar.engine.analysis import Choice, decomposition_of, title_of
 from pyg_sar.engine.chunks import Chunks
 from pyg_sar.engine.cuts import rows_travel, split_edges
-from pyg_sar.engine.kernels.attention import SoftmaxAttention, covers_of
+from pyg_sar.engine.kernels.attention import Covers, SoftmaxAttention, covers_of
 from pyg_sar.engine.kernels.message import Messages, changed_message, keeps_graphs
 from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTerms
 from pyg_sar.engine.kernels.sums import Sums, SumsCall, Way
@@ -76,9 +76,16 @@ def attention_kernel(
         return kernel, list(tensors.values())
     shapes = tuple([(role, t.dtype, t.shape[1:]) for role, t in tensors.items()])
     key = policy, attention.kind, attention.p > 0, torch.is_grad_enabled(), shapes
-    made = edge_index.remember_together("attention", dict)
+    # Edge features stay with the targets' workers, maxima and normalisers would not stand a narrow
+    # wire, and tanh has no states to merge: then all rows are pulled.
+    pushes = policy.push != "off" and policy.wire == "exact" and plan.world_size > 1
+    pushes &= plan.comm.host is None and edge_attr is None and attention.kind != "tanh"
+    remember = edge_index.remember_together if pushes else edge_index.remember
+    made = remember(("attention", pushes), dict)
     if key not in made:
-        covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
+        covers = Covers()
+        if pushes and attention.value.shape[1:].numel():
+            covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
         splits = covers.forward, covers.backward
         made[key] = by_shards(shards_of(edge_index), *splits), splits
     (schedule, splits), kept = made[key], attention.drop_key

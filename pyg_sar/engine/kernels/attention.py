@@ -418,19 +418,14 @@ def covers_of(
 ) -> Covers:
     """The covers for an attention.
 
-    All workers call this together. Edge features stay with the targets' workers, and maxima and
-    normalisers would not stand a narrow wire: then all rows are pulled.
+    All workers call this together.
 
     Args:
         edge_index: Distributed edges.
         attention: For its shapes and dtypes.
-        policy: Its mode, wire and switch.
+        policy: Its mode.
         record: Whether a backward pass may follow.
     """
-    exact = policy.wire == "exact" and attention.edge_attr is None
-    exact &= attention.kind != "tanh"  # which is no softmax: there are no states to merge
-    if policy.push == "off" or not exact or attention.value.shape[1:].numel() == 0:
-        return Covers()
     forward, backward = row_bytes(attention, policy.mode)
     numbered = attention.p > 0
     if policy.mode > 1:
