@@ -217,8 +217,9 @@ class DistMessagePassing(MessagePassing):
             return None
         hooks = tuple(self._propagate_forward_pre_hooks), tuple(self._propagate_forward_hooks)
         tensors = [v[0] if isinstance(v, tuple | list) and v else v for v in kwargs.values()]
-        devices = {v.device.type for v in tensors if type(v) is Tensor}
-        local = self.node_dim, plan.rank, hooks, *devices
+        tensors = [v for v in tensors if isinstance(v, Tensor) and not isinstance(v, DeferredEdge)]
+        own, devices = type(self), sorted({v.device.type for v in tensors})
+        local = self.node_dim, plan.rank, hooks, own.message, own.update, *devices
         return "steady", self.policy, local, *self.call_key(kwargs)
 
     def call_key(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
