@@ -104,13 +104,13 @@ def summary(found: dict[str, Any]) -> dict[str, int]:
 CORE = ("engine/run.py", "engine/schedule.py", "exchange/rows.py", "exchange/halo_rows.py")
 
 
-def size() -> str:
+def size() -> tuple[int, int, int]:
     """Modules, lines, and lines of the loop, its schedules, row sources and row sinks."""
     package = Path(pyg_sar.__file__).parent
     lines = {file: len(file.read_text().splitlines()) for file in package.rglob("*.py")}
     modules = [file for file in lines if file.name != "__init__.py"]
     core = sum(lines[package / name] for name in CORE)
-    return f"{len(modules)} modules, {sum(lines.values()):,} lines, {core:,} of them the core"
+    return len(modules), sum(lines.values()), core
 
 
 def main() -> None:
@@ -120,7 +120,7 @@ def main() -> None:
     parser.add_argument("--timed", type=int, default=200)
     parser.add_argument("--list", action="store_true", help="name every function")
     args = parser.parse_args()
-    print(size())
+    print("{} modules, {:,} lines, {:,} of them the core".format(*size()))
     graph = load_graph("synthetic:nodes=400,degree=10,features=16")
     with tempfile.TemporaryDirectory() as root:
         pyg_sar.write_partitions(graph, 2, root, overwrite=True)

@@ -110,6 +110,11 @@ def named(place: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        if not any(note.startswith("in ") for note in getattr(error, "__notes__", ())):
-            error.add_note(f"in {place}")
+        note_place(error, place)
         raise
+
+
+def note_place(error: Exception, place: str) -> None:
+    """Notes on an error where it happened, if nothing more precise is noted yet."""
+    if not any(note.startswith("in ") for note in getattr(error, "__notes__", ())):
+        error.add_note(f"in {place}")

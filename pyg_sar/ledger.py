@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import weakref
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
+from functools import lru_cache
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
+from torch import Tensor
 
 Label = tuple[str, str, str]
 """(layer, phase, kind): phase is ``'forward'``, ``'backward'`` or ``''``; kind is ``'fetch'``,
@@ -20,6 +24,12 @@ Entry = tuple[Label, int, str]
 """(label, peer, transport) of counted bytes."""
 
 HALO_KINDS = ("fetch", "refetch", "gradient", "query", "state")
+
+
+@lru_cache(512)
+def spoken(label: Label) -> str:
+    """Returns a label in words: those of its parts that are there."""
+    return " ".join([part for part in label if part])
 
 
 class Recorder(Protocol):
@@ -247,3 +257,27 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return int(torch.cuda.max_memory_allocated(device))
     return _status_bytes("VmHWM")
+
+
+def tracked_buffer(
+    ledgers: Sequence[Ledger],
+    layer: str,
+    remote_rows: int,
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> Tensor:
+    """Returns an uninitialized buffer, whose remote rows ledgers count while its storage lives."""
+    if not ledgers or remote_rows == 0:
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+    if device.type == "cpu":
+        # The array lives exactly as long as the storage that torch makes of it, views included.
+        count = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
+        owner: Any = np.empty(max(count, 1), dtype=np.uint8)
+        buffer = torch.from_numpy(owner)[:count].view(dtype).view(tuple(shape))
+    else:
+        owner = buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
+    for ledger in ledgers:
+        ledger.hold(layer, remote_rows)
+        weakref.finalize(owner, ledger.hold, layer, -remote_rows).atexit = False
+    return buffer

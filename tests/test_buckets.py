@@ -60,10 +60,10 @@ def recorded(comm: Any) -> Iterator[list[str]]:
     log: list[str] = []
     submit = comm._issuer.submit
 
-    def submitting(task: Any, doing: str) -> Any:
-        ends = {"[backward gradient sum]": "sum", "backward gradient]": "rows"}
-        log.append(next((kind for end, kind in ends.items() if doing.endswith(end)), "other"))
-        return submit(task, doing)
+    def submitting(task: Any, label: Any, doing: str) -> Any:
+        kinds = {"gradient sum": "sum", "gradient": "rows"}
+        log.append(kinds.get(label[2], "other") if label[1] == "backward" else "other")
+        return submit(task, label, doing)
 
     comm._issuer.submit = submitting
     try:

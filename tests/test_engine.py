@@ -24,9 +24,8 @@ from pyg_sar.engine.run import Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule, Stage, by_shards
 from pyg_sar.exchange.cover import SUMS
 from pyg_sar.exchange.halo_rows import HaloSource
-from pyg_sar.exchange.rows import Merge, RowSink, RowSource, UnitRows, Use
+from pyg_sar.exchange.rows import RowSink, RowSource, Travel, UnitRows
 from pyg_sar.exchange.wire import Wire
-from pyg_sar.ledger import Label
 from pyg_sar.space.shard import Block, shards_of
 
 WORLD = 3
@@ -139,30 +138,11 @@ class FileRows:
     file: Path
     ids: Sequence[Tensor]  # of the halo nodes, by unit
 
-    @property
-    def num_units(self) -> int:
-        return self.plan.world_size
-
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> RowSource:
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
         return FileSource(self, list(tensors))
 
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> RowSink:
-        sink: RowSink = self.exchange.sink(totals, label, in_flight, wire, merge)
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> RowSink:
+        sink: RowSink = self.exchange.sink(totals, how)
         return sink
 
 
@@ -182,7 +162,7 @@ class FileSource(RowSource):
 def from_a_file(root: Path, file: Path) -> tuple[Tensor, Tensor, Tensor, int]:
     data = pyg_sar.load_partition(root)
     plan, shards = data.edge_index.plan, shards_of(data.edge_index)
-    own = HaloSource(plan, [data.n_id], ("", "", "plan"), 0)
+    own = HaloSource(plan, [data.n_id], Travel(("", "", "plan"), 0))
     ids = [own.open(unit).tensors[0].clone() for unit in range(plan.world_size)]
     own.finish()
     ours = by_shards(shards)
@@ -190,7 +170,7 @@ def from_a_file(root: Path, file: Path) -> tuple[Tensor, Tensor, Tensor, int]:
     mapped = Stage(FileRows(stage.exchange, plan, file, ids), stage.blocks)
     schedule = Schedule(plan, shards.in_degree, (mapped,), ours.backward)
     x = data.x.requires_grad_()
-    kernel = Sums("sums", "sums of rows", schedule, 1, Wire(), ("sum",), needs_sources=False)
+    kernel = Sums("sums", "sums of rows", 1, Wire(), ("sum",), False, schedule)
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         (out,) = run(kernel, [x], record=True)
         out.square().sum().backward()

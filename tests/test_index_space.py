@@ -597,7 +597,7 @@ def test_memory_is_bounded(root: Path):
             draw = torch.Generator().manual_seed(seed)
             chosen = data.edge_index[:, torch.rand(data.num_edges, generator=draw) < 0.5]
             assert isinstance(chosen, DistEdgeIndex)
-        return len(data.edge_index._memory)
+        return len(data.edge_index.memory)
 
     assert max(on_workers(worker, root)) <= 16
 

@@ -366,7 +366,7 @@ def test_resident_rows_in_mode_1(prefetch: int, budget: int | None, root: Path):
     for layers, peak, left, (plan, slots) in threads(worker, WORLD):
         windows = []
         for way in (plan, slots):
-            rows = [way.num_rows(unit) for unit in range(1, WORLD)]
+            rows = [way.num_rows[unit] for unit in range(1, WORLD)]
             windows += [sum(rows[k : k + 1 + prefetch]) for k in range(len(rows))]
         assert left == 0
         for layer, rows in layers.items():

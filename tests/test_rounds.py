@@ -117,7 +117,7 @@ def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
         coming = sum(1 for n in plan.halo_counts if n)
         assert sent == {"fetch": going, "refetch": going, "gradient": coming}
         assert peak <= (1 + prefetch) * max(plan.halo_counts)
-        rows = [plan.num_rows(unit) for unit in range(1, 5)]
+        rows = [plan.num_rows[unit] for unit in range(1, 5)]
         assert sorted(rows) == sorted(plan.halo_counts[q] for q in range(5) if q != plan.rank)
 
 

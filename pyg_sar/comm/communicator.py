@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from types import TracebackType
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.backends import OPS, PeerTensor, Transport, TransportError
-from pyg_sar.comm.issuer import Issuer, StreamOrder, Work
+from pyg_sar.comm.issuer import Issuer, Work
 from pyg_sar.comm.messages import (
     BARRIER,
     BROADCAST,
@@ -29,12 +29,11 @@ from pyg_sar.comm.messages import (
     is_consequence,
     num_bytes,
     pack,
-    spoken,
 )
 from pyg_sar.comm.processes import TerminationNotice
 from pyg_sar.comm.sharing import LocalPeers, Sharing
 from pyg_sar.errors import PygSarError
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, spoken
 
 
 class Listener(Protocol):
@@ -313,25 +312,15 @@ class GroupCommunicator(Communicator):
         self.backend = transport.name
         self._transport = transport
         self._watch = watch
-        self._stream_order = StreamOrder()
         name = f"pyg_sar issuer {self.rank}"
         self._issuer = Issuer(name, timeout, self._diagnose, self._abort, transport.compute_lock)
         self._local_peers = local_peers
         if local_peers is not None:
             local_peers.posts = transport.posts
-            self.sharing = Sharing(local_peers, self.rank, self._submit, self.ledgers)
+            self.sharing = Sharing(local_peers, self.rank, self._issuer, self.ledgers)
         watch.start(self._issuer.fail, self._issuer.progress, transport.posts)
         self._notice = TerminationNotice(self._explain_termination)
         self._notice.install()
-
-    def _submit(self, task: Callable[[], None], label: Label, doing: str) -> Work:
-        mark = self._stream_order.mark()
-
-        def run() -> None:
-            with self._stream_order.after(mark):
-                task()
-
-        return self._issuer.submit(run, f"{doing} [{spoken(label)}]")
 
     def _post(
         self,
@@ -355,7 +344,7 @@ class GroupCommunicator(Communicator):
             out, back = ({q: num_bytes(t) for q, t in tensors} for tensors in (full, wanted))
             count(ledgers, label, out, back, self.backend)
 
-        return self._submit(task, label, doing)
+        return self._issuer.submit(task, label, doing)
 
     def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
         ledgers = list(self.ledgers)
@@ -367,7 +356,7 @@ class GroupCommunicator(Communicator):
             size = num_bytes(whole)
             count_all(ledgers, label, size, size, self.backend)
 
-        return self._submit(task, label, f"all_reduce ({op})")
+        return self._issuer.submit(task, label, f"all_reduce ({op})")
 
     def all_gather(self, tensor: Tensor, *, label: Label = GATHER) -> list[Tensor]:
         ledgers = list(self.ledgers)
@@ -382,7 +371,7 @@ class GroupCommunicator(Communicator):
             size = num_bytes(whole)
             count_all(ledgers, label, size, size * (self.world_size - 1), self.backend)
 
-        self._submit(task, label, "all_gather").wait()
+        self._issuer.submit(task, label, "all_gather").wait()
         return result
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
@@ -397,7 +386,7 @@ class GroupCommunicator(Communicator):
             mine = self.rank == src
             count_all(ledgers, label, size if mine else 0, 0 if mine else size, self.backend)
 
-        self._submit(task, label, f"broadcast from rank {src}").wait()
+        self._issuer.submit(task, label, f"broadcast from rank {src}").wait()
         return tensor
 
     # Failure -----------------------------------------------------------------

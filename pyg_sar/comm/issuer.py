@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 
 from pyg_sar.errors import CommTimeoutError, PygSarError
+from pyg_sar.ledger import Label, spoken
 
 # Threads that compute one at a time ###########################################
 
@@ -87,11 +88,7 @@ class ComputeLock:
 class NoLock:
     """No lock: threads compute whenever they can."""
 
-    def held(self) -> contextlib.AbstractContextManager[None]:
-        """Does nothing."""
-        return contextlib.nullcontext()
-
-    released = held
+    held = released = staticmethod(contextlib.nullcontext)
 
 
 # Work on a GPU ################################################################
@@ -100,23 +97,16 @@ class NoLock:
 class StreamOrder:
     """Orders the issuer's work on a GPU after what the caller has queued there.
 
-    The caller marks its stream; the issuer then works on a stream of its own, after the mark, and
-    empties it before it goes on: an ended transfer is one whose data is there. Does nothing
-    where CUDA isn't in use.
+    The caller marks its stream where CUDA is in use; the issuer then works on a stream of its own,
+    after the mark, and empties it before it goes on: an ended transfer is one whose data is there.
     """
 
     def __init__(self) -> None:
         self._streams: dict[torch.device, torch.cuda.Stream] = {}
 
-    def mark(self) -> torch.cuda.Event | None:
-        """Marks how far the caller's stream has to be."""
-        if not torch.cuda.is_initialized():
-            return None
-        return torch.cuda.current_stream().record_event()
-
     @contextlib.contextmanager
     def after(self, mark: torch.cuda.Event | None) -> Iterator[None]:
-        """Runs a block after the mark."""
+        """Runs a block after the mark, if there is one."""
         if mark is None:
             yield
             return
@@ -189,27 +179,18 @@ class Work:
             MismatchError: The workers run different operations.
             WorkerError: Another worker failed.
         """
-        if self._issuer is not None and not self._ended.is_set():
-            self._block(self._issuer, timeout)
+        issuer = self._issuer
+        while issuer is not None and not self._ended.is_set():
+            started = issuer.started
+            with issuer.compute_lock.released():
+                ended = self._ended.wait(issuer.timeout + GRACE if timeout is None else timeout)
+            if not ended and timeout is not None:
+                raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")
+            if not ended and issuer.started == started:
+                issuer.stuck(self.doing)
+                break
         if self._error is not None:
             raise self._error
-
-    def _block(self, issuer: Issuer, timeout: float | None) -> None:
-        if timeout is not None:
-            if not self._await(issuer, timeout):
-                raise CommTimeoutError(f"{self.doing} did not end within {timeout:g} s")
-            return
-        seen = issuer.progress().started
-        while not self._await(issuer, issuer.timeout + GRACE):
-            now = issuer.progress().started
-            if now == seen:
-                issuer.stuck(self.doing)
-                return
-            seen = now
-
-    def _await(self, issuer: Issuer, seconds: float) -> bool:
-        with issuer.compute_lock.released():
-            return self._ended.wait(seconds)
 
     def _end(self, error: BaseException | None = None) -> None:
         """Ends the transfer; the first call counts (the failure watch may be faster)."""
@@ -227,6 +208,9 @@ class Issuer:
         diagnose: Turns an error of a task and what it was doing into the error to raise.
         abort: Makes a task that is under way end, if it can.
         compute_lock: Of threads that compute one at a time.
+
+    Attributes:
+        started: Operations begun.
     """
 
     def __init__(
@@ -245,7 +229,8 @@ class Issuer:
         self._lock = threading.RLock()
         self._queue: queue.SimpleQueue[tuple[Work, Task] | None] = queue.SimpleQueue()
         self._open: dict[int, Work] = {}
-        self._started = self._ended = 0
+        self.started = self._ended = 0
+        self._stream_order = StreamOrder()
         self._doing = "nothing"
         self._closed = False
         self._idle = threading.Event()
@@ -254,24 +239,28 @@ class Issuer:
         self._thread = threading.Thread(target=self._loop, name=name, daemon=True)
         self._thread.start()
 
-    def submit(self, task: Task, doing: str) -> Work:
-        """Queues ``task``; ``doing`` names it in errors and progress.
+    def submit(self, task: Task, label: Label, doing: str) -> Work:
+        """Queues ``task``; ``doing`` and ``label`` name it in errors and progress.
 
         Raises:
             PygSarError: The communicator is closed, or broken by an earlier error.
         """
-        work = Work(self, doing)
+        work = Work(self, f"{doing} [{spoken(label)}]")
         context = contextvars.copy_context()
         inference = torch.is_inference_mode_enabled()
+        cuda = torch.cuda.is_initialized()
+        mark = torch.cuda.current_stream().record_event() if cuda else None
 
         def run() -> None:
             # Autograd's state belongs to a thread: take over what concerns writing to a tensor,
             # and never record what packing does.
-            with torch.inference_mode(inference), torch.no_grad():
+            ordered = self._stream_order.after(mark)
+            with torch.inference_mode(inference), torch.no_grad(), ordered:
                 context.run(task)
 
         with self._lock:
-            self.check()
+            if self.broken is not None or self._closed:
+                self.check()
             self._open[id(work)] = work
             self._queue.put((work, run))
         return work
@@ -289,7 +278,7 @@ class Issuer:
 
     def progress(self) -> Progress:
         """Returns how far this issuer is."""
-        return Progress(self._started, self._ended, len(self._open), self._doing)
+        return Progress(self.started, self._ended, len(self._open), self._doing)
 
     def fail(self, error: BaseException) -> None:
         """Breaks the communicator: every open and every later operation raises ``error``."""
@@ -335,7 +324,7 @@ class Issuer:
 
     def _run(self, work: Work, handed: list[Task]) -> None:
         self._doing = work.doing
-        self._started += 1
+        self.started += 1
         error: BaseException | None = None
         self._idle.clear()
         try:

@@ -25,6 +25,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import lru_cache
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -47,11 +48,6 @@ GATHER: Label = ("", "", "gather")
 BROADCAST: Label = ("", "", "broadcast")
 OBJECT: Label = ("", "", "object")
 BARRIER: Label = ("", "", "barrier")
-
-
-def spoken(label: Label) -> str:
-    """Returns a label in words: those of its parts that are there."""
-    return " ".join([part for part in label if part])
 
 
 class Counting(Protocol):
@@ -157,7 +153,8 @@ class State(NamedTuple):
     """Number and mark of the last post by channel and peer."""
 
 
-def name_of(where: str, dtype: torch.dtype, shape: Sequence[int]) -> str:
+@lru_cache(4096)
+def name_of(where: str, dtype: torch.dtype, shape: tuple[int, ...]) -> str:
     """Names a message: the same on both sides."""
     return f"{where}, {str(dtype).removeprefix('torch.')} {list(shape)}"
 

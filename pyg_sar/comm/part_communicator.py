@@ -24,10 +24,9 @@ from pyg_sar.comm.messages import (
     name_of,
     num_bytes,
     pack,
-    spoken,
 )
 from pyg_sar.errors import PygSarError
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, spoken
 
 TRANSPORT = "parts"
 """The name of transfers between parts, in ledgers."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from enum import IntEnum
 from typing import Any
 
@@ -25,9 +26,9 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.backends import PeerTensor, Transport, to_bytes
-from pyg_sar.comm.issuer import Work
-from pyg_sar.comm.messages import Posts, count, name_of, num_bytes, spoken
-from pyg_sar.ledger import Label
+from pyg_sar.comm.issuer import Issuer, Work
+from pyg_sar.comm.messages import Posts, count, name_of, num_bytes
+from pyg_sar.ledger import Label, spoken
 
 # The interface ################################################################
 
@@ -137,8 +138,6 @@ def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, r
 
 # The operations ###############################################################
 
-Submit = Callable[[Callable[[], None], Label, str], Work]
-
 
 class SendBuffer:
     """Memory for rows that a local peer will read: fill :attr:`rows`, then :meth:`Sharing.send`."""
@@ -147,6 +146,7 @@ class SendBuffer:
         self.memory, self.rows = memory, rows
 
 
+@dataclass(slots=True)
 class Incoming:
     """Rows in a local peer's memory that are on their way.
 
@@ -155,12 +155,10 @@ class Incoming:
         rows: ``[rows, width]``, read only, until :meth:`release`.
     """
 
-    work: Work
-
-    def __init__(self, rows: Tensor) -> None:
-        self.rows = rows
-        self.message: Message | None = None
-        self._held: tuple[list[Any], str, int] = [], "", 0
+    rows: Tensor
+    work: Work = field(init=False)
+    message: Message | None = None
+    _held: tuple[Sequence[Any], str, int] = (), "", 0
 
     def hold(self, ledgers: Sequence[Any], layer: str, count: int) -> None:
         """Has ledgers count remote rows as resident until :meth:`release`."""
@@ -182,7 +180,7 @@ class Incoming:
         ledgers, layer, count = self._held
         for ledger in ledgers:
             ledger.hold(layer, -count)
-        self._held = [], "", 0
+        self._held = (), "", 0
 
 
 class Sharing:
@@ -193,16 +191,16 @@ class Sharing:
     Args:
         local_peers: What passes the messages.
         rank: This worker.
-        submit: Queues a task of the communicator.
+        issuer: Carries out the communicator's tasks.
         ledgers: The communicator's ledgers.
     """
 
     def __init__(
-        self, local_peers: LocalPeers, rank: int, submit: Submit, ledgers: list[Any]
+        self, local_peers: LocalPeers, rank: int, issuer: Issuer, ledgers: list[Any]
     ) -> None:
         self.local_peers, self.rank = local_peers, rank
         self.ranks = local_peers.ranks
-        self._submit, self._ledgers = submit, ledgers
+        self._issuer, self._ledgers = issuer, ledgers
 
     def publish(
         self,
@@ -236,7 +234,9 @@ class Sharing:
             self.local_peers.send(buffer, Subject.PUBLICATION, list(wanted), name)
             count(ledgers, label, wanted, {}, self.local_peers.name)
 
-        return self._submit(task, label, f"publication for ranks {', '.join(map(str, wanted))}")
+        return self._issuer.submit(
+            task, label, f"publication for ranks {', '.join(map(str, wanted))}"
+        )
 
     def read(
         self,
@@ -270,22 +270,7 @@ class Sharing:
             message.release()
             count(ledgers, label, {}, {src: num_bytes(out)}, self.local_peers.name)
 
-        return self._submit(task, label, f"reading rows of rank {src}")
-
-    def read_in_place(
-        self, src: int, shape: tuple[int, int], rows: int, dtype: torch.dtype, label: Label
-    ) -> Incoming:
-        """Reads what ``src`` published where it lies.
-
-        Args:
-            src: The owner.
-            shape: Of the whole publication, ``(rows, width)``.
-            rows: How many of them are read, by which the ledgers count.
-            dtype: Of the publication.
-            label: Whom the ledgers charge.
-        """
-        size = rows * shape[1] * dtype.itemsize
-        return self._await(src, shape, dtype, size, Subject.PUBLICATION, label)
+        return self._issuer.submit(task, label, f"reading rows of rank {src}")
 
     def allocate(self, shape: tuple[int, int], dtype: torch.dtype) -> SendBuffer:
         """Returns uninitialized memory for rows that a local peer will read."""
@@ -317,29 +302,31 @@ class Sharing:
             self.local_peers.send_parts(memory, Subject.ROWS, pieces)
             count(ledgers, label, sizes, {}, self.local_peers.name)
 
-        return self._submit(task, label, f"rows for ranks {', '.join(map(str, sizes))}")
+        return self._issuer.submit(task, label, f"rows for ranks {', '.join(map(str, sizes))}")
 
-    def receive(
-        self, src: int, shape: tuple[int, int], dtype: torch.dtype, label: Label
-    ) -> Incoming:
-        """Expects the rows that ``src`` sends by :meth:`send`."""
-        size = shape[0] * shape[1] * dtype.itemsize
-        return self._await(src, shape, dtype, size, Subject.ROWS, label)
-
-    def _await(
+    def expect(
         self,
         src: int,
+        subject: Subject,
         shape: tuple[int, int],
         dtype: torch.dtype,
-        size: int,
-        subject: Subject,
         label: Label,
+        read: int | None = None,
     ) -> Incoming:
-        """Expects rows of which ``size`` bytes will be read."""
-        found = Incoming(torch.empty(shape[0], 0, dtype=dtype))
-        found.work = Work.completed()
+        """Expects rows, to be read where they lie.
+
+        Args:
+            src: Their owner.
+            subject: What it published, or the rows that it sends by :meth:`send`.
+            shape: Of all of them, ``(rows, width)``.
+            dtype: Of them.
+            label: Whom the ledgers charge.
+            read: How many of them will be read, by which ledgers count; ``None``: all.
+        """
+        size = (shape[0] if read is None else read) * shape[1] * dtype.itemsize
+        found = Incoming(torch.empty(shape if size == 0 else 0, dtype=dtype))
         if size == 0:
-            found.rows = found.rows.new_empty(shape)
+            found.work = Work.completed()
             return found
         ledgers, name = list(self._ledgers), name_of(spoken(label), dtype, shape)
 
@@ -348,7 +335,7 @@ class Sharing:
             found.rows = as_rows(found.message.data, *shape, dtype, src, self.rank)
             count(ledgers, label, {}, {src: size}, self.local_peers.name)
 
-        found.work = self._submit(task, label, f"rows of rank {src}")
+        found.work = self._issuer.submit(task, label, f"rows of rank {src}")
         return found
 
     def trim(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ from torch_geometric.nn.aggr import (
     QuantileAggregation,
 )
 
+from pyg_sar.engine.kernels.sums import SumsCall
 from pyg_sar.errors import DistributedIndexError, OneShotWarning
 from pyg_sar.message.decompose import Decomposition, decompose, in_place, is_known
 from pyg_sar.message.dependence import Dependence, analyse, sample
@@ -36,7 +38,7 @@ from pyg_sar.message.message_checks import (
     maximum,
     row_levels,
 )
-from pyg_sar.message.program import DeferredEdge, TileProgram
+from pyg_sar.message.program import TileProgram
 from pyg_sar.message.row_wise import RowWise
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.space.index_space import DistEdgeIndex
@@ -51,13 +53,6 @@ _ORDERED = (
 _UNSORTED = (MedianAggregation, QuantileAggregation)  # they sort messages by value
 _VALUES = {"max", "min", "mul", "var"}  # reductions whose gradient reads the messages
 _ALL_EDGES = 2**40
-_METHODS = ("message", "aggregate", "update", "edge_update")
-_HOOKS = tuple(
-    f"_{name}_forward{when}_hooks" for name in _METHODS if name != "update" for when in ("_pre", "")
-)
-_FLAGS = (bool, str, type(None))
-_SWITCHES = (*_FLAGS, int, float)
-_MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
 _LEAST_BUDGET, _MOST_BUDGET = 2**20, 2**23  # beyond a few MiB, messages leave the caches
 
 
@@ -104,6 +99,7 @@ class Choice:
         sizes: What the message gets as ``size_i`` and the like, where they are numbers to it.
         rows: What was found about the message's rows.
         sums: The sums that it is, if it is nothing else.
+        sums_call: How these are computed, where nothing is done with them but to hand them back.
     """
 
     strategy: str
@@ -116,6 +112,7 @@ class Choice:
     sizes: dict[str, Any] = field(default_factory=dict)
     rows: RowsFound | None = None
     sums: SumsOf | None = None
+    sums_call: SumsCall | None = None
 
 
 def decomposition_of(layer: Any, complete: bool) -> Decomposition:
@@ -163,56 +160,16 @@ def title_of(layer: Any) -> str:
     return f"{type(layer).__name__}{name}"
 
 
+@lru_cache(1024)
+def titled(kind: str, name: str, rank: int) -> str:
+    """A layer's class and name, and the rank, for messages."""
+    return f"{kind}{f' {name!r}' if name else ''} at rank {rank}"
+
+
 def choices_of(layer: Any) -> Choices:
     """The choices that a layer remembers."""
     found: Choices = layer.__dict__.setdefault("_choices", Choices())
     return found
-
-
-def call_key(layer: Any, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """A call's kind, which is the same on all workers, and what may change a message besides.
-
-    That is the flags, names and numbers among the attributes of the layer and its modules, and
-    methods that were put on the layer itself.
-
-    Args:
-        layer: The layer.
-        kwargs: Keyword arguments of ``propagate``.
-    """
-    axis, cpu, cuda = layer.node_dim, None, None
-    if torch.is_autocast_enabled("cpu"):
-        cpu = torch.get_autocast_dtype("cpu")
-    if torch.is_autocast_enabled("cuda"):
-        cuda = torch.get_autocast_dtype("cuda")
-    kinds = [(name, _kind(kwargs[name], axis)) for name in sorted(kwargs)]
-    learns = [p.requires_grad for p in layer.parameters()]
-    aggregation = type(layer.aggr_module)
-    grad = torch.is_grad_enabled()
-    kind = layer.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
-    # A method of the layer's own, not of its class: others may stand there tomorrow.
-    switches: list[Any] = [layer.__dict__.get(name) for name in _METHODS]
-    switches += [tuple(getattr(layer, name)) for name in _HOOKS]  # numbers that are given once
-    wanted = _SWITCHES if len(choices_of(layer)) < _MANY_CHOICES else _FLAGS
-    for module in layer.modules():
-        switches.append(type(module))
-        for name, value in module.__dict__.items():
-            if isinstance(value, wanted) and name[0] != "_":
-                switches.append((name, value))
-    return kind, tuple(switches)
-
-
-def _kind(value: Any, axis: int) -> Any:
-    """An argument without the numbers of nodes and edges."""
-    if isinstance(value, DeferredEdge):
-        return "deferred", tuple((k, _kind(v, axis)) for k, v in sorted(value.kwargs.items()))
-    if isinstance(value, Tensor):
-        shape = list(value.shape)
-        if shape:
-            shape[axis % len(shape)] = shape[0] = -1
-        return value.dtype, value.requires_grad, tuple(shape)
-    if isinstance(value, tuple | list):
-        return tuple(_kind(v, axis) for v in value)
-    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 class Chooser:
@@ -237,7 +194,7 @@ class Chooser:
             ValueError: When workers call the layer differently.
             DistributedIndexError: When no strategy is right.
         """
-        kind, switches = call_key(self.layer, self.kwargs)
+        kind, switches = self.layer.call_key(self.kwargs)
         key = (strategy, reason, self.layer.policy, kind)
         choices = choices_of(self.layer)
         known = choices.get((key, switches))
@@ -321,7 +278,7 @@ class Chooser:
 
     def check_edge_update(self) -> None:
         """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone."""
-        key = ("edge_update", self.layer.policy, call_key(self.layer, self.kwargs)[0])
+        key = ("edge_update", self.layer.policy, self.layer.call_key(self.kwargs)[0])
         choices = choices_of(self.layer)
         if key in choices:
             return

@@ -6,26 +6,28 @@ and so are the layer's policy, dtypes, and which workers share memory. So all de
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch_geometric.nn import MessagePassing
 
 from pyg_sar.engine.analysis import Choice, decomposition_of, title_of
 from pyg_sar.engine.chunks import Chunks
-from pyg_sar.engine.cuts import SplitEdges, rows_travel, split_edges
-from pyg_sar.engine.kernels.attention import SoftmaxAttention, covers_of
+from pyg_sar.engine.cuts import rows_travel, split_edges
+from pyg_sar.engine.kernels.attention import Covers, SoftmaxAttention, covers_of
 from pyg_sar.engine.kernels.message import Messages, changed_message, keeps_graphs
 from pyg_sar.engine.kernels.relational import RelationalAttention, RelationalTerms
-from pyg_sar.engine.kernels.sums import Sums
+from pyg_sar.engine.kernels.sums import Sums, SumsCall, Way
 from pyg_sar.engine.run import Kernel
-from pyg_sar.engine.schedule import Schedule, by_chunks, by_shards
+from pyg_sar.engine.schedule import by_chunks, by_shards
 from pyg_sar.exchange.cover import ALL_PUSHED, SUMS
-from pyg_sar.exchange.wire import Wire
+from pyg_sar.exchange.wire import wire_of
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for, warn_if_missing_on, why_missing_on
 from pyg_sar.ledger import Label
-from pyg_sar.message.decompose import Decomposition
+from pyg_sar.message.decompose import PLAIN, Decomposition
 from pyg_sar.message.dependence import sample
 from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import preserved_attributes
@@ -39,7 +41,6 @@ from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import shards_of
 
 _PLAN: Label = ("", "", "plan")
-_NO_WEIGHTS: tuple[tuple[()], tuple[()]] = ((), ())
 
 
 def attention_kernel(
@@ -66,29 +67,34 @@ def attention_kernel(
     plan, edge_attr = edge_index.plan, tensors.get("edge_attr")
     if edge_attr is not None:
         _check_edges(edge_attr, edge_index, title)
-    for role, count in (("value", plan.num_local), ("x", plan.num_local), ("key", plan.num_local)):
-        check_nodes(tensors.get(role), 0, count, role, plan.rank)
+    for role in ("value", "x", "key", "query"):
+        count = edge_index.num_targets if role == "query" else plan.num_local
+        if (tensor := tensors.get(role)) is not None and tensor.size(0) != count:
+            check_nodes(tensor, 0, count, role, plan.rank)
     if isinstance(attention, RelationalTerms):
         kernel: Kernel = RelationalAttention(attention, edge_index, policy, name, title)
-    else:
-        check_nodes(tensors.get("query"), 0, edge_index.num_targets, "query", plan.rank)
-        covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
-        schedule = by_shards(shards_of(edge_index), covers.forward, covers.backward)
-        keys = attention.drop_key
-        sent = [_sent(split, edge_index, keys) for split in (covers.forward, covers.backward)]
-        kernel = SoftmaxAttention(attention, schedule, policy, name, title, sent)
+        return kernel, list(tensors.values())
+    shapes = tuple([(role, t.dtype, t.shape[1:]) for role, t in tensors.items()])
+    key = policy, attention.kind, attention.p > 0, torch.is_grad_enabled(), shapes
+    # Edge features stay with the targets' workers, maxima and normalisers would not stand a narrow
+    # wire, and tanh has no states to merge: then all rows are pulled.
+    pushes = policy.push != "off" and policy.wire == "exact" and plan.world_size > 1
+    pushes &= plan.comm.host is None and edge_attr is None and attention.kind != "tanh"
+    remember = edge_index.remember_together if pushes else edge_index.remember
+    made = remember(("attention", pushes), dict)
+    if key not in made:
+        covers = Covers()
+        if pushes and attention.value.shape[1:].numel():
+            covers = covers_of(edge_index, attention, policy, torch.is_grad_enabled())
+        splits = covers.forward, covers.backward
+        made[key] = by_shards(shards_of(edge_index), *splits), splits
+    (schedule, splits), kept = made[key], attention.drop_key
+    sent: list[list[Tensor]] = [[], []]
+    if kept is not None:  # The owners of the sources hear which weights of pushed edges are kept.
+        bits = [() if one is None else one.sent(edge_index, kept.view(-1)) for one in splits]
+        sent = [[part.unsqueeze(-1) for part in parts] for parts in bits]
+    kernel = SoftmaxAttention(attention, schedule, policy, name, title, sent)
     return kernel, list(tensors.values())
-
-
-def _sent(split: SplitEdges | None, edge_index: DistEdgeIndex, keys: Tensor | None) -> list[Tensor]:
-    """Sends the owners of the sources which weights of pushed edges are kept.
-
-    Returns:
-        The bits of those that this worker goes through, ``[E, 1]``, by unit from 1 on.
-    """
-    if split is None or keys is None:
-        return []
-    return [part.unsqueeze(-1) for part in split.sent(edge_index, keys.view(-1))]
 
 
 def message_kernel(
@@ -129,63 +135,85 @@ def message_kernel(
     return Messages(program, decomposition, needs, *rest)
 
 
-def sums_kernel(
+def sums_call(
     layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
-) -> tuple[Sums, list[Tensor]] | None:
-    """The kernel of a call that is sums, and its inputs; ``None`` where there is no kernel for it.
+) -> SumsCall | None:
+    """Decides how a kind of call runs that is sums; ``None`` where there is no kernel for it.
 
-    Made by all workers together.
+    Decided by what is alike in all calls of the kind (``DistMessagePassing.call_key``).
 
     Args:
         layer: The layer (a ``DistMessagePassing``).
         edge_index: The edges.
         kwargs: Keyword arguments of ``propagate``.
         choice: How the call runs.
-
-    Raises:
-        ValueError: A tensor doesn't have a row for each of this worker's nodes, or edges.
     """
     found, needs, policy = choice.sums, choice.needs, layer.policy
     if found is None or needs is None or policy.kernels == "off":
         return None
     if layer._message_forward_pre_hooks or layer._message_forward_hooks:
         return None
-    plan, axis = edge_index.plan, layer.node_dim
     rows, weight = kwargs[found.source], None if found.weight is None else kwargs[found.weight]
     rows = rows[0] if isinstance(rows, tuple | list) else rows
-    check_nodes(rows, axis, plan.num_local, found.source, plan.rank)
-    rows = rows.movedim(axis, 0) if axis % rows.dim() else rows
-    title = f"{title_of(layer)} at rank {plan.rank}"
-    if weight is not None:
-        _check_edges(weight, edge_index, title)
-    if not made_for(rows):
-        return None
     keeps = keeps_graphs(needs, policy)
     extrema = "max" in found.kinds or "min" in found.kinds
-    if extrema:  # They need the rows again, which a message's graph would have kept.
-        plain = weight is None and not keeps and rows.dtype in (torch.float32, torch.float64)
-        narrow = all(b.segments.source.dtype == torch.int32 for b in shards_of(edge_index).blocks)
-        if not (plain and narrow):
-            return None
+    # Extrema need the rows again, which a message's graph would have kept.
+    plain = weight is None and not keeps and rows.dtype in (torch.float32, torch.float64)
     learnt = weight is not None and weight.requires_grad
-    if learnt and keeps:
+    if not made_for(rows) or (extrema and not plain) or (learnt and keeps):
         return None
-    # All workers get here together; whether each has the kernels, they find out together.
-    if policy.push != "off" and found.alone and not (learnt or extrema):
-        record = torch.is_grad_enabled() and rows.requires_grad
-        schedule, there = sums_schedule(edge_index, policy, weight, record)
-    else:
-        schedule, there = by_shards(shards_of(edge_index)), ((), ())
-    if why_missing_on(rows.device) is not None:
-        if plan.rank == 0:
-            warn_if_missing_on(rows.device)
+    title = f"{title_of(layer)} at rank {edge_index.plan.rank}"
+    own = not (getattr(layer.message, "__module__", None) or "").startswith("torch_geometric.")
+    recorded = torch.is_grad_enabled() and rows.requires_grad
+    there = policy.push != "off" and found.alone and not (learnt or extrema)
+    exact, numbered = policy.wire == "exact", weight is not None
+    rest = policy.prefetch, wire_of(policy.wire), found.kinds, extrema or learnt
+    given = exact, recorded, numbered, there, extrema
+    return SumsCall(
+        source=found.source,
+        weight=found.weight,
+        axis=layer.node_dim,
+        kernel=partial(Sums, layer.ledger_name, title, *rest),
+        record=torch.is_grad_enabled() and needs.needs_gradient,
+        key=("sums", *given) if why_missing_on(rows.device) is None else None,
+        way=partial(_sums_way, given=given),
+        check=partial(_check_sums, choice=choice, title=title, own=own),
+        checks_always=own,
+    )
+
+
+def only_sums(
+    layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
+) -> SumsCall | None:
+    """Returns the sums that a kind of call is; ``None`` where it does anything besides."""
+    updates = "update" in layer.__dict__ or type(layer).update is not MessagePassing.update
+    hooks = layer._propagate_forward_pre_hooks or layer._propagate_forward_hooks
+    more = updates or hooks or choice.sets or layer.policy.random is not None
+    if more or type(layer.aggr_module) not in PLAIN:
         return None
-    if not (getattr(layer.message, "__module__", None) or "").startswith("torch_geometric."):
+    call = sums_call(layer, edge_index, kwargs, choice)
+    return None if call is None or call.key is None else call
+
+
+def _check_sums(
+    layer: Any,
+    edge_index: DistEdgeIndex,
+    kwargs: dict[str, Any],
+    rows: Tensor,
+    weight: Tensor | None,
+    *,
+    choice: Choice,
+    title: str,
+    own: bool,
+) -> None:
+    """Raises where sums' arguments don't fit the edges; where the message is a layer's own, tries
+    it."""
+    plan, source = edge_index.plan, "" if choice.sums is None else choice.sums.source
+    check_nodes(rows, layer.node_dim, plan.num_local, source, plan.rank)
+    if weight is not None:
+        _check_edges(weight, edge_index, title)
+    if own:
         _check_message(layer, edge_index, kwargs, choice, title)
-    rest = policy.prefetch, Wire(policy.wire), found.kinds, extrema or learnt, there
-    kernel = Sums(layer.ledger_name, title, schedule, *rest)
-    kernel.needs_gradient = needs.needs_gradient
-    return kernel, [rows] if weight is None else [rows, weight]
 
 
 def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
@@ -197,26 +225,26 @@ def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
         )
 
 
-def sums_schedule(
-    edge_index: DistEdgeIndex, policy: SARPolicy, weight: Tensor | None, record: bool
-) -> tuple[Schedule, Any]:
-    """The way of sums of rows, times constant weights or not, and weights that it needs elsewhere.
+def _sums_way(edge_index: DistEdgeIndex, given: tuple[bool, ...]) -> Way | None:
+    """The way of sums of rows, times constant weights or not; ``None``: not by kernel.
 
     By a cover, where rows travel; where all are read in place, owners add up the gradients of their
     rows. All workers call this together; it is made once per structure and kept with it.
 
     Args:
         edge_index: Distributed edges.
-        policy: The layer's policy.
-        weight: Constant weights of the edges ``[E]``.
-        record: Whether a backward pass may follow.
+        given: Whether rows travel exactly, a backward pass may follow, edges have numbers, edges
+            may be gone through at their sources, and extrema are among the sums.
     """
-    numbered, exact, comm = weight is not None, policy.wire == "exact", edge_index.plan.comm
+    exact, record, numbered, there, extrema = given
+    comm = edge_index.plan.comm
 
-    def make() -> tuple[Schedule, SplitEdges | None, bool]:
+    def make() -> Way | None:
         shards = shards_of(edge_index)
+        if extrema and any(b.segments.source.dtype != torch.int32 for b in shards.blocks):
+            return None
         # What a narrow wire rounds must not depend on where workers run, and hosted parts pull.
-        if comm.world_size == 1 or comm.host is not None or not exact:
+        if not (there and exact) or comm.world_size == 1 or comm.host is not None:
             return by_shards(shards), None, False
         missing = why_missing_on(edge_index.device)
         ready = torch.tensor(int(missing is None), device=edge_index.device)
@@ -230,12 +258,14 @@ def sums_schedule(
             split = split_edges(edge_index, *costs, numbered=numbered, by_source=True)
         return by_shards(shards, split if cover else None, split), split, cover
 
-    key = "sums", exact, record, numbered
-    schedule, split, cover = edge_index.remember_together(key, make)
-    if weight is None or split is None:
-        return schedule, _NO_WEIGHTS
-    weights = split.pushed_weights(edge_index, weight)
-    return schedule, (weights if cover else (), weights)
+    remember = edge_index.remember_together if there else edge_index.remember
+    way: Way | None = remember(("sums", *given), make)
+    # All workers get here together; whether each has the kernels, they find out together.
+    if why_missing_on(edge_index.device) is not None:
+        if edge_index.plan.rank == 0:
+            warn_if_missing_on(edge_index.device)
+        return None
+    return way
 
 
 def _check_message(

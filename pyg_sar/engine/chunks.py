@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,17 +25,15 @@ from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_rows import PartRows, is_hosted
 from pyg_sar.exchange.rows import (
-    Merge,
-    RowLayout,
     RowSink,
     RowSource,
+    Travel,
     UnitRows,
     Use,
     add_rows,
-    tracked_buffer,
+    layout_of,
 )
-from pyg_sar.exchange.wire import Wire
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, tracked_buffer
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Segments, Tile
 
@@ -91,6 +89,8 @@ class Chunk:
         """No kernel takes chunks."""
         raise NotImplementedError("Chunks are for messages")
 
+    by_source = None
+
     def transposed(self, numbered: bool = False) -> Segments:
         """No kernel takes chunks."""
         raise NotImplementedError("Chunks are for messages")
@@ -145,45 +145,29 @@ class Chunks:
         ]
         self.num_units = len(self.blocks)
 
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> RowSource:
-        """See :meth:`~pyg_sar.exchange.rows.Exchange.source`; ``scale`` is not taken."""
-        if scale is not None:
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.source`; a scale is not taken."""
+        if how.scale is not None:
             raise NotImplementedError("Chunks send rows as they are")
         if self._parts is not None:
-            if wire is not None and not wire.is_exact and self.num_units > 1:
+            if how.wire is not None and not how.wire.is_exact and self.num_units > 1:
                 raise ValueError(
-                    f"wire={wire.name!r} and parts that a worker hosts together: this layer goes "
-                    f"through the gradients of {self.num_units} chunks, which as many workers "
+                    f"wire={how.wire.name!r} and parts that a worker hosts together: this layer "
+                    f"goes through the gradients of {self.num_units} chunks, which as many workers "
                     "round chunk by chunk, and hosted parts in their sum. Start a worker for each "
                     "part, take wire='exact', or a message_budget for one chunk"
                 )
-            return _PartSource(
-                self, self._parts.source(tensors, label, prefetch, wire, Use.IN_PLACE)
-            )
-        return ChunkSource(self, tensors, label, prefetch, wire)
+            how = replace(how, use=Use.IN_PLACE)
+            return _PartSource(self, self._parts.source(tensors, how))
+        return ChunkSource(self, tensors, how)
 
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> RowSink:
-        """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`; ``merge`` is not taken."""
-        if merge is not None:
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> RowSink:
+        """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`; a merge is not taken."""
+        if how.merge is not None:
             raise NotImplementedError("Chunks add rows up")
         if self._parts is not None:
-            return _PartSink(self, totals, self._parts.sink(totals, label, in_flight, wire))
-        return ChunkSink(self, totals, label, wire)
+            return _PartSink(self, totals, self._parts.sink(totals, how))
+        return ChunkSink(self, totals, how)
 
     @staticmethod
     def _ranges(ends: list[int], max_edges: int) -> list[tuple[int, int]]:
@@ -251,22 +235,13 @@ class ChunkSource(RowSource):
     Args:
         chunks: The chunks.
         tensors: Source tensors ``[num_local, *]``, detached.
-        label: Whom the ledger charges.
-        prefetch: Chunks fetched ahead.
-        wire: How rows travel.
+        how: How rows travel.
     """
 
-    def __init__(
-        self,
-        chunks: Chunks,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-    ) -> None:
-        self.chunks, self.tensors, self.label = chunks, list(tensors), label
-        self.prefetch, self.wire = prefetch, wire or Wire()
-        self.layout = RowLayout(tensors)
+    def __init__(self, chunks: Chunks, tensors: Sequence[Tensor], how: Travel) -> None:
+        self.chunks, self.tensors, self.label = chunks, list(tensors), how.label
+        self.prefetch, self.wire = how.prefetch, how.wire
+        self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors])
         self._posted = 0
         self._pending: deque[tuple[list[Tensor], list[Work]]] = deque()
 
@@ -283,7 +258,7 @@ class ChunkSource(RowSource):
         return UnitRows(self.layout.unpack(buffers))
 
     def _post(self, last: int) -> None:
-        plan = self.chunks.plan
+        plan, ledgers = self.chunks.plan, self.chunks.plan.comm.ledgers
         while self._posted <= min(last, self.chunks.num_units - 1):
             chunk = self.chunks.blocks[self._posted]
             self._posted += 1
@@ -292,7 +267,7 @@ class ChunkSource(RowSource):
             for k, (dtype, width) in enumerate(self.layout.widths):
                 counted = chunk.num_halo if k == 0 else 0
                 shape, device = (local + chunk.num_halo, width), self.tensors[0].device
-                buffer = tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device)
+                buffer = tracked_buffer(ledgers, self.label[0], counted, shape, dtype, device)
                 self.layout.write(buffer[:local], self.tensors, dtype, chunk.local_rows)
                 receives = list(self.wire.landing(buffer[local:]).split(chunk.counts))
                 sends = [self._packer(rows, dtype) for rows in chunk.sends]
@@ -313,16 +288,13 @@ class ChunkSink(RowSink):
     Args:
         chunks: The chunks.
         totals: Gradients of the worker's own rows, ``[num_local, *]``, added to in place.
-        label: Whom the ledger charges.
-        wire: How rows travel.
+        how: How rows travel.
     """
 
-    def __init__(
-        self, chunks: Chunks, totals: Sequence[Tensor], label: Label, wire: Wire | None
-    ) -> None:
-        self.chunks, self.totals, self.label = chunks, list(totals), label
-        self.wire = wire or Wire()
-        self.layout = RowLayout(totals)
+    def __init__(self, chunks: Chunks, totals: Sequence[Tensor], how: Travel) -> None:
+        self.chunks, self.totals, self.label = chunks, list(totals), how.label
+        self.wire = how.wire
+        self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in totals])
         self._packed: list[Tensor] = []
 
     def open(self, unit: int) -> list[Tensor]:
@@ -377,7 +349,7 @@ class _PartSource(RowSource):
         if unit == 0:
             self._rows = [self._source.open(0), self._source.open(1)]
         chunk, (own, halo) = self._chunks.blocks[unit], self._rows
-        places = own.places(chunk.local_rows), halo.places(chunk.halo_rows)
+        places = chunk.local_rows, chunk.halo_rows
         pairs = zip(own.tensors, halo.tensors, strict=True)
         return UnitRows(
             [

@@ -10,7 +10,7 @@ kernel knows nothing of workers, and a row source nothing of what is computed.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from pyg_sar.engine.schedule import Schedule, Stage
-from pyg_sar.errors import named, refuse_second_derivative
-from pyg_sar.exchange.rows import RowSink, RowSource, UnitRows, Use
+from pyg_sar.errors import note_place, refuse_second_derivative
+from pyg_sar.exchange.rows import Travel, UnitRows, Use
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.space.shard import Block
 
@@ -36,6 +36,7 @@ class Pass:
         use: How rows of ``sources`` are used; ``use_slots``: of ``slots``.
         own_last: Own edges come last, while the last rows are on their way back.
         in_flight: Rows that go back may travel over a network while the next are worked on.
+        scope: Entered around the loop, if there is one.
         kinds: By which the ledger counts ``sources``, ``returned``, ``slots``, ``answers``.
     """
 
@@ -48,12 +49,9 @@ class Pass:
     use_slots = Use.PASSES
     own_last = False
     in_flight = True
+    scope: Callable[[], AbstractContextManager[Any]] | None = None
     phase = "forward"
     kinds = ("fetch", "state", "query", "state")
-
-    def scope(self) -> AbstractContextManager[Any]:
-        """Entered around the loop."""
-        return nullcontext()
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
         """Adds a block that is gone through here.
@@ -89,7 +87,7 @@ class Kernel(ABC):
         title: The layer and the rank, for messages.
         schedule: The way through the edges.
         prefetch: Units fetched ahead, 0 or 1.
-        wire: How rows travel; ``None``: exactly.
+        wire: How rows travel; by default exactly.
         reads_output: The backward pass reads the output. It is kept as an alias; where it was
             changed in place since, which PyG's own layers allow too, it is computed again.
         needs_gradient: An input may want a gradient.
@@ -97,17 +95,13 @@ class Kernel(ABC):
     """
 
     name = ""
+    title = ""
     schedule: Schedule
     prefetch = 1
-    wire: Wire | None = None
+    wire = Wire()
     reads_output = False
     needs_gradient = True
     second_derivative = "need SARPolicy(mode=3)"
-
-    @property
-    @abstractmethod
-    def title(self) -> str:
-        """The layer and the rank, for messages."""
 
     @abstractmethod
     def forward(self, tensors: Sequence[Tensor], record: bool) -> Any:
@@ -121,16 +115,16 @@ class Kernel(ABC):
         """Of inputs and of a forward pass that is done, what the backward pass needs."""
 
     def cotangent(
-        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor | None
+        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor
     ) -> Any:
-        """All that the backward pass knows of targets; by default the outputs' gradients.
+        """All that the backward pass of a kernel that :attr:`reads_output` knows of targets.
 
         Args:
             gradients: Of the outputs, contiguous.
             saved: What :meth:`saved` gave, detached.
-            output: The first output, where the kernel :attr:`reads_output`; freed afterwards.
+            output: The first output; freed afterwards.
         """
-        return gradients
+        raise NotImplementedError
 
     @abstractmethod
     def backward(
@@ -139,7 +133,7 @@ class Kernel(ABC):
         """The backward :class:`Pass`; its ``finish()`` gives the inputs' gradients.
 
         Args:
-            cotangent: What :meth:`cotangent` gave.
+            cotangent: What :meth:`cotangent` gave; by default the outputs' gradients, contiguous.
             saved: What :meth:`saved` gave, detached.
             wanted: Which inputs want a gradient.
             last: What was kept for this pass may be freed.
@@ -152,53 +146,41 @@ class Kernel(ABC):
 
 def go(kernel: Kernel, todo: Pass, stages: Sequence[Stage]) -> None:
     """Goes through a schedule's stages. All workers call it together."""
-    with todo.scope():
+    with nullcontext() if todo.scope is None else todo.scope():
         for stage in stages:
-            _go(kernel, todo, stage)
-
-
-def _go(kernel: Kernel, todo: Pass, stage: Stage) -> None:
-    there, exchange = stage.there, stage.exchange
-    source, sink = _source(kernel, todo, stage), _sink(kernel, todo, stage)
-    units = range(exchange.num_units)
-    for unit in _own_last(units, kernel.prefetch) if source is None and todo.own_last else units:
-        block = stage.blocks[unit]
-        rows = UnitRows([]) if source is None else source.open(unit)
-        into = [] if sink is None else sink.open(unit)
-        if block is not None and there and unit:
-            todo.add_there_(block, rows, into)
-        elif block is not None:
-            if there:
-                rows, into = UnitRows(list(todo.sources)), list(todo.returned)
-            todo.add_(block, rows, into)
-        del rows, into
-        if sink is not None:
-            sink.close(unit)
-        if source is not None:
-            source.close(unit)
-    if sink is not None:
-        sink.finish()
-    if source is not None:
-        source.finish()
-
-
-def _source(kernel: Kernel, todo: Pass, stage: Stage) -> RowSource | None:
-    tensors = todo.slots if stage.there else todo.sources
-    if not tensors:
-        return None
-    label = kernel.name, todo.phase, todo.kinds[2 if stage.there else 0]
-    use, scale = (todo.use_slots, todo.scale) if stage.there else (todo.use, None)
-    return stage.exchange.source(tensors, label, kernel.prefetch, kernel.wire, use, scale)
-
-
-def _sink(kernel: Kernel, todo: Pass, stage: Stage) -> RowSink | None:
-    totals = todo.answers if stage.there else todo.returned
-    if not totals:
-        return None
-    label = kernel.name, todo.phase, todo.kinds[3 if stage.there else 1]
-    in_flight = (stage.there or todo.in_flight) if kernel.prefetch else None
-    merge = todo.merge_ if stage.there else None
-    return stage.exchange.sink(totals, label, in_flight, kernel.wire, merge)
+            source = sink = None
+            there, units = stage.there, range(len(stage.blocks))
+            if tensors := todo.slots if there else todo.sources:
+                label = kernel.name, todo.phase, todo.kinds[2 if there else 0]
+                use, scale = (todo.use_slots, todo.scale) if there else (todo.use, None)
+                how = Travel(label, kernel.prefetch, kernel.wire, use, scale)
+                source = stage.exchange.source(tensors, how)
+            if totals := todo.answers if there else todo.returned:
+                label = kernel.name, todo.phase, todo.kinds[3 if there else 1]
+                in_flight = (there or todo.in_flight) if kernel.prefetch else None
+                merge = todo.merge_ if there else None
+                how = Travel(label, wire=kernel.wire, in_flight=in_flight, merge=merge)
+                sink = stage.exchange.sink(totals, how)
+            own_last = source is None and todo.own_last
+            for unit in _own_last(units, kernel.prefetch) if own_last else units:
+                block = stage.blocks[unit]
+                rows = UnitRows([]) if source is None else source.open(unit)
+                into = [] if sink is None else sink.open(unit)
+                if block is not None and there and unit:
+                    todo.add_there_(block, rows, into)
+                elif block is not None:
+                    if there:
+                        rows, into = UnitRows(list(todo.sources)), list(todo.returned)
+                    todo.add_(block, rows, into)
+                del rows, into
+                if sink is not None:
+                    sink.close(unit)
+                if source is not None:
+                    source.close(unit)
+            if sink is not None:
+                sink.finish()
+            if source is not None:
+                source.finish()
 
 
 def _own_last(units: range, prefetch: int) -> list[int]:
@@ -229,28 +211,33 @@ class _Run(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         kernel: Kernel = ctx.kernel
-        refuse_second_derivative(kernel.title, kernel.second_derivative)
+        if torch.is_grad_enabled():
+            refuse_second_derivative(kernel.title, kernel.second_derivative)
         saved = [tensor.detach() for tensor in ctx.saved_tensors]
         last = not torch._C._autograd._get_current_graph_task_keep_graph()
         kernel.schedule.plan.comm.returning()
         # Messages run again: what they read tells its operators by its class, which is switched off
         # where the loss is of a class of its own.
-        classes = torch._C._EnableTorchFunction()
-        with classes, named(f"the backward pass of {kernel.title}"):
-            out: Tensor | None = ctx.out
-            if out is not None and out._version != ctx.version:
-                anew = kernel.forward(kernel.inputs(saved), False)
-                go(kernel, anew, kernel.schedule.forward)
-                out = anew.finish()[0]
-            if last:
-                ctx.out = None
-            rows = [gradient.contiguous() for gradient in gradients]
-            cotangent = kernel.cotangent(rows, saved, out)
-            del rows, out
-            todo = kernel.backward(cotangent, saved, ctx.needs_input_grad[1:], last)
-            del cotangent, saved
-            go(kernel, todo, kernel.schedule.backward)
-            return (None, *todo.finish())
+        try:
+            with torch._C._EnableTorchFunction():
+                cotangent: Any = [gradient.contiguous() for gradient in gradients]
+                if kernel.reads_output:
+                    out: Tensor = ctx.out
+                    if out._version != ctx.version:
+                        anew = kernel.forward(kernel.inputs(saved), False)
+                        go(kernel, anew, kernel.schedule.forward)
+                        out = anew.finish()[0]
+                    if last:
+                        ctx.out = None
+                    cotangent = kernel.cotangent(cotangent, saved, out)
+                    del out
+                todo = kernel.backward(cotangent, saved, ctx.needs_input_grad[1:], last)
+                del cotangent, saved
+                go(kernel, todo, kernel.schedule.backward)
+                return (None, *todo.finish())
+        except Exception as error:
+            note_place(error, f"the backward pass of {kernel.title}")
+            raise
 
 
 def run(kernel: Kernel, tensors: Sequence[Tensor], record: bool) -> Sequence[Tensor]:

@@ -23,9 +23,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from pyg_sar.exchange.halo import CallContext, HaloPlan
-from pyg_sar.exchange.rows import add_rows, flat_rows, tracked_buffer
+from pyg_sar.exchange.rows import add_rows, flat_rows
 from pyg_sar.exchange.wire import Wire
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, tracked_buffer
 
 
 class KeptRows:
@@ -96,7 +96,7 @@ class KeptGather(torch.autograd.Function):
         if kept.fresh:
             out: Tensor = fetch(x)
             shape = plan.num_halo, *x.shape[1:]
-            rows = tracked_buffer(plan.comm, layer, plan.num_halo, shape, x.dtype, x.device)
+            rows = tracked_buffer(plan.comm.ledgers, layer, plan.num_halo, shape, x.dtype, x.device)
             kept.rows = kept.rows | {number: rows.copy_(out[local:])}
             return out
         found = kept.rows.get(number)
@@ -107,7 +107,7 @@ class KeptGather(torch.autograd.Function):
                 "refresh_every=1"
             )
         shape = plan.num_ids, *x.shape[1:]
-        out = tracked_buffer(plan.comm, layer, plan.num_halo, shape, x.dtype, x.device)
+        out = tracked_buffer(plan.comm.ledgers, layer, plan.num_halo, shape, x.dtype, x.device)
         out[:local], out[local:] = x.detach(), found
         return out
 
@@ -133,7 +133,7 @@ def _fetch_halo(x: Tensor, plan: HaloPlan, label: Label, wire: Wire) -> Tensor:
     x = x.detach()
     flat = flat_rows(x)
     out = tracked_buffer(
-        plan.comm, label[0], plan.num_halo, (plan.num_ids, flat.size(1)), x.dtype, x.device
+        plan.comm.ledgers, label[0], plan.num_halo, (plan.num_ids, flat.size(1)), x.dtype, x.device
     )
     out[: plan.num_local] = flat
     halo = out[plan.num_local :]

@@ -69,6 +69,8 @@ class HaloPlan:
 
     Attributes:
         halo_offsets: First halo row of each owner, and at last :math:`H_p`.
+        peers: Of each unit, the worker that its rows come from, and the one that they go to.
+        num_rows: Rows of each unit.
         agreed: What all workers have made together with it.
 
     Raises:
@@ -89,6 +91,8 @@ class HaloPlan:
     world_size: int = field(init=False)
     halo_offsets: list[int] = field(init=False)
     num_halo: int = field(init=False)
+    peers: list[tuple[int, int]] = field(init=False)
+    num_rows: list[int] = field(init=False)
     _sends: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -110,12 +114,15 @@ class HaloPlan:
                 f"{self.send_index.numel()} rows"
             )
         offsets = [0, *accumulate(self.halo_counts)]
+        peers = [((comm.rank + u) % world, (comm.rank - u) % world) for u in range(world)]
         found = {
             "num_local": int(self.num_local),
             "rank": comm.rank,
             "world_size": world,
             "halo_offsets": offsets,
             "num_halo": offsets[-1],
+            "peers": peers,
+            "num_rows": [int(self.num_local), *(self.halo_counts[q] for q, _ in peers[1:])],
             "_sends": list(self.send_index.split(list(self.send_counts))),
         }
         for name, value in found.items():
@@ -134,18 +141,9 @@ class HaloPlan:
         """The halo rows of ``owner``, counted from the first halo row."""
         return slice(self.halo_offsets[owner], self.halo_offsets[owner + 1])
 
-    def peers(self, unit: int) -> tuple[int, int]:
-        """The worker that rows of a unit come from, and the one that they go to."""
-        world = self.world_size
-        return (self.rank + unit) % world, (self.rank - unit) % world
-
-    def num_rows(self, unit: int) -> int:
-        """Rows of a unit."""
-        return self.halo_counts[self.peers(unit)[0]] if unit else self.num_local
-
     def rounds(self) -> list[tuple[int, int]]:
-        """:meth:`peers` of units 1 to W - 1."""
-        return [self.peers(unit) for unit in range(1, self.world_size)]
+        """:attr:`peers` of units 1 to W - 1."""
+        return self.peers[1:]
 
     def to(self, device: torch.device) -> HaloPlan:
         """The same plan with its indices on ``device``."""

@@ -26,20 +26,18 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, pieces_of
+from pyg_sar.comm.sharing import Incoming, SendBuffer, Sharing, Subject, pieces_of
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.rows import (
-    Merge,
-    RowLayout,
     RowSink,
     RowSource,
+    Travel,
     UnitRows,
     Use,
     add_distinct_rows,
-    tracked_buffer,
+    layout_of,
 )
-from pyg_sar.exchange.wire import Wire
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, tracked_buffer
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Work
@@ -58,33 +56,13 @@ class HaloRows:
 
     plan: HaloPlan
 
-    @property
-    def num_units(self) -> int:
-        """The worker itself, then its peers."""
-        return self.plan.world_size
-
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> HaloSource:
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> HaloSource:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.source`."""
-        return HaloSource(self.plan, tensors, label, prefetch, wire, use, scale)
+        return HaloSource(self.plan, tensors, how)
 
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> HaloSink:
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> HaloSink:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`."""
-        return HaloSink(self.plan, totals, label, in_flight, wire, merge)
+        return HaloSink(self.plan, totals, how)
 
 
 # Which rows workers of one host read in place ################################
@@ -103,11 +81,11 @@ class Published:
             none where they are the publication.
     """
 
-    rows: Tensor | None
-    count: int
-    readers: dict[int, int]
-    counts: dict[int, int]
-    index: dict[int, Tensor]
+    rows: Tensor | None = None
+    count: int = 0
+    readers: dict[int, int] = field(default_factory=dict)
+    counts: dict[int, int] = field(default_factory=dict)
+    index: dict[int, Tensor] = field(default_factory=dict)
 
     def gather(self, publication: Tensor, piece: slice, owner: int, out: Tensor) -> None:
         """Takes a piece of the halo rows of ``owner`` from what it published."""
@@ -148,6 +126,23 @@ def _agree(plan: HaloPlan, near: frozenset[int]) -> Published:
     return Published(rows, count, readers, counts, index)
 
 
+class _Near:
+    """The base of both ways of a plan's rows, which knows who is on the same host.
+
+    Args:
+        plan: The halo plan.
+        tensors: Node tensors ``[num_local, *]``.
+        how: How rows travel.
+    """
+
+    def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
+        self.plan, self.tensors, self.how = plan, list(tensors), how
+        self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors])
+        # What is read in place is not rounded, and results shall not depend on who is near.
+        self._sharing = plan.comm.sharing if how.wire.is_exact else None
+        self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
+
+
 # Rows come ####################################################################
 
 
@@ -155,13 +150,12 @@ def _agree(plan: HaloPlan, near: frozenset[int]) -> Published:
 class _Fetch:
     """A unit's rows on their way: into buffers, one per dtype, or where their owner has them."""
 
-    unit: int
     buffers: list[Tensor]
     in_place: list[Incoming] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
 
 
-class HaloSource(RowSource):
+class HaloSource(_Near, RowSource):
     r"""Own rows, then those of each owner.
 
     At most the rows of ``1 + prefetch`` units are resident (2/N and 3/N of the graph with the
@@ -170,56 +164,43 @@ class HaloSource(RowSource):
     Args:
         plan: The halo plan.
         tensors: Node tensors ``[num_local, *]``, detached.
-        label: Whom the ledger charges.
-        prefetch: Units fetched ahead, 0 or 1.
-        wire: How rows travel; exactly by default.
-        use: How the consumer uses the rows.
-        scale: Rows of other workers come multiplied by their number, ``[num_local]``.
+        how: How rows travel.
     """
 
-    def __init__(
-        self,
-        plan: HaloPlan,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None = None,
-        use: Use = Use.KEEPS,
-        scale: Tensor | None = None,
-    ) -> None:
-        self.plan, self.tensors, self.label = plan, list(tensors), label
-        self.prefetch, self.use, self.scale = prefetch, use, scale
-        self.wire = wire or Wire()
-        self.layout = RowLayout(tensors)
+    def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
+        super().__init__(plan, tensors, how)
         self._posted = 1
         self._pending: deque[_Fetch] = deque()
         self._open: _Fetch | None = None
         self._spare: list[Tensor] = []
         self._works: list[Work] = []
-        # What is read in place is not rounded, and results shall not depend on who is near.
-        self._sharing = plan.comm.sharing if self.wire.is_exact else None
-        self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
+        self._shared = Published()
+        if self._sharing is not None:
+            self._shared = plan.agreed.published or published_rows(plan, self._sharing)
 
     def open(self, unit: int) -> UnitRows:
         """Own rows as they are; rows of each tensor of the unit's owner, in its halo order."""
+        plan, how = self.plan, self.how
         if unit == 0:
             self._publish()
-            self._post(self.prefetch)
+            self._post(how.prefetch)
             return UnitRows(self.tensors)
         self._post(unit)
         fetch = self._open = self._pending.popleft()
         for work in fetch.works:
             work.wait()
-        self._post(unit + self.prefetch)
-        if fetch.in_place and self._sharing is not None:
-            rows, owner = self.plan.num_rows(unit), self.plan.peers(unit)[0]
-            fetch.in_place[0].hold(self.plan.comm.ledgers, self.label[0], rows)
-            index = published_rows(self.plan, self._sharing).index.get(owner)
-            return UnitRows(self.layout.unpack([found.rows for found in fetch.in_place]), index)
-        filled = [buffer[: self.plan.num_rows(unit)] for buffer in fetch.buffers]
+        self._post(unit + how.prefetch)
+        rows, owner = plan.num_rows[unit], plan.peers[unit][0]
+        if fetch.in_place:
+            if plan.comm.ledgers:
+                fetch.in_place[0].hold(plan.comm.ledgers, how.label[0], rows)
+            found = [incoming.rows for incoming in fetch.in_place]
+            found = found if self.layout.plain else self.layout.unpack(found)
+            return UnitRows(found, self._shared.index.get(owner))
+        filled = [buffer[:rows] for buffer in fetch.buffers]
         for buffer in filled:
-            self.wire.land(buffer)
-        if self.use is Use.KEEPS:
+            how.wire.land(buffer)
+        if how.use is Use.KEEPS:
             fetch.buffers = []
         return UnitRows(self.layout.unpack(filled))
 
@@ -240,91 +221,78 @@ class HaloSource(RowSource):
 
     def _publish(self) -> None:
         """Lets workers of the same host read the own rows. See [Note: shared memory]."""
-        if self._sharing is None:
+        found, how, sharing = self._shared, self.how, self._sharing
+        if sharing is None:
             return
-        found = published_rows(self.plan, self._sharing)
         for dtype, width in self.layout.widths:
             fill = partial(
                 self.layout.write,
                 tensors=self.tensors,
                 dtype=dtype,
                 rows=found.rows,
-                scale=self.scale,
+                scale=how.scale,
             )
             shape = found.count, width
-            self._works.append(self._sharing.publish(fill, shape, dtype, found.readers, self.label))
+            self._works.append(sharing.publish(fill, shape, dtype, found.readers, how.label))
 
     def _post(self, last: int) -> None:
         """Posts the fetches of units up to ``last``. See [Note: order of transfers]."""
-        while self._posted <= min(last, self.plan.world_size - 1):
+        plan, how, sharing, shared = self.plan, self.how, self._sharing, self._shared
+        while self._posted <= min(last, plan.world_size - 1):
             unit = self._posted
-            owner, peer = self.plan.peers(unit)
-            in_place = self.use is Use.IN_PLACE and owner in self._near
-            fetch = _Fetch(unit, [] if in_place else self._buffers(unit))
             self._posted += 1
+            (owner, peer), rows = plan.peers[unit], plan.num_rows[unit]
+            in_place = how.use is Use.IN_PLACE and owner in self._near
+            fetch = _Fetch([] if in_place else self._buffers(unit))
             for k, (dtype, width) in enumerate(self.layout.widths):
-                buffer = None if in_place else fetch.buffers[k][: self.plan.num_rows(unit)]
-                self._fetch(fetch, owner, peer, dtype, width, buffer)
+                buffer = None if in_place else fetch.buffers[k][:rows]
+                pack = landing = None
+                if peer not in self._near and plan.send_counts[peer]:
+                    pack = partial(self._pack, peer, dtype)
+                if owner not in self._near and buffer is not None and rows:
+                    landing = how.wire.landing(buffer)
+                if pack is not None or landing is not None:
+                    works = plan.comm.exchange(pack, peer, landing, owner, label=how.label)
+                    fetch.works.append(works)
+                if sharing is None or owner not in self._near:
+                    continue
+                shape, subject = (shared.counts.get(owner, 0), width), Subject.PUBLICATION
+                if buffer is None:
+                    found = sharing.expect(owner, subject, shape, dtype, how.label, rows)
+                    fetch.in_place.append(found)
+                    fetch.works.append(found.work)
+                else:
+                    use = partial(shared.gather, owner=owner, out=buffer)
+                    fetch.works.append(sharing.read(owner, shape, use, buffer, how.label))
             self._pending.append(fetch)
 
     def _buffers(self, unit: int) -> list[Tensor]:
         """Room for a unit's rows, and if it is used again for those of later ones."""
         spare, self._spare = self._spare, []
-        count = self.plan.num_rows(unit)
+        count, layer = self.plan.num_rows[unit], self.how.label[0]
         if spare and spare[0].size(0) >= count:
             return spare
         del spare
-        if count and self.use is not Use.KEEPS:
-            later = range(unit, self.plan.world_size, 1 + self.prefetch)
-            count = max(self.plan.num_rows(other) for other in later)
-        comm, device = self.plan.comm, self.tensors[0].device
+        if count and self.how.use is not Use.KEEPS:
+            count = max(self.plan.num_rows[unit :: 1 + self.how.prefetch])
+        ledgers, device = self.plan.comm.ledgers, self.tensors[0].device
         found = []
         for k, (dtype, width) in enumerate(self.layout.widths):
             counted = count if k == 0 else 0
-            shape = count, width
-            found.append(tracked_buffer(comm, self.label[0], counted, shape, dtype, device))
+            found.append(tracked_buffer(ledgers, layer, counted, (count, width), dtype, device))
         return found
-
-    def _fetch(
-        self,
-        fetch: _Fetch,
-        owner: int,
-        peer: int,
-        dtype: torch.dtype,
-        width: int,
-        buffer: Tensor | None,
-    ) -> None:
-        """Fetches a unit's rows of one dtype, and sends what its peer fetches."""
-        plan, sharing = self.plan, self._sharing
-        pack = landing = None
-        if peer not in self._near and plan.send_counts[peer]:
-            pack = partial(self._pack, peer, dtype)
-        if owner not in self._near and buffer is not None and plan.halo_counts[owner]:
-            landing = self.wire.landing(buffer)
-        if pack is not None or landing is not None:
-            fetch.works.append(plan.comm.exchange(pack, peer, landing, owner, label=self.label))
-        if sharing is None or owner not in self._near:
-            return
-        found = published_rows(plan, sharing)
-        shape = found.counts.get(owner, 0), width
-        if buffer is None:
-            count = plan.halo_counts[owner]
-            fetch.in_place.append(sharing.read_in_place(owner, shape, count, dtype, self.label))
-            fetch.works.append(fetch.in_place[-1].work)
-        else:
-            use = partial(found.gather, owner=owner, out=buffer)
-            fetch.works.append(sharing.read(owner, shape, use, buffer, self.label))
 
     def _pack(self, peer: int, dtype: torch.dtype) -> Tensor:
         """A peer's message of a dtype, made on the issuing thread when its turn has come."""
         rows = self.plan.send_rows(peer)
-        return self.wire.encode(self.layout.pack(self.tensors, rows, dtype, self.scale))
+        packed = self.layout.pack(self.tensors, rows, dtype, self.how.scale)
+        return self.how.wire.encode(packed)
 
 
 # Rows go ######################################################################
 
 
-class HaloSink(RowSink):
+class HaloSink(_Near, RowSink):
     r"""Rows that were computed for a unit go to their owner, which adds them to its own.
 
     The other way round as :class:`HaloSource`: a row for each halo row, :math:`H_p F b` bytes out.
@@ -335,45 +303,27 @@ class HaloSink(RowSink):
 
     Args:
         plan: The halo plan.
-        totals: What the worker's own rows are added up in, ``[num_local, *]``.
-        label: Whom the ledger charges.
-        in_flight: Whether a unit's rows may travel over a network while the next is worked on;
-            ``None``: not even between workers of one host.
-        wire: How rows travel; exactly by default.
-        merge: Takes in what comes; by default it is added to ``totals``.
+        tensors: What the worker's own rows are added up in, ``[num_local, *]``.
+        how: How rows travel.
     """
 
-    def __init__(
-        self,
-        plan: HaloPlan,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None = True,
-        wire: Wire | None = None,
-        merge: Merge | None = None,
-    ) -> None:
-        self.plan, self.totals, self.label = plan, list(totals), label
-        self.wire, self._in_flight = wire or Wire(), in_flight
-        self._merge = merge
-        self.layout = RowLayout(totals)
+    def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
+        super().__init__(plan, tensors, how)
         self._packed: list[Tensor | SendBuffer] = []
         self._pending: tuple[int, list[Tensor], list[Incoming], list[Work]] | None = None
-        # What is read in place is not rounded, and results shall not depend on who is near.
-        self._sharing = plan.comm.sharing if self.wire.is_exact else None
-        self._near = frozenset[int]() if self._sharing is None else self._sharing.ranks
 
     def _take(self, index: Tensor, rows: Sequence[Tensor]) -> None:
-        if self._merge is not None:
-            self._merge(index, rows)
+        if self.how.merge is not None:
+            self.how.merge(index, rows)
             return
-        for total, part in zip(self.totals, rows, strict=True):
+        for total, part in zip(self.tensors, rows, strict=True):
             add_distinct_rows(total, index, part)
 
     def open(self, unit: int) -> list[Tensor]:
         """Zeroed rows for the unit's halo rows: views of what will be sent."""
         if unit == 0:
-            return self.totals
-        rows, owner = self.plan.num_rows(unit), self.plan.peers(unit)[0]
+            return self.tensors
+        rows, owner = self.plan.num_rows[unit], self.plan.peers[unit][0]
         found = []
         for dtype, width in self.layout.widths:
             if self._sharing is not None and owner in self._near:
@@ -381,7 +331,7 @@ class HaloSink(RowSink):
                 self._packed.append(buffer)
                 found.append(buffer.rows.zero_())
             else:
-                device = self.totals[0].device
+                device = self.tensors[0].device
                 found.append(torch.zeros((rows, width), dtype=dtype, device=device))
                 self._packed.append(found[-1])
         return self.layout.unpack(found)
@@ -391,46 +341,33 @@ class HaloSink(RowSink):
         if unit == 0:
             return
         self.finish()
-        owner, peer = self.plan.peers(unit)
+        plan, how, sharing = self.plan, self.how, self._sharing
+        owner, peer = plan.peers[unit]
+        coming = plan.send_counts[peer]
         far: list[Tensor] = []
         near: list[Incoming] = []
         works: list[Work] = []
         for (dtype, width), packed in zip(self.layout.widths, self._packed, strict=True):
-            self._send(owner, peer, packed, width, far, works)
-            if self._sharing is not None and peer in self._near:
-                shape = self.plan.send_counts[peer], width
-                near.append(self._sharing.receive(peer, shape, dtype, self.label))
+            send = landing = None
+            if isinstance(packed, Tensor) and plan.halo_counts[owner]:
+                send = partial(how.wire.encode, packed)
+            if peer not in self._near:
+                device = self.tensors[0].device
+                far.append(torch.empty((coming, width), dtype=dtype, device=device))
+                landing = how.wire.landing(far[-1]) if coming else None
+            if send is not None or landing is not None:
+                works.append(plan.comm.exchange(send, owner, landing, peer, label=how.label))
+            if sharing is not None and isinstance(packed, SendBuffer):
+                works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, how.label))
+            if sharing is not None and peer in self._near:
+                shape = coming, width
+                near.append(sharing.expect(peer, Subject.ROWS, shape, dtype, how.label))
                 works.append(near[-1].work)
         self._packed = []
         self._pending = unit, far, near, works
         network = not self._near.issuperset((owner, peer))
-        if self._in_flight is None or (network and not self._in_flight):
+        if how.in_flight is None or (network and not how.in_flight):
             self.finish()
-
-    def _send(
-        self,
-        owner: int,
-        peer: int,
-        packed: Tensor | SendBuffer,
-        width: int,
-        far: list[Tensor],
-        works: list[Work],
-    ) -> None:
-        """Sends rows to their owner; puts those of a far peer on their way into ``far``."""
-        sharing, plan = self._sharing, self.plan
-        send = landing = None
-        if isinstance(packed, Tensor) and plan.halo_counts[owner]:
-            send = partial(self.wire.encode, packed)
-        if peer not in self._near:
-            like = self.totals[0]
-            dtype = packed.dtype if isinstance(packed, Tensor) else packed.rows.dtype
-            shape = plan.send_counts[peer], width
-            far.append(torch.empty(shape, dtype=dtype, device=like.device))
-            landing = self.wire.landing(far[-1]) if shape[0] else None
-        if send is not None or landing is not None:
-            works.append(plan.comm.exchange(send, owner, landing, peer, label=self.label))
-        if sharing is not None and isinstance(packed, SendBuffer):
-            works.append(sharing.send(packed, {owner: plan.halo_counts[owner]}, self.label))
 
     def finish(self) -> None:
         """Waits for the unit in flight and takes in what came from its peer."""
@@ -440,10 +377,10 @@ class HaloSink(RowSink):
         self._pending = None
         for work in works:
             work.wait()
-        peer = self.plan.peers(unit)[1]
+        peer = self.plan.peers[unit][1]
         if far and self.plan.send_counts[peer]:
             for buffer in far:
-                self.wire.land(buffer)
+                self.how.wire.land(buffer)
             self._take(self.plan.send_rows(peer), self.layout.unpack(far))
         elif near and self.plan.send_counts[peer]:
             own = self.plan.send_rows(peer)

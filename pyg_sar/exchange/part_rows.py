@@ -25,17 +25,15 @@ from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, narrowed
 from pyg_sar.exchange.rows import (
-    Merge,
-    RowLayout,
     RowSink,
     RowSource,
+    Travel,
     UnitRows,
     Use,
     add_distinct_rows,
-    tracked_buffer,
+    layout_of,
 )
-from pyg_sar.exchange.wire import Wire
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, tracked_buffer
 
 _PLAN: Label = ("", "", "plan")
 _BITS = 60
@@ -53,33 +51,13 @@ class PartRows:
 
     plan: HaloPlan
 
-    @property
-    def num_units(self) -> int:
-        """Own rows, and all halo rows."""
-        return 2
-
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> PartSource:
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> PartSource:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.source`."""
-        return PartSource(self.plan, tensors, label, wire, use, scale)
+        return PartSource(self.plan, tensors, how)
 
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> PartSink:
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> PartSink:
         """See :meth:`~pyg_sar.exchange.rows.Exchange.sink`."""
-        return PartSink(self.plan, totals, label, wire, merge)
+        return PartSink(self.plan, totals, how)
 
 
 # Which rows go where #########################################################
@@ -185,24 +163,13 @@ class PartSource(RowSource):
     Args:
         plan: The halo plan.
         tensors: Node tensors ``[num_local, *]``, detached.
-        label: Whom the ledger charges.
-        wire: How rows travel; exactly by default.
-        use: How the consumer uses the rows.
-        scale: Rows of other parts come multiplied by their number, ``[num_local]``.
+        how: How rows travel.
     """
 
-    def __init__(
-        self,
-        plan: HaloPlan,
-        tensors: Sequence[Tensor],
-        label: Label,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> None:
-        self.plan, self.tensors, self.label = plan, list(tensors), label
-        self.wire, self.use, self.scale = wire or Wire(), use, scale
-        self.layout = RowLayout(tensors)
+    def __init__(self, plan: HaloPlan, tensors: Sequence[Tensor], how: Travel) -> None:
+        self.plan, self.tensors, self.label = plan, list(tensors), how.label
+        self.wire, self.use, self.scale = how.wire, how.use, how.scale
+        self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in tensors])
         self.published = published_rows(plan)
         self._take: Any = None
 
@@ -217,7 +184,8 @@ class PartSource(RowSource):
         for number, (dtype, width) in enumerate(self.layout.widths):
             counted = plan.num_halo if number == 0 and self.use is Use.KEEPS else 0
             shape, device = (plan.num_halo, width), self.tensors[0].device
-            buffers.append(tracked_buffer(plan.comm, self.label[0], counted, shape, dtype, device))
+            ledgers = plan.comm.ledgers
+            buffers.append(tracked_buffer(ledgers, self.label[0], counted, shape, dtype, device))
         self._hold(plan.num_halo)
         rows, size = tables.gather(plan.rank, [self.wire.landing(buffer) for buffer in buffers])
         label = (self.label[0], self.label[1], "load")
@@ -287,22 +255,13 @@ class PartSink(RowSink):
     Args:
         plan: The halo plan.
         totals: What the part's own rows are added up in, ``[num_local, *]``.
-        label: Whom the ledger charges.
-        wire: How rows travel; exactly by default.
-        merge: Takes in what comes; by default it is added to ``totals``.
+        how: How rows travel.
     """
 
-    def __init__(
-        self,
-        plan: HaloPlan,
-        totals: Sequence[Tensor],
-        label: Label,
-        wire: Wire | None = None,
-        merge: Merge | None = None,
-    ) -> None:
-        self.plan, self.totals, self.label = plan, list(totals), label
-        self.wire, self._merge = wire or Wire(), merge
-        self.layout = RowLayout(totals)
+    def __init__(self, plan: HaloPlan, totals: Sequence[Tensor], how: Travel) -> None:
+        self.plan, self.totals, self.label = plan, list(totals), how.label
+        self.wire, self._merge = how.wire, how.merge
+        self.layout = layout_of(*[(t.dtype, t.shape[1:]) for t in totals])
         self._packed: list[Tensor] = []
         self._take: Any = None
 

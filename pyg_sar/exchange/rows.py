@@ -12,14 +12,13 @@ The ledger follows the storage, not a counter that the code would have to keep r
 
 from __future__ import annotations
 
-import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -28,7 +27,7 @@ from pyg_sar.kernels.ops import gather_sum_
 from pyg_sar.ledger import Label
 
 if TYPE_CHECKING:
-    from pyg_sar.comm.group import Communicator
+    pass
 
 
 def flat_rows(x: Tensor) -> Tensor:
@@ -59,31 +58,6 @@ def add_distinct_rows(out: Tensor, index: Tensor, rows: Tensor) -> None:
         gather_sum_(target, flat, order[:-1], order, index)
 
 
-def tracked_buffer(
-    comm: Communicator,
-    layer: str,
-    remote_rows: int,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
-) -> Tensor:
-    """An uninitialized buffer whose remote rows open ledgers count until its storage is freed."""
-    ledgers = list(comm.ledgers)
-    if not ledgers or remote_rows == 0:
-        return torch.empty(tuple(shape), dtype=dtype, device=device)
-    if device.type == "cpu":
-        # The array lives exactly as long as the storage that torch makes of it, views included.
-        count = int(np.prod(shape)) * torch.empty((), dtype=dtype).element_size()
-        owner: Any = np.empty(max(count, 1), dtype=np.uint8)
-        buffer = torch.from_numpy(owner)[:count].view(dtype).view(tuple(shape))
-    else:
-        owner = buffer = torch.empty(tuple(shape), dtype=dtype, device=device)
-    for ledger in ledgers:
-        ledger.hold(layer, remote_rows)
-        weakref.finalize(owner, ledger.hold, layer, -remote_rows).atexit = False
-    return buffer
-
-
 class Use(Enum):
     """How a consumer uses opened rows."""
 
@@ -110,10 +84,6 @@ class UnitRows:
         if self.index is None:
             return self
         return UnitRows([tensor.index_select(0, self.index) for tensor in self.tensors])
-
-    def places(self, rows: Tensor) -> Tensor:
-        """Where in :attr:`tensors` rows of the unit lie, of the same dtype."""
-        return rows if self.index is None else self.index.index_select(0, rows).to(rows.dtype)
 
 
 class RowSource(ABC):
@@ -152,76 +122,61 @@ class Merge(Protocol):
         """``index [K]``: the own rows, int64; ``rows``: of each tensor, ``[K, *]``."""
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Travel:
+    """How the rows of a pass come, and how those go that are computed for other workers.
+
+    Attributes:
+        label: Whom the ledger charges.
+        prefetch: Units fetched ahead, 0 or 1.
+        wire: How rows travel.
+        use: How the consumer uses rows that come.
+        scale: Rows for other workers travel multiplied by their number, ``[num_local]``.
+        in_flight: A unit's computed rows may travel over a network while the next unit is worked
+            on; ``None``: not even between workers of one host.
+        merge: Takes in computed rows that come; ``None``: they are added to the totals.
+    """
+
+    label: Label
+    prefetch: int = 1
+    wire: Wire = field(default_factory=Wire)
+    use: Use = Use.KEEPS
+    scale: Tensor | None = None
+    in_flight: bool | None = True
+    merge: Merge | None = None
+
+
 class Exchange(Protocol):
     """Units of rows, and the sources and sinks by which they come and go."""
 
-    @property
-    def num_units(self) -> int:
-        """Units, that of own rows included; the same on all workers."""
+    def source(self, tensors: Sequence[Tensor], how: Travel) -> RowSource:
+        """Rows of ``tensors [num_local, *]``, which are detached."""
 
-    def source(
-        self,
-        tensors: Sequence[Tensor],
-        label: Label,
-        prefetch: int,
-        wire: Wire | None,
-        use: Use,
-        scale: Tensor | None = None,
-    ) -> RowSource:
-        """Rows of ``tensors [num_local, *]``, detached, where given times ``scale [num_local]``.
-
-        Args:
-            tensors: Of this worker's nodes.
-            label: Whom the ledger charges.
-            prefetch: Units fetched ahead, 0 or 1.
-            wire: How rows travel; ``None``: exactly.
-            use: How they will be used.
-            scale: A number for each row.
-        """
-
-    def sink(
-        self,
-        totals: Sequence[Tensor],
-        label: Label,
-        in_flight: bool | None,
-        wire: Wire | None,
-        merge: Merge | None = None,
-    ) -> RowSink:
-        """Takes rows to their owners.
-
-        Args:
-            totals: What own rows are added up in, ``[num_local, *]``.
-            label: Whom the ledger charges.
-            in_flight: Whether a unit's rows may travel over a network while the next one is worked
-                on; ``None``: not even between workers of one host.
-            wire: How rows travel; ``None``: exactly.
-            merge: Takes in what comes; ``None``: adds it to ``totals``.
-        """
+    def sink(self, totals: Sequence[Tensor], how: Travel) -> RowSink:
+        """Takes rows to their owners, which add them up in ``totals [num_local, *]``."""
 
 
 class RowLayout:
     """How the rows of several node tensors travel together: side by side, one message per dtype.
 
     Args:
-        tensors: Node tensors, all of shape ``[num_local, *]``.
+        kinds: Dtype and shape of a row of each.
 
     Attributes:
         groups: By dtype, ``(tensor's number, first column, last column)``.
         widths: Columns of each message, with its dtype.
+        plain: Each message is a tensor's rows, as they are.
     """
 
-    def __init__(self, tensors: Sequence[Tensor]) -> None:
-        self.shapes = [t.shape[1:] for t in tensors]
+    def __init__(self, kinds: Sequence[tuple[torch.dtype, torch.Size]]) -> None:
+        self.shapes = [shape for _, shape in kinds]
         self.groups: dict[torch.dtype, list[tuple[int, int, int]]] = {}
-        for k, tensor in enumerate(tensors):
-            group = self.groups.setdefault(tensor.dtype, [])
+        for k, (dtype, _) in enumerate(kinds):
+            group = self.groups.setdefault(dtype, [])
             start = group[-1][2] if group else 0
             group.append((k, start, start + self.shapes[k].numel()))
+        self.plain = len(self.groups) == len(kinds) and all(len(s) == 1 for s in self.shapes)
         self.widths = [(dtype, group[-1][2]) for dtype, group in self.groups.items()]
-
-    def row_bytes(self) -> int:
-        """Bytes per row of all messages together."""
-        return sum(width * dtype.itemsize for dtype, width in self.widths)
 
     def write(
         self,
@@ -278,3 +233,9 @@ class RowLayout:
                 rows = buffer[:, start:stop]
                 out[k] = rows.unflatten(1, shape) if shape else rows[:, 0]
         return out
+
+
+@lru_cache(256)
+def layout_of(*kinds: tuple[torch.dtype, torch.Size]) -> RowLayout:
+    """The layout of node tensors of these dtypes, and of these shapes of a row."""
+    return RowLayout(kinds)

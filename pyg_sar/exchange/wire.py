@@ -31,6 +31,7 @@ be read. So a narrow wire needs no more memory than the exact one.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import torch
@@ -157,6 +158,12 @@ class Wire:
         numbers = (message[:, head:, None] >> shifts) & (2**self._bits - 1)
         numbers = numbers.view(len(message), -1)[:, : like.size(1)]
         return torch.addcmul(scale[:, :1], scale[:, 1:], numbers.to(like.dtype))
+
+
+@cache
+def wire_of(name: str) -> Wire:
+    """Returns the wire of this name that keeps nothing."""
+    return Wire(name)
 
 
 def _noise(places: Tensor) -> Tensor:

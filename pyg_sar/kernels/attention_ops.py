@@ -92,8 +92,10 @@ def attention_(
     """
     attention.check(segments)
     state.check(attention)
-    check_not_recorded("attention", *attention.tensors().values())
-    attention, segments = _in_place(attention, segments)
+    if torch.is_grad_enabled():
+        check_not_recorded("attention", *attention.tensors().values())
+    if attention.places is not None:
+        attention, segments = _in_place(attention, segments, attention.places)
     if attention.kind == "tanh":
         _add_tanh(state, attention, segments, native)
         return state
@@ -208,12 +210,13 @@ def _backward(
     attention.check(segments)
     cotangent.check(attention)
     gradients.check(attention)
-    check_not_recorded("attention", *attention.tensors().values())
+    if torch.is_grad_enabled():
+        check_not_recorded("attention", *attention.tensors().values())
     gradients = gradients.only(names)
     if not gradients.wanted():
         return
-    if not transposed:
-        attention, segments = _in_place(attention, segments)
+    if not transposed and attention.places is not None:
+        attention, segments = _in_place(attention, segments, attention.places)
     if attention.kind == "tanh":
         _add_tanh_gradients(gradients, attention.in_order(), cotangent, segments, native)
         return
@@ -242,11 +245,10 @@ def _backward(
         run(gradients.query, gradients.att, *by_edge, *given)
 
 
-def _in_place(attention: Attention, segments: Segments) -> tuple[Attention, Segments]:
+def _in_place(
+    attention: Attention, segments: Segments, places: Tensor
+) -> tuple[Attention, Segments]:
     """Edges that read source rows where they lie."""
-    places = attention.places
-    if places is None:
-        return attention, segments
     source = places.index_select(0, segments.source).to(segments.source.dtype)
     return replace(attention, places=None), replace(cast(Any, segments), source=source)
 
@@ -293,7 +295,7 @@ def arguments_of(
     floats = [attention.value, attention.key, attention.query, attention.att]
     floats += [attention.edge_attr, attention.edge_weight]
     keys = attention.drop_key if attention.p > 0 else None
-    low, high = fallback.split_seed(attention.seed)
+    low, high = fallback.split_seed(attention.seed) if attention.p > 0 else (0, 0)
     return (
         KINDS.index(attention.kind),
         *(None if t is None else t.to(wide) for t in floats),

@@ -232,7 +232,8 @@ def gather_sum_(
         IndexError: An index is out of range.
         RuntimeError: The kernel was asked for and is missing, or ``out`` and ``rows`` overlap.
     """
-    check_not_recorded("gather_sum_", out, rows)
+    if torch.is_grad_enabled():
+        check_not_recorded("gather_sum_", out, rows)
     run: Any = fallback.gather_sum_
     if native is None and out.device.type == on_gpu.DEVICE and on_gpu.takes(out):
         run = on_gpu.sums_operator("gather_sum_", out)

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import cache, partial
 from inspect import Parameter
 from typing import Any
@@ -16,24 +17,21 @@ from torch_geometric.nn import MessagePassing, RGCNConv
 from pyg_sar.engine.analysis import (
     Choice,
     Chooser,
-    call_key,
     choices_of,
     decomposition_of,
     most_edges,
     needs_sorted_edges,
     title_of,
+    titled,
 )
-from pyg_sar.engine.choose import attention_kernel, message_kernel, sums_kernel
-from pyg_sar.engine.reverse import reversed_edges
+from pyg_sar.engine.choose import attention_kernel, message_kernel, only_sums, sums_call
 from pyg_sar.engine.run import run
-from pyg_sar.errors import DistributedIndexError, named
+from pyg_sar.errors import DistributedIndexError, note_place
 from pyg_sar.exchange.gather import KeptRows
-from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
 from pyg_sar.message.layer_state import forget_tile_values, padded_to, tile_value
-from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
@@ -54,19 +52,26 @@ from pyg_sar.nn.propagation import (
     in_first_order,
     keeping_rows,
     kept_normalisation,
-    kind_of_argument,
     known_size,
-    message_with_sizes,
-    message_without_edges,
-    methods_of,
+    refuse_local_ids,
+    reversed_call,
     sorted_edges,
     travelling,
+    whole_scope,
+    with_room,
 )
-from pyg_sar.nn.transform_first import transforming_first
+from pyg_sar.nn.transform_first import known_base, transforming_first
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
-from pyg_sar.space.joint_index import widened
 from pyg_sar.space.partial_edges import inner
+
+_METHODS = ("message", "aggregate", "update", "edge_update")
+_HOOKS = tuple(
+    f"_{name}_forward{when}_hooks" for name in _METHODS if name != "update" for when in ("_pre", "")
+)
+_FLAGS = (bool, str, type(None))
+_SWITCHES = (*_FLAGS, int, float)
+_MANY_CHOICES = 32  # numbers among a layer's attributes are steps, say, and tell nothing
 
 
 class DistMessagePassing(MessagePassing):
@@ -97,6 +102,8 @@ class DistMessagePassing(MessagePassing):
     ledger_name: str = ""
     kept_rows: KeptRows | None = None  # Of its last exchange, with SARPolicy(refresh_every=...).
     _one_shot_call: bool = False
+    _has_tile_values: bool = False
+    _transforms_first: bool = False
     model_draws: DrawsOfForward | None = None  # Set by `distribute`, with SARPolicy(random=...).
     own_graphs: OwnGraphs | None = None  # Of one process, set by `distribute`.
     compiled_propagate: Callable[..., Any] | None = None  # See :mod:`pyg_sar.nn.compiled`.
@@ -124,8 +131,7 @@ class DistMessagePassing(MessagePassing):
                 with suppress(NothingFused), unless_fused(self):
                     return self._call_on_own_graph(fused, args, kwargs)
             return super().__call__(*args, **kwargs)
-        with self._call_scope(edges, args, kwargs):
-            return super().__call__(*args, **kwargs)
+        return self._call_on(edges, args, kwargs)
 
     @between_graphs
     def _uncompiled(self, *args: Any, **kwargs: Any) -> Any:
@@ -174,34 +180,77 @@ class DistMessagePassing(MessagePassing):
                 )
             deferred.used = True
         steady = self._steady_key(edge_index, size, kwargs)
-        choice = None if steady is None else choices_of(self).get(steady)
+        choice = None if steady is None else self.__dict__.get("_choices", {}).get(steady)
         if choice is not None:
+            call = choice.sums_call
+            found = None if call is None else call.run(self, edge_index, kwargs)
+            if found is not None:
+                return found[0][0]
             return self._propagate_parts(edge_index, size, kwargs, choice)
-        edge_index = self._with_room(edge_index, kwargs)
+        edge_index = with_room(self, edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
-            edge_index, kwargs = self._reversed(edge_index, size, kwargs)
+            edge_index, kwargs = reversed_call(self, edge_index, size, kwargs)
         size = known_size(edge_index, size, self)
         with charged([] if edge_index.plan.context.layer else [edge_index], self.ledger_name):
             strategy, reason = self._strategy()
             choice = Chooser(self, edge_index, kwargs).choice(strategy, reason)
             if choice.needs is None:
                 must_be_fused(self)
-                with self._whole_scope(edge_index, choice):
+                with whole_scope(self, edge_index, choice):
                     return self._propagate_whole(edge_index, size, kwargs, choice)
             if steady is not None and not choice.sizes:
-                choices_of(self)[steady] = choice
+                call = only_sums(self, edge_index, kwargs, choice)
+                choices_of(self)[steady] = replace(choice, sums_call=call)
             return self._propagate_parts(edge_index, size, kwargs, choice)
 
     def _steady_key(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
     ) -> tuple[Any, ...] | None:
         """Returns all that decides how a plain call runs; ``None`` where it is not plain."""
-        plan = edge_index.plan
-        if plan.open_ended or edge_index.dist_row != self._source_row() or size is not None:
+        plan, attributes = edge_index.plan, self.__dict__
+        leaving = edge_index.dist_row != (0 if self.flow == "source_to_target" else 1)
+        watched = self._aggregate_forward_pre_hooks or self._aggregate_forward_hooks
+        watched = watched or "aggregate" in attributes
+        if plan.open_ended or leaving or size is not None or watched:
             return None
-        if self._one_shot_call or self.explain or not plan.context.layer or self._watched():
+        if self._one_shot_call or self.explain or not plan.context.layer:
             return None
-        return "steady", self.policy, *call_key(self, kwargs)
+        hooks = tuple(self._propagate_forward_pre_hooks), tuple(self._propagate_forward_hooks)
+        tensors = [v[0] if isinstance(v, tuple | list) and v else v for v in kwargs.values()]
+        tensors = [v for v in tensors if isinstance(v, Tensor) and not isinstance(v, DeferredEdge)]
+        own, devices = type(self), sorted({v.device.type for v in tensors})
+        local = self.node_dim, plan.rank, hooks, own.message, own.update, *devices
+        return "steady", self.policy, local, *self.call_key(kwargs)
+
+    def call_key(self, kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+        """Returns a call's kind, alike on all workers, and what may change its message besides.
+
+        That is the flags, names and numbers among the attributes of the layer and its modules, and
+        methods that were put on the layer itself.
+
+        Args:
+            kwargs: Keyword arguments of :meth:`propagate`.
+        """
+        axis, cpu, cuda = int(self.node_dim), None, None
+        if torch.is_autocast_enabled("cpu"):
+            cpu = torch.get_autocast_dtype("cpu")
+        if torch.is_autocast_enabled("cuda"):
+            cuda = torch.get_autocast_dtype("cuda")
+        kinds = [(name, _kind(kwargs[name], axis)) for name in sorted(kwargs)]
+        learns = [p.requires_grad for p in self.parameters()]
+        aggregation, grad = type(self.aggr_module), torch.is_grad_enabled()
+        kind = self.training, grad, (cpu, cuda), aggregation, tuple(learns), tuple(kinds)
+        # A method of the layer's own, not of its class: others may stand there tomorrow.
+        switches: list[Any] = [self.__dict__.get(name) for name in _METHODS]
+        switches += [tuple(getattr(self, name)) for name in _HOOKS]  # numbers that are given once
+        many = len(self.__dict__.get("_choices", ())) >= _MANY_CHOICES
+        wanted = _FLAGS if many else _SWITCHES
+        for module in self.modules():
+            switches.append(type(module))
+            for name, value in module.__dict__.items():
+                if isinstance(value, wanted) and name[0] != "_":
+                    switches.append((name, value))
+        return kind, tuple(switches)
 
     def edge_updater(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Any:
         """Updates edge features; see :meth:`torch_geometric.nn.MessagePassing.edge_updater`.
@@ -213,8 +262,10 @@ class DistMessagePassing(MessagePassing):
             return super().edge_updater(edge_index, size=size, **kwargs)
         if edge_index.partial is not None:
             edge_index = inner(edge_index, edge_index.partial, self, self._source_row())
-        edge_index = self._with_room(edge_index, kwargs)
-        size = known_size(edge_index, size, self)
+        if edge_index.plan.open_ended:
+            edge_index = with_room(self, edge_index, kwargs)
+        if edge_index.targets is not None:
+            size = known_size(edge_index, size, self)
         strategy, _ = self._strategy()
         hooks = self._edge_update_forward_pre_hooks or self._edge_update_forward_hooks
         # Edges that go to the other ends' owners first: a worker without edges here has some there.
@@ -238,24 +289,6 @@ class DistMessagePassing(MessagePassing):
         with drawing(self, edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
             return super().edge_updater(edge_index, size=size, **kwargs)
 
-    def _with_room(self, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
-        """Returns edges of several relations, among all nodes of the layer's tensors."""
-        if not edge_index.plan.open_ended:
-            return edge_index
-        rows: dict[int, int] = {}  # nodes by the row of edges that refers to them
-        for method in methods_of(self):
-            for name in self.inspector.get_param_names(method):
-                value: Any = kwargs.get(name[:-2]) if name[-2:] in ("_i", "_j") else None
-                row = int((name[-2:] == "_i") == (self.flow == "source_to_target"))
-                pair = value if isinstance(value, tuple | list) else {row: value}
-                found = dict(enumerate(pair)) if isinstance(pair, tuple | list) else pair
-                for place, tensor in found.items():
-                    if isinstance(tensor, Tensor):
-                        rows[place] = tensor.size(int(self.node_dim))
-        place = edge_index.dist_row
-        sources = rows.get(place, edge_index.plan.num_local)
-        return widened(edge_index, sources, rows.get(1 - place, sources))
-
     # How to run ##############################################################
 
     def _source_row(self) -> int:
@@ -272,7 +305,7 @@ class DistMessagePassing(MessagePassing):
         if any(name in self.special_args or name[-2:] in ("_i", "_j") for name in names):
             return "one_shot", "its update() asks for edges"
         merges = type(self).aggregate is MessagePassing.aggregate and not self._watched()
-        merges &= decompose(self.aggr_module) is not None
+        merges &= type(self.aggr_module) in PLAIN or decompose(self.aggr_module) is not None
         merges &= self.policy.strategy != "chunked"
         return "sequential" if merges else "chunked", ""
 
@@ -282,33 +315,6 @@ class DistMessagePassing(MessagePassing):
         return bool(hooks) or "aggregate" in self.__dict__
 
     # Running #################################################################
-
-    def _reversed(
-        self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
-    ) -> tuple[DistEdgeIndex, dict[str, Any]]:
-        """Returns the edges at the owners of the nodes that sum, with edge-level tensors there."""
-        edges = reversed_edges(edge_index)
-        key = (type(self), tuple((n, kind_of_argument(v)) for n, v in sorted(kwargs.items())))
-        if key not in edges.edge_level:
-            found = edge_level_names(self, edge_index, kwargs, complete=True)
-            edges.edge_level[key] = {n.rpartition(".")[2] for n, level in found.items() if level}
-        names, layer = edges.edge_level[key], self.ledger_name
-        for value in kwargs.values():
-            if isinstance(value, DeferredEdge):
-                value.kwargs = edges.carried(value.kwargs, names, layer)
-                there = edges.edge_index
-                value.compute = partial(self._edge_updates, there, size=size, **value.kwargs)
-        return edges.edge_index, edges.carried(kwargs, names, layer)
-
-    @contextmanager
-    def _whole_scope(self, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[None]:
-        lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
-        with ExitStack() as stack:
-            if choice.sizes:
-                stack.enter_context(message_with_sizes(self, choice.sizes))
-            if lonely and choice.out_rows:
-                stack.enter_context(message_without_edges(self, choice.out_rows))
-            yield
 
     def _propagate_whole(
         self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any], choice: Choice
@@ -346,13 +352,16 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        if self.policy.random is None:
-            out = self._combined(edge_index, kwargs, choice, None)
-        else:
-            with drawing(self, edge_index, kwargs) as draws:
-                out = self._combined(edge_index, kwargs, choice, draws)
+        random = self.policy.random is not None
+        with drawing(self, edge_index, kwargs) if random else nullcontext() as draws:
+            out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
+            if out is None:
+                out = self._attended(edge_index, kwargs, choice, draws)
+            if out is None:
+                out = self._aggregated(edge_index, kwargs, choice, draws)
         for name in choice.sets:
             self.__dict__[name] = tile_value(name)
+            self.__dict__["_has_tile_values"] = True
         own = "update" in self.__dict__ or type(self).update is not MessagePassing.update
         if not own and not self._propagate_forward_hooks:
             return out
@@ -363,35 +372,19 @@ class DistMessagePassing(MessagePassing):
             out = out if result is None else result
         return out
 
-    def _combined(
-        self,
-        edge_index: DistEdgeIndex,
-        kwargs: dict[str, Any],
-        choice: Choice,
-        draws: EdgeDraws | None,
-    ) -> Tensor:
-        """Returns the aggregated messages, by the first way that fits."""
-        out = self._summed(edge_index, kwargs, choice)
-        if out is None:
-            out = self._attended(edge_index, kwargs, choice, draws)
-        return self._aggregated(edge_index, kwargs, choice, draws) if out is None else out
-
     def _summed(
         self, edge_index: DistEdgeIndex, kwargs: dict[str, Any], choice: Choice
     ) -> Tensor | None:
         """Returns sums of source rows by kernel; ``None`` where messages are something else."""
-        found = sums_kernel(self, edge_index, kwargs, choice)
+        call = sums_call(self, edge_index, kwargs, choice)
+        found = None if call is None else call.run(self, edge_index, kwargs)
         if found is None:
             return None
-        kernel, tensors = found
-        results = run(kernel, tensors, torch.is_grad_enabled() and kernel.needs_gradient)
-        axis = self.node_dim
+        results, in_degree = found
         if type(self.aggr_module) in PLAIN:  # Nothing becomes of the sum any more.
-            (out,) = results
-            return out.movedim(0, axis) if axis % out.dim() else out
-        results = [out.movedim(0, axis) if axis % out.dim() else out for out in results]
-        in_degree = kernel.schedule.in_degree
-        return decomposition_of(self, False).finish(results, in_degree, axis)
+            out: Tensor = results[0]
+            return out
+        return decomposition_of(self, False).finish(results, in_degree, self.node_dim)
 
     def _attended(
         self,
@@ -410,10 +403,9 @@ class DistMessagePassing(MessagePassing):
             return None
         if edge_index.plan.rank == 0:
             warn_if_missing()
-        title = f"{title_of(self)} at rank {edge_index.plan.rank}"
-        kernel, tensors = attention_kernel(
-            attention, edge_index, self.policy, self.ledger_name, title
-        )
+        title = titled(type(self).__name__, self.ledger_name, edge_index.plan.rank)
+        given = attention, edge_index, self.policy, self.ledger_name, title
+        kernel, tensors = attention_kernel(*given)
         record = torch.is_grad_enabled() and any(t.requires_grad for t in tensors)
         return as_aggregated(self, run(kernel, tensors, record)[0])
 
@@ -466,54 +458,47 @@ class DistMessagePassing(MessagePassing):
         edges, graph = fused
         args = tuple(graph if a is edges else a for a in args)
         kwargs = {name: graph if a is edges else a for name, a in kwargs.items()}
-        with self._call_scope([graph], args, kwargs):
-            return super().__call__(*args, **kwargs)
+        return self._call_on([graph], args, kwargs)
 
     # One call ################################################################
 
-    @contextmanager
-    def _call_scope(
+    def _call_on(
         self, edges: Sequence[DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> Iterator[None]:
-        self._refuse_local_ids(edges[0].plan, args, kwargs)
-        whole = self._one_shot_call
-        self._one_shot_call = whole or self._wants_attention(args, kwargs)
+    ) -> Any:
+        """Runs on distributed edges: ledgers charge this layer for what they gather meanwhile."""
+        plan, whole = edges[0].plan, self._one_shot_call
+        own: Any = type(self)
+        if isinstance(self, RGCNConv):
+            refuse_local_ids(self, plan, self._bound(args, kwargs).get("x"))
+        if _gives_attention(own):  # Edge values, which only one shot has.
+            asked = self._bound(args, kwargs).get("return_attention_weights")
+            self._one_shot_call = whole or asked is not None
+        outer = [(e.plan.context, e.plan.context.layer) for e in edges]
+        for context, _ in outer:
+            context.layer = self.ledger_name
+        keeps = self.policy.refresh_every > 1
+        caches = self.__dict__.get("cached") is False and "_cached_edge_index" in self.__dict__
+        maps = known_base(own) is not None
+        bound = partial(self._bound, args, kwargs)
         try:
-            with (
-                charged(edges, self.ledger_name),
-                keeping_rows(self, edges) if self.policy.refresh_every > 1 else nullcontext(),
-                named(f"{title_of(self)} at rank {edges[0].plan.rank}"),
-                kept_normalisation(self, edges[0], partial(self._bound, args, kwargs)),
-            ):
-                hook = self.__dict__.get("gradient_sum")
-                if hook is not None:
-                    hook.settle()
+            if (hook := self.__dict__.get("gradient_sum")) is not None:
+                hook.settle()
+            if self._has_tile_values:
                 forget_tile_values(self)
-                with transforming_first(self):
-                    yield
+            with (
+                keeping_rows(self, edges) if keeps else nullcontext(),
+                kept_normalisation(self, edges[0], bound) if caches else nullcontext(),
+                transforming_first(self) if maps else nullcontext(),
+            ):
+                return super().__call__(*args, **kwargs)
+        except Exception as error:
+            note_place(error, f"{title_of(self)} at rank {plan.rank}")
+            raise
         finally:
             self._one_shot_call = whole
-
-    def _refuse_local_ids(
-        self, plan: HaloPlan, args: Sequence[Any], kwargs: dict[str, Any]
-    ) -> None:
-        """Refuses RGCNConv without features: it would number this worker's nodes 0, 1, ..."""
-        if not isinstance(self, RGCNConv) or plan.world_size == 1:
-            return
-        x = self._bound(args, kwargs).get("x")
-        if (x[0] if isinstance(x, tuple) else x) is None:
-            raise ValueError(
-                f"{title_of(self)} got x=None at rank {plan.rank}, and would take this worker's "
-                "nodes for nodes 0, 1, ... of the graph: pass x=data.n_id, with as many "
-                "in_channels as the graph has nodes"
-            )
-
-    def _wants_attention(self, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-        """Says if ``return_attention_weights`` asks for edge values, which only one shot has."""
-        own: Any = type(self)
-        if not _gives_attention(own):
-            return False
-        return self._bound(args, kwargs).get("return_attention_weights") is not None
+            for context, before in reversed(outer):
+                context.layer = before
+                context.gathered.clear()
 
     def _bound(self, args: Sequence[Any], kwargs: dict[str, Any]) -> dict[str, Any]:
         """Returns the arguments of ``forward`` by name."""
@@ -521,6 +506,20 @@ class DistMessagePassing(MessagePassing):
             return inspect.signature(self.forward).bind_partial(*args, **kwargs).arguments
         except TypeError:  # forward() itself says better what is wrong.
             return {}
+
+
+def _kind(value: Any, axis: int) -> Any:
+    """Returns an argument without the numbers of nodes and edges."""
+    if isinstance(value, DeferredEdge):
+        return "deferred", tuple((k, _kind(v, axis)) for k, v in sorted(value.kwargs.items()))
+    if isinstance(value, Tensor):
+        shape = list(value.shape)
+        if shape:
+            shape[axis % len(shape)] = shape[0] = -1
+        return value.dtype, value.requires_grad, tuple(shape)
+    if isinstance(value, tuple | list):
+        return tuple(_kind(v, axis) for v in value)
+    return value if isinstance(value, bool | int | float | str | None) else type(value)
 
 
 @cache

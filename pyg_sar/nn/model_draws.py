@@ -25,7 +25,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.engine.analysis import Choice, call_key, choices_of, title_of
+from pyg_sar.engine.analysis import Choice, choices_of, title_of
 from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels.attention_terms import Attention
@@ -354,7 +354,7 @@ def drawing(
     if strength is None:
         yield None
         return
-    choices, key = choices_of(layer), ("draws nothing", *call_key(layer, kwargs))
+    choices, key = choices_of(layer), ("draws nothing", *layer.call_key(kwargs))
     draws = EdgeDraws(edge_index, strength, title_of(layer), silent=key in choices)
     yield draws
     draws.settle()

@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch_geometric.nn import MessagePassing
 
-from pyg_sar.engine.analysis import title_of
+from pyg_sar.engine.analysis import Choice, title_of
 from pyg_sar.engine.chunks import by_target
+from pyg_sar.engine.reverse import reversed_edges
 from pyg_sar.errors import PygSarError
 from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.exchange.wire import Wire
 from pyg_sar.message.decompose import decompose
+from pyg_sar.message.message_checks import edge_level_names
 from pyg_sar.message.program import DeferredEdge
+from pyg_sar.nn.transform_first import standing_in
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
+from pyg_sar.space.joint_index import widened
 
 
 def kind_of_argument(value: Any) -> Any:
@@ -108,21 +113,6 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
     return known
 
 
-@contextmanager
-def standing_in(*methods: tuple[torch.nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
-    """Calls of these modules' methods, by module and name, go to other functions meanwhile."""
-    before = [(module.__dict__, name, module.__dict__.get(name)) for module, name, _ in methods]
-    for module, name, function in methods:
-        module.__dict__[name] = function
-    try:
-        yield
-    finally:
-        for attributes, name, own in reversed(before):
-            attributes[name] = own
-            if own is None:
-                del attributes[name]
-
-
 class _Joined(torch.autograd.Function):
     """The first tensor, in whose trace the others stand; these get no gradient."""
 
@@ -180,6 +170,18 @@ def message_with_sizes(layer: MessagePassing, sizes: Mapping[str, Any]) -> Itera
         return own(**arguments)
 
     with standing_in((layer, "message", message)):
+        yield
+
+
+@contextmanager
+def whole_scope(layer: Any, edge_index: DistEdgeIndex, choice: Choice) -> Iterator[None]:
+    """Lets a message of all edges at once get the whole graph's sizes, and go without edges."""
+    lonely = edge_index.size(1) == 0 and edge_index.plan.world_size > 1
+    with ExitStack() as stack:
+        if choice.sizes:
+            stack.enter_context(message_with_sizes(layer, choice.sizes))
+        if lonely and choice.out_rows:
+            stack.enter_context(message_without_edges(layer, choice.out_rows))
         yield
 
 
@@ -255,12 +257,11 @@ def kept_normalisation(
     edge index here, so that another graph or other weights get their own.
 
     Args:
-        layer: The layer.
+        layer: The layer, whose ``cached`` is ``False``.
         edge_index: Distributed edges.
         arguments: Gives the arguments of ``forward``, by name.
     """
-    cacheable = layer.__dict__.get("cached") is False and "_cached_edge_index" in layer.__dict__
-    bound = arguments() if cacheable else {}
+    bound = arguments()
     x, weight = bound.get("x"), bound.get("edge_weight")
     constant = weight is None or (isinstance(weight, Tensor) and not weight.requires_grad)
     if not isinstance(x, Tensor) or not constant:
@@ -282,3 +283,50 @@ def kept_normalisation(
     finally:
         layer.cached = False
         layer._cached_edge_index = None
+
+
+def with_room(layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]) -> DistEdgeIndex:
+    """Returns edges of several relations, among all nodes of the layer's tensors."""
+    if not edge_index.plan.open_ended:
+        return edge_index
+    rows: dict[int, int] = {}  # nodes by the row of edges that refers to them
+    for method in methods_of(layer):
+        for name in layer.inspector.get_param_names(method):
+            value: Any = kwargs.get(name[:-2]) if name[-2:] in ("_i", "_j") else None
+            row = int((name[-2:] == "_i") == (layer.flow == "source_to_target"))
+            pair = value if isinstance(value, tuple | list) else {row: value}
+            found = dict(enumerate(pair)) if isinstance(pair, tuple | list) else pair
+            for place, tensor in found.items():
+                if isinstance(tensor, Tensor):
+                    rows[place] = tensor.size(int(layer.node_dim))
+    place = edge_index.dist_row
+    sources = rows.get(place, edge_index.plan.num_local)
+    return widened(edge_index, sources, rows.get(1 - place, sources))
+
+
+def reversed_call(
+    layer: Any, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]
+) -> tuple[DistEdgeIndex, dict[str, Any]]:
+    """Returns the edges at the owners of the nodes that sum, with edge-level tensors there."""
+    edges = reversed_edges(edge_index)
+    key = (type(layer), tuple((n, kind_of_argument(v)) for n, v in sorted(kwargs.items())))
+    if key not in edges.edge_level:
+        found = edge_level_names(layer, edge_index, kwargs, complete=True)
+        edges.edge_level[key] = {n.rpartition(".")[2] for n, level in found.items() if level}
+    names, ledger = edges.edge_level[key], layer.ledger_name
+    for value in kwargs.values():
+        if isinstance(value, DeferredEdge):
+            value.kwargs = edges.carried(value.kwargs, names, ledger)
+            there = edges.edge_index
+            value.compute = partial(layer._edge_updates, there, size=size, **value.kwargs)
+    return edges.edge_index, edges.carried(kwargs, names, ledger)
+
+
+def refuse_local_ids(layer: Any, plan: HaloPlan, x: Any) -> None:
+    """Refuses RGCNConv without features: it would number this worker's nodes 0, 1, ..."""
+    if (x[0] if isinstance(x, tuple) else x) is None and plan.world_size > 1:
+        raise ValueError(
+            f"{title_of(layer)} got x=None at rank {plan.rank}, and would take this worker's "
+            "nodes for nodes 0, 1, ... of the graph: pass x=data.n_id, with as many "
+            "in_channels as the graph has nodes"
+        )

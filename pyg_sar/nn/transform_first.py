@@ -22,7 +22,8 @@ gradient then takes the rows, which are kept anyway, in place of their sums.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -50,13 +51,12 @@ from torch_geometric.nn import (
 )
 from torch_geometric.nn.conv.gcn_conv import gcn_norm
 
-from pyg_sar.nn.propagation import standing_in
-
 _WATCHED = tuple(
     f"_{name}_forward{when}_hooks"
     for name in ("propagate", "message", "aggregate", "message_and_aggregate", "edge_update")
     for when in ("", "_pre")
 )
+_LINEAR = (Linear, torch.nn.Linear)
 _METHODS = ("forward", "message", "aggregate", "update", "edge_update", "message_and_aggregate")
 
 Methods = list[tuple[torch.nn.Module, str, Callable[..., Any]]]
@@ -73,24 +73,33 @@ def transforming_first(layer: Any) -> Iterator[None]:
         layer: A :class:`~pyg_sar.nn.DistMessagePassing`, called on a distributed ``edge_index``.
     """
     layer.__dict__["_transforms_first"] = False
-    kind = _kind_of(type(layer))
-    if kind is None or not layer.policy.transform_first or not _is_unwatched(layer):
+    own: Any = type(layer)
+    kind = known_base(own)
+    same = kind and all(getattr(own, name) is getattr(kind, name) for name in _METHODS)
+    maps = same and layer.policy.transform_first and _is_unwatched(layer)
+    with standing_in(*_WAYS[kind](layer)) if kind and maps else nullcontext():
         yield
-        return
-    with standing_in(*_WAYS[kind](layer)):
-        yield
-
-
-def _kind_of(own: type) -> type[MessagePassing] | None:
-    """Returns PyG's class that computes what ``own`` does, where it is one of those known here."""
-    kind = _known_base(own)
-    unchanged = kind and all(getattr(own, name) is getattr(kind, name) for name in _METHODS)
-    return kind if unchanged else None
 
 
 @cache
-def _known_base(own: Any) -> type[MessagePassing] | None:
+def known_base(own: Any) -> type[MessagePassing] | None:
+    """Returns the class of those known here that ``own`` is derived from."""
     return next((kind for kind in _WAYS if issubclass(own, kind)), None)
+
+
+@contextmanager
+def standing_in(*methods: tuple[torch.nn.Module, str, Callable[..., Any]]) -> Iterator[None]:
+    """Calls of these modules' methods, by module and name, go to other functions meanwhile."""
+    before = [(module.__dict__, name, module.__dict__.get(name)) for module, name, _ in methods]
+    for module, name, function in methods:
+        module.__dict__[name] = function
+    try:
+        yield
+    finally:
+        for attributes, name, own in reversed(before):
+            attributes[name] = own
+            if own is None:
+                del attributes[name]
 
 
 _GLOBAL_HOOKS = tuple(
@@ -104,29 +113,25 @@ _GLOBAL_HOOKS = tuple(
 
 def _is_unwatched(layer: Any) -> bool:
     """Says if a layer computes what its class does, by sums that nothing watches."""
-    if type(layer.aggr_module) not in (SumAggregation, MeanAggregation):
+    if not _is_plain(layer.aggr_module, SumAggregation, MeanAggregation):
         return False
     everywhere = any(getattr(torch_module, name, None) for name in _GLOBAL_HOOKS)
     if layer.explain or layer.decomposed_layers > 1 or everywhere:
         return False
-    if any(layer.__dict__[name] for name in _WATCHED) or _hooked(layer.aggr_module):
+    if any(layer.__dict__[name] for name in _WATCHED):
         return False
     return layer.__dict__.keys().isdisjoint((*_METHODS, "propagate"))
 
 
-def _hooked(module: torch.nn.Module) -> bool:
-    return bool(
+def _is_plain(module: Any, *kinds: type) -> bool:
+    """Says if a module is of one of these very classes, and nothing watches it."""
+    return type(module) in kinds and not (
         module._forward_hooks
         or module._forward_pre_hooks
         or module._backward_hooks
         or module._backward_pre_hooks
         or "forward" in module.__dict__
     )
-
-
-def _is_linear(module: Any) -> bool:
-    """Says if it is a linear map as PyG and torch define it, which nothing watches."""
-    return type(module) in (Linear, torch.nn.Linear) and not _hooked(module)
 
 
 def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> bool:
@@ -148,16 +153,19 @@ def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> b
     return less
 
 
+@dataclass(slots=True)
 class _Ahead:
     """A linear map whose product is taken before a sum, and whose bias is added after it.
 
-    Args:
+    Attributes:
         layer: The layer.
         linear: Its linear map, whose ``forward`` :meth:`rest` stands in for.
+        done: The product was taken.
     """
 
-    def __init__(self, layer: Any, linear: Any) -> None:
-        self.layer, self.linear, self.done = layer, linear, False
+    layer: Any
+    linear: Any
+    done: bool = False
 
     def rows(self, x: Any) -> Any:
         """Returns ``x`` times the weight where that is less, else ``x``; of a pair, its sources."""
@@ -186,7 +194,7 @@ def _sums(*names: str) -> Callable[[Any], Methods]:
 
     def way(layer: Any) -> Methods:
         linears = [getattr(layer, name, None) for name in names]
-        if len(set(linears)) < len(names) or not all(_is_linear(linear) for linear in linears):
+        if len(set(linears)) < len(names) or not all(_is_plain(one, *_LINEAR) for one in linears):
             return []
         maps = [_Ahead(layer, linear) for linear in linears]
         turns, propagate = iter(maps), layer.propagate
@@ -209,7 +217,7 @@ def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
 
     def way(layer: Any) -> Methods:
         linear = find(layer)
-        if not _is_linear(linear) or layer.__dict__.get("cached", False):
+        if not _is_plain(linear, *_LINEAR) or layer.__dict__.get("cached", False):
             return []  # A cache keeps sums of rows that are not mapped.
         ahead, forward = _Ahead(layer, linear), layer.forward
 
@@ -229,9 +237,9 @@ def _inputs(find: Callable[[Any], Any]) -> Callable[[Any], Methods]:
 def _first_linear(layer: Any) -> Any:
     """Returns the linear map that a GINConv's network begins with, if it does."""
     network = layer.nn
-    if _is_linear(network):
+    if _is_plain(network, *_LINEAR):
         return network
-    if type(network) not in (MLP, torch.nn.Sequential) or _hooked(network):
+    if not _is_plain(network, MLP, torch.nn.Sequential):
         return None
     return next(iter(network.lins if isinstance(network, MLP) else network), None)
 
@@ -244,7 +252,8 @@ def _polynomial(compute: Callable[..., Tensor]) -> Callable[[Any], Methods]:
 
     def way(layer: Any) -> Methods:
         linears, forward = list(layer.lins), layer.forward
-        if len(linears) < 2 or not all(_is_linear(lin) and lin.bias is None for lin in linears):
+        plain = all(_is_plain(one, *_LINEAR) and one.bias is None for one in linears)
+        if len(linears) < 2 or not plain:
             return []
 
         def mapped(x: Any, *args: Any, **kwargs: Any) -> Any:

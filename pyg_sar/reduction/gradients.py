@@ -34,11 +34,9 @@ from pyg_sar.comm.messages import num_bytes
 from pyg_sar.errors import PygSarError, refuse_second_derivative
 from pyg_sar.reduction.parameters import (
     LIMBS,
-    call_after,
     check_replicas,
     defer_hooks,
     differ,
-    hooked,
     in_space,
     marks,
     owned_parameters,
@@ -178,7 +176,8 @@ class GradientSum(ParameterHook):
         defer_hooks(parameter, partial(self._before, parameter))
 
     def settle(self) -> None:
-        super().settle()
+        if self._copying is not None:
+            super().settle()
         if torch._C._current_graph_task_id() == -1:
             # Not within a backward pass: those that are open failed, and their callbacks with them.
             self._points, self._passes = {}, {}
@@ -187,11 +186,12 @@ class GradientSum(ParameterHook):
         if gradient is None or _use(parameter) is None:
             return gradient
         name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
-        refuse_second_derivative(
-            f"The gradient of parameter {name!r} at rank {self.comm.rank}",
-            "are not there, as it is summed over the workers; of inputs they are: "
-            "torch.autograd.grad(out, inputs, create_graph=True)",
-        )
+        if torch.is_grad_enabled():
+            refuse_second_derivative(
+                f"The gradient of parameter {name!r} at rank {self.comm.rank}",
+                "are not there, as it is summed over the workers; of inputs they are: "
+                "torch.autograd.grad(out, inputs, create_graph=True)",
+            )
         if id(parameter) not in self._known:
             raise PygSarError(
                 f"Parameter {name!r} was replaced, or the model was called with others "
@@ -236,12 +236,13 @@ class GradientSum(ParameterHook):
         if bucket is not None and task in self._passes:
             one = self._passes[task]
             one.sent |= {id(p): id(p) in one.own for p in bucket}
-            one.under_way.append(_post_totals(bucket, one.gradients(bucket), self.comm))
+            own = [one.own.get(id(p)) for p in bucket]
+            one.under_way.append(_post_totals(bucket, own, self.comm))
 
     def _sum(self, one: _Pass, task: int) -> dict[int, Tensor]:
         """Returns all sums of a pass, those under way and those of what is left."""
         left = [p for p in self.parameters if id(p) not in one.sent]
-        totals = _post_totals(left, one.gradients(left), self.comm)()
+        totals = _post_totals(left, [one.own.get(id(p)) for p in left], self.comm)()
         for arrive in one.under_way:
             totals |= arrive()
         if one.sent:
@@ -283,7 +284,12 @@ class GradientSum(ParameterHook):
         for parameter in self.parameters:
             if id(parameter) not in totals:
                 continue
-            total = hooked(parameter, totals[id(parameter)])
+            hooks: Any = parameter._backward_hooks
+            after: Any = parameter._post_accumulate_grad_hooks
+            total = totals[id(parameter)]
+            for hook in list(hooks.users.values()):
+                found = hook(total)
+                total = total if found is None else found
             if one.captures:
                 self._returned(one, parameter).copy_(total)
                 continue
@@ -291,7 +297,8 @@ class GradientSum(ParameterHook):
                 parameter.grad = total
             else:
                 parameter.grad.add_(total)
-            call_after(parameter)
+            for hook in list(after.users.values()):
+                hook(parameter)
 
     def _returned(self, one: _Pass, parameter: Tensor) -> Tensor:
         """Returns what ``torch.autograd.grad`` will return for a parameter."""
@@ -332,10 +339,6 @@ class _Pass:
     captured: dict[int, Tensor] = field(default_factory=dict)
     sent: dict[int, bool] = field(default_factory=dict)
     under_way: list[Callable[[], dict[int, Tensor]]] = field(default_factory=list)
-
-    def gradients(self, parameters: Iterable[Tensor]) -> list[Tensor | None]:
-        """Returns this worker's gradients, ``None`` where there is none."""
-        return [self.own.get(id(p)) for p in parameters]
 
 
 def _post_totals(

@@ -353,22 +353,6 @@ def defer_hooks(parameter: Tensor, own: Callable[[Tensor], Tensor | None]) -> No
     parameter._post_accumulate_grad_hooks = Deferred(None, after)
 
 
-def hooked(parameter: Tensor, total: Tensor) -> Tensor:
-    """Returns the gradient that the users' hooks make of the sum, as autograd would."""
-    hooks: Any = parameter._backward_hooks
-    for hook in list(hooks.users.values()):
-        found = hook(total)
-        total = total if found is None else found
-    return total
-
-
-def call_after(parameter: Tensor) -> None:
-    """Calls the hooks of ``register_post_accumulate_grad_hook``."""
-    hooks: Any = parameter._post_accumulate_grad_hooks
-    for hook in list(hooks.users.values()):
-        hook(parameter)
-
-
 def refuse_node_hooks(node: Any, name: str) -> None:
     """Refuses hooks on the node that accumulates a gradient: nothing can run them on the sum.
 

@@ -150,7 +150,7 @@ class InSpace(Tensor):
     targets: int | None
     places: Order | None = None
     partial: Partial | None = None
-    _memory: OrderedDict[Any, Any]
+    memory: OrderedDict[Any, Any]
 
     @property
     def order(self) -> Tensor | None:
@@ -200,13 +200,13 @@ class InSpace(Tensor):
 
     def remember(self, key: Any, make: Callable[[], Any]) -> Any:
         """The value made earlier for ``key``, or a new one."""
-        if key not in self._memory:
+        if key not in self.memory:
             with torch.inference_mode(False):  # Training may come after inference.
-                self._memory[key] = make()
-            while len(self._memory) > _MEMORY:
-                self._memory.popitem(last=False)
-        self._memory.move_to_end(key)
-        return self._memory[key]
+                self.memory[key] = make()
+            while len(self.memory) > _MEMORY:
+                self.memory.popitem(last=False)
+        self.memory.move_to_end(key)
+        return self.memory[key]
 
     def remember_together(self, key: Any, make: Callable[[], Any]) -> Any:
         """As :meth:`remember`, of what all workers make together. See [Note: made together]."""
@@ -216,9 +216,9 @@ class InSpace(Tensor):
     def recall_together(self, key: Any) -> Any:
         """The value that all workers made together for ``key``, or ``None`` on all."""
         if not self.by_content or self.plan.world_size == 1:
-            if key in self._memory:
-                self._memory.move_to_end(key)
-            return self._memory.get(key)
+            if key in self.memory:
+                self.memory.move_to_end(key)
+            return self.memory.get(key)
         made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
         plan, device = self.plan, self.device
         label = ("", "", "agreement")
@@ -285,7 +285,7 @@ def dist_index(
     out = index.as_subclass(DistIndex)
     if out is index:
         out = index.view_as(index).as_subclass(DistIndex)
-    out.plan, out.targets, out._memory = plan, targets, OrderedDict()
+    out.plan, out.targets, out.memory = plan, targets, OrderedDict()
     out.flat = index if flat is None else flat
     return out
 
@@ -313,7 +313,7 @@ def dist_edge_index(
         )
     out = edge_index.as_subclass(DistEdgeIndex)
     out.plan, out.targets, out.dist_row = plan, targets, dist_row
-    out._memory = OrderedDict()
+    out.memory = OrderedDict()
     return out
 
 
@@ -410,3 +410,56 @@ def _reshape(func: Any, args: Any, kwargs: Any) -> Any:
     row = dist_index(out, source.plan, source.flat, source.targets).ordered(source.places)
     row.partial = source.partial
     return row
+
+
+# Selected edges ##############################################################
+
+
+class Selections:
+    """Edges selected from a tensor earlier, found again by the same or by equal columns.
+
+    Relational layers select the edges of each relation by a mask that they make anew in each
+    pass. As many edges are remembered as there are in a few copies of the whole.
+
+    Args:
+        num_edges: Edges that may be selected.
+    """
+
+    def __init__(self, num_edges: int) -> None:
+        self._room = 4 * num_edges + 64
+        self._narrow = num_edges < 2**31
+        self._held = 0
+        self._by_identity: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
+        self._by_content: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
+
+    def find(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
+        """The edges in these columns (a mask, or their numbers)."""
+        key = (id(columns), version_of(columns))
+        if key not in self._by_identity:
+            # The entry keeps `columns` alive, so that its id stays its own.
+            self._by_identity[key] = columns, self._equal(columns, make)
+            if len(self._by_identity) > 16:
+                self._by_identity.popitem(last=False)
+        self._by_identity.move_to_end(key)
+        return self._by_identity[key][1]
+
+    def _equal(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
+        with torch.inference_mode(False):
+            mask = columns.dtype in (torch.bool, torch.uint8)
+            numbers = columns.nonzero().view(-1) if mask else columns.clone()
+            numbers = numbers.int() if self._narrow else numbers
+        places = torch.arange(numbers.numel(), device=numbers.device) % 1009
+        key = numbers.numel(), int(numbers.sum()), int((numbers * places).sum())
+        found = self._by_content.pop(key, None)
+        if found is not None and not torch.equal(found[0], numbers):
+            self._held -= numbers.numel()
+            found = None
+        if found is None:
+            found = numbers, make()
+            found[1].by_content = True
+            self._held += numbers.numel()
+        self._by_content[key] = found
+        while self._held > self._room and len(self._by_content) > 1:
+            _, (dropped, _) = self._by_content.popitem(last=False)
+            self._held -= dropped.numel()
+        return found[1]

@@ -32,6 +32,7 @@ from pyg_sar.space.distributed_index import (
     DistIndex,
     InSpace,
     Order,
+    Selections,
     builtin,
     dist_edge_index,
     dist_index,
@@ -53,7 +54,6 @@ from pyg_sar.space.joint_index import (
 )
 from pyg_sar.space.partial_edges import derived, flow_targets, refuse_partial
 from pyg_sar.space.pyg_calls import pyg_call
-from pyg_sar.space.selections import Selections
 
 __all__ = [
     "METADATA",
@@ -319,7 +319,7 @@ def _cat(func: Any, args: Any, kwargs: Any) -> Any:
     key = ("cat", where)
     found = base.remember(key, make)
     if not all(torch.equal(a, b) for a, b in zip(found[1], others, strict=True)):
-        del base._memory[key]
+        del base.memory[key]
         found = base.remember(key, make)
     return found[2]
 
@@ -387,7 +387,7 @@ def _compare(func: Any, args: Any, kwargs: Any) -> Any:
     key = ("compare", func.__name__, id(other), version_of(other))
     found = base.remember(key, make)
     if found[1]._version != 0:  # Somebody wrote into the mask: make a new one.
-        del base._memory[key]
+        del base.memory[key]
         found = base.remember(key, make)
     return found[1]
 

@@ -64,7 +64,7 @@ def _add(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(offset, int) or row.dim() != 1:
         raise refusal(func)
     out = plain(row).view_as(plain(row)).as_subclass(ShiftedRow)
-    out.plan, out.targets, out._memory = row.plan, row.targets, OrderedDict()
+    out.plan, out.targets, out.memory = row.plan, row.targets, OrderedDict()
     out.shift = offset + (row.shift if isinstance(row, ShiftedRow) else 0)
     return out
 
@@ -97,7 +97,7 @@ def set_shifted_row(edges: Any, key: Any, value: Any, refuse: Any) -> None:
         edges.shift = value.shift
     elif value.data_ptr() != plain(edges)[key].data_ptr():
         plain(edges)[key] = value
-    edges._memory.clear()
+    edges.memory.clear()
 
 
 def row_of_shifted(edges: ShiftedEdges, number: int) -> Tensor:
@@ -107,7 +107,7 @@ def row_of_shifted(edges: ShiftedEdges, number: int) -> Tensor:
         return row
     out = row.as_subclass(ShiftedRow)
     out.plan, out.targets, out.shift = edges.plan, edges.targets, edges.shift
-    out._memory = OrderedDict()
+    out.memory = OrderedDict()
     return out
 
 
@@ -134,7 +134,7 @@ def join(parts: Sequence[Any]) -> DistEdgeIndex:
     key = ("join", tuple((id(p.origin), version_of(p.origin), p.shift) for p in parts))
     found = first.origin.remember(key, make)
     if not all(torch.equal(a, b) for a, b in zip(found[1], targets, strict=True)):
-        del first.origin._memory[key]
+        del first.origin.memory[key]
         found = first.origin.remember(key, make)
     result: DistEdgeIndex = found[2]
     return result
@@ -192,7 +192,7 @@ def joined_lists(parts: Sequence[DistEdgeIndex]) -> DistEdgeIndex:
     for part in parts:
         copied: Any = plain(part).view_as(plain(part)).as_subclass(ShiftedEdges)
         copied.plan, copied.targets, copied.dist_row = part.plan, part.targets, part.dist_row
-        copied.shift, copied.origin, copied._memory = 0, part, OrderedDict()
+        copied.shift, copied.origin, copied.memory = 0, part, OrderedDict()
         shifted.append(copied)
     rows = [plain(part)[1 - first.dist_row] for part in parts]
     joined = _joined(shifted, rows)

@@ -92,6 +92,10 @@ class Block(Protocol):
     def columns(self) -> Tensor | slice:
         """Each edge's column of ``edge_index``, in the order of :attr:`segments`."""
 
+    @property
+    def by_source(self) -> Segments | None:
+        """The result of :meth:`transposed`, if it has been made."""
+
     def transposed(self, numbered: bool = False) -> Segments:
         """The edges by source: each reads a target, and adds to a row of the unit.
 
@@ -167,6 +171,7 @@ class EdgeRun:
             self._numbers = numbers[found.edges]
         self._first = replace(found, edges=None)
         self._other: Segments | None = None
+        self.by_source = self._first if by_source else None
 
     @property
     def columns(self) -> Tensor:
@@ -202,6 +207,7 @@ class EdgeRun:
                 given.source, given.offsets, given.targets, *self._size, numbered=numbered
             )
             found = self._other = _grouped(source, offsets, edges)
+            self.by_source = found if by_source else self.by_source
         return found
 
 
@@ -235,7 +241,7 @@ class Shard:
         self._shards, self.unit = shards, unit
         self.edges = shards.edges(unit)
         self.segments = shards.segments[unit]
-        self._transposed: Segments | None = None
+        self.by_source: Segments | None = None
 
     @property
     def columns(self) -> Tensor | slice:
@@ -244,13 +250,13 @@ class Shard:
 
     def transposed(self, numbered: bool = False) -> Segments:
         """The shard by source: rows of the unit's buffer add up local ids. Made on first use."""
-        found = self._transposed
+        found = self.by_source
         if found is None or (numbered and found.edges is None):
             given, shards = self.segments, self._shards
             sizes = shards.num_rows[self.unit], shards.num_targets
             ends = given.source, given.offsets, given.targets
             found = _grouped(*transpose(*ends, *sizes, numbered=numbered))
-            self._transposed = found
+            self.by_source = found
         return found
 
     def tiles(self, max_edges: int) -> Iterator[Tile]:
@@ -303,7 +309,7 @@ class Shards:
         units = range(2 if self._joined else plan.world_size)
         self.num_rows = [plan.num_local, plan.num_halo]
         if not self._joined:
-            self.num_rows = [plan.num_rows(unit) for unit in units]
+            self.num_rows = [plan.num_rows[unit] for unit in units]
         rows, order, starts = self._sort()
         # Columns of edges are asked for by edge-level data alone; see columns().
         self._in_order = bool((order[1:] > order[:-1]).all())

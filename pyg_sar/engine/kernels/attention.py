@@ -51,7 +51,7 @@ from pyg_sar.engine.run import Kernel, Pass
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.exchange.cover import ALL_PUSHED, Costs, nearest_costs
 from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
-from pyg_sar.exchange.wire import Wire
+from pyg_sar.exchange.wire import wire_of
 from pyg_sar.kernels.attention_ops import (
     attention_,
     attention_backward_sources_,
@@ -108,8 +108,8 @@ class SoftmaxAttention(Kernel):
         sent: Sequence[Sequence[Tensor]] = ((), ()),
     ) -> None:
         plan = schedule.plan
-        self.schedule, self.mode, self.name, self._title = schedule, policy.mode, name, title
-        self.prefetch, self.wire = policy.prefetch, Wire(policy.wire)
+        self.schedule, self.mode, self.name, self.title = schedule, policy.mode, name, title
+        self.prefetch, self.wire = policy.prefetch, wire_of(policy.wire)
         seed = (attention.seed + _SALT * plan.rank) % 2**64
         tensors = attention.tensors()
         self.names = list(tensors)
@@ -125,10 +125,6 @@ class SoftmaxAttention(Kernel):
                 [0] * plan.world_size if told else _dropout_seeds(plan.comm, self.attention)
             )
         self.kept: dict[tuple[bool, int], UnitRows] = {}  # of stages there, and here
-
-    @property
-    def title(self) -> str:
-        return self._title
 
     def given(self, tensors: Iterable[Tensor]) -> Any:
         """The attention of these tensors, in the order of :attr:`names`."""
@@ -146,9 +142,9 @@ class SoftmaxAttention(Kernel):
         return list(saved[: len(self.names)])
 
     def cotangent(
-        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor | None
+        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor
     ) -> Cotangent:
-        return Cotangent.of(gradients[0], _present(output), *saved[-2:])
+        return Cotangent.of(gradients[0], output, *saved[-2:])
 
     def backward(
         self, cotangent: Cotangent, saved: Sequence[Tensor], wanted: Sequence[bool], last: bool
@@ -217,7 +213,7 @@ class SoftmaxAttention(Kernel):
         self, own: Attention, block: Block, queries: Sequence[Tensor], backward: bool = False
     ) -> Attention:
         """The attention of the edges that are gone through for a peer."""
-        peer = self.schedule.plan.peers(block.unit)[0]
+        peer = self.schedule.plan.peers[block.unit][0]
         query = queries[0].to(own.value.dtype) if queries else None
         key: Any = block.columns if own.p > 0 else None
         if key is not None and self.drop_key is not None:
@@ -422,19 +418,14 @@ def covers_of(
 ) -> Covers:
     """The covers for an attention.
 
-    All workers call this together. Edge features stay with the targets' workers, and maxima and
-    normalisers would not stand a narrow wire: then all rows are pulled.
+    All workers call this together.
 
     Args:
         edge_index: Distributed edges.
         attention: For its shapes and dtypes.
-        policy: Its mode, wire and switch.
+        policy: Its mode.
         record: Whether a backward pass may follow.
     """
-    exact = policy.wire == "exact" and attention.edge_attr is None
-    exact &= attention.kind != "tanh"  # which is no softmax: there are no states to merge
-    if policy.push == "off" or not exact or attention.value.shape[1:].numel() == 0:
-        return Covers()
     forward, backward = row_bytes(attention, policy.mode)
     numbered = attention.p > 0
     if policy.mode > 1:

@@ -86,6 +86,7 @@ class _AllPairs:
         raise NotImplementedError("Attention over all nodes has no list of edges")
 
     columns = segments
+    by_source = None
 
     def transposed(self, numbered: bool = False) -> Any:
         """Pairs are not listed."""
@@ -159,13 +160,10 @@ class DenseAttention(Kernel):
 
     def __init__(self, name: str, plan: AllRows, call: _Call, prefetch: int) -> None:
         self.name, self.call, self.prefetch = name, call, prefetch
+        self.title = f"Attention over all nodes at rank {plan.rank}"
         blocks: Any = [_AllPairs(unit) for unit in range(plan.world_size)]
         stages = (Stage(HaloRows(plan), blocks),)
         self.schedule = Schedule(plan, call.graph, stages, stages)
-
-    @property
-    def title(self) -> str:
-        return f"Attention over all nodes at rank {self.schedule.plan.rank}"
 
     def forward(self, tensors: Sequence[Tensor], record: bool) -> DenseForward:
         return DenseForward(self.call, *tensors)
@@ -177,11 +175,9 @@ class DenseAttention(Kernel):
         return list(saved[:3])
 
     def cotangent(
-        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor | None
+        self, gradients: Sequence[Tensor], saved: Sequence[Tensor], output: Tensor
     ) -> tuple[Tensor, Tensor]:
         """The output's gradient, and its product with the output, ``D [heads, n]``."""
-        if output is None:
-            raise RuntimeError("The output of the attention was not kept")
         given = gradients[0].to(_wide(saved[0].dtype))
         return given, (given * output.to(given.dtype)).sum(-1).t()
 

@@ -31,7 +31,7 @@ from pyg_sar.engine.run import Kernel, Pass
 from pyg_sar.engine.schedule import Schedule
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.rows import UnitRows, Use, add_rows
-from pyg_sar.exchange.wire import Wire
+from pyg_sar.exchange.wire import wire_of
 from pyg_sar.message.decompose import Decomposition
 from pyg_sar.message.dependence import Dependence, Inject, token_for
 from pyg_sar.message.edge_draws import EdgeDraws
@@ -105,7 +105,11 @@ class Messages(Kernel):
         self.program, self.decomposition, self.needs = program, decomposition, needs
         self.schedule, self.name, self.max_edges = schedule, name, max_edges
         self.needs_gradient = needs.needs_gradient
-        self.prefetch, self.wire, self.out_rows = policy.prefetch, Wire(policy.wire), list(out_rows)
+        self.prefetch, self.wire, self.out_rows = (
+            policy.prefetch,
+            wire_of(policy.wire),
+            list(out_rows),
+        )
         self.requires_grad = [operand.tensor.requires_grad for operand in program.operands]
         self.keeps_graphs = keeps_graphs(needs, policy)
         readers = [reducer for group in self.reducers() for reducer in group]
@@ -119,12 +123,9 @@ class Messages(Kernel):
         named = program.layer.named_parameters()
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.graphs: list[_Graph] = []
+        rank = schedule.plan.rank
+        self.title = f"{type(program.layer).__name__} '{name}' at rank {rank}"
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
-
-    @property
-    def title(self) -> str:
-        rank = self.schedule.plan.rank
-        return f"{type(self.program.layer).__name__} '{self.name}' at rank {rank}"
 
     def tensors(self) -> list[Tensor]:
         """The inputs."""

@@ -11,19 +11,20 @@ them: a partial sum travels as well as a source row, and :math:`c_i g_i` as well
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from pyg_sar.engine.run import Kernel, Pass
+from pyg_sar.engine.cuts import SplitEdges
+from pyg_sar.engine.run import Kernel, Pass, run
 from pyg_sar.engine.schedule import Schedule
-from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows, flat_rows
+from pyg_sar.exchange.rows import UnitRows, Use, add_distinct_rows
 from pyg_sar.exchange.wire import Wire
-from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.kernels.ops import edge_dot, extremum_, extremum_backward_, gather_sum_
-from pyg_sar.message.target_index import trailing
+from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Block, Segments
 
 Weights = Sequence[Tensor]
@@ -33,17 +34,17 @@ Weights = Sequence[Tensor]
 class Sums(Kernel):
     """Reductions of source rows, one for each of ``kinds``.
 
-    Its inputs are the rows ``x [num_local, *]`` and, where edges have weights, these ``[E]``.
+    Its inputs are the rows ``x [num_local, F]`` and, where edges have weights, these ``[E]``.
 
     Args:
         name: The layer's name, for the ledger.
         title: The layer and the rank, for messages.
-        schedule: The way through the edges.
         prefetch: Units fetched ahead, 0 or 1.
         wire: How rows travel.
         kinds: ``'sum'``, ``'mean'``, ``'max'`` or ``'min'``.
         needs_sources: The backward pass reads source rows: of extrema, and where weights want a
             gradient.
+        schedule: The way through the edges.
         there: Weights of the edges that are gone through there, forward and backward.
     """
 
@@ -51,27 +52,23 @@ class Sums(Kernel):
         self,
         name: str,
         title: str,
-        schedule: Schedule,
         prefetch: int,
         wire: Wire,
         kinds: tuple[str, ...],
         needs_sources: bool,
+        schedule: Schedule,
         there: tuple[Weights, Weights] = ((), ()),
     ) -> None:
-        self.name, self._title, self.schedule = name, title, schedule
+        self.name, self.title, self.schedule = name, title, schedule
         self.prefetch, self.wire = prefetch, wire
         self.kinds, self.needs_sources, self.there = kinds, needs_sources, there
-
-    @property
-    def title(self) -> str:
-        return self._title
 
     def forward(self, tensors: Sequence[Tensor], record: bool) -> SumsForward:
         return SumsForward(self, tensors)
 
     def saved(self, tensors: Sequence[Tensor], done: SumsForward) -> list[Tensor]:
         x, *weight = tensors
-        rows = x if self.needs_sources else x.new_empty(0, *x.shape[1:])
+        rows = x if self.needs_sources else x.new_empty(0, x.size(1))
         return [rows, *weight, *(t for pair in done.extrema for t in pair)]
 
     def backward(
@@ -85,22 +82,97 @@ class Sums(Kernel):
 
     def degrees(self, like: Tensor) -> Tensor:
         """In-degrees, at least 1, to divide by; in float32 at least, to count so far."""
-        return self.schedule.in_degree.clamp(min=1).to(wide_dtype(like.dtype))
+        return self.schedule.in_degree.clamp(min=1).to(
+            torch.promote_types(like.dtype, torch.float32)
+        )
 
 
-def weights_of(block: Block, weight: Tensor | None) -> Tensor | None:
+def weights_of(block: Block, weight: Tensor) -> Tensor:
     """A number for each of the block's edges, in its order, in what kernels add up in."""
-    if weight is None:
-        return None
     found = weight.reshape(-1)[block.columns]
-    return found.to(wide_dtype(found.dtype))
+    return found.to(torch.promote_types(found.dtype, torch.float32))
 
 
 def add_gathered(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor | None) -> None:
-    """Adds gathered rows ``[M, *]``, by weight, to their targets in ``out [N, *]``."""
-    flat = out.view(out.size(0), out.shape[1:].numel())  # a view, also of columns of a buffer
+    """Adds gathered rows ``[M, F]``, by weight, to their targets in ``out [N, F]``."""
     at = segments.source, segments.offsets, segments.targets
-    gather_sum_(flat, flat_rows(rows), *at, weight, segments.edges)
+    gather_sum_(out, rows, *at, weight, segments.edges)
+
+
+def _places(edges: Segments, rows: UnitRows) -> Tensor:
+    """Where each edge finds its row."""
+    if rows.index is None:
+        return edges.source
+    return rows.index.index_select(0, edges.source).to(edges.source.dtype)
+
+
+Way = tuple[Schedule, SplitEdges | None, bool]
+"""How sums go through a structure: the schedule; how its edges are split, and forward, too."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SumsCall:
+    """A kind of call that is sums, as :mod:`pyg_sar.engine.choose` has decided it once.
+
+    Attributes:
+        source: The argument of ``propagate`` that holds the rows.
+        weight: The one that holds numbers of the edges, if there is one.
+        axis: Of the nodes, in the rows.
+        kernel: Makes the kernel of a schedule and weights that are needed elsewhere.
+        record: A gradient may be wanted.
+        key: By which edges remember their way; ``None``: kernels are missing here.
+        way: Finds it, or makes it, together with all workers; ``None``: not for these edges.
+        check: Raises where arguments don't fit the edges, and where the message is another one.
+    """
+
+    source: str
+    weight: str | None
+    axis: int
+    kernel: Callable[[Schedule, tuple[Weights, Weights]], Sums]
+    record: bool
+    key: tuple[Any, ...] | None
+    way: Callable[[DistEdgeIndex], Way | None]
+    check: Callable[..., None]
+    checks_always: bool
+
+    def run(
+        self, layer: Any, edge_index: DistEdgeIndex, kwargs: dict[str, Any]
+    ) -> tuple[Any, Tensor] | None:
+        """One output of each kind, nodes on the axis, and the in-degrees; or ``None``.
+
+        All workers call it together.
+        """
+        plan, axis = edge_index.plan, self.axis
+        rows, weight = kwargs[self.source], None if self.weight is None else kwargs[self.weight]
+        rows = rows[0] if isinstance(rows, tuple | list) else rows
+        fits = axis in (0, -2) and rows.dim() == 2 and rows.size(0) == plan.num_local
+        if not fits or weight is not None or self.checks_always:
+            self.check(layer, edge_index, kwargs, rows, weight)
+        memory = edge_index.memory
+        way = None if edge_index.by_content else memory.get(self.key)
+        if way is None:
+            way = self.way(edge_index)
+        else:
+            memory.move_to_end(self.key)
+        if way is None:
+            return None
+        schedule, split, forward = way
+        there: tuple[Weights, Weights] = (), ()
+        if weight is not None and split is not None:
+            weights = split.pushed_weights(edge_index, weight)
+            there = (weights if forward else (), weights)
+        if axis % rows.dim():
+            rows = rows.movedim(axis, 0)
+        shape = rows.shape[1:]
+        if len(shape) != 1:
+            rows = rows.reshape(rows.size(0), shape.numel())
+        kernel = self.kernel(schedule, there)
+        results = run(kernel, [rows] if weight is None else [rows, weight], self.record)
+        if len(shape) != 1:
+            results = [out.view(-1, *shape) for out in results]
+        if axis % (1 + len(shape)):
+            results = [out.movedim(0, axis) for out in results]
+        return results, schedule.in_degree
 
 
 class SumsForward(Pass):
@@ -113,28 +185,23 @@ class SumsForward(Pass):
         x = tensors[0]
         self._kernel, self.sources = kernel, [x]
         self._weight = tensors[1] if len(tensors) > 1 else None
-        shape = kernel.schedule.in_degree.numel(), *x.shape[1:]
-        self.extrema: list[tuple[Tensor, Tensor]] = []
-        for kind in kernel.kinds:
-            if kind in ("max", "min"):
-                worst = float("-inf") if kind == "max" else float("inf")
-                self.extrema.append((x.new_full(shape, worst), x.new_zeros(shape)))
+        shape = kernel.schedule.in_degree.numel(), x.size(1)
+        self._largest = [kind == "max" for kind in kernel.kinds if kind in ("max", "min")]
+        worst = [float("-inf") if is_largest else float("inf") for is_largest in self._largest]
+        self.extrema = [(x.new_full(shape, number), x.new_zeros(shape)) for number in worst]
         if len(self.extrema) < len(kernel.kinds):
             self.answers = [x.new_zeros(shape)]
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
-        edges, read = block.segments, flat_rows(rows.tensors[0])
+        edges, read = block.segments, rows.tensors[0]
         if edges.source.numel() == 0:
             return
-        at = rows.places(edges.source), edges.offsets, edges.targets
+        at = _places(edges, rows), edges.offsets, edges.targets
         for total in self.answers:
-            weight = weights_of(block, self._weight)
-            gather_sum_(flat_rows(total), read, *at, weight, edges.edges)
-        for kind, (best, ties) in zip(self._largest(), self.extrema, strict=True):
-            extremum_(flat_rows(best), flat_rows(ties), read, *at, kind)
-
-    def _largest(self) -> list[bool]:
-        return [kind == "max" for kind in self._kernel.kinds if kind in ("max", "min")]
+            weight = None if self._weight is None else weights_of(block, self._weight)
+            gather_sum_(total, read, *at, weight, edges.edges)
+        for is_largest, (best, ties) in zip(self._largest, self.extrema, strict=True):
+            extremum_(best, ties, read, *at, is_largest)
 
     def add_there_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
         weights = self._kernel.there[0]
@@ -145,7 +212,7 @@ class SumsForward(Pass):
         add_distinct_rows(self.answers[0], index, rows[0])
 
     def finish(self) -> list[Tensor]:
-        """One output for each kind, ``[num_targets, *]``."""
+        """One output for each kind, ``[num_targets, F]``."""
         kernel, out, extrema = self._kernel, [], iter(self.extrema)
         sums = [kind for kind in kernel.kinds if kind in ("sum", "mean")]
         for kind in kernel.kinds:
@@ -156,7 +223,7 @@ class SumsForward(Pass):
                 continue
             total = self.answers[0] if len(sums) == 1 else self.answers[0].clone()
             if kind == "mean":
-                total.div_(trailing(kernel.degrees(total), total))
+                total.div_(kernel.degrees(total).unsqueeze(1))
             out.append(total)
         self.sources = []
         return out
@@ -182,7 +249,7 @@ class SumsBackward(Pass):
         x, *rest = saved[:count]
         self._weight = rest[0] if rest else None
         numbers = kernel.schedule.plan.num_local
-        self._wanted, self._total = wanted, x.new_zeros(numbers, *x.shape[1:])
+        self._wanted, self._total = wanted, x.new_zeros(numbers, x.size(1))
         self.returned = [self._total] if wanted[0] else []
         self._weight_total: Tensor | None = None
         if self._weight is not None and wanted[1]:
@@ -210,22 +277,22 @@ class SumsBackward(Pass):
             (self._gradient,) = means
             self.scale = kernel.degrees(means[0]).reciprocal_()
         elif sums or means:
-            divided = [(g / trailing(kernel.degrees(g), g)).to(g.dtype) for g in means]
+            divided = [(g / kernel.degrees(g).unsqueeze(1)).to(g.dtype) for g in means]
             first, *others = [*sums, *divided]
             self._gradient = sum(others, first)
         if self._gradient is not None:
             self.slots = [self._gradient]
 
     def _shares(self) -> Tensor:
-        """The gradient of each edge's row by target, ``[num_targets, *]``."""
+        """The gradient of each edge's row by target, ``[num_targets, F]``."""
         gradient, scale = self._gradient, self.scale
         if gradient is None:
             raise RuntimeError("Extrema have no shares")
         if scale is None:
             return gradient
         if self._divided is None:
-            degrees = trailing(self._kernel.degrees(gradient), gradient)
-            self._divided = (gradient / degrees).to(gradient.dtype)
+            degrees = self._kernel.degrees(gradient)
+            self._divided = (gradient / degrees.unsqueeze(1)).to(gradient.dtype)
         return self._divided
 
     def add_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
@@ -235,15 +302,17 @@ class SumsBackward(Pass):
         if into:
             self._add_rows(block, into[0], read)
         if self._weight_total is not None and read is not None:
-            edges, shares = block.segments, flat_rows(self._shares())
+            edges, shares = block.segments, self._shares()
             at = edges.source, edges.offsets, edges.targets, edges.edges
-            found = edge_dot(flat_rows(read), shares, *at)
+            found = edge_dot(read, shares, *at)
             # Each edge is in one block.
             self._weight_total.view(-1)[block.columns] = found.to(self._weight_total.dtype)
 
     def _add_rows(self, block: Block, into: Tensor, read: Tensor | None) -> None:
-        weight = weights_of(block, self._weight)
-        edges = block.transposed(numbered=weight is not None)
+        weight = None if self._weight is None else weights_of(block, self._weight)
+        edges = block.by_source
+        if edges is None or weight is not None:
+            edges = block.transposed(numbered=weight is not None)
         gradient, scale = self._gradient, self.scale
         # A divided copy of all rows is made only where numbers for the edges would take more.
         if gradient is not None and (
@@ -254,9 +323,7 @@ class SumsBackward(Pass):
             shares = scale.index_select(0, edges.source)
             if weight is not None:
                 shares *= weight if edges.edges is None else weight.index_select(0, edges.edges)
-            flat = into.view(into.size(0), into.shape[1:].numel())
-            at = edges.source, edges.offsets, edges.targets
-            gather_sum_(flat, flat_rows(gradient), *at, shares)
+            gather_sum_(into, gradient, edges.source, edges.offsets, edges.targets, shares)
         for extremum in self._extrema:
             if read is None:
                 raise RuntimeError("An extremum's rows were not fetched again")
@@ -264,11 +331,12 @@ class SumsBackward(Pass):
 
     def add_there_(self, block: Block, rows: UnitRows, into: list[Tensor]) -> None:
         weights = self._kernel.there[1]
-        edges = block.transposed(numbered=bool(weights))
+        edges = block.by_source
+        if edges is None or weights:
+            edges = block.transposed(numbered=bool(weights))
         weight = _wide(weights[block.unit - 1], self._total) if weights else None
-        total = flat_rows(self._total)
-        at = rows.places(edges.source), edges.offsets, edges.targets
-        gather_sum_(total, flat_rows(rows.tensors[0]), *at, weight, edges.edges)
+        at = _places(edges, rows), edges.offsets, edges.targets
+        gather_sum_(self._total, rows.tensors[0], *at, weight, edges.edges)
 
     def finish(self) -> list[Tensor | None]:
         """The gradients of the rows and of the weights."""
@@ -288,7 +356,7 @@ class Extremum:
     extremum; nobody reaches it, and the gradient of all in-edges is :math:`0 \cdot g_i / 0`, NaN.
 
     Args:
-        gradient: Of the extrema ``[num_targets, *]``.
+        gradient: Of the extrema ``[num_targets, F]``.
         best: These.
         ties: How many rows reach them.
 
@@ -309,10 +377,9 @@ class Extremum:
 
     def add_(self, into: Tensor, read: Tensor, edges: Segments) -> None:
         """Adds a block's gradients ``into`` the rows that were ``read``; ``edges`` by source."""
-        flat = into.view(into.size(0), into.shape[1:].numel())
         at = edges.source, edges.offsets, edges.targets
-        gradient, best = flat_rows(self.gradient), flat_rows(self.best)
-        self.missing = self.missing - extremum_backward_(flat, flat_rows(read), gradient, best, *at)
+        found = extremum_backward_(into, read, self.gradient, self.best, *at)
+        self.missing = self.missing - found
         if self._nowhere is not None:  # The kernel gives a share to those that reach it only.
             add_gathered(into, self._nowhere, edges, None)
 
