@@ -3,7 +3,9 @@ worker's own rows, in turn.
 
     python benchmarks/global_view.py --out docs/benchmarks/global_view.md
 
-Each ratio is the median over pairs of epochs that follow each other.
+Each ratio is the median over pairs of epochs that follow each other, the local view first in every
+other pair. What the views' epochs run and send is counted, too: functions of the package that are
+called, and messages.
 """
 
 from __future__ import annotations
@@ -14,12 +16,14 @@ import statistics
 import tempfile
 import time
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 import torch_geometric
+from calls import entered
 from torch_geometric.nn import GAT, GraphSAGE
 from wire import CLASSES, power_law_graph
 
@@ -33,8 +37,11 @@ MODELS: dict[str, Any] = {
 }
 
 
-def train(root: str, name: str, hidden: int, epochs: int) -> list[dict[str, float]]:
-    """Seconds of each pair of epochs, by view. The first pair is not counted."""
+def train(root: str, name: str, hidden: int, epochs: int) -> dict[str, Any]:
+    """Seconds of each pair of epochs, by view, and the calls and messages of one.
+
+    The first pair is not counted.
+    """
     comm = current()
     data: dict[str, Any] = {}
     models: dict[str, torch.nn.Module] = {}
@@ -61,15 +68,21 @@ def train(root: str, name: str, hidden: int, epochs: int) -> list[dict[str, floa
         comm.barrier()
         return time.perf_counter() - start
 
-    return [{view: epoch(view) for view in VIEWS} for _ in range(1 + epochs)][1:]
+    pairs = [{view: epoch(view) for view in VIEWS[:: (-1) ** k]} for k in range(1 + epochs)][1:]
+    counts = {}
+    for view in VIEWS:
+        with pyg_sar.Ledger(comm) as ledger:
+            calls = entered(partial(epoch, view)).total()
+        counts[view] = calls, ledger.sent_messages()
+    return {"pairs": pairs, "counts": counts}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n\n")[0])
     parser.add_argument("--nodes", type=int, default=200_000)
     parser.add_argument("--edges", type=int, default=2_000_000)
-    parser.add_argument("--hidden", type=int, default=128)
-    parser.add_argument("--epochs", type=int, default=10)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--workers", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
@@ -79,16 +92,18 @@ def main() -> None:
         f"--edges {arguments.edges} --hidden {arguments.hidden} --epochs {arguments.epochs}`, "
         f"2 cores, {platform.machine()}, torch {torch.__version__}, torch-geometric "
         f"{torch_geometric.__version__}. Power-law graph, 3 layers, BatchNorm. Ratio: median of "
-        "epochs of the global view over those of the local view that came just before.\n",
-        "| model | workers | s per epoch, local | ratio |",
-        "|---|---|---|---|",
+        "epochs of the global view over those of the local view beside them, and the middle half "
+        "of these. Calls of pyg_sar's functions, and messages, of one epoch at rank 0.\n",
+        "| model | workers | s per epoch, local | ratio | middle half | calls, local and global | "
+        "messages |",
+        "|---|---|---|---|---|---|---|",
     ]
     data = power_law_graph(arguments.nodes, arguments.edges, 100)
     for name in MODELS:
         for workers in arguments.workers:
             with tempfile.TemporaryDirectory() as root:
                 pyg_sar.write_partitions(data, workers, root)
-                pairs = pyg_sar.launch(
+                found = pyg_sar.launch(
                     train,
                     workers,
                     root,
@@ -97,9 +112,14 @@ def main() -> None:
                     arguments.epochs,
                     threads_per_worker=2 // workers,
                 )[0]
-            ratio = statistics.median(pair["global"] / pair["local"] for pair in pairs)
+            pairs, counts = found["pairs"], [found["counts"][view] for view in VIEWS]
+            low, ratio, high = statistics.quantiles(p["global"] / p["local"] for p in pairs)
             seconds = statistics.median(pair["local"] for pair in pairs)
-            lines.append(f"| {name} | {workers} | {seconds:.2f} | {ratio:.3f} |")
+            calls, messages = (" / ".join(map(str, n)) for n in zip(*counts, strict=True))
+            lines.append(
+                f"| {name} | {workers} | {seconds:.2f} | {ratio:.3f} | {low:.2f} to {high:.2f} | "
+                f"{calls} | {messages} |"
+            )
             print(lines[-1], flush=True)
     if arguments.out:
         arguments.out.write_text("\n".join(lines) + "\n")

@@ -12,7 +12,7 @@ import torch
 from oracle import CHANNELS, OUT, TOLERANCE, assemble, error, make_graph, node_losses, threads
 from torch import Tensor
 from torch_geometric import nn as gnn
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import Compose, GCNNorm, ToSparseTensor
 from torch_geometric.typing import WITH_TORCH_SPARSE
 from torch_geometric.utils import coalesce, remove_self_loops
@@ -121,3 +121,19 @@ def test_an_adjacency_comes_back(layout: str, tmp_path: Path):
     assert "edge_index" not in merged and type(merged.adj_t) is type(data.adj_t)
     assert torch.equal(merged.adj_t.to_dense(), data.adj_t.to_dense())
     assert error(merged.x, data.x) <= TOLERANCE
+
+
+def test_types_of_edges_as_matrices_are_refused_by_name(tmp_path: Path):
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.rand(4, 2), torch.rand(3, 2)
+    data["a", "to", "b"].edge_index = torch.tensor([[0, 1, 3], [0, 2, 1]])
+    with pytest.raises(ValueError, match="'a', 'to', 'b'.*'adj_t'.*before ToSparseTensor"):
+        pyg_sar.write_partitions(ToSparseTensor()(data), 2, tmp_path / "parts")
+
+
+@needs_sparse
+def test_a_sparse_tensor_has_a_global_view(tmp_path: Path):
+    data = sparse_graph("SparseTensor")
+    pyg_sar.write_partitions(data, 1, tmp_path / "parts")
+    found = pyg_sar.load_partition(tmp_path / "parts", view="global").adj_t
+    assert torch.equal(found.whole().to_dense(), data.adj_t.to_dense())

@@ -17,7 +17,14 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.explain import Explainer, GNNExplainer
 from torch_geometric.transforms import ToSparseTensor
-from torch_geometric.utils import coalesce, remove_self_loops
+from torch_geometric.utils import (
+    batched_negative_sampling,
+    coalesce,
+    negative_sampling,
+    remove_self_loops,
+    structured_negative_sampling,
+    to_edge_index,
+)
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError, WorkerError
@@ -422,6 +429,10 @@ def test_sparse_matrices(tmp_path: Path) -> None:
     loops = with_matrix()
     loops.adj_t = (loops.adj_t.to_dense() + torch.eye(NODES, dtype=DOUBLE)).to_sparse_csr()
     pyg_sar.write_partitions(loops, 2, tmp_path / "loops")
+    edges = to_edge_index(with_matrix().adj_t)[0].flip(0)
+    # What is written of a matrix of torch-sparse, which need not be installed here.
+    other = Data(x=loops.x, edge_index=edges, adj_t="the edges, as SparseTensor")
+    pyg_sar.write_partitions(other, 2, tmp_path / "other")
 
     def run(root: Path) -> list[Any]:
         data = pyg_sar.load_partition(root / "parts", view="global")
@@ -431,6 +442,14 @@ def test_sparse_matrices(tmp_path: Path) -> None:
             sage(data.x, data.adj_t)
         with pytest.raises(DistributedIndexError, match="'to_dense' of 'adj_t'"):
             data.adj_t.to_dense()
+        data = pyg_sar.load_partition(root / "other", view="global")
+        dense = (with_matrix().adj_t.to_dense() != 0).to(DOUBLE)
+        found = whole(sage(data.x, data.adj_t), "test")
+        degree = dense.sum(1, keepdim=True).clamp(min=1)
+        expected = sage.lin_l(dense @ other.x / degree) + sage.lin_r(other.x)
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+        with pytest.raises(DistributedIndexError, match="'sum' of 'adj_t'"):
+            data.adj_t.sum(dim=1)
         data = pyg_sar.load_partition(root / "loops", view="global")
         gcn = pyg_sar.distribute(gnn.GCNConv(8, 2).to(DOUBLE), view="global")
         with pytest.raises(DistributedIndexError, match="GCNConv.*self-loops"):
@@ -549,6 +568,20 @@ def hetero_step(model: torch.nn.Module, data: HeteroData) -> list[Any]:
     return [loss.item(), whole(out, "test").detach(), *(p.grad for p in model.parameters())]
 
 
+def negative_pairs(data: HeteroData) -> list[Tensor]:
+    """Pairs of two types' nodes that are no edges, as PyG draws them, and what is made of them."""
+    random.seed(3)
+    torch.manual_seed(3)
+    edges = data["paper", "to", "author"].edge_index
+    pairs = [negative_sampling(edges, (40, 25), method=how) for how in ("sparse", "dense")]
+    scores = [(data["paper"].x[a] * data["author"].x[b]).sum(-1) for a, b in pairs]
+    inside = data["paper", "to", "paper"].edge_index
+    inside = inside[:, inside[0].argsort(stable=True)]
+    pairs += [*structured_negative_sampling(edges), negative_sampling(inside, 40, 0.5)]
+    pairs.append(batched_negative_sampling(inside, torch.zeros(40, dtype=torch.long)))
+    return [whole(found, "test") for found in (*pairs, *scores)]
+
+
 def built_hetero(data: HeteroData) -> torch.nn.Module:
     torch.manual_seed(1)
     model = Hetero(data.metadata()).to(DOUBLE)
@@ -559,13 +592,13 @@ def built_hetero(data: HeteroData) -> torch.nn.Module:
 
 def test_node_types(tmp_path: Path) -> None:
     graph = make_hetero()
-    expected = hetero_step(built_hetero(graph), graph)
+    expected = hetero_step(built_hetero(graph), graph) + negative_pairs(graph)
     pyg_sar.write_partitions(graph, 2, tmp_path / "parts")
 
     def run() -> list[Any]:
         model = built_hetero(make_hetero())
         data = pyg_sar.load_partition(tmp_path / "parts", view="global")
-        return hetero_step(pyg_sar.distribute(model, view="global"), data)
+        return hetero_step(pyg_sar.distribute(model, view="global"), data) + negative_pairs(data)
 
     for found in pyg_sar.launch(run, 2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)

@@ -281,6 +281,16 @@ CASES: dict[str, Callable[[Values], Any]] = {
     "outer": lambda v: torch.outer(v.x[:, 0], v.x[:, 1]),
     "product of all pairs": lambda v: (v.x @ v.x.t()).softmax(-1),
     "indices apart": lambda v: v.z.unsqueeze(1).expand(-1, 2, -1, -1)[:, [0, 1], :, [0, 2]],
+    "distances": lambda v: torch.cdist(v.x, v.w.t()),  # as many rows take another way:
+    "distances of many": lambda v: torch.cdist(v.x.repeat(1, 2), v.w.t().repeat(9, 2)),
+    "weights of smoothed classes": lambda v: F.cross_entropy(
+        v.x[:, :4] * 2, v.y, weight=_line(4), label_smoothing=0.2
+    ),
+    "values where": lambda v: v.x.masked_select(v.x > 0),
+    "close": lambda v: torch.allclose(v.x, v.x + 1e-12),
+    "sparse matrix of rows": lambda v: torch.sparse.mm(
+        torch.sparse_coo_tensor(torch.stack([v.p, v.y]), v.x[:, 0].detach(), (N, N)), v.x
+    ),
     "out=": lambda v: torch.index_select(v.m, 0, v.y, out=v.m.new_empty(N)),
 }
 

@@ -107,6 +107,17 @@ for epoch in range(2):
     data.edge_index = torch.cat([whole[:, :50], whole[:, 60:]], dim=1)
     print(f"{train(model, data, optimizer):.14f}")
 """,
+    "written edges": """
+data = Graphs()[0]
+model = Net(GCNConv, 5, 3).eval()
+halves = [data.edge_index[:, ::2].clone(), torch.from_numpy(data.edge_index.numpy().copy())]
+for edge_index in halves:
+    print(f"{model(data.x, edge_index).square().sum().item():.12f}")
+    edge_index.data[0, :9] = 7
+    print(f"{model(data.x, edge_index).square().sum().item():.12f}")
+halves[1].numpy()[1, :9] = 3
+print(f"{model(data.x, halves[1]).square().sum().item():.12f}")
+""",
     "transforms": """
 data = T.AddSelfLoops()(Graphs()[0])
 split = T.RandomLinkSplit(num_val=0.1, num_test=0.2, is_undirected=True)

@@ -28,7 +28,7 @@ def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
     """
     for name, inner in module.named_modules():
         for kind in (*(_HOOKS if inner is not module else ()), *_INNER_HOOKS):
-            for hook in getattr(inner, kind, {}).values():
+            for hook in (inner.__dict__.get(kind) or {}).values():
                 home = getattr(hook, "__module__", None) or type(hook).__module__
                 if home.partition(".")[0] not in ("torch", "torch_geometric"):
                     raise DistributedIndexError(

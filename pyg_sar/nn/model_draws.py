@@ -290,10 +290,19 @@ class DrawsOfForward:
             for handle in owner.handles if isinstance(owner, DrawsOfForward) else ():
                 handle.remove()
 
-    def enter(self, model: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        """Opens what draws, on all workers together."""
+    def enter(self, model: torch.nn.Module, args: Any, kwargs: Any, check: bool = True) -> None:
+        """Opens what draws, on all workers together.
+
+        Args:
+            model: The model.
+            args: What it is called with.
+            kwargs: The same by name.
+            check: Ask the others at once whether the generators are alike, not only when something
+                is drawn.
+        """
         draws = ModelDraws(self.comm, self.strength, type(model).__name__, (args, kwargs))
-        draws.check_start()
+        if check:
+            draws.check_start()
         self.open.append(draws)
         draws.__enter__()
 

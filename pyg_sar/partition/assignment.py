@@ -408,17 +408,20 @@ def restore_adjacency(data: Data, whole: bool) -> None:
 def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:
     """Returns the layout of the ``adj_t`` that a graph's edges were, and whether it had weights.
 
+    A ``SparseTensor`` of torch-sparse is taken for PyTorch's ``sparse_csr``.
+
     Args:
         values: The graph's attributes that are no tensors.
 
     Returns:
-        ``None`` where they were none of PyTorch's sparse matrices.
+        ``None`` where they were no sparse matrix.
     """
     form = values.get("adj_t")
     if not isinstance(form, str) or not form.startswith(_ADJACENCY):
         return None
     name = form.removeprefix(_ADJACENCY).removeprefix(_WEIGHTED)
     layouts = {str(layout): layout for layout in (torch.sparse_csr, torch.sparse_coo)}
+    layouts["SparseTensor"] = torch.sparse_csr
     return None if name not in layouts else (layouts[name], _WEIGHTED in form)
 
 
@@ -436,8 +439,8 @@ def edges_of(data: Any, whole: bool = True) -> Tensor:
     if edge_index is None:
         if data.get("adj_t") is not None or data.get("adj") is not None:
             raise ValueError(
-                "'data' holds its edges in another form; partition it before ToSparseTensor, "
-                "or set data.edge_index by torch_geometric.utils.to_edge_index"
+                "'data' holds its edges in another form ('adj_t' or 'adj'); partition it before "
+                "ToSparseTensor, or set data.edge_index by torch_geometric.utils.to_edge_index"
             )
         return torch.empty(2, 0, dtype=torch.long)
     if hasattr(edge_index, "as_tensor"):

@@ -184,6 +184,15 @@ def _masked_select(func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
+@rule("masked_select")
+def _select_by_mask(func: Any, args: Any, kwargs: Any) -> Any:
+    """Called by losses with ``weight`` and ``label_smoothing``."""
+    source, mask = args
+    if source.shape != mask.shape or source.dim() != 1:
+        return by_gathering(func, args, kwargs)
+    return torch.ops.aten.index.Tensor(source, [mask])
+
+
 @rule("index_put", "index_put_", "_index_put_impl_", "_unsafe_index_put")
 def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     given = arguments(func, args, kwargs)
@@ -296,6 +305,11 @@ def _scatter(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(target, NodeTensor) or not adds or not isinstance(values, Tensor):
         return _scatter_gathered(func, args, kwargs, writes)
     return _add_into_plain(func, given, target, values, value_name, dim, writes)
+
+
+@rule("masked_scatter")
+def _masked_scatter(func: Any, args: Any, kwargs: Any) -> Any:
+    return _scatter_gathered(func, args, kwargs, False)
 
 
 def _scatter_gathered(func: Any, args: Any, kwargs: Any, writes: bool) -> Any:

@@ -290,16 +290,17 @@ def refused(func: Any, args: Any, kwargs: Any) -> Any:
     raise refusal(func, why, *tensors_in(args, kwargs))
 
 
+_NESTED = (list, tuple, dict)
+
+
 def tensors_in(*values: Any) -> list[Tensor]:
     """Returns all tensors in nested lists, tuples and dicts."""
     found: list[Tensor] = []
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, list | tuple):
-            found += tensors_in(*value)
-        elif isinstance(value, dict):
-            found += tensors_in(*value.values())
+        elif isinstance(value, _NESTED) and value:
+            found += tensors_in(*(value.values() if isinstance(value, dict) else value))
     return found
 
 
@@ -312,13 +313,13 @@ def mapped(change: Callable[[Any], Any], value: Any) -> Any:
     """Returns nested lists, tuples and dicts with each tensor changed."""
     if isinstance(value, Tensor):
         return change(value)
+    if not isinstance(value, _NESTED):
+        return value
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(mapped(change, v) for v in value))
-    if isinstance(value, list | tuple):
-        return type(value)([mapped(change, v) for v in value])
     if isinstance(value, dict):
         return {key: mapped(change, v) for key, v in value.items()}
-    return value
+    return type(value)([mapped(change, v) for v in value])
 
 
 def whole(value: Any, what: str) -> Any:

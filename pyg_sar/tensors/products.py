@@ -60,11 +60,12 @@ def _mm(func: Any, args: Any, kwargs: Any) -> Any:
     return _product(func, *args)
 
 
-@rule("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation")
+@rule("addmm", "baddbmm", "addmv", "addbmm", "_addmm_activation", "_sparse_addmm")
 def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     """A product and what is added to it."""
     given = arguments(func, args, kwargs)
     names = {"addmm": ("mat1", "mat2"), "baddbmm": ("batch1", "batch2"), "addmv": ("mat", "vec")}
+    names["_sparse_addmm"] = names["addmm"]
     name = func._schema.name.rpartition("::")[2]
     if name not in names:
         raise refusal(func, "is not supported", *node_tensors(args))
@@ -73,7 +74,7 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     plain = [t for t in (left, right) if isinstance(t, NodeTensor)]
     if not plain:
         return by_gathering(func, args, kwargs)
-    single = {"addmm": "mm", "baddbmm": "bmm", "addmv": "mv"}[name]
+    single = {"baddbmm": "bmm", "addmv": "mv"}.get(name, "mm")
     # Rows stay whole: one call, whose rounding is that of one process.
     rows = plain[0].rows
     rowwise = name == "addmm" and isinstance(left, NodeTensor) and left.axis == 0
@@ -87,6 +88,20 @@ def _addmm(func: Any, args: Any, kwargs: Any) -> Any:
     packet = getattr(torch.ops.aten, single).default
     product = _product(packet, left, right)
     return product * given["alpha"] + added * given["beta"]
+
+
+@rule("_euclidean_dist", "_cdist_forward")
+def _distances(func: Any, args: Any, kwargs: Any) -> Any:
+    """Distances of each row of a matrix to the rows of one that all workers hold (``cdist``)."""
+    left, right, *rest = args
+    if (
+        not isinstance(left, NodeTensor)
+        or isinstance(right, NodeTensor)
+        or left.axis
+        or left.dim() != 2
+    ):
+        return by_gathering(func, args, kwargs)
+    return wrap(func(left.local, right, *rest, **kwargs), left.rows, 0)
 
 
 @method(F.bilinear, torch.bilinear)

@@ -236,8 +236,9 @@ def _unsupported(func: Any, args: Any, kwargs: Any) -> Any:
 @rule(
     *("_unique2", "unique_consecutive", "bincount", "histc", "nonzero", "searchsorted", "isin"),
     *("bucketize", "unique_dim", "quantile", "_local_scalar_dense", "is_nonzero", "histogram"),
-    *("trapezoid", "take", "_sparse_coo_tensor_unsafe", "nonzero_static", "_linalg_svd"),
-    *("linalg_qr", "_linalg_eigh", "_cdist_forward", "_cdist_backward", "diag_embed"),
+    *("trapezoid", "take", "_sparse_coo_tensor_unsafe", "_sparse_coo_tensor_with_dims_and_tensors"),
+    *("nonzero_static", "_linalg_svd", "linalg_qr", "_linalg_eigh", "_cdist_backward"),
+    *("diag_embed", "allclose"),
     *("_convert_indices_from_coo_to_csr", "sparse_compressed_tensor"),
 )
 def _gathered(func: Any, args: Any, kwargs: Any) -> Any:

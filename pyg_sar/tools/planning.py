@@ -128,7 +128,7 @@ def plan(
     check_type("parts", parts, single | Sequence, "a folder, or several")
     if rates is not None:
         check_type("rates", rates, Rates, "the machine's Rates, or None")
-    roots = [parts] if isinstance(parts, single) else list(parts)
+    roots: list[Any] = [parts] if isinstance(parts, single) else list(parts)
     limit = None if memory is None else parse_bytes(memory, "memory")
     if not roots or not modes:
         raise ValueError("'parts' and 'modes' need at least one entry each")
@@ -161,11 +161,11 @@ def plan(
                 forecasts.append(Forecast(parts="published", workers=count, mode=mode, **found))
             continue
         root, shapes = os.fspath(root), read_shapes(root)
-        parts = len(shapes)
-        counts = [parts] if workers is None else [count for count in workers if count <= parts]
+        most = len(shapes)
+        counts = [most] if workers is None else [count for count in workers if count <= most]
         if not counts:
             continue
-        few = min(counts) < parts
+        few = min(counts) < most
         sizes, apart, hosted = _try(root, shapes, model, policies, call, few)
         for k, mode in enumerate(modes):
             runs = _Runs(sizes, [[part[k] for part in run] for run in apart])
@@ -188,6 +188,12 @@ class _Runs:
     def line(self, of: Callable[[list[_Run]], float]) -> float:
         """Returns what a number of the parts' runs is on the whole partition."""
         return _line(self.sizes, [of(parts) for parts in self.runs])
+
+    def peak(self, hosted: Sequence[int]) -> int:
+        """Returns the most memory that parts of one process take."""
+        if len(hosted) == 1:
+            return round(self.line(lambda parts: parts[hosted[0]].peak))
+        return round(self.line(lambda parts: peak_together([parts[p].log for p in hosted])))
 
     def sent(self, p: int, to: Collection[int]) -> int:
         """Returns the bytes that part ``p`` sends to others, or to all workers (-1)."""
@@ -217,8 +223,8 @@ class _Machine:
         groups, runs = split_parts(num_parts, workers), apart if workers == num_parts else hosted
         memory, stored = [], []
         for parts in groups:
-            needs = [round(runs.line(lambda r, p=p: r[p].peak)) for p in parts]
-            whole = round(runs.line(lambda r, g=parts: peak_together([r[p].log for p in g])))
+            needs = [runs.peak([p]) for p in parts]
+            whole = runs.peak(parts)
             kept = whole
             if self.store and self.limit is not None and len(parts) > 1:
                 # A part's tensors must fit; what else waits goes to the store.
@@ -248,7 +254,7 @@ class _Machine:
         if mode == 1:  # Those of the pairs that are tried.
             rows = rows * (parts.parts - 1) // (parts.tried - 1)
         sent = rows + max(runs.sent(p, [-1]) for p in each)
-        memory = PROCESS + max(round(runs.line(lambda r, p=p: r[p].peak)) for p in each)
+        memory = PROCESS + max(runs.peak([p]) for p in each)
         seconds = max(runs.seconds(range(p, p + 1), self.rates) for p in each)
         if self.bandwidth is not None:
             seconds += sent / self.bandwidth

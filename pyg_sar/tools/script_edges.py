@@ -16,6 +16,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, whole
+from pyg_sar.tensors.rows import written
 from pyg_sar.tools.script_graphs import Graphs
 
 _KEPT = 16  # the most edge indices that are remembered
@@ -31,7 +32,7 @@ class MadeEdges:
     def __init__(self, graphs: Graphs) -> None:
         self.graphs = graphs
         self._layouts: dict[int, Rows] = {}
-        self._kept: OrderedDict[Any, tuple[Tensor, Tensor]] = OrderedDict()
+        self._kept: OrderedDict[Any, tuple[Tensor, int | Tensor, Tensor]] = OrderedDict()
 
     def in_call(self, layer: Any, args: Any, kwargs: Any) -> dict[int, Tensor]:
         """Returns distributed edges for those of a call that the script has made, by identity.
@@ -61,10 +62,10 @@ class MadeEdges:
         if ends is None:
             return None
         sizes = [end if isinstance(end, int) else end.size(0) for end in ends]
-        key = id(made), made._version, tuple(sizes)
-        if key in self._kept:
+        key = id(made), tuple(sizes)
+        if key in self._kept and _is_as_before(made, self._kept[key][1]):
             self._kept.move_to_end(key)
-            return self._kept[key][1]
+            return self._kept[key][2]
         owners = [self._owners(end, size) for end, size in zip(ends, sizes, strict=True)]
         edge_index = whole(made.detach(), "an 'edge_index' that the script has made")
         if len(ends) == 1:
@@ -80,7 +81,8 @@ class MadeEdges:
             loaded = self.graphs.share_made(graph, known if len(known) == 2 else None)
             found = loaded["source", "to", "target"].edge_index
         found = self._on(found, ends)
-        self._kept[key] = made, found
+        state = written(made) if isinstance(made, NodeTensor) else made.detach().clone()
+        self._kept[key] = made, state, found
         if len(self._kept) > _KEPT:
             self._kept.popitem(last=False)
         return found
@@ -104,6 +106,11 @@ class MadeEdges:
         for rank, ids in enumerate(rows.gathered_ids(rows.ids)):
             owner[ids] = rank
         return owner
+
+
+def _is_as_before(made: Tensor, state: int | Tensor) -> bool:
+    """Returns whether a tensor was not written since, through ``.data`` or NumPy either."""
+    return torch.equal(made, state) if isinstance(state, Tensor) else written(made) == state
 
 
 def _is_made(value: Tensor) -> bool:
