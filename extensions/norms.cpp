@@ -235,7 +235,8 @@ TORCH_LIBRARY_FRAGMENT(pyg_sar, m) {
   m.def("column_products(Tensor gradient, Tensor x, Tensor shift) -> Tensor");
   m.def(
       "scale_rows(Tensor x, Tensor shift, Tensor scale, Tensor offset, Tensor? gradient=None, "
-      "Tensor? factor=None) -> Tensor");
+      "Tensor? factor=None) -> Tensor",
+      {at::Tag::pointwise});
 }
 
 TORCH_LIBRARY_IMPL(pyg_sar, CPU, m) {

@@ -67,7 +67,8 @@ def attention_kernel(
     plan, edge_attr = edge_index.plan, tensors.get("edge_attr")
     if edge_attr is not None:
         _check_edges(edge_attr, edge_index, title)
-    for role in ("value", "x", "key", "query"):
+    relational = isinstance(attention, RelationalTerms)  # queries by relation, then by node
+    for role in ("value", "x", "key") if relational else ("value", "x", "key", "query"):
         count = edge_index.num_targets if role == "query" else plan.num_local
         if (tensor := tensors.get(role)) is not None and tensor.size(0) != count:
             check_nodes(tensor, 0, count, role, plan.rank)
