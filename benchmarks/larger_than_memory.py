@@ -186,8 +186,8 @@ Found = dict[tuple[str, int, str], Measured]
 """By model, parts (1: the whole graph) and limit."""
 
 
-def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
-    """The measurements so far."""
+def run(args: argparse.Namespace, folder: Path, refused: list[str]) -> Iterator[Found]:
+    """The measurements so far; limits that were too low are added to ``refused``."""
     kind = SyntheticGraph(
         nodes=args.nodes, edges=args.edges, features=args.features, classes=CLASSES
     )
@@ -205,7 +205,8 @@ def run(args: argparse.Namespace, folder: Path) -> Iterator[Found]:
             try:
                 now = row(f"{folder}/{parts}", model, args.epochs, parts, limit, args.store)
             except pyg_sar.errors.WorkerError as error:
-                tqdm.write(f"{model}, {parts} parts, {name}: {str(error).splitlines()[0]}")
+                refused.append(f"{model}, {parts} parts, {name}: {str(error).splitlines()[0]}")
+                tqdm.write(refused[-1])
                 continue
             free = free or now
             if now.losses != free.losses:
@@ -271,7 +272,7 @@ def plot(found: Found, path: Path) -> None:
     figure.savefig(path)
 
 
-def document(args: argparse.Namespace, found: Found, load: float) -> str:
+def document(args: argparse.Namespace, found: Found, refused: list[str], load: float) -> str:
     parts = " ".join(map(str, args.parts))
     command = (
         f"python benchmarks/larger_than_memory.py --nodes {args.nodes} --edges {args.edges} "
@@ -298,6 +299,7 @@ def document(args: argparse.Namespace, found: Found, load: float) -> str:
         "",
         *table(found),
         "",
+        *(f"Refused: {line}\n" for line in refused),
     ]
     if args.out:
         picture = args.out.with_suffix(".svg")
@@ -326,8 +328,9 @@ def main() -> None:
     load = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=args.store) as folder:
         args.store = folder
-        for found in run(args, Path(folder)):
-            text = document(args, found, load)
+        refused: list[str] = []
+        for found in run(args, Path(folder), refused):
+            text = document(args, found, refused, load)
             if args.out:
                 args.out.write_text(text)
     print(text)
