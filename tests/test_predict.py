@@ -147,6 +147,33 @@ def test_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert Path(options["store"]).parent == tmp_path and second == (1, {"parts": 3})
 
 
+class Centred(nn.Module):
+    """Reduces over all nodes in its own code, which a worker's own rows must not stand for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = SAGEConv(6, 3).double()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        out: Tensor = self.conv(x - x.mean(0), edge_index)
+        share = torch.softmax(out.sum(1), dim=0) * x.size(0)
+        return (out - out.max(0).values) * share.view(-1, 1)
+
+
+def test_models_that_reduce_over_nodes_in_parts(monkeypatch: pytest.MonkeyPatch):
+    data, model = make_graph(NODES), Centred()
+    expected = whole(model, data)
+
+    def launched(fn: Any, workers: int, *args: Any, parts: int) -> None:
+        host(lambda: fn(*copy.deepcopy(args)), parts)
+
+    monkeypatch.setattr(inference, "launch", launched)
+    assert close(pyg_sar.infer(model, data, parts=3), expected)
+    replaced = "a row for each .got Tensor of shape .40, 2. at rank 0.: pass forward="
+    with pytest.raises(WorkerError, match=replaced):
+        pyg_sar.infer(model, data, parts=2, forward=lambda m, d: torch.ones(NODES, 2))
+
+
 def measured(fn: Any, *args: Any) -> tuple[int, int]:
     """MiB of the process before ``fn``, and at most."""
 

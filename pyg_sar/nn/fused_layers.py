@@ -336,8 +336,8 @@ class _Together(torch.autograd.Function):
 
 
 def _is_projection(term: Any, value: Tensor, weight: Any) -> bool:
-    """Says if autograd knows ``term`` as ``(value * weight).sum(-1)`` of a parameter, unwatched."""
-    if not isinstance(term, Tensor) or not isinstance(weight, torch.nn.Parameter):
+    """Says if autograd knows ``term`` as ``(value * weight).sum(-1)``, unwatched."""
+    if not isinstance(term, Tensor) or not isinstance(weight, Tensor):
         return False
     summed, made = term.grad_fn, value.grad_fn
     if made is None or summed is None or summed.name() != "SumBackward1":
@@ -349,8 +349,12 @@ def _is_projection(term: Any, value: Tensor, weight: Any) -> bool:
     (product, _), *_ = summed.next_functions
     if product is None or product.name() != "MulBackward0" or len(product.next_functions) != 2:
         return False
-    (left, number), (right, _) = product.next_functions
-    return left is made and number == value.output_nr and getattr(right, "variable", None) is weight
+    (left, number), (right, place) = product.next_functions
+    if weight.grad_fn is None:
+        weighted = getattr(right, "variable", None) is weight
+    else:  # in the global view a parameter comes through a node that sums its gradients
+        weighted = right is weight.grad_fn and place == weight.output_nr
+    return weighted and left is made and number == value.output_nr
 
 
 def terms_together(

@@ -23,7 +23,7 @@ from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, adjacency, edge_tensor, node_rows, wrap
 
 STATES: Label = ("", "", "random states")
-"""What the ledger counts random states as."""
+"""The ledger's label of random states."""
 
 _FIRST = ("x", "edge_index", "edge_attr", "y", "pos", "time")  # As ``Data`` itself orders them.
 

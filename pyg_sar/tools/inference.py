@@ -36,6 +36,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.reduction.rows_file import write_rows
+from pyg_sar.tensors import NodeTensor
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -75,8 +76,9 @@ def infer(
 
     With ``memory`` or ``parts`` the graph is cut into parts, in a temporary folder, and a worker
     process computes them in turn, one layer after the other; what waits lies in files
-    (docs/larger-than-memory.md; Linux, with the C++ kernels). On the workers of a partition every
-    worker calls this with its own part.
+    (docs/larger-than-memory.md; Linux, with the C++ kernels). The model's own code sees tensors of
+    the whole graph then (docs/global-view.md). On the workers of a partition every worker calls
+    this with its own part, and the model's own code sees the rows of that part.
 
     Args:
         model: The model, plain or distributed.
@@ -131,7 +133,7 @@ def infer(
         rows = _run(model, data, forward, node_type)
     if out is None:
         return rows
-    rows = rows.float() if rows.dtype == torch.bfloat16 else rows
+    rows = _storable(rows)
     write_rows(rows, _ids(data, node_type, rows), out)
     return rows if is_part else _mapped(out)
 
@@ -228,6 +230,10 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
     return rows.detach()
 
 
+def _storable(rows: Tensor) -> Tensor:
+    return rows.float() if rows.dtype == torch.bfloat16 else rows
+
+
 def _ids(data: Any, node_type: str | None, rows: Tensor) -> Tensor:
     store = data[node_type] if isinstance(data, HeteroData) else data
     found = store.get("n_id") if isinstance(data, PartData | PartHeteroData) else None
@@ -296,9 +302,16 @@ def _infer_part(
     node_type: str | None,
     policy: SARPolicy | None,
 ) -> None:
-    """Runs for each part."""
-    data = load_partition(root)
-    infer(model, data, out=path, forward=forward, node_type=node_type, policy=policy)
+    """Runs for each part. The model's own code sees the whole graph, as it does in one process."""
+    data = load_partition(root, view="global")
+    rows = _run(distribute(model, policy, view="global"), data, forward, node_type)
+    if not isinstance(rows, NodeTensor) or rows.axis != 0:
+        raise ValueError(
+            f"Expected a result of the nodes, a row for each (got {type(rows).__name__} of shape "
+            f"{list(rows.shape)} at rank {current().rank}): pass forward=, or leave out 'memory' "
+            "and 'parts'"
+        )
+    write_rows(_storable(rows.local), rows.rows.ids, path)
 
 
 def _needed(data: Any) -> Any:
