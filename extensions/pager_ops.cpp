@@ -11,7 +11,7 @@
 namespace pyg_sar::pager {
 namespace {
 
-constexpr int64_t kLeast = 64 << 10;  // bytes; smaller tensors are not paged
+constexpr int64_t kLeast = 16 << 10;  // bytes; smaller tensors are not paged
 
 struct Entered {
   uint64_t generation = 0;

@@ -1,7 +1,7 @@
 """Keeps CPU tensors of parts that wait in a file, under a budget of memory.
 
 A process that computes several parts of a graph in turn needs one part's tensors at a time. Each
-part is an *arena*: tensors of 64 KiB or more that a thread makes after ``pager.enter(arena)`` lie
+part is an *arena*: tensors of 16 KiB or more that a thread makes after ``pager.enter(arena)`` lie
 in pages of the pager, which writes them to a file and brings them back as memory is needed. Their
 addresses never change: views, NumPy arrays and kernels need not know.
 
