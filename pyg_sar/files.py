@@ -67,6 +67,15 @@ def parse_bytes(size: int | str, name: str) -> int:
     return found
 
 
+def spoken_bytes(count: float) -> str:
+    """Returns a number of bytes with its unit: ``'1.50 GiB'``, ``'12 MiB'``."""
+    for unit in ("B", "KiB", "MiB"):
+        if count < 1024:
+            return f"{count:.0f} {unit}"
+        count /= 1024
+    return f"{count:.2f} GiB"
+
+
 def check_path(name: str, path: object) -> None:
     """Raises ``TypeError`` on an argument that is no path."""
     if not isinstance(path, str | os.PathLike):

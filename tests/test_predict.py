@@ -169,9 +169,25 @@ def test_models_that_reduce_over_nodes_in_parts(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(inference, "launch", launched)
     assert close(pyg_sar.infer(model, data, parts=3), expected)
-    replaced = "a row for each .got Tensor of shape .40, 2. at rank 0.: pass forward="
-    with pytest.raises(WorkerError, match=replaced):
+    alike = r"result of the nodes.*got shape .40, 2. on all workers, at rank 0.: pass forward="
+    with pytest.raises(WorkerError, match=alike):
         pyg_sar.infer(model, data, parts=2, forward=lambda m, d: torch.ones(NODES, 2))
+
+
+def test_the_global_view(partitions: Partitions, tmp_path: Path):
+    """On a partition's workers, a plain model and a distributed one."""
+    data, model = make_graph(NODES), Centred()
+    expected, root, path = whole(model, data), partitions(data, 3), tmp_path / "out.npy"
+
+    def part() -> None:
+        mine: Any = pyg_sar.load_partition(root, view="global")
+        for taken in (model, pyg_sar.distribute(copy.deepcopy(model), view="global")):
+            rows = pyg_sar.infer(taken, mine, out=path)
+            assert np.abs(rows.numpy() - expected.numpy()).max() < TOLERANCE
+        assert type(model.conv) is SAGEConv
+
+    host(part, 3)
+    assert close(torch.from_numpy(np.load(path)), expected)
 
 
 def measured(fn: Any, *args: Any) -> tuple[int, int]:

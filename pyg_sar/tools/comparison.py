@@ -24,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
+from pyg_sar.files import spoken_bytes
 from pyg_sar.train.hosted import aligned, describe_hosting
 
 # The report ###################################################################
@@ -137,7 +138,7 @@ def _table(layers: list[LayerReport]) -> list[str]:
             layer.kind,
             layer.strategy + (", transforms first" if layer.transforms_first else ""),
             str(layer.case or "-"),
-            _bytes(layer.received_bytes),
+            spoken_bytes(layer.received_bytes),
             f"{layer.resident_rows}/{layer.halo_rows}",
             f"{layer.output_error:.0e}",
             f"{layer.gradient_error:.0e}",
@@ -145,14 +146,6 @@ def _table(layers: list[LayerReport]) -> list[str]:
         for layer in layers
     ]
     return aligned(cells)
-
-
-def _bytes(number: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if number < 1024:
-            return f"{number:.0f} {unit}"
-        number /= 1024
-    return f"{number:.1f} GiB"
 
 
 # Recording ####################################################################

@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass, field
 
+from pyg_sar.files import spoken_bytes
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Forecast:
@@ -64,9 +66,9 @@ class Plan:
         for one in self.forecasts:
             mark = "*" if one is self.best else " " if one in self.fitting else "too large"
             lines.append(
-                f"{one.workers:>7}  {one.mode:>4}  {_size(max(one.memory)):>13}  "
-                f"{_size(max(one.stored)):>10}  {_size(sum(one.sent)):>10}  {one.seconds:>8.3g}  "
-                f"{one.parts} {mark}".rstrip()
+                f"{one.workers:>7}  {one.mode:>4}  {spoken_bytes(max(one.memory)):>13}  "
+                f"{spoken_bytes(max(one.stored)):>10}  {spoken_bytes(sum(one.sent)):>10}  "
+                f"{one.seconds:>8.3g}  {one.parts} {mark}".rstrip()
             )
         return "\n".join([*lines, self._why()])
 
@@ -101,20 +103,12 @@ class Plan:
         if self.best is None:
             least = min(self.forecasts, key=lambda one: max(one.memory))
             return (
-                f"None fits into {_size(self.limit or 0)}; the least is {_size(max(least.memory))} "
-                f"(mode {least.mode}, {least.workers} workers): take more parts, or host several "
-                "in turn with --memory and --store"
+                f"None fits into {spoken_bytes(self.limit or 0)}; the least is "
+                f"{spoken_bytes(max(least.memory))} (mode {least.mode}, {least.workers} workers): "
+                "take more parts, or host several in turn with --memory and --store"
             )
-        limit = "" if self.limit is None else f" of those within {_size(self.limit)}"
+        limit = "" if self.limit is None else f" of those within {spoken_bytes(self.limit)}"
         return (
             f"* take mode {self.best.mode} with {self.best.workers} workers: the shortest "
             f"epoch{limit}. Memory is beyond the start of a process, which takes some 350 MB"
         )
-
-
-def _size(count: float) -> str:
-    for unit in ("B", "KiB", "MiB"):
-        if count < 1024:
-            return f"{count:.0f} {unit}"
-        count /= 1024
-    return f"{count:.2f} GiB"

@@ -15,7 +15,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import torch
@@ -82,7 +82,8 @@ def infer(
 
     Args:
         model: The model, plain or distributed.
-        data: The whole graph in one process, or the part that :func:`pyg_sar.load_partition` gave.
+        data: The whole graph in one process, or what :func:`pyg_sar.load_partition` gave, of
+            either view.
         out: A ``.npy`` file, which the workers write in global order, each its own rows. It gets
             its name once it is complete, and replaces one of that name.
         memory: Bytes that each worker process may take beyond its start, such as ``'2GiB'``. The
@@ -99,16 +100,18 @@ def infer(
         policy: How layers run on parts.
 
     Returns:
-        The rows of all nodes ``[num_nodes, *]`` of a whole graph; with ``out`` they are mapped from
-        the file. On a partition this worker's rows ``[num_local, *]``. With ``out``, half precision
-        that NumPy does not have (bfloat16) becomes float32.
+        The rows of all nodes ``[num_nodes, *]`` of a whole graph; with ``out`` they are mapped
+        from the file. On a partition this worker's rows ``[num_local, *]``, in the global view
+        the tensor of all nodes. With ``out``, half precision that NumPy does not have (bfloat16)
+        becomes float32.
 
     Raises:
         ValueError: When an argument is out of range or does not fit the others; when the result
             has not one row per node, naming the rank.
         StoreError, WorkerError: When ``memory`` does not suffice.
     """
-    comm, is_part = current(), isinstance(data, PartData | PartHeteroData)
+    comm, shown = current(), _is_global(data)
+    is_part = shown or isinstance(data, PartData | PartHeteroData)
     _check(data, memory, parts, workers, store, node_type, is_part)
     check_type("model", model, nn.Module, "a torch.nn.Module")
     check_type("policy", policy or SARPolicy(), SARPolicy, "a SARPolicy or None")
@@ -124,17 +127,21 @@ def infer(
         rows = _run(model, data, forward, node_type)
     else:
         hooks = model._forward_pre_hooks.values()
-        if not any(isinstance(hook, GradientSum | SummedByHand) for hook in hooks):
+        if shown or not any(isinstance(hook, GradientSum | SummedByHand) for hook in hooks):
             if comm.world_size > 1:
                 check_replicas(model, comm)
             # A copy: the caller's stays a plain model.
             with _put_aside(model):
-                model = distribute(copy.deepcopy(model), policy)
+                view: Literal["local", "global"] = "global" if shown else "local"
+                model = distribute(copy.deepcopy(model), policy, view=view)
         rows = _run(model, data, forward, node_type)
     if out is None:
         return rows
-    rows = _storable(rows)
-    write_rows(rows, _ids(data, node_type, rows), out)
+    rows = rows.float() if rows.dtype == torch.bfloat16 else rows
+    if isinstance(rows, NodeTensor):
+        write_rows(rows.local, rows.rows.ids, out)
+    else:
+        write_rows(rows, _ids(data, node_type, rows), out)
     return rows if is_part else _mapped(out)
 
 
@@ -227,11 +234,18 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
             f"Expected the model to return a tensor with a row for each of the {count} nodes of "
             f"rank {current().rank} (got {found}): pass forward=, a function of model and data"
         )
+    if _is_global(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
+        raise ValueError(
+            f"Expected a result of the nodes, each worker its rows (got {found} on all workers, at "
+            f"rank {current().rank}): pass forward=, a function that computes it of data"
+        )
     return rows.detach()
 
 
-def _storable(rows: Tensor) -> Tensor:
-    return rows.float() if rows.dtype == torch.bfloat16 else rows
+def _is_global(data: Any) -> bool:
+    """Says if data is of a partition's global view."""
+    stores = data.stores if isinstance(data, Data | HeteroData) else []
+    return any(isinstance(value, NodeTensor) for store in stores for value in store.values())
 
 
 def _ids(data: Any, node_type: str | None, rows: Tensor) -> Tensor:
@@ -304,14 +318,7 @@ def _infer_part(
 ) -> None:
     """Runs for each part. The model's own code sees the whole graph, as it does in one process."""
     data = load_partition(root, view="global")
-    rows = _run(distribute(model, policy, view="global"), data, forward, node_type)
-    if not isinstance(rows, NodeTensor) or rows.axis != 0:
-        raise ValueError(
-            f"Expected a result of the nodes, a row for each (got {type(rows).__name__} of shape "
-            f"{list(rows.shape)} at rank {current().rank}): pass forward=, or leave out 'memory' "
-            "and 'parts'"
-        )
-    write_rows(_storable(rows.local), rows.rows.ids, path)
+    infer(model, data, out=path, forward=forward, node_type=node_type, policy=policy)
 
 
 def _needed(data: Any) -> Any:
