@@ -16,7 +16,7 @@ from pyg_sar.errors import StoreError
 from pyg_sar.store.pager import Pager
 from pyg_sar.store.row_file import RowFile
 
-RESERVE = 0.04, 8 << 20
+RESERVE = 0.06, 8 << 20
 """Share of the memory, and bytes, that are left for what the pager has not allocated."""
 CACHES = 8
 """Rows of one pass are cached in this part of the memory; two passes overlap."""
