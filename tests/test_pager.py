@@ -412,7 +412,7 @@ def write_calls() -> int:
 
 def test_neighbours_in_the_file_are_written_at_once(tmp_path):
     with opened(tmp_path, None) as pager:
-        tensors = [torch.full((16 * KB,), i, dtype=torch.int64) for i in range(64)]
+        tensors = [torch.full((8 * KB,), i, dtype=torch.int64) for i in range(64)]
         held = [pager.pinned(tensors[i]) for i in (0, 31)]
         for pin in held:
             pin.__enter__()
@@ -420,7 +420,7 @@ def test_neighbours_in_the_file_are_written_at_once(tmp_path):
             before = write_calls()
             pager.move_out(0)
             assert write_calls() - before <= 62 // 8
-            assert pager.counters().resident_bytes == len(held) * 128 * KB
+            assert pager.counters().resident_bytes == len(held) * 64 * KB
             for i, tensor in enumerate(tensors):
                 assert bool((tensor == i + again).all())
                 tensor.add_(1)
