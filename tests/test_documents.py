@@ -174,7 +174,8 @@ def test_planning(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     pyg_sar.write_partitions(a_graph(), 1, "parts")
-    run("docs/planning.md", snippets("docs/planning.md"), MyModel=MyModel, pyg_sar=pyg_sar)
+    given = {"MyModel": MyModel, "pyg_sar": pyg_sar, "model": MyModel(), "data": a_graph()}
+    run("docs/planning.md", snippets("docs/planning.md"), **given)
 
 
 def test_recipes(tmp_path, monkeypatch):

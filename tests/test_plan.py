@@ -12,10 +12,10 @@ from torch_geometric.nn import GAT, GraphSAGE
 import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.tools import cli, planning
-from pyg_sar.tools.forecasts import Forecast, Plan
+from pyg_sar.tools.forecasts import PROCESS, Forecast, Machine, Plan, Run, Runs
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
-from pyg_sar.tools.planning import _Machine, _Run, _Runs, parse_rate
+from pyg_sar.tools.planning import parse_rate
 from pyg_sar.tools.rates import Rates, Work, peak_together
 
 FEATURES, CLASSES, PARTS = 24, 5, 2
@@ -80,7 +80,7 @@ def test_predicted_bytes_are_those_of_the_partition(
     for k, found in enumerate(plan.forecasts):
         for p, runs in enumerate(counted):
             peak, sent = runs[k]
-            assert found.memory[p] - planning.PROCESS == pytest.approx(peak, rel=tolerance)
+            assert found.memory[p] - PROCESS == pytest.approx(peak, rel=tolerance)
             assert found.sent[p] == pytest.approx(sent, rel=0 if rows == 10**9 else tolerance)
             assert sent > 10_000
 
@@ -98,17 +98,17 @@ def test_work_is_counted_by_operators():
     assert RATES.seconds(Work(1e9, 2e9, 3e9)) == 6
 
 
-def run(sent: dict[int, int], peak: int = 100, seconds: float = 1.0) -> _Run:
-    return _Run(peak, [(1, peak), (2, 0)], sent, seconds, Work())
+def run(sent: dict[int, int], peak: int = 100, seconds: float = 1.0) -> Run:
+    return Run(peak, [(1, peak), (2, 0)], sent, seconds, Work())
 
 
 def test_hosts_share_a_link_and_send_nothing_within():
     """Four parts, each sends 1, 10, 100, 1000 to parts 0 to 3, and 5 to all."""
     to = {q: 10**q for q in range(4)}
-    apart = _Runs([1.0], [[run({-1: 5} | {q: n for q, n in to.items() if q != p}) for p in to]])
+    apart = Runs([1.0], [[run({-1: 5} | {q: n for q, n in to.items() if q != p}) for p in to]])
 
     def forecast(workers: int, hosts: int | None, bandwidth: float | None = 1.0) -> Any:
-        machine = _Machine(None, False, bandwidth, hosts, None)
+        machine = Machine(None, False, bandwidth, hosts, None)
         return machine.forecast(apart, apart, workers)
 
     assert forecast(4, None)["sent"] == [1115, 1106, 1016, 116]
@@ -121,12 +121,12 @@ def test_hosts_share_a_link_and_send_nothing_within():
 
 def test_memory_of_hosted_parts_with_a_store():
     runs = [run({}, 100 << 20), run({}, 60 << 20)]
-    hosted = _Runs([1.0], [runs])
+    hosted = Runs([1.0], [runs])
     for limit, store, expected in ((None, True, (160, 0)), (130, False, (160, 0)),
                                    (130, True, (122, 38)), (50, True, (100, 60))):  # fmt: skip
-        machine = _Machine(limit and limit << 20, store, None, None, None)
+        machine = Machine(limit and limit << 20, store, None, None, None)
         found = machine.forecast(hosted, hosted, 1)
-        memory, stored = found["memory"][0] - planning.PROCESS, found["stored"][0]
+        memory, stored = found["memory"][0] - PROCESS, found["stored"][0]
         assert (memory >> 20, stored >> 20) == expected
 
 
@@ -147,7 +147,7 @@ def test_one_worker_that_hosts_all_parts(root, monkeypatch):
     plan = pyg_sar.plan(model, root, workers=[1], modes=[1], rates=RATES)
     (found,) = plan.forecasts
     assert found.workers == 1 and found.sent == [0] and found.stored == [0]
-    assert found.memory[0] - planning.PROCESS == pytest.approx(counted, rel=0.02)
+    assert found.memory[0] - PROCESS == pytest.approx(counted, rel=0.02)
 
 
 def test_a_published_partition_is_planned_as_one_that_is_there(tmp_path):
@@ -165,7 +165,7 @@ def test_a_published_partition_is_planned_as_one_that_is_there(tmp_path):
     there = pyg_sar.plan(model, tmp_path / "parts", **given).forecasts
     for one, other in zip(pyg_sar.plan(model, published, **given).forecasts, there, strict=True):
         assert (one.workers, one.mode) == (12, other.mode)
-        used, taken = (max(f.memory) - planning.PROCESS for f in (one, other))
+        used, taken = (max(f.memory) - PROCESS for f in (one, other))
         assert used == pytest.approx(taken, rel=0.1)
         assert sum(one.sent) == pytest.approx(sum(other.sent), rel=0.1)
 
@@ -232,6 +232,31 @@ def test_the_command(root, monkeypatch, capsys):
     assert given["bandwidth"] == 1.25e8 and given["hosts"] == 1 and not given["store"]
 
 
+def test_a_graph_is_planned_before_it_is_partitioned(root, tmp_path, capsys):
+    graph = load_graph(f"synthetic:nodes=3000,degree=10,features={FEATURES},classes={CLASSES}")
+    given: Any = {"modes": [1], "rates": RATES}
+    (there,) = pyg_sar.plan(models()["sage"], root, **given).forecasts
+    found = pyg_sar.plan(models()["sage"], graph, parts=(1, PARTS), **given).forecasts
+    assert [one.parts for one in found] == ["1", str(PARTS)]
+    assert found[1].sent == there.sent and found[1].memory == there.memory
+    torch.save(graph, tmp_path / "graph.pt")
+    command = [
+        "plan",
+        str(tmp_path / "graph.pt"),
+        "--model",
+        "gcn",
+        "--hidden",
+        "8",
+        "--modes",
+        "1",
+    ]
+    assert cli.main([*command, "--parts", "2"]) == 0
+    assert " 2 *" in capsys.readouterr().out
+    assert cli.main([*command, "--parts", root]) == 2
+    assert "GRAPH needs numbers of parts" in capsys.readouterr().err
+    assert sorted(tmp_path.iterdir()) == [tmp_path / "graph.pt"]
+
+
 def test_what_cannot_be_planned(root, tmp_path):
     pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "parts", "random")
     with pytest.raises(ValueError, match="holds a heterogeneous graph, which plan"):
@@ -246,5 +271,11 @@ def test_what_cannot_be_planned(root, tmp_path):
         pyg_sar.plan(models()["gat"], tmp_path, workers=[0])
     with pytest.raises(ValueError, match=r"workers=\[3\] are more than any"):
         pyg_sar.plan(models()["gat"], root, workers=[3], rates=RATES)
+    graph = load_graph("synthetic:nodes=30,degree=2,features=2")
+    for data, parts in ((graph, None), (root, [2])):
+        with pytest.raises(ValueError, match=r"parts=.* needs numbers of parts, such as \(2, 4\)"):
+            pyg_sar.plan(models()["gat"], data, parts=parts)
+    with pytest.raises(ValueError, match=r"parts=\[0\] must be numbers of parts"):
+        pyg_sar.plan(models()["gat"], graph, parts=[0])
     with pytest.raises(ValueError, match="need at least one entry each"):
         pyg_sar.plan(models()["gat"], [])

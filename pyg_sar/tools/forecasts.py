@@ -1,11 +1,130 @@
-"""Forecasts of :func:`pyg_sar.plan`, as a table and a picture, and which of them to take."""
+"""Forecasts of :func:`pyg_sar.plan`: from runs on samples to a table, and which of them to take."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
+from pyg_sar.comm.host import split_parts
 from pyg_sar.files import spoken_bytes
+from pyg_sar.tools.plan_sample import PublishedPartition
+from pyg_sar.tools.rates import Rates, Work, peak_together
+
+PROCESS = 8 << 20
+"""Bytes that training takes in a process beside its tensors: code that is read, the allocator's."""
+
+
+# Runs on samples ############################################################
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """Holds what a part did: bytes alive, with their log, bytes sent by peer, and its time."""
+
+    peak: int
+    log: list[tuple[int, int]]
+    sent: dict[int, int]
+    seconds: float
+    work: Work
+
+
+@dataclass(frozen=True, slots=True)
+class Runs:
+    """The runs on samples: ``runs[size][part]``, and their lines to the whole partition."""
+
+    sizes: list[float]
+    runs: list[list[Run]]
+
+    def line(self, of: Callable[[list[Run]], float]) -> float:
+        """Returns what a number of the parts' runs is on the whole partition.
+
+        It is continued from (one or) two sizes, along their line.
+        """
+        values = [of(parts) for parts in self.runs]
+        if len(values) == 1:
+            return values[0]
+        slope = (values[0] - values[1]) / (self.sizes[0] - self.sizes[1])
+        return values[0] + slope * (1 - self.sizes[0])
+
+    def peak(self, hosted: Sequence[int]) -> int:
+        """Returns the most memory that parts of one process take."""
+        if len(hosted) == 1:
+            return round(self.line(lambda parts: parts[hosted[0]].peak))
+        return round(self.line(lambda parts: peak_together([parts[p].log for p in hosted])))
+
+    def sent(self, p: int, to: Collection[int]) -> int:
+        """Returns the bytes that part ``p`` sends to others, or to all workers (-1)."""
+        return round(self.line(lambda parts: sum(parts[p].sent.get(q, 0) for q in to)))
+
+    def seconds(self, hosted: range, rates: Rates | None) -> float:
+        """Returns the time of an epoch of some parts, one after the other."""
+        if rates is not None:
+            return sum(rates.seconds(self.runs[0][p].work.times(1 / self.sizes[0])) for p in hosted)
+        found = self.line(lambda parts: sum(parts[p].seconds for p in hosted))
+        return max(found, sum(self.runs[0][p].seconds for p in hosted))
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """Turns runs into forecasts, by what workers may take of their machines."""
+
+    limit: int | None
+    store: bool
+    bandwidth: float | None
+    hosts: int | None
+    rates: Rates | None
+
+    def forecast(self, apart: Runs, hosted: Runs, workers: int) -> dict[str, Any]:
+        """Returns the fields of a forecast."""
+        num_parts = len(apart.runs[0])
+        groups, runs = split_parts(num_parts, workers), apart if workers == num_parts else hosted
+        memory, stored = [], []
+        for parts in groups:
+            needs = [runs.peak([p]) for p in parts]
+            whole = runs.peak(parts)
+            kept = whole
+            if self.store and self.limit is not None and len(parts) > 1:
+                # A part's tensors must fit; what else waits goes to the store.
+                kept = min(whole, max(self.limit - PROCESS, *needs))
+            memory.append(PROCESS + kept)
+            stored.append(whole - kept)
+
+        def sent_from(places: Sequence[Collection[int]]) -> list[int]:
+            """Returns bytes to other places, each of some parts; of collectives all."""
+            if len(places) == 1:
+                return [0]
+            everyone = {-1, *range(num_parts)}
+            return [sum(apart.sent(p, everyone - {*parts}) for p in parts) for parts in places]
+
+        seconds = max(runs.seconds(parts, self.rates) for parts in groups)
+        if self.bandwidth is not None:
+            hosts = split_parts(workers, min(self.hosts or workers, workers))
+            links = sent_from([[p for worker in host for p in groups[worker]] for host in hosts])
+            seconds += max(links) / self.bandwidth
+        sent = sent_from(groups)
+        return {"memory": memory, "sent": sent, "seconds": seconds, "stored": stored}
+
+    def published(self, runs: Runs, parts: PublishedPartition, mode: int) -> dict[str, Any]:
+        """Returns the fields of a forecast, with a worker for each of the equal parts."""
+        each = range(parts.tried)
+        rows = max(runs.sent(p, each) for p in each)
+        if mode == 1:  # Those of the pairs that are tried.
+            rows = rows * (parts.parts - 1) // (parts.tried - 1)
+        sent = rows + max(runs.sent(p, [-1]) for p in each)
+        memory = PROCESS + max(runs.peak([p]) for p in each)
+        seconds = max(runs.seconds(range(p, p + 1), self.rates) for p in each)
+        if self.bandwidth is not None:
+            seconds += sent / self.bandwidth
+        return {
+            "memory": [memory] * parts.parts,
+            "sent": [sent] * parts.parts,
+            "seconds": seconds,
+        }
+
+
+# Forecasts ############################################################
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

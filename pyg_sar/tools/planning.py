@@ -19,7 +19,8 @@ import re
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -28,10 +29,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
+from tqdm import tqdm
 
 import pyg_sar.comm.group as group
 from pyg_sar.comm.group import current
-from pyg_sar.comm.host import split_parts
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.engine import analysis
@@ -40,13 +41,14 @@ from pyg_sar.kernels import attention_terms
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
-from pyg_sar.tools.forecasts import Forecast, Plan
-from pyg_sar.tools.graphs import names_in, parse_source
+from pyg_sar.tools.forecasts import Forecast, Machine, Plan, Run, Runs
+from pyg_sar.tools.graphs import load_graph, names_in, parse_source
 from pyg_sar.tools.models import MODELS, imported_model
 from pyg_sar.tools.plan_sample import PartShape, PublishedPartition, read_shapes, write_sample
-from pyg_sar.tools.rates import LiveBytes, Rates, Work, peak_together
+from pyg_sar.tools.rates import LiveBytes, Rates, Work
 from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
 from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
@@ -61,8 +63,6 @@ ROWS = 120_000
 """Own nodes, halo rows, and edges / 8, of all parts of the larger sample, about."""
 STEPS = 3
 """Steps that are timed; the fastest counts."""
-PROCESS = 8 << 20
-"""Bytes that training takes in a process beside its tensors: code that is read, the allocator's."""
 
 
 Partition = str | os.PathLike[str] | PublishedPartition
@@ -75,10 +75,23 @@ def _graph_of(root: Partition) -> tuple[int, int]:
     return found.num_nodes, found.num_edges
 
 
+@contextmanager
+def _partitioned(data: Data | None, root: Partition | int) -> Iterator[Partition]:
+    """Yields a partition; a number of parts is one of ``data``, which is there meanwhile."""
+    if not isinstance(root, int):
+        yield root
+        return
+    assert data is not None
+    with tempfile.TemporaryDirectory(prefix="pyg_sar-plan-") as folder:
+        write_partitions(data, root, Path(folder) / "parts")
+        yield Path(folder) / "parts"
+
+
 def plan(
     model: nn.Module | Callable[[Data], nn.Module],
-    parts: Partition | Sequence[Partition],
+    data: Data | Partition | Sequence[Partition],
     *,
+    parts: Sequence[int] | None = None,
     workers: Sequence[int] | None = None,
     modes: Sequence[int] = (1, 2, 3),
     policy: SARPolicy | None = None,
@@ -97,8 +110,11 @@ def plan(
 
     Args:
         model: The model, or what returns it for a part's ``Data``.
-        parts: A folder of :func:`pyg_sar.write_partitions`, or several; or what is known of a
-            partition that is not here (:class:`~pyg_sar.tools.plan_sample.PublishedPartition`).
+        data: A folder of :func:`pyg_sar.write_partitions`, or several; or a graph that is not
+            partitioned yet; or what is known of a partition that is not here
+            (:class:`~pyg_sar.tools.plan_sample.PublishedPartition`).
+        parts: Numbers of them to compare, of a graph that is not partitioned yet. It is partitioned
+            into a temporary folder, as large as the graph, for one number after the other.
         workers: Numbers of them to compare; those of fewer workers than parts host several each.
             By default one for each part. Partitions with fewer parts are left out.
         modes: Of :class:`SARPolicy`, to compare.
@@ -125,13 +141,24 @@ def plan(
     check_type("modes", modes, Sequence, "a sequence such as (1, 3)")
     check_type("workers", () if workers is None else workers, Sequence, "a sequence such as (1, 2)")
     single = str | os.PathLike | PublishedPartition
-    check_type("parts", parts, single | Sequence, "a folder, or several")
+    check_type("data", data, Data | single | Sequence, "a graph, a partition's folder, or several")
+    graph = data if isinstance(data, Data) else None
     if rates is not None:
         check_type("rates", rates, Rates, "the machine's Rates, or None")
-    roots: list[Any] = [parts] if isinstance(parts, single) else list(parts)
+    if (graph is None) != (parts is None):
+        raise ValueError(
+            f"parts={parts!r}: a graph that is not partitioned needs numbers of parts, such as "
+            "(2, 4); what is partitioned has its own"
+        )
+    if parts is not None:
+        check_type("parts", parts, Sequence, "a sequence such as (2, 4)")
+        if not all(isinstance(count, int) and count > 0 for count in parts):
+            raise ValueError(f"parts={parts!r} must be numbers of parts, such as (2, 4)")
+    given: Any = data if parts is None else parts
+    roots: list[Any] = [given] if isinstance(given, single) else list(given)
     limit = None if memory is None else parse_bytes(memory, "memory")
     if not roots or not modes:
-        raise ValueError("'parts' and 'modes' need at least one entry each")
+        raise ValueError("'data', 'parts' and 'modes' need at least one entry each")
     if bandwidth is not None and not (isinstance(bandwidth, int | float) and bandwidth > 0):
         raise ValueError(f"bandwidth={bandwidth!r} must be a positive number of bytes per second")
     if hosts is not None and (bandwidth is None or not isinstance(hosts, int) or hosts < 1):
@@ -140,129 +167,63 @@ def plan(
         raise ValueError(f"workers={workers!r} must be numbers of workers, such as (1, 2, 4)")
     if any(isinstance(root, PublishedPartition) for root in roots) and (workers or hosts):
         raise ValueError("workers= and hosts= need partitions that are there, not published ones")
-    graphs = {_graph_of(root) for root in roots}
-    if len(graphs) > 1:
-        raise ValueError(
-            f"'parts' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "
-            "compare partitions of one graph"
-        )
-    if graphs.pop()[0] == 0:
-        raise ValueError(f"{roots[0]!r} has no node: there is nothing to plan")
-    policies = [replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes]
-    machine = _Machine(limit, store, bandwidth, hosts, rates)
+    if graph is None:
+        _check_one_graph(roots)
+    policies = {mode: replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes}
+    machine = Machine(limit, store, bandwidth, hosts, rates)
     forecasts = []
-    for root in roots:
-        if isinstance(root, PublishedPartition):
-            for mode, chosen in zip(modes, policies, strict=True):
-                sizes, apart, _ = _try(root, root.shapes(mode), model, [chosen], call)
-                runs = _Runs(sizes, [[part[0] for part in run] for run in apart])
-                found = machine.published(runs, root, mode)
-                count = root.parts
-                forecasts.append(Forecast(parts="published", workers=count, mode=mode, **found))
-            continue
-        root, shapes = os.fspath(root), read_shapes(root)
-        most = len(shapes)
-        counts = [most] if workers is None else [count for count in workers if count <= most]
-        if not counts:
-            continue
-        few = min(counts) < most
-        sizes, apart, hosted = _try(root, shapes, model, policies, call, few)
-        for k, mode in enumerate(modes):
-            runs = _Runs(sizes, [[part[k] for part in run] for run in apart])
-            together = _Runs(sizes, [[part[k] for part in run] for run in hosted])
-            for count in counts:
-                found = machine.forecast(runs, together, count)
-                forecasts.append(Forecast(parts=root, workers=count, mode=mode, **found))
+    for root in tqdm(roots, desc="plan", unit="partition", disable=None, leave=False):
+        with _partitioned(graph, root) as partition:
+            named = str(root) if graph is not None else None
+            forecasts += _forecasts(partition, named, model, policies, workers, machine, call)
     if not forecasts:
         raise ValueError(f"workers={workers!r} are more than any of the partitions has parts")
     return Plan(forecasts=forecasts, limit=limit, bandwidth=bandwidth)
 
 
-@dataclass(frozen=True, slots=True)
-class _Runs:
-    """The runs on samples: ``runs[size][part]``, and their lines to the whole partition."""
-
-    sizes: list[float]
-    runs: list[list[_Run]]
-
-    def line(self, of: Callable[[list[_Run]], float]) -> float:
-        """Returns what a number of the parts' runs is on the whole partition."""
-        return _line(self.sizes, [of(parts) for parts in self.runs])
-
-    def peak(self, hosted: Sequence[int]) -> int:
-        """Returns the most memory that parts of one process take."""
-        if len(hosted) == 1:
-            return round(self.line(lambda parts: parts[hosted[0]].peak))
-        return round(self.line(lambda parts: peak_together([parts[p].log for p in hosted])))
-
-    def sent(self, p: int, to: Collection[int]) -> int:
-        """Returns the bytes that part ``p`` sends to others, or to all workers (-1)."""
-        return round(self.line(lambda parts: sum(parts[p].sent.get(q, 0) for q in to)))
-
-    def seconds(self, hosted: range, rates: Rates | None) -> float:
-        """Returns the time of an epoch of some parts, one after the other."""
-        if rates is not None:
-            return sum(rates.seconds(self.runs[0][p].work.times(1 / self.sizes[0])) for p in hosted)
-        found = self.line(lambda parts: sum(parts[p].seconds for p in hosted))
-        return max(found, sum(self.runs[0][p].seconds for p in hosted))
+def _check_one_graph(roots: Sequence[Partition]) -> None:
+    graphs = {_graph_of(root) for root in roots}
+    if len(graphs) > 1:
+        raise ValueError(
+            f"'data' are partitions of different graphs, of {sorted(graphs)} nodes and edges; "
+            "compare partitions of one graph"
+        )
+    if graphs.pop()[0] == 0:
+        raise ValueError(f"{roots[0]!r} has no node: there is nothing to plan")
 
 
-@dataclass(frozen=True, slots=True)
-class _Machine:
-    """Turns runs into forecasts, by what workers may take of their machines."""
-
-    limit: int | None
-    store: bool
-    bandwidth: float | None
-    hosts: int | None
-    rates: Rates | None
-
-    def forecast(self, apart: _Runs, hosted: _Runs, workers: int) -> dict[str, Any]:
-        """Returns the fields of a forecast."""
-        num_parts = len(apart.runs[0])
-        groups, runs = split_parts(num_parts, workers), apart if workers == num_parts else hosted
-        memory, stored = [], []
-        for parts in groups:
-            needs = [runs.peak([p]) for p in parts]
-            whole = runs.peak(parts)
-            kept = whole
-            if self.store and self.limit is not None and len(parts) > 1:
-                # A part's tensors must fit; what else waits goes to the store.
-                kept = min(whole, max(self.limit - PROCESS, *needs))
-            memory.append(PROCESS + kept)
-            stored.append(whole - kept)
-
-        def sent_from(places: Sequence[Collection[int]]) -> list[int]:
-            """Returns bytes to other places, each of some parts; of collectives all."""
-            if len(places) == 1:
-                return [0]
-            everyone = {-1, *range(num_parts)}
-            return [sum(apart.sent(p, everyone - {*parts}) for p in parts) for parts in places]
-
-        seconds = max(runs.seconds(parts, self.rates) for parts in groups)
-        if self.bandwidth is not None:
-            hosts = split_parts(workers, min(self.hosts or workers, workers))
-            links = sent_from([[p for worker in host for p in groups[worker]] for host in hosts])
-            seconds += max(links) / self.bandwidth
-        sent = sent_from(groups)
-        return {"memory": memory, "sent": sent, "seconds": seconds, "stored": stored}
-
-    def published(self, runs: _Runs, parts: PublishedPartition, mode: int) -> dict[str, Any]:
-        """Returns the fields of a forecast, with a worker for each of the equal parts."""
-        each = range(parts.tried)
-        rows = max(runs.sent(p, each) for p in each)
-        if mode == 1:  # Those of the pairs that are tried.
-            rows = rows * (parts.parts - 1) // (parts.tried - 1)
-        sent = rows + max(runs.sent(p, [-1]) for p in each)
-        memory = PROCESS + max(runs.peak([p]) for p in each)
-        seconds = max(runs.seconds(range(p, p + 1), self.rates) for p in each)
-        if self.bandwidth is not None:
-            seconds += sent / self.bandwidth
-        return {
-            "memory": [memory] * parts.parts,
-            "sent": [sent] * parts.parts,
-            "seconds": seconds,
-        }
+def _forecasts(
+    root: Partition,
+    name: str | None,
+    model: Any,
+    policies: dict[int, SARPolicy],
+    workers: Sequence[int] | None,
+    machine: Machine,
+    call: Callable[..., Tensor],
+) -> list[Forecast]:
+    """Returns those of a partition, by number of workers and mode."""
+    forecasts = []
+    if isinstance(root, PublishedPartition):
+        for mode, policy in policies.items():
+            sizes, apart, _ = _try(root, root.shapes(mode), model, [policy], call)
+            of_mode = Runs(sizes, [[part[0] for part in run] for run in apart])
+            found = machine.published(of_mode, root, mode)
+            forecasts.append(Forecast(parts="published", workers=root.parts, mode=mode, **found))
+        return forecasts
+    folder, shapes = os.fspath(root), read_shapes(root)
+    most = len(shapes)
+    counts = [most] if workers is None else [count for count in workers if count <= most]
+    if not counts:
+        return []
+    few = min(counts) < most
+    sizes, apart, hosted = _try(folder, shapes, model, list(policies.values()), call, few)
+    for k, mode in enumerate(policies):
+        runs = Runs(sizes, [[part[k] for part in run] for run in apart])
+        together = Runs(sizes, [[part[k] for part in run] for run in hosted])
+        for count in counts:
+            found = machine.forecast(runs, together, count)
+            forecasts.append(Forecast(parts=name or folder, workers=count, mode=mode, **found))
+    return forecasts
 
 
 def _try(
@@ -272,7 +233,7 @@ def _try(
     policies: Sequence[SARPolicy],
     call: Callable[..., Tensor],
     hosting: bool = False,
-) -> tuple[list[float], list[list[list[_Run]]], list[list[list[_Run]]]]:
+) -> tuple[list[float], list[list[list[Run]]], list[list[list[Run]]]]:
     """Runs samples of one or two sizes, which are returned first, as shares of the partition.
 
     Then come runs by size, part and policy: with a worker for each part, and with one worker that
@@ -299,26 +260,7 @@ def _rows(shapes: Sequence[PartShape]) -> int:
     return sum(shape.nodes + sum(shape.halo) + sum(shape.edges) // 8 for shape in shapes)
 
 
-def _line(sizes: Sequence[float], values: Sequence[float]) -> float:
-    """Continues the line through the values at (one or) two sizes to size 1."""
-    if len(sizes) == 1:
-        return values[0]
-    slope = (values[0] - values[1]) / (sizes[0] - sizes[1])
-    return values[0] + slope * (1 - sizes[0])
-
-
-@dataclass(frozen=True, slots=True)
-class _Run:
-    """Holds what a part did: bytes alive, with their log, bytes sent by peer, and its time."""
-
-    peak: int
-    log: list[tuple[int, int]]
-    sent: dict[int, int]
-    seconds: float
-    work: Work
-
-
-def _try_threads(parts: int, *given: Any) -> list[list[_Run]]:
+def _try_threads(parts: int, *given: Any) -> list[list[Run]]:
     """Returns the runs of workers that are threads, in a process of its own."""
     return launch(_try_part, parts, *given, backend="threads")
 
@@ -329,7 +271,7 @@ def _try_part(
     policies: Sequence[SARPolicy],
     call: Callable[..., Tensor],
     size: float = 1.0,
-) -> list[_Run]:
+) -> list[Run]:
     """Trains as each policy says; runs on each worker."""
     # Pieces of a fixed size, too, must be smaller in proportion. See [Note: scaled shapes].
     for module, name, whole in PIECES:
@@ -353,7 +295,7 @@ def _try_part(
         with Ledger(comm) as ledger, Work() as work:
             _step(trained, data, optimizer, call)
         sent = {peer: ways["out"] for peer, ways in ledger.by_peer().items() if "out" in ways}
-        found.append(_Run(live.peak, live.log, sent, min(times), work))
+        found.append(Run(live.peak, live.log, sent, min(times), work))
         del data, own, trained, optimizer
     return found
 
@@ -378,6 +320,7 @@ def _step(
 PLAN_EPILOG = """\
 Each folder is a partition; there is one worker for each part, if --workers says nothing else.
   pyg-sar plan --parts parts4 parts8 --model sage --hidden 256 --layers 3 --memory 16GiB
+  pyg-sar plan graph.pt --parts 2 4 8 --model gat --memory 4GiB
   pyg-sar plan --parts parts --model net.py:make --bandwidth 1Gb --hosts 2
   pyg-sar plan --parts parts16 --model gat --workers 1 2 4 --memory 2GiB --store /scratch
 Exit code 1: nothing fits.
@@ -390,7 +333,10 @@ def add_plan(command: argparse.ArgumentParser) -> Any:
     """Adds the arguments of ``pyg-sar plan``, and returns what adds those of the model."""
     add = command.add_argument
     of_parts = "folders of partitions; or published:parts=32,nodes=...,edges=...,halo=...,..."
+    of_graph = "one that is not partitioned yet, as of pyg-sar partition: --parts are then numbers"
+    add("source", nargs="?", metavar="GRAPH", help=of_graph)
     add("--parts", nargs="+", required=True, metavar="DIR", help=of_parts)
+    add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     add("--picture", metavar="FILE", help="write a picture of the table: .svg, .png, .pdf")
     add("--workers", nargs="+", type=int, metavar="W", help="to compare (default: one a part)")
     add("--modes", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="to compare")
@@ -411,9 +357,17 @@ def plan_command(arguments: argparse.Namespace) -> int:
     elif arguments.model in MODELS:
         call = Stock(arguments.model)
     options = {name: getattr(arguments, name) for name in ("hidden", "layers", "heads", "dropout")}
+    data: Any
+    data, parts = [_partition_of(text) for text in arguments.parts], None
+    if arguments.source is not None:
+        if not all(text.isdecimal() for text in arguments.parts):
+            raise ValueError(f"--parts {' '.join(arguments.parts)}: GRAPH needs numbers of parts")
+        data = load_graph(arguments.source, root=arguments.data_root)
+        parts = [int(text) for text in arguments.parts]
     found = plan(
         Build(arguments.model, options | {"norm": arguments.norm}),
-        [_partition_of(text) for text in arguments.parts],
+        data,
+        parts=parts,
         workers=arguments.workers,
         modes=arguments.modes,
         policy=SARPolicy(),
