@@ -39,7 +39,7 @@ import pyg_sar
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.layout import make_layout, partition_statistics
 
-METHODS = ("metis", "balanced", "fennel", "random")
+METHODS = ("metis", "balanced", "coarsened", "random")
 FEATURES, CLASSES = 100, 40
 MOST_NODES = 500_000  # of a graph that is trained on
 ONCE = {  # files that hold each undirected edge once

@@ -56,12 +56,15 @@ def content(root: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in root.iterdir()}
 
 
-@pytest.mark.parametrize("method", ["random", "fennel"])
+@pytest.mark.parametrize(("method", "memory"), [("random", "12MiB"), ("coarsened", "32MiB")])
 @pytest.mark.parametrize("make", [graph, hetero])
-def test_the_same_bytes_as_without_a_limit(make: Any, method: str, tmp_path: Path) -> None:
+def test_the_same_bytes_as_without_a_limit(
+    make: Any, method: str, memory: str, tmp_path: Path
+) -> None:
+    """Of the coarsened graph all edges fit within the larger limit."""
     data, free, bounded = make(), tmp_path / "free", tmp_path / "bounded"
     expected = pyg_sar.write_partitions(data, 5, free, method)
-    assert pyg_sar.write_partitions(data, 5, bounded, method, memory="12MiB") == expected
+    assert pyg_sar.write_partitions(data, 5, bounded, method, memory=memory) == expected
     assert content(bounded) == content(free)
     assert sorted(tmp_path.iterdir()) == [bounded, free]  # No scratch is left.
 
@@ -74,7 +77,9 @@ def test_what_does_not_fit_names_a_number_of_parts_that_does(tmp_path: Path) -> 
     words = str(caught.value).split()
     parts = int(words[words.index("about") + 1])
     pyg_sar.write_partitions(data, parts, tmp_path / "parts", "random", memory="2MiB")
-    with pytest.raises(ValueError, match=r"method='metis' takes about .* 'balanced' or 'fennel'"):
+    with pytest.raises(
+        ValueError, match=r"method='metis' takes about .* 'balanced' or 'coarsened'"
+    ):
         pyg_sar.write_partitions(data, 20, tmp_path / "other", "metis", memory="2MiB")
     with pytest.raises(ValueError, match=r"memory='much' must be a number of bytes"):
         pyg_sar.write_partitions(data, 2, tmp_path / "other", memory="much")
@@ -188,7 +193,7 @@ def test_the_limit_holds_for_a_folder_several_times_as_large(tmp_path: Path) -> 
     assert 0 < int(done.stdout) <= 2**25, f"{int(done.stdout):,} bytes"
 
 
-def test_fennel_is_balanced_and_keeps_neighbours_together() -> None:
+def test_coarsened_is_balanced_and_keeps_neighbours_together() -> None:
     """On planted groups: nodes and edges within 1.1 of the mean, far fewer halo rows than drawn."""
     torch.manual_seed(0)
     count, parts = 4000, 4
@@ -202,20 +207,20 @@ def test_fennel_is_balanced_and_keeps_neighbours_together() -> None:
         part = assign_nodes(edge_index, count, parts, method)
         return partition_statistics(make_layout(edge_index, part, parts))
 
-    found, drawn = measured("fennel"), measured("random")
+    found, drawn = measured("coarsened"), measured("random")
     assert found.balance["nodes"] <= 1.1 and found.balance["edges"] <= 1.1
     assert sum(found.halo) < 0.6 * sum(drawn.halo)
 
 
-def test_balanced_becomes_fennel_where_metis_does_not_fit(tmp_path: Path) -> None:
+def test_balanced_becomes_coarsened_where_metis_does_not_fit(tmp_path: Path) -> None:
     data, lines = graph(), []
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     small = Scratch(scratch, 2**22, lines.append)
     given = data.edge_index, NODES, 3
     found = assign_nodes(*given, "balanced", report=lines.append, scratch=small)
-    assert torch.equal(found, assign_nodes(*given, "fennel"))
-    assert any("Fennel" in line for line in lines)
+    assert torch.equal(found, assign_nodes(*given, "coarsened", scratch=small))
+    assert any("it cuts a coarsened graph" in line for line in lines)
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -266,7 +271,7 @@ def test_edges_of_any_integers(dtype: str, tmp_path: Path) -> None:
     np.save(tmp_path / "graph" / "num_nodes.npy", np.array(50))
     data = load_graph(str(tmp_path / "graph"))
     for name, memory in (("free", None), ("bounded", "1MiB")):
-        pyg_sar.write_partitions(data, 2, tmp_path / name, "fennel", memory=memory)
+        pyg_sar.write_partitions(data, 2, tmp_path / name, "coarsened", memory=memory)
         assert torch.equal(merge_partitions(tmp_path / name).edge_index, torch.from_numpy(ends))
 
 

@@ -17,14 +17,19 @@ from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import to_edge_index, to_torch_coo_tensor, to_torch_csr_tensor
 
 from pyg_sar.partition.attributes import check_compressed
-from pyg_sar.partition.balance import balanced_assignment, metis, undirected_csr
+from pyg_sar.partition.balance import (
+    METIS_EDGE,
+    METIS_NODE,
+    balanced_assignment,
+    metis,
+    undirected_csr,
+)
 from pyg_sar.partition.scratch import Scratch
-from pyg_sar.partition.streaming import Edges, stream_assignment
+from pyg_sar.partition.streaming import Edges, coarsened_assignment
 
-METHODS: tuple[str, ...] = ("balanced", "metis", "fennel", "random", "contiguous")
+METHODS: tuple[str, ...] = ("balanced", "metis", "coarsened", "random", "contiguous")
 _MOST_PARTS = 99_999
 _STREAMED = 2**30  # bytes for pieces of the stream where nothing limits them
-_METIS_EDGE, _METIS_NODE = 150, 200  # bytes of memory that METIS and what feeds it take
 
 
 def assign_nodes(
@@ -51,7 +56,7 @@ def assign_nodes(
             halo rows than random ones, these are improved instead. A warning says where a limit
             can't be kept, as when one node has most edges (not in graphs with fewer than 1,000
             nodes and edges per part). ``'metis'``: few cut edges, parts of nearly equal node
-            counts; where degrees are skewed one of them can have most edges. ``'fennel'``: nodes
+            counts; where degrees are skewed one of them can have most edges. ``'coarsened'``: nodes
             in a stream, in less memory than METIS takes, with more halo rows (``streaming.py``);
             nodes and edges within 1.1 times the mean. ``'random'``:
             node counts that differ by at most one, drawn from ``seed``. ``'contiguous'``: part
@@ -60,7 +65,7 @@ def assign_nodes(
         seed: Seed of all but ``'contiguous'``. The same seed gives the same assignment.
         report: Called with a line of text before each stage that may take long.
         scratch: Its memory is a limit: where METIS would take more, ``'balanced'`` becomes
-            ``'fennel'``.
+            ``'coarsened'``.
 
     Returns:
         The part of each node, int64, shape ``[num_nodes]``.
@@ -104,17 +109,17 @@ def _assign(
     num_edges = sum(edge_index.size(1) for edge_index, _, _ in edges)
     if num_parts >= num_nodes or (num_edges == 0 and method != "metis"):
         return blocks
-    needs = _METIS_EDGE * num_edges + _METIS_NODE * num_nodes
-    if scratch is not None and needs > scratch.memory and method != "fennel":
+    needs = METIS_EDGE * num_edges + METIS_NODE * num_nodes
+    if scratch is not None and needs > scratch.memory and method != "coarsened":
         if method == "metis":
             raise ValueError(
                 f"method='metis' takes about {needs / 1e9:.1f} GB for {num_edges:,} edges, more "
-                f"than memory={scratch.memory / 1e9:.1f} GB; take 'balanced' or 'fennel'"
+                f"than memory={scratch.memory / 1e9:.1f} GB; take 'balanced' or 'coarsened'"
             )
-        report(f"METIS would take about {needs / 1e9:.1f} GB: Fennel assigns nodes in a stream")
-        method = "fennel"
-    if method == "fennel":
-        return _streamed(edges, num_nodes, num_parts, scratch, report)
+        report(f"METIS would take about {needs / 1e9:.1f} GB: it cuts a coarsened graph")
+        method = "coarsened"
+    if method == "coarsened":
+        return _coarsened(edges, num_nodes, num_parts, seed, scratch, report)
     whole = torch.cat(
         [rows.long() + torch.tensor([[first], [second]]) for rows, first, second in edges], dim=1
     )
@@ -124,18 +129,19 @@ def _assign(
     return balanced_assignment(whole, num_nodes, random, num_parts, seed, report)
 
 
-def _streamed(
+def _coarsened(
     edges: Edges,
     num_nodes: int,
     num_parts: int,
+    seed: int,
     scratch: Scratch | None,
     report: Callable[[str], None],
 ) -> Tensor:
     if scratch is not None:
-        return stream_assignment(edges, num_nodes, num_parts, scratch)
+        return coarsened_assignment(edges, num_nodes, num_parts, seed, scratch)
     with tempfile.TemporaryDirectory(prefix="pyg_sar-") as folder:
         own = Scratch(Path(folder), _STREAMED, report)
-        return stream_assignment(edges, num_nodes, num_parts, own)
+        return coarsened_assignment(edges, num_nodes, num_parts, seed, own)
 
 
 def check_num_parts(num_parts: int) -> None:
@@ -220,7 +226,7 @@ def assign_node_types(
         edges: Edges (source, target) of each relation, ``[2, E]``.
         num_nodes: Nodes of each type.
         num_parts: The number of parts.
-        method: ``'balanced'``, ``'metis'`` and ``'fennel'``: nodes and edges of all types
+        method: ``'balanced'``, ``'metis'`` and ``'coarsened'``: nodes and edges of all types
             together, as of :func:`~pyg_sar.partition.assignment.assign_nodes`. ``'random'`` and
             ``'contiguous'``: each type by itself, so that its node counts differ by at most one.
             Or the assignment itself: an integer vector for each node type.

@@ -19,6 +19,7 @@ import ctypes
 import math
 import warnings
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -35,6 +36,8 @@ _ROUNDS = 16  # of improvement
 _MOST_ROUNDS = 200  # with those that take load off parts over the limit
 _BLOCK = 2**22  # entries of [nodes, parts] at a time
 _TWICE = 2**22  # edges up to which METIS runs with two seeds: one of them may be unlucky
+METIS_EDGE, METIS_NODE = 150, 200
+"""Bytes of memory that METIS and what feeds it take for each edge and node."""
 _JUDGED = 1000  # nodes and edges per part: in smaller graphs a single node is a large share
 
 
@@ -62,11 +65,12 @@ def balanced_assignment(
         than it, is exceeded as little as these steps allow, with a warning.
     """
     graph = _Graph(edge_index, num_nodes, num_parts)
+    coarse = Coarse(graph.starts, graph.adjacent, graph.size)
     found = (math.inf, 0, random.numpy())
     twice = edge_index.size(1) <= _TWICE  # To METIS seeds 0 and 1 are the same.
     for other in (seed, (seed + 2) % 2**31)[: 1 + twice]:
         report("METIS")
-        part = _metis_assignment(graph, other)
+        part = metis_assignment(coarse, num_parts, other).numpy()
         report("improving METIS's parts")
         found = min(found, _improve(graph, part), key=lambda one: one[:2])
     start = random.numpy()
@@ -109,38 +113,77 @@ def unique_edges(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
 # METIS ###################################################################################
 
 
-def metis(graph: tuple[Tensor, Tensor], num_parts: int, seed: int) -> Tensor:
+def metis(
+    graph: tuple[Tensor, Tensor],
+    num_parts: int,
+    seed: int,
+    nodes: _Ints | None = None,
+    weight: _Ints | None = None,
+) -> Tensor:
     """Assigns nodes to parts of nearly equal node counts with few cut edges.
 
     Args:
         graph: Adjacency as of :func:`undirected_csr`.
         num_parts: The number of parts.
         seed: METIS's seed.
+        nodes: What each node counts; ``None``: 1.
+        weight: Of each entry of the adjacency; ``None``: 1.
     """
     import pymetis
 
     _, part = pymetis.part_graph(
         num_parts,
         pymetis.CSRAdjacency(graph[0].numpy(), graph[1].numpy()),
+        vweights=None if nodes is None else np.ascontiguousarray(nodes),
+        eweights=weight,
         options=pymetis.Options(seed=seed, contig=0),
     )
     return torch.from_numpy(np.array(part, dtype=np.int64))
 
 
-def _metis_assignment(graph: _Graph, seed: int) -> _Ints:
+@dataclass(frozen=True, slots=True)
+class Coarse:
+    """A graph for METIS.
+
+    Attributes:
+        starts, adjacent: The undirected adjacency (:func:`undirected_csr`).
+        size: Weights of each node, int64, ``[N, 2]``; the first one counts nodes.
+        weight: Of each entry of ``adjacent``; ``None``: 1.
+    """
+
+    starts: _Ints
+    adjacent: _Ints
+    size: _Ints
+    weight: _Ints | None = None
+
+    @classmethod
+    def of(cls, low: Tensor, high: Tensor, weight: Tensor, size: Tensor) -> Coarse:
+        """Returns a graph with these undirected edges, each given once."""
+        row, column = torch.cat([low, high]), torch.cat([high, low])
+        order = row.sort(stable=True).indices
+        degree = torch.bincount(row, minlength=len(size))
+        starts = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
+        given = starts, column[order], size, weight.repeat(2)[order]
+        return cls(*(values.numpy() for values in given))
+
+
+def metis_assignment(graph: Coarse, num_parts: int, seed: int) -> Tensor:
     """Returns METIS's assignment, of two weights per node where it can be called so."""
     try:
         call = _MetisCall()
     except (OSError, AttributeError) as error:
         warnings.warn(
             f"METIS in this build of pymetis can't be called with two weights per node ({error}); "
-            "method='balanced' starts from parts of equal node counts and cuts more edges; "
+            "parts start with equal node counts, and more edges are cut; "
             "install pymetis from its wheels on PyPI",
             stacklevel=2,
         )
         csr = torch.from_numpy(graph.starts), torch.from_numpy(graph.adjacent)
-        return metis(csr, graph.num_parts, seed).numpy()
-    return call(graph, seed)
+        weights = (
+            {} if graph.weight is None else {"vweights": graph.size[:, 0], "eweights": graph.weight}
+        )
+        return metis(csr, num_parts, seed, **weights)
+    return torch.from_numpy(call(graph, num_parts, seed))
 
 
 class _MetisCall:
@@ -161,9 +204,9 @@ class _MetisCall:
         self._dtype = pymetis.zero_copy_dtype()
         self._keys = pymetis.OptionKey
 
-    def __call__(self, graph: _Graph, seed: int) -> _Ints:
+    def __call__(self, graph: Coarse, num_parts: int, seed: int) -> _Ints:
         """Returns the part of each node, by halving the graph, its halves, and so on."""
-        limit = _AIM ** (1 / math.ceil(math.log2(graph.num_parts)))
+        limit = _AIM ** (1 / math.ceil(math.log2(num_parts)))
         options = np.zeros(40, self._dtype)  # METIS_NOPTIONS
         self._defaults(_pointer(options))
         options[int(self._keys.SEED)] = seed
@@ -172,19 +215,20 @@ class _MetisCall:
             np.ascontiguousarray(values, self._dtype)
             for values in (graph.starts, graph.adjacent, graph.size.ravel())
         ]
-        sizes = [np.array([n], self._dtype) for n in (graph.num_nodes, 2, graph.num_parts, 0)]
-        part = np.zeros(graph.num_nodes, self._dtype)
+        weight = None if graph.weight is None else np.ascontiguousarray(graph.weight, self._dtype)
+        sizes = [np.array([n], self._dtype) for n in (len(graph.size), 2, num_parts, 0)]
+        part = np.zeros(len(graph.size), self._dtype)
         starts, adjacent, weights = map(_pointer, whole)
         nodes, constraints, parts, cut = map(_pointer, sizes)
-        nothing = None, None
+        of_edges = None if weight is None else _pointer(weight)
         code = self._by_halves(
-            *(nodes, constraints, starts, adjacent, weights, *nothing, parts, *nothing),
+            *(nodes, constraints, starts, adjacent, weights, None, of_edges, parts, None, None),
             *(_pointer(options), cut, _pointer(part)),
         )
         if code != 1:
             raise RuntimeError(
-                f"METIS ended with code {code} on {graph.num_nodes:,} nodes and "
-                f"{graph.num_parts} parts (-3: not enough memory; -4: an error or a signal); "
+                f"METIS ended with code {code} on {len(graph.size):,} nodes and "
+                f"{num_parts} parts (-3: not enough memory; -4: an error or a signal); "
                 "free memory or partition with method='random'"
             )
         return part.astype(np.int64)

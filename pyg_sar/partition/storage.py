@@ -86,7 +86,7 @@ def write_partitions(
         data: The graph.
         num_parts: The number of parts; one per worker.
         root: The folder to write. It must not exist, or be empty, unless ``overwrite``.
-        method: ``'balanced'``, ``'metis'``, ``'fennel'``, ``'random'``, ``'contiguous'``, or an
+        method: ``'balanced'``, ``'metis'``, ``'coarsened'``, ``'random'``, ``'contiguous'``, or an
             integer vector ``[num_nodes]`` (see
             :func:`~pyg_sar.partition.assignment.assign_nodes`); of a ``HeteroData`` a dict
             of such vectors by node type (:func:`~pyg_sar.partition.assignment.assign_node_types`).
@@ -99,7 +99,7 @@ def write_partitions(
         memory: Bytes, or ``'2GiB'``, that this may take beside the graph. What has a row per edge
             or node is then read in pieces and grouped in files beside ``root``, twice the graph's
             size at most; a graph that is memory mapped (``load_graph`` of a folder) may be larger
-            than the memory. ``'balanced'`` becomes ``'fennel'`` where METIS takes more
+            than the memory. ``'balanced'`` becomes ``'coarsened'`` where METIS takes more
             (:mod:`pyg_sar.partition.scratch`). Sparse matrices and texts stay in memory.
 
     Returns:

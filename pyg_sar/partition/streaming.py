@@ -1,7 +1,14 @@
-r"""Assignment by a stream of nodes, for graphs whose adjacency does not fit into memory.
+r"""Assignment for graphs whose adjacency does not fit into memory: METIS on a coarsened graph.
 
-Fennel: node :math:`v` goes to the part that most of its neighbours are in, less a price of the
-part's load,
+The adjacency lies in files, and is read node by node, in passes:
+
+1. **Clusters.** At first each node is a cluster. In :data:`CLUSTERING` passes each node goes to the
+   cluster that most of its neighbours are in (label propagation), as long as no cluster has more
+   than a :data:`CLUSTERS`-th of a part's nodes or in-edges.
+2. **METIS** cuts the graph of the clusters. These weigh as many nodes and in-edges as they have,
+   and a pair of them the edges between; of those every k-th is taken where all would not fit.
+3. **Restreaming.** In :data:`RESTREAMS` passes each node goes to the part that most of its
+   neighbours are in, less a price of the part's load (Fennel),
 
 .. math::
     \arg\max_i \; |N(v) \cap V_i|
@@ -10,11 +17,11 @@ part's load,
 with :math:`\gamma = 3/2`, :math:`m` edges, and what is balanced, :math:`c`: nodes
 (:math:`w_v = 1`) and in-edges (the in-degree). A part's load :math:`\ell_{ci}` is its sum of
 :math:`w_c` over the parts' average, :math:`\bar w_c` the nodes' average. Nodes come in batches,
-which decide at once; after the first pass each node decides again (restreaming), knowing where all
-others are. No part exceeds :data:`LIMIT` of nodes or of in-edges where that can be kept.
+which decide at once. No part exceeds :data:`LIMIT` of nodes or of in-edges where that can be kept.
 
-Source: Tsourakakis et al., "FENNEL: Streaming Graph Partitioning for Massive Scale Graphs", WSDM
-2014; Nishimura and Ugander, "Restreaming Graph Partitioning", KDD 2013.
+Source: Meyerhenke, Sanders and Schulz, "Partitioning Complex Networks via Size-Constrained
+Clustering", SEA 2014; Tsourakakis et al., "FENNEL: Streaming Graph Partitioning for Massive Scale
+Graphs", WSDM 2014; Nishimura and Ugander, "Restreaming Graph Partitioning", KDD 2013.
 """
 
 from __future__ import annotations
@@ -25,10 +32,12 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from pyg_sar.partition.balance import LIMIT
+from pyg_sar.partition.balance import LIMIT, METIS_EDGE, METIS_NODE, Coarse, metis_assignment
 from pyg_sar.partition.scratch import GroupedRows, Scratch, group_by_part, offsets_of
 
-PASSES = 8
+CLUSTERING, RESTREAMS = 3, 3
+CLUSTERS = 100
+"""Clusters in a part, at least, if the graph has as many nodes."""
 _GAMMA = 1.5
 _BATCHES = 16  # of nodes, for each part, at least
 _LARGEST = 8192  # nodes of a batch
@@ -38,14 +47,17 @@ Edges = Sequence[tuple[Tensor, int, int]]
 """``edge_index`` of each relation, and what is added to its sources and targets."""
 
 
-def stream_assignment(edges: Edges, num_nodes: int, num_parts: int, scratch: Scratch) -> Tensor:
-    """Assigns nodes to parts by restreamed Fennel.
+def coarsened_assignment(
+    edges: Edges, num_nodes: int, num_parts: int, seed: int, scratch: Scratch
+) -> Tensor:
+    """Assigns nodes to parts by METIS on a coarsened graph, and restreaming.
 
     Args:
         edges: The edges, read in pieces.
         num_nodes: Nodes N, more than ``num_parts``.
         num_parts: Parts P.
-        scratch: Where the adjacency goes.
+        seed: METIS's seed.
+        scratch: Where the adjacency goes, and the memory that METIS may take.
 
     Returns:
         The part of each node, int64, ``[N]``; the same for the same arguments.
@@ -53,15 +65,12 @@ def stream_assignment(edges: Edges, num_nodes: int, num_parts: int, scratch: Scr
     wanted = min(_LARGEST, max(num_nodes // (num_parts * _BATCHES), 1))
     batch = max(min(wanted, _ENTRIES // num_parts), 1)
     blocks = _Blocks(edges, num_nodes, batch, scratch)
-    state = _State(blocks, num_parts, batch)
-    best, fewest = state.part, -1
-    for number in range(PASSES):
-        cut = 0
-        for first, starts, adjacent in blocks.read(f"streaming, pass {number + 1} of {PASSES}"):
-            cut += state.stream(first, starts, adjacent, number > 0)
-        if number and (fewest < 0 or cut < fewest):
-            best, fewest = state.part.clone(), cut
-    return best.long()
+    part = _coarse_assignment(blocks, num_parts, batch, seed, scratch)
+    state = _State(blocks, num_parts, batch, part)
+    for number in range(RESTREAMS):
+        for run in blocks.read(f"restreaming, pass {number + 1} of {RESTREAMS}"):
+            state.stream(*run)
+    return state.part.long()
 
 
 class _Blocks:
@@ -111,42 +120,122 @@ class _Blocks:
             yield first, self._starts[first : last + 1] - self._starts[first], other
 
 
+def _coarse_assignment(
+    blocks: _Blocks, num_parts: int, batch: int, seed: int, scratch: Scratch
+) -> Tensor:
+    """Returns the part of each node that METIS gives to its cluster, int32."""
+    clusters = _Clusters(blocks, num_parts, batch)
+    for number in range(CLUSTERING):
+        for run in blocks.read(f"clustering, pass {number + 1} of {CLUSTERING}"):
+            clusters.stream(*run)
+    most = max(scratch.memory // (2 * METIS_NODE), num_parts * CLUSTERS)
+    label, count = clusters.numbered(most)
+    del clusters
+    size = torch.stack([torch.bincount(label, minlength=count), torch.zeros(count).long()], dim=1)
+    size[:, 1].index_add_(0, label, blocks.indegree)
+    rows = max((scratch.memory - METIS_NODE * count) // METIS_EDGE, 1)
+    pairs, step = [], -(-blocks.num_edges // rows)
+    for first, starts, adjacent in blocks.read("the graph of the clusters"):
+        own = torch.repeat_interleave(label[first : first + starts.numel() - 1], starts.diff())
+        other = label[adjacent]
+        # Each edge is there twice, once from either end.
+        pairs.append((own * count + other)[own < other][::step])
+    key, weight = torch.cat(pairs).unique(return_counts=True)
+    pairs.clear()
+    scratch.report(f"METIS cuts {count:,} clusters with {key.numel():,} edges between them")
+    graph = Coarse.of(torch.div(key, count, rounding_mode="floor"), key % count, weight, size)
+    return metis_assignment(graph, num_parts, seed).int()[label]
+
+
+class _Clusters:
+    """Disjoint sets of nodes that are near each other, none of them a large share of a part."""
+
+    def __init__(self, blocks: _Blocks, num_parts: int, batch: int) -> None:
+        self._batch = batch
+        self._label = torch.arange(blocks.num_nodes)
+        self._indegree = blocks.indegree
+        self._loads = torch.stack([torch.ones_like(self._label), blocks.indegree])
+        most = [total // (num_parts * CLUSTERS) for total in (blocks.num_nodes, blocks.num_edges)]
+        self._most = torch.tensor(most).clamp(min=1)[:, None]
+
+    def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> None:
+        """Lets a run of nodes decide."""
+        for low in range(0, starts.numel() - 1, self._batch):
+            high = min(low + self._batch, starts.numel() - 1)
+            counts = starts[low : high + 1].diff()
+            there = self._label[adjacent[int(starts[low]) : int(starts[high])]]
+            self._decide(slice(first + low, first + high), counts, there)
+
+    def _decide(self, nodes: slice, counts: Tensor, there: Tensor) -> None:
+        """Moves nodes to the clusters of most of their neighbours, of which ``there`` are."""
+        number, all_nodes = counts.numel(), self._label.numel()
+        row = torch.repeat_interleave(torch.arange(number), counts)
+        key, near = (row * all_nodes + there).sort().values.unique_consecutive(return_counts=True)
+        row, cluster = torch.div(key, all_nodes, rounding_mode="floor"), key % all_nodes
+        own = self._label[nodes].clone()
+        weights = torch.stack([torch.ones_like(own), self._indegree[nodes]])
+        fits = (self._loads[:, cluster] + weights[:, row] <= self._most).all(0)
+        fits |= cluster == own[row]
+        row, cluster = row[fits], cluster[fits]
+        # Among equals any cluster will do, but not always the one with the least id.
+        gain = near[fits].double() + (cluster * 2654435761 % 1000003).double() / 1000004
+        best = gain.new_full((number,), -1.0).scatter_reduce(0, row, gain, "amax")
+        chosen = own.clone()
+        is_best = gain == best[row]
+        chosen[row[is_best]] = cluster[is_best]
+        moving = (chosen != own).nonzero().view(-1)
+        moving = moving[chosen[moving].sort(stable=True).indices]
+        to, taken = chosen[moving], weights[:, moving]
+        # Of those that want the same cluster the first ones fit.
+        _, place, sizes = to.unique_consecutive(return_inverse=True, return_counts=True)
+        total = torch.cat([taken.new_zeros(2, 1), taken.cumsum(1)], dim=1)
+        within = total[:, 1:] - total[:, offsets_of(sizes)[:-1]][:, place]
+        fits = (self._loads[:, to] + within <= self._most).all(0)
+        moving, to, taken = moving[fits], to[fits], taken[:, fits]
+        self._loads.index_add_(1, own[moving], -taken)
+        self._loads.index_add_(1, to, taken)
+        self._label[nodes.start + moving] = to
+
+    def numbered(self, most: int) -> tuple[Tensor, int]:
+        """Returns the number of each node's cluster, and how many there are, at most ``most``."""
+        there = torch.zeros(self._label.numel(), dtype=torch.bool)
+        there[self._label] = True
+        number = there.cumsum(0).sub_(1)
+        label, count = number[self._label], int(there.sum())
+        if count <= most:
+            return label, count
+        return torch.div(label * most, count, rounding_mode="floor"), most
+
+
 class _State:
     """Where nodes are, and the parts' loads: nodes and in-edges over their averages."""
 
-    def __init__(self, blocks: _Blocks, num_parts: int, batch: int) -> None:
-        count = blocks.num_nodes
-        self.part = torch.full((count,), -1, dtype=torch.int32)  # Reads are at random.
+    def __init__(self, blocks: _Blocks, num_parts: int, batch: int, part: Tensor) -> None:
+        self.part = part
         self._indegree = blocks.indegree
-        self._shares = num_parts / count, num_parts / max(blocks.num_edges, 1)
+        self._shares = num_parts / blocks.num_nodes, num_parts / max(blocks.num_edges, 1)
         self._loads = torch.zeros(2, num_parts, dtype=torch.double)
+        nodes = torch.bincount(part, minlength=num_parts)
+        edges = torch.zeros(num_parts, dtype=torch.long).index_add_(0, part, blocks.indegree)
+        for load, count, share in zip(self._loads, (nodes, edges), self._shares, strict=True):
+            load += count * share
         # By the shares of a part's average that the weights are; half of it for each load.
         self._price = _GAMMA * blocks.num_edges / num_parts / 2
         self._batch = batch
 
-    def stream(self, first: int, starts: Tensor, adjacent: Tensor, again: bool) -> int:
-        """Lets a run of nodes decide; returns how many of their edge ends are then cut.
-
-        ``again``: they have parts already, as all nodes have.
-        """
-        cut, parts = 0, self._loads.size(1)
+    def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> None:
+        """Lets a run of nodes decide again."""
+        parts = self._loads.size(1)
         for low in range(0, starts.numel() - 1, self._batch):
             high = min(low + self._batch, starts.numel() - 1)
             counts = starts[low : high + 1].diff()
             row = torch.repeat_interleave(torch.arange(0, (high - low) * parts, parts), counts)
             there = self.part.index_select(0, adjacent[int(starts[low]) : int(starts[high])])
-            if not again:
-                known = there >= 0
-                row, there = row[known], there[known]
             near = torch.bincount(row.add_(there), minlength=(high - low) * parts).view(-1, parts)
             nodes = slice(first + low, first + high)
             weights = self._weights(nodes)
-            if again:
-                self._loads.index_add_(1, self.part[nodes], -weights)
-            chosen = self._choose(near.double(), weights)
-            self.part[nodes] = chosen
-            cut += int(counts.sum() - near.gather(1, chosen[:, None]).sum())
-        return cut
+            self._loads.index_add_(1, self.part[nodes], -weights)
+            self.part[nodes] = self._choose(near.double(), weights).int()
 
     def _weights(self, nodes: slice) -> Tensor:
         """Returns what nodes add to the loads, ``[2, n]``."""
