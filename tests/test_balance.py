@@ -163,10 +163,12 @@ def test_without_metis_own_functions_parts_are_still_even(monkeypatch):
 
     monkeypatch.setattr(ctypes, "CDLL", lambda path: Hidden())
     edge_index, num_nodes = GRAPHS["one dense community"]
-    with pytest.warns(UserWarning, match="METIS_PartGraph.*install pymetis from its wheels"):
-        part = assign_nodes(edge_index, num_nodes, 2, "balanced")
-    found = measure(edge_index, part, 2)
-    assert max(found.balance["nodes"], found.balance["edges"]) <= LIMIT
+    # One part is full of nodes then, the other of edges: single moves can't mend the last percent.
+    for method, most in (("balanced", LIMIT), ("coarsened", LIMIT + 0.01)):
+        with pytest.warns(UserWarning, match="METIS_PartGraph.*install pymetis from its wheels"):
+            part = assign_nodes(edge_index, num_nodes, 2, method)
+        found = measure(edge_index, part, 2)
+        assert max(found.balance["nodes"], found.balance["edges"]) <= most
 
 
 def test_an_error_of_metis_is_named(monkeypatch):

@@ -13,11 +13,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_undirected
 
 import pyg_sar
-from pyg_sar.partition import merge_partitions
+from pyg_sar.partition import merge_partitions, streaming
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.layout import make_layout, partition_statistics
 from pyg_sar.partition.scratch import Scratch, is_symmetric
@@ -210,6 +211,57 @@ def test_coarsened_is_balanced_and_keeps_neighbours_together() -> None:
     found, drawn = measured("coarsened"), measured("random")
     assert found.balance["nodes"] <= 1.1 and found.balance["edges"] <= 1.1
     assert sum(found.halo) < 0.6 * sum(drawn.halo)
+
+
+def planted(count: int, groups: int, edges: int, share: float) -> Tensor:
+    """Edges of which a share lies within groups of nodes whose ids are scattered."""
+    torch.manual_seed(0)
+    ids = torch.randperm(count)
+    source, target = torch.randint(0, count, (2, edges))
+    within = source // (count // groups) * (count // groups) + target % (count // groups)
+    target = torch.where(torch.rand(edges) < share, within, target)
+    return torch.stack([ids[source], ids[target]])
+
+
+@pytest.mark.parametrize("limit", [2**30, 2**21])
+def test_coarsened_cuts_hardly_more_than_metis(limit: int, tmp_path: Path) -> None:
+    """Also where METIS gets a sample of the edges, and clusters are joined."""
+    count, parts, lines = 12_000, 4, []
+    edge_index = planted(count, 60, 80_000, 0.8)
+    scratch = Scratch(tmp_path, limit, lines.append)
+    part = assign_nodes(edge_index, count, parts, "coarsened", report=lines.append, scratch=scratch)
+    source, target = edge_index
+    whole = assign_nodes(edge_index, count, parts, "metis")
+    cut, metis_cut = (int((p[source] != p[target]).sum()) for p in (part, whole))
+    assert cut <= 1.1 * metis_cut
+    for values in (part, part[target]):
+        assert int(torch.bincount(values, minlength=parts).max()) <= 1.1 * len(values) / parts
+    (told,) = (line for line in lines if "METIS cuts" in line)
+    clusters, pairs = (int(word.replace(",", "")) for word in told.split() if word[0].isdigit())
+    assert clusters < count / 2
+    assert (clusters <= limit // 400 and pairs <= limit // 150) if limit < 2**22 else pairs > 20_000
+
+
+def test_clusters_keep_to_their_size(tmp_path: Path) -> None:
+    """Of two cliques that are as large as a part no cluster takes a whole one."""
+    size, parts = 400, 2
+    clique = torch.combinations(torch.arange(size)).t()
+    edge_index = torch.cat([clique, clique + size], 1)
+    scratch = Scratch(tmp_path, 2**30, lambda line: None)
+    blocks = streaming._Blocks([(edge_index, 0, 0)], 2 * size, 16, scratch)
+    clusters = streaming._Clusters(blocks, parts, 16)
+    for _ in range(3):
+        for run in blocks.read("clustering"):
+            clusters.stream(*run)
+    label, count = clusters.numbered(10**6)
+    assert parts * streaming.CLUSTERS <= count < 0.75 * 2 * size
+    most = torch.tensor([2 * size, edge_index.size(1)]) // (parts * streaming.CLUSTERS)
+    loads = torch.zeros(2, count).long()
+    loads.index_add_(1, label, torch.stack([torch.ones_like(label), blocks.indegree]))
+    assert bool((loads <= most[:, None]).all())
+    joined, fewer = clusters.numbered(7)
+    assert fewer == 7 and joined.unique().tolist() == list(range(7))
+    assert all(joined[label == k].unique().numel() == 1 for k in range(count))
 
 
 def test_balanced_becomes_coarsened_where_metis_does_not_fit(tmp_path: Path) -> None:

@@ -179,10 +179,7 @@ def metis_assignment(graph: Coarse, num_parts: int, seed: int) -> Tensor:
             stacklevel=2,
         )
         csr = torch.from_numpy(graph.starts), torch.from_numpy(graph.adjacent)
-        weights = (
-            {} if graph.weight is None else {"vweights": graph.size[:, 0], "eweights": graph.weight}
-        )
-        return metis(csr, num_parts, seed, **weights)
+        return metis(csr, num_parts, seed, graph.size[:, 0], graph.weight)
     return torch.from_numpy(call(graph, num_parts, seed))
 
 

@@ -7,8 +7,9 @@ The adjacency lies in files, and is read node by node, in passes:
    than a :data:`CLUSTERS`-th of a part's nodes or in-edges.
 2. **METIS** cuts the graph of the clusters. These weigh as many nodes and in-edges as they have,
    and a pair of them the edges between; of those every k-th is taken where all would not fit.
-3. **Restreaming.** In :data:`RESTREAMS` passes each node goes to the part that most of its
-   neighbours are in, less a price of the part's load (Fennel),
+3. **Restreaming.** In :data:`RESTREAMS` passes, or up to :data:`MOST_RESTREAMS` where parts are
+   too large, each node goes to the part that most of its neighbours are in, less a price of the
+   part's load (Fennel),
 
 .. math::
     \arg\max_i \; |N(v) \cap V_i|
@@ -35,7 +36,7 @@ from torch import Tensor
 from pyg_sar.partition.balance import LIMIT, METIS_EDGE, METIS_NODE, Coarse, metis_assignment
 from pyg_sar.partition.scratch import GroupedRows, Scratch, group_by_part, offsets_of
 
-CLUSTERING, RESTREAMS = 3, 3
+CLUSTERING, RESTREAMS, MOST_RESTREAMS = 3, 3, 8
 CLUSTERS = 100
 """Clusters in a part, at least, if the graph has as many nodes."""
 _GAMMA = 1.5
@@ -67,9 +68,11 @@ def coarsened_assignment(
     blocks = _Blocks(edges, num_nodes, batch, scratch)
     part = _coarse_assignment(blocks, num_parts, batch, seed, scratch)
     state = _State(blocks, num_parts, batch, part)
-    for number in range(RESTREAMS):
-        for run in blocks.read(f"restreaming, pass {number + 1} of {RESTREAMS}"):
+    for number in range(MOST_RESTREAMS):
+        for run in blocks.read(f"restreaming, pass {number + 1}"):
             state.stream(*run)
+        if number + 1 >= RESTREAMS and state.largest <= LIMIT:
+            break
     return state.part.long()
 
 
@@ -222,6 +225,11 @@ class _State:
         # By the shares of a part's average that the weights are; half of it for each load.
         self._price = _GAMMA * blocks.num_edges / num_parts / 2
         self._batch = batch
+
+    @property
+    def largest(self) -> float:
+        """The largest part's nodes or edges over the average."""
+        return float(self._loads.max())
 
     def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> None:
         """Lets a run of nodes decide again."""
