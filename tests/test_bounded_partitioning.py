@@ -18,7 +18,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_undirected
 
 import pyg_sar
-from pyg_sar.partition import merge_partitions, streaming
+from pyg_sar.partition import coarsening, merge_partitions
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.layout import make_layout, partition_statistics
 from pyg_sar.partition.scratch import Scratch, is_symmetric
@@ -248,14 +248,14 @@ def test_clusters_keep_to_their_size(tmp_path: Path) -> None:
     clique = torch.combinations(torch.arange(size)).t()
     edge_index = torch.cat([clique, clique + size], 1)
     scratch = Scratch(tmp_path, 2**30, lambda line: None)
-    blocks = streaming._Blocks([(edge_index, 0, 0)], 2 * size, 16, scratch)
-    clusters = streaming._Clusters(blocks, parts, 16)
+    blocks = coarsening._Blocks([(edge_index, 0, 0)], 2 * size, 16, scratch)
+    clusters = coarsening._Clusters(blocks, parts, 16)
     for _ in range(3):
         for run in blocks.read("clustering"):
             clusters.stream(*run)
     label, count = clusters.numbered(10**6)
-    assert parts * streaming.CLUSTERS <= count < 0.75 * 2 * size
-    most = torch.tensor([2 * size, edge_index.size(1)]) // (parts * streaming.CLUSTERS)
+    assert parts * coarsening.CLUSTERS <= count < 0.75 * 2 * size
+    most = torch.tensor([2 * size, edge_index.size(1)]) // (parts * coarsening.CLUSTERS)
     loads = torch.zeros(2, count).long()
     loads.index_add_(1, label, torch.stack([torch.ones_like(label), blocks.indegree]))
     assert bool((loads <= most[:, None]).all())

@@ -24,8 +24,8 @@ from pyg_sar.partition.balance import (
     metis,
     undirected_csr,
 )
+from pyg_sar.partition.coarsening import Edges, coarsened_assignment
 from pyg_sar.partition.scratch import Scratch
-from pyg_sar.partition.streaming import Edges, coarsened_assignment
 
 METHODS: tuple[str, ...] = ("balanced", "metis", "coarsened", "random", "contiguous")
 _MOST_PARTS = 99_999
@@ -57,7 +57,7 @@ def assign_nodes(
             can't be kept, as when one node has most edges (not in graphs with fewer than 1,000
             nodes and edges per part). ``'metis'``: few cut edges, parts of nearly equal node
             counts; where degrees are skewed one of them can have most edges. ``'coarsened'``: nodes
-            in a stream, in less memory than METIS takes, with more halo rows (``streaming.py``);
+            in a stream, in less memory than METIS takes, with more halo rows (``coarsening.py``);
             nodes and edges within 1.1 times the mean. ``'random'``:
             node counts that differ by at most one, drawn from ``seed``. ``'contiguous'``: part
             :math:`\lfloor i P / N \rfloor` for node :math:`i`. Or the assignment itself, an
