@@ -18,7 +18,8 @@ The adjacency lies in files, and is read node by node, in passes:
 with :math:`\gamma = 3/2`, :math:`m` edges, and what is balanced, :math:`c`: nodes
 (:math:`w_v = 1`) and in-edges (the in-degree). A part's load :math:`\ell_{ci}` is its sum of
 :math:`w_c` over the parts' average, :math:`\bar w_c` the nodes' average. Nodes come in batches,
-which decide at once. No part exceeds :data:`LIMIT` of nodes or of in-edges where that can be kept.
+which decide at once. No part exceeds :data:`LIMIT` of nodes or of in-edges, or the in-edges of one
+node if these are more, where that can be kept.
 
 Source: Meyerhenke, Sanders and Schulz, "Partitioning Complex Networks via Size-Constrained
 Clustering", SEA 2014; Tsourakakis et al., "FENNEL: Streaming Graph Partitioning for Massive Scale
@@ -71,7 +72,7 @@ def coarsened_assignment(
     for number in range(MOST_RESTREAMS):
         for run in blocks.read(f"restreaming, pass {number + 1}"):
             state.stream(*run)
-        if number + 1 >= RESTREAMS and state.largest <= LIMIT:
+        if number + 1 >= RESTREAMS and state.fits:
             break
     return state.part.long()
 
@@ -217,6 +218,8 @@ class _State:
         self.part = part
         self._indegree = blocks.indegree
         self._shares = num_parts / blocks.num_nodes, num_parts / max(blocks.num_edges, 1)
+        largest = float(blocks.indegree.max()) * self._shares[1]  # of a node alone
+        self._most = torch.tensor([[LIMIT], [max(LIMIT, largest)]])
         self._loads = torch.zeros(2, num_parts, dtype=torch.double)
         nodes = torch.bincount(part, minlength=num_parts)
         edges = torch.zeros(num_parts, dtype=torch.long).index_add_(0, part, blocks.indegree)
@@ -227,9 +230,9 @@ class _State:
         self._batch = batch
 
     @property
-    def largest(self) -> float:
-        """The largest part's nodes or edges over the average."""
-        return float(self._loads.max())
+    def fits(self) -> bool:
+        """Says if no part is too large."""
+        return bool((self._loads <= self._most).all())
 
     def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> None:
         """Lets a run of nodes decide again."""
@@ -282,4 +285,4 @@ class _State:
         firsts = offsets_of(counts)[:-1]
         before = torch.cat([total.new_zeros(2, 1), total], 1)[:, firsts]
         within = total - before[:, wanted]
-        return (self._loads[:, wanted] + within <= LIMIT).all(0)
+        return (self._loads[:, wanted] + within <= self._most).all(0)
