@@ -161,7 +161,7 @@ def test_a_published_partition_is_planned_as_one_that_is_there(tmp_path):
     published = PublishedPartition(parts=12, **numbers)
     assert published.tried == 8 and len(published.shapes(1)) == 8
     model = GraphSAGE(FEATURES, 32, 2, CLASSES)
-    given: Any = {"modes": [1, 3], "rates": RATES}
+    given: Any = {"modes": [1], "rates": RATES}
     there = pyg_sar.plan(model, tmp_path / "parts", **given).forecasts
     for one, other in zip(pyg_sar.plan(model, published, **given).forecasts, there, strict=True):
         assert (one.workers, one.mode) == (12, other.mode)
