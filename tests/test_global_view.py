@@ -337,6 +337,37 @@ def test_what_has_no_global_view_is_refused_by_name(roots: Callable[[int], str])
         pyg_sar.launch(refused, 2, roots(2), backend="threads")
 
 
+class Hidden(torch.nn.Module):
+    """A layer whose inputs no hook sees: the model holds them itself."""
+
+    def __init__(self, data: Data) -> None:
+        super().__init__()
+        self.conv, self.held = gnn.SAGEConv(8, 2).to(DOUBLE), [data]
+
+    def forward(self) -> Tensor:
+        return self.conv(self.held[0].x, self.held[0].edge_index)
+
+
+def test_a_model_of_one_view_refuses_tensors_of_the_other(roots: Callable[[int], str]) -> None:
+    """Gradients would be summed twice, or not at all."""
+
+    def mixed(root: str) -> None:
+        both = {view: pyg_sar.load_partition(root, view=view) for view in ("local", "global")}
+        for view, other in (("local", "global"), ("global", "local")):
+            data = both[other]
+            conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view=view)
+            with pytest.raises(DistributedIndexError, match=f"of the {other} view"):
+                conv(data.x, data.edge_index)
+            net = pyg_sar.distribute(Net(gnn.SAGEConv).to(DOUBLE), view=view)
+            with pytest.raises(DistributedIndexError, match=f"of the {other} view"):
+                net(data)
+            hidden = pyg_sar.distribute(Hidden(data), view=view)
+            with pytest.raises(DistributedIndexError, match=f"of the {other} view"):
+                hidden().sum().backward()
+
+    pyg_sar.launch(mixed, 1, roots(2), parts=2)
+
+
 WRITES: dict[str, Callable[[Tensor, Tensor], Any]] = {
     "an end": lambda e, kind: e.__setitem__(0, e[0].flip(0)),
     "some of an end": lambda e, kind: e.__setitem__((0, kind == 1), 5),

@@ -70,6 +70,8 @@ class Communicator(ABC):
         """Operations between workers that read each other's memory, if there are such."""
         self.host: Any = None
         """The process of a part that shares it with others (``host.py``); else ``None``."""
+        self.global_pass = -1
+        """The last backward pass in which there was a gradient of the global view."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0

@@ -15,6 +15,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import (
     ARMAConv,
     LabelPropagation,
@@ -406,6 +407,17 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
     return cast(Tensor, own(inputs, **kwargs))
 
 
+def _refuse_local(module: Any, *given: Any) -> None:
+    """Raises on edges of the local view, with which gradients would stay each worker's own."""
+    comm = current()
+    if comm.world_size > 1 and any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
+        raise DistributedIndexError(
+            f"{type(module).__name__} got an 'edge_index' of the local view (rank {comm.rank}), "
+            "but the model was converted for the global view: call load_partition(root, "
+            "view='global'), or distribute(model)"
+        )
+
+
 class GlobalCalls:
     """Goes before a class of layers that compute with this worker's rows.
 
@@ -413,6 +425,7 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_local(self, args, kwargs)
         if not node_tensors(args, kwargs):
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
@@ -444,6 +457,7 @@ class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        _refuse_local(self, args, kwargs)
         if not node_tensors(args, kwargs):
             return super().__call__(*args, **kwargs)
         args, kwargs = without_matrix(self, args, kwargs)

@@ -31,7 +31,7 @@ from torch import Tensor
 from pyg_sar.comm.collectives import begun_within_another, warn_of_local_mean
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.comm.messages import num_bytes
-from pyg_sar.errors import PygSarError, refuse_second_derivative
+from pyg_sar.errors import DistributedIndexError, PygSarError, refuse_second_derivative
 from pyg_sar.reduction.parameters import (
     LIMBS,
     check_replicas,
@@ -45,7 +45,9 @@ from pyg_sar.reduction.parameters import (
     refuse_wrapped,
     shared_names,
     shared_parameters,
+    tensors_of,
 )
+from pyg_sar.tensors import NodeTensor
 
 _LABEL = ("", "backward", "gradient sum")
 BUCKET = 1 << 20  # bytes: of smaller models all gradients are summed at the end
@@ -71,6 +73,8 @@ class ParameterHook(ABC):
     def __call__(self, model: torch.nn.Module, *inputs: Any) -> None:
         """Takes in the model's parameters, those added since the last call too."""
         refuse_wrapped(model)
+        if any(isinstance(tensor, NodeTensor) for tensor in tensors_of(inputs)):
+            raise other_view(f"An input of {type(model).__name__}", self.comm.rank)
         self._copying = None
         self.settle()
         for name, _, rows in owned_parameters(model):
@@ -135,6 +139,15 @@ def unsummed_parameter(values: Tensor) -> Tensor | None:
             return leaf
         stack += [parent for parent, _ in node.next_functions]
     return None
+
+
+def other_view(what: str, rank: int) -> DistributedIndexError:
+    """Returns the error of a model of the local view that meets tensors of the global view."""
+    return DistributedIndexError(
+        f"{what} is of the global view (rank {rank}), where gradients are complete on every worker "
+        "already, but the model was converted for the local view, which sums them over the "
+        "workers: call distribute(model, view='global'), or load_partition(root, view='local')"
+    )
 
 
 class GradientSum(ParameterHook):
@@ -204,6 +217,8 @@ class GradientSum(ParameterHook):
                 "torch.nn.Embedding(..., sparse=False)"
             )
         task = torch._C._current_graph_task_id()
+        if self.comm.global_pass == task:
+            raise other_view(f"The gradient of parameter {name!r}", self.comm.rank)
         one = self._open(task)
         one.own[id(parameter)] = gradient
         one.points[id(parameter)] = self._points.get(task, 0)

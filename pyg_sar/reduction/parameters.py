@@ -226,10 +226,15 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
 
 def in_space(inputs: Any) -> bool:
     """Returns whether a model's inputs hold a distributed ``edge_index``: all workers call it."""
+    return any(isinstance(leaf, InSpace) for leaf in tensors_of(inputs))
+
+
+def tensors_of(inputs: Any) -> list[Any]:
+    """Returns all that a model's inputs hold, what PyG's data objects hold among it."""
     leaves = tree_leaves(inputs)
     for data in [leaf for leaf in leaves if isinstance(leaf, BaseData)]:
         leaves += [value for store in data.stores for value in store.values()]
-    return any(isinstance(leaf, InSpace) for leaf in leaves)
+    return leaves
 
 
 # Settings ####################################################################

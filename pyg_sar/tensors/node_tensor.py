@@ -99,6 +99,9 @@ class NodeTensor(Tensor):
         )
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
         out.writes, out._edges = Writes(), (None, 0)
+        task: int = torch._C._current_graph_task_id()
+        if task != -1:
+            rows.comm.global_pass = task
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
