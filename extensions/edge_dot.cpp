@@ -102,7 +102,7 @@ Tensor edge_dot_cpu(const Tensor& rows, const Tensor& gradient, const Tensor& so
                                 g.stride(0),
                                 x.size(1)};
     for_targets(dots.segments, [&](int64_t first, int64_t last) {
-      on_best([&]() PYG_SAR_INLINED { dots(first, last); });
+      on_best([&](auto) PYG_SAR_INLINED { dots(first, last); });
     });
   };
   for_dtype(rows.scalar_type(), [&](auto row) {

@@ -146,7 +146,7 @@ PYG_SAR_INLINE void run_vectors(const Tile& tile, int64_t first, int64_t last) {
 // Adds the tile's columns for a run of targets.
 template <class Row, class Tile>
 void run_tile(const Tile& tile, int64_t first, int64_t last) {
-  on_best([&]() PYG_SAR_INLINED {
+  on_best([&](auto) PYG_SAR_INLINED {
     constexpr int kLanes = kFullLanes<Row>;
     if (tile.width >= kLanes) return run_vectors<kLanes>(tile, first, last);
     if (tile.width >= kLanes / 4) return run_vectors<kLanes / 4>(tile, first, last);

@@ -9,6 +9,7 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
 #include <type_traits>
 
 #include "segments.h"
@@ -42,31 +43,35 @@ struct SumTile {
     for (int64_t b = 0; b < width * int64_t{sizeof(Row)}; b += kLine) __builtin_prefetch(at + b, 1);
   }
 
-  template <int kLanes, int kVectors, bool kWeighted, bool kCrosses>
+  template <int kBytes, int kLanes, int kVectors, bool kWeighted, bool kCrosses>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
     using Acc = Wide<Row>;
     // Sums that don't wait for each other; distances that keep about as many lines in flight.
+    constexpr int kOnes = in_a_register<Acc, kLanes, kBytes>, kParts = kLanes / kOnes;
     constexpr int kApart = kVectors == 1 ? 4 : kVectors <= 4 ? 2 : 1;
     constexpr int64_t kAhead = kVectors <= 2 ? 64 : kVectors <= 4 ? 32 : 16;
     const int64_t tail = width - kLanes, final = segments.num_edges - 1;
     const int32_t* const source = segments.source;
     for (int64_t t = first; t < last; ++t) {
       if (t + kTargetsAhead < last) ask_for(out + segments.target(t + kTargetsAhead) * out_stride);
-      Vector<Acc, kLanes> sum[kVectors][kApart] = {};
+      Vector<Acc, kOnes> sum[kVectors][kApart][kParts] = {};
       const auto add = [&](int64_t e, int part) PYG_SAR_INLINED {
         const int64_t later = e + kAhead < final ? e + kAhead : final;
         const char* next = reinterpret_cast<const char*>(rows + source[later] * row_stride);
         const Row* row = rows + source[e] * row_stride;
-        constexpr int64_t kBytes = kLanes * sizeof(Row);
-        for (int64_t at = 0; at < kVectors * kBytes; at += kLine) __builtin_prefetch(next + at);
+        constexpr int64_t kRead = kVectors * kLanes * sizeof(Row);
+        for (int64_t at = 0; at < kRead; at += kLine) __builtin_prefetch(next + at);
         if constexpr (kCrosses) __builtin_prefetch(next + (width - 1) * sizeof(Row));
         for (int v = 0; v < kVectors; ++v) {
-          Vector<Acc, kLanes> x;
-          load<kLanes>(x, row + (v + 1 < kVectors ? v * kLanes : tail));
-          if constexpr (kWeighted) {
-            sum[v][part] += x * weight[e];
-          } else {
-            sum[v][part] += x;
+          const Row* const from = row + (v + 1 < kVectors ? v * kLanes : tail);
+          for (int p = 0; p < kParts; ++p) {
+            Vector<Acc, kOnes> x;
+            load<kOnes>(x, from + p * kOnes);
+            if constexpr (kWeighted) {
+              sum[v][part][p] += x * weight[e];
+            } else {
+              sum[v][part][p] += x;
+            }
           }
         }
       };
@@ -78,56 +83,64 @@ struct SumTile {
       for (; e < stop; ++e) add(e, 0);
       Row* target = out + segments.target(t) * out_stride;
       for (int v = 0; v < kVectors; ++v) {
-        for (int part = 1; part < kApart; ++part) sum[v][0] += sum[v][part];
+        for (int part = 1; part < kApart; ++part) {
+          for (int p = 0; p < kParts; ++p) sum[v][0][p] += sum[v][part][p];
+        }
+        Vector<Acc, kLanes> found;
+        std::memcpy(&found, sum[v][0], sizeof(found));
         const bool tails = v + 1 == kVectors;
-        add_to<kLanes>(target + (tails ? tail : v * kLanes), sum[v][0],
+        add_to<kLanes>(target + (tails ? tail : v * kLanes), found,
                        tails ? kVectors * kLanes - width : 0);
       }
     }
   }
 
-  template <int kLanes, int kVectors, bool kWeighted>
+  template <int kBytes, int kLanes, int kVectors, bool kWeighted>
   PYG_SAR_INLINE void run_crossing(int64_t first, int64_t last) const {
-    crosses ? run<kLanes, kVectors, kWeighted, true>(first, last)
-            : run<kLanes, kVectors, kWeighted, false>(first, last);
+    crosses ? run<kBytes, kLanes, kVectors, kWeighted, true>(first, last)
+            : run<kBytes, kLanes, kVectors, kWeighted, false>(first, last);
   }
 
-  template <int kLanes, int kVectors>
+  template <int kBytes, int kLanes, int kVectors>
   PYG_SAR_INLINE void run(int64_t first, int64_t last) const {
-    if (weight != nullptr) return run_crossing<kLanes, kVectors, true>(first, last);
-    run_crossing<kLanes, kVectors, false>(first, last);
+    if (weight != nullptr) return run_crossing<kBytes, kLanes, kVectors, true>(first, last);
+    run_crossing<kBytes, kLanes, kVectors, false>(first, last);
   }
 
   // Narrow rows: one or two vectors of fewer lanes.
-  template <int kLanes>
+  template <int kBytes, int kLanes>
   PYG_SAR_INLINE void run_narrow(int64_t first, int64_t last) const {
     if constexpr (kLanes > 0) {
-      if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
-      if (width == kLanes) return run<kLanes, 1>(first, last);
-      if constexpr (kLanes > 1) run<kLanes, 2>(first, last);
+      if (width < kLanes) return run_narrow<kBytes, kLanes / 2>(first, last);
+      if (width == kLanes) return run<kBytes, kLanes, 1>(first, last);
+      if constexpr (kLanes > 1) run<kBytes, kLanes, 2>(first, last);
     }
   }
 
-  PYG_SAR_INLINE void operator()(int64_t first, int64_t last) const {
+  // Registers of kBytes.
+  template <int kBytes>
+  PYG_SAR_INLINE void go(int64_t first, int64_t last) const {
     constexpr int kLanes = kFullLanes<Wide<Row>>;
     const int vectors = (width + kLanes - 1) / kLanes;
-    if (width < kLanes) return run_narrow<kLanes / 2>(first, last);
-    if (vectors == 1) return run<kLanes, 1>(first, last);
-    if (vectors == 2) return run<kLanes, 2>(first, last);
-    if (vectors == 3) return run<kLanes, 3>(first, last);
+    if (width < kLanes) return run_narrow<kBytes, kLanes / 2>(first, last);
+    if (vectors == 1) return run<kBytes, kLanes, 1>(first, last);
+    if (vectors == 2) return run<kBytes, kLanes, 2>(first, last);
+    if (vectors == 3) return run<kBytes, kLanes, 3>(first, last);
     if constexpr (kMostVectors<Row> > 4) {
-      if (vectors == 5) return run<kLanes, 5>(first, last);
-      if (vectors == 6) return run<kLanes, 6>(first, last);
-      if (vectors == 7) return run<kLanes, 7>(first, last);
-      if (vectors == 8) return run<kLanes, 8>(first, last);
+      if (vectors == 5) return run<kBytes, kLanes, 5>(first, last);
+      if (vectors == 6) return run<kBytes, kLanes, 6>(first, last);
+      if (vectors == 7) return run<kBytes, kLanes, 7>(first, last);
+      if (vectors == 8) return run<kBytes, kLanes, 8>(first, last);
     }
-    run<kLanes, 4>(first, last);
+    run<kBytes, kLanes, 4>(first, last);
   }
 };
 
 template <class Row>
 void sum_tile(const SumTile<Row>& tile, int64_t first, int64_t last) {
-  on_best([&]() PYG_SAR_INLINED { tile(first, last); });
+  on_best([&](auto registers) PYG_SAR_INLINED {
+    tile.template go<decltype(registers)::kBytes>(first, last);
+  });
 }
 
 }  // namespace pyg_sar

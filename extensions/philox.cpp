@@ -85,7 +85,7 @@ Tensor philox_rows_cpu(const Tensor& ids, c10::SymInt width, int64_t low, int64_
   int64_t* to = out.mutable_data_ptr<int64_t>();
   const int64_t grain = std::max<int64_t>(kGrain / std::max<int64_t>(words, 1), 1);
   at::parallel_for(0, ids.numel(), grain, [&](int64_t first, int64_t last) {
-    on_best([&]() PYG_SAR_INLINED {
+    on_best([&](auto) PYG_SAR_INLINED {
       fill(to, id, first, last, words, static_cast<uint32_t>(low), static_cast<uint32_t>(high));
     });
   });

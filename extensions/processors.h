@@ -25,26 +25,32 @@ namespace pyg_sar {
 
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
+// Of the processor that a version is for.
+template <int kBytesOfOne>
+struct Registers {
+  static constexpr int kBytes = kBytesOfOne;
+};
+
 #ifdef PYG_SAR_LEVELS
 template <class Work>
 __attribute__((target("avx512f"))) auto on_avx512f(const Work& work) {
-  return work();
+  return work(Registers<64>{});
 }
 
 template <class Work>
-__attribute__((target("avx2"))) auto on_avx2(const Work& work) {
-  return work();
+__attribute__((target("avx2,fma"))) auto on_avx2(const Work& work) {
+  return work(Registers<32>{});
 }
 #endif
 
-// Returns work(), in the version for the processor: what is not inlined into it has one version.
+// Returns work(Registers), in the version for the processor: what is not inlined into it has one version.
 template <class Work>
 auto on_best(const Work& work) {
 #ifdef PYG_SAR_LEVELS
   if (__builtin_cpu_supports("avx512f")) return on_avx512f(work);
   return on_avx2(work);
 #else
-  return work();
+  return work(Registers<16>{});
 #endif
 }
 

@@ -24,6 +24,11 @@ struct VectorOf {
 template <class T, int kLanes>
 using Vector = typename VectorOf<T, kLanes>::type;
 
+// Numbers of a vector that a register of kBytes holds. A wider vector is kept in several: GCC spreads a
+// factor over one that is wider than a register by way of memory.
+template <class Acc, int kLanes, int kBytes>
+constexpr int in_a_register = kLanes * sizeof(Acc) <= kBytes ? kLanes : kBytes / sizeof(Acc);
+
 // Numbers in a register of one cache line.
 template <class Acc>
 constexpr int kFullLanes = static_cast<int>(kLine / sizeof(Acc));

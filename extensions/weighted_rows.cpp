@@ -14,7 +14,7 @@ namespace {
 
 constexpr int kVectors = 8;
 
-template <class T>
+template <class T, int kRegister>  // bytes of a register
 struct Weighted {
   Rows<T> rows;
   T* acc;
@@ -33,7 +33,8 @@ struct Weighted {
     constexpr int64_t kAhead = kCount <= 2 ? 64 : kCount <= 4 ? 32 : 16;
     const int64_t first = head * rows.channels + column, last = rows.left - 1;
     const int64_t bytes = kCount * kLanes * sizeof(T);
-    Vector<T, kLanes> sum[kCount] = {};
+    constexpr int kOnes = in_a_register<T, kLanes, kRegister>, kParts = kLanes / kOnes;
+    Vector<T, kOnes> sum[kCount][kParts] = {};
     for (int64_t e = 0; e < rows.n; ++e) {
       if (fetches) {
         const int64_t later = e + kAhead < last ? e + kAhead : last;
@@ -46,9 +47,11 @@ struct Weighted {
       const T* weight = w + e * rows.heads + head;
       for (int h = 0; h < kHeads; ++h) {
         for (int v = 0; v < kEach; ++v) {
-          Vector<T, kLanes> x;
-          load<kLanes>(x, row + place(h, v));
-          sum[h * kEach + v] += x * weight[h];
+          for (int part = 0; part < kParts; ++part) {
+            Vector<T, kOnes> x;
+            load<kOnes>(x, row + place(h, v) + part * kOnes);
+            sum[h * kEach + v][part] += x * weight[h];
+          }
         }
       }
     }
@@ -58,7 +61,8 @@ struct Weighted {
       for (int v = 0; v < kEach; ++v) {
         const bool overlaps = v + 1 == kEach && added > 0;
         T* to = acc + first + place(h, v);
-        const Vector<T, kLanes>& found = sum[h * kEach + v];
+        Vector<T, kLanes> found;
+        std::memcpy(&found, sum[h * kEach + v], sizeof(found));
         if (overlaps) {
           add_to<kLanes>(to, found, added);
         } else {
@@ -204,11 +208,15 @@ void accumulate(float* acc, const float* w, const Rows<float>& rows, bool fetche
 #ifdef PYG_SAR_LEVELS
   if (__builtin_cpu_supports("avx512f") && side_by_side(acc, w, rows, fetches)) return;
 #endif
-  on_best([&]() PYG_SAR_INLINED { Weighted<float>{rows, acc, w, fetches}(); });
+  on_best([&](auto registers) PYG_SAR_INLINED {
+    Weighted<float, decltype(registers)::kBytes>{rows, acc, w, fetches}();
+  });
 }
 
 void accumulate(double* acc, const double* w, const Rows<double>& rows, bool fetches) {
-  on_best([&]() PYG_SAR_INLINED { Weighted<double>{rows, acc, w, fetches}(); });
+  on_best([&](auto registers) PYG_SAR_INLINED {
+    Weighted<double, decltype(registers)::kBytes>{rows, acc, w, fetches}();
+  });
 }
 
 }  // namespace pyg_sar::attention

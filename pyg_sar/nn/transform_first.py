@@ -183,14 +183,49 @@ class _Ahead:
             mapped: Tensor = type(self.linear).forward(self.linear, out)
             return mapped
         self.done = False  # A module that is called twice maps the second time.
-        return out if self.linear.bias is None else out + self.linear.bias
+        # The sums are nobody else's, and no gradient reads them.
+        return out if self.linear.bias is None else out.add_(self.linear.bias)
+
+
+@dataclass(slots=True, frozen=True)
+class _Product:
+    """The product of a layer's own rows, which ``out + product`` adds to ``out`` in place.
+
+    ``out`` is what :class:`_Ahead` gave: a sum, or a product of one, that the layer alone holds.
+
+    Attributes:
+        rows: ``[N, F]``.
+        weight: ``[F', F]``.
+    """
+
+    rows: Tensor
+    weight: Tensor
+
+    def __radd__(self, out: Tensor) -> Tensor:
+        return out.addmm_(self.rows, self.weight.t())
+
+
+def _own_product(linear: Any) -> Callable[[Any], Any]:
+    """Returns what stands in for the ``forward`` of the map of a layer's own rows."""
+
+    def product(x: Any) -> Any:
+        weight = linear.weight
+        same = type(x) is Tensor and x.dim() == 2 and x.dtype == weight.dtype
+        if same and not torch.is_autocast_enabled(x.device.type):
+            return _Product(x, weight)
+        return type(linear).forward(linear, x)
+
+    return product
 
 
 # Ways #########################################################################
 
 
-def _sums(*names: str) -> Callable[[Any], Methods]:
-    """Returns the way of layers whose calls of ``propagate(x=...)`` are each fed to one map."""
+def _sums(*names: str, own: str | None = None) -> Callable[[Any], Methods]:
+    """Returns the way of layers whose calls of ``propagate(x=...)`` are each fed to one map.
+
+    ``own`` names the map of the layer's own rows that is added to it, if there is one.
+    """
 
     def way(layer: Any) -> Methods:
         linears = [getattr(layer, name, None) for name in names]
@@ -203,6 +238,9 @@ def _sums(*names: str) -> Callable[[Any], Methods]:
             return propagate(edge_index, *args, x=next(turns).rows(x), **kwargs)
 
         ahead: Methods = [(one.linear, "forward", one.rest) for one in maps]
+        root = None if own is None else getattr(layer, own, None)
+        if root not in linears and _is_plain(root, *_LINEAR) and root.bias is None:
+            ahead.append((root, "forward", _own_product(root)))
         return [(layer, "propagate", mapped), *ahead]
 
     return way
@@ -355,9 +393,9 @@ def _products(layer: Any) -> Iterator[Callable[[Tensor], Tensor]]:
 
 
 _WAYS: dict[type[MessagePassing], Callable[[Any], Methods]] = {
-    SAGEConv: _sums("lin_l"),
-    GraphConv: _sums("lin_rel"),
-    ClusterGCNConv: _sums("lin_out"),
+    SAGEConv: _sums("lin_l", own="lin_r"),
+    GraphConv: _sums("lin_rel", own="lin_root"),
+    ClusterGCNConv: _sums("lin_out", own="lin_root"),
     SignedConv: _signed,
     SGConv: _inputs(lambda layer: layer.lin),
     SSGConv: _inputs(lambda layer: layer.lin),
