@@ -22,8 +22,10 @@ from oracle import (
     single_process,
     threads,
 )
+from torch import Tensor
 from torch.nn import Linear, ReLU, Sequential
 from torch.nn.utils.parametrizations import weight_norm
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
 
@@ -379,6 +381,55 @@ def test_what_is_left_alone(root: Path, graph: Data, partitions: Partitions) -> 
         if name not in ("sg, cached", "parametrized"):
             sweep.add(name, Job(layer, root, (), MODES[:1]), graph)
     sweep.check()
+
+
+class Sizes(TorchDispatchMode):
+    """Notes the numbers of elements of the results that operators make, and their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[tuple[str, int]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        known = {a.data_ptr() for a in args if isinstance(a, Tensor)}
+        if isinstance(out, Tensor) and out.data_ptr() not in known:
+            self.made.append((func._schema.name, out.numel()))
+        return out
+
+
+OWN_ROWS: dict[str, Callable[[], torch.nn.Module]] = {
+    "sage": lambda: gnn.SAGEConv(CHANNELS, 3 * CHANNELS),
+    "sage, mapped first": lambda: gnn.SAGEConv(CHANNELS, NARROW),
+    "graph": lambda: gnn.GraphConv(CHANNELS, NARROW),
+    "cluster": lambda: gnn.ClusterGCNConv(CHANNELS, NARROW, bias=False),
+}
+
+
+def made_at_own_rows(root: Path) -> dict[str, list[int]]:
+    data, found = pyg_sar.load_partition(root), {}
+    for name, make in OWN_ROWS.items():
+        watched = make().double()
+        linear = watched.lin_r if hasattr(watched, "lin_r") else watched.lin_root
+        linear.register_forward_hook(nothing)
+        counts = []
+        for layer in (make().double(), watched):
+            model = pyg_sar.distribute(layer)
+            model(data.x, data.edge_index)  # The first call looks at the message, too.
+            with Sizes() as sizes:
+                out = model(data.x, data.edge_index)
+            products = ("aten::mm", "aten::add.Tensor", "aten::add", "aten::addmm")
+            counts.append(sum(n == out.numel() for op, n in sizes.made if op in products))
+        found[name] = counts
+    return found
+
+
+@pytest.mark.skipif(not ops.built, reason="needs the C++ kernels")
+def test_the_product_of_own_rows_is_added_in_place(root: Path) -> None:
+    """Neither it nor the sum with it is a tensor of its own; a hook on the map gets it from PyG."""
+    for worker in threads(made_at_own_rows, 3, root):
+        for name, (ours, watched) in worker.items():
+            assert (ours, watched) == (1, 3), name  # The other product is one in either case.
 
 
 def shared(root: Path) -> Any:

@@ -194,6 +194,12 @@ class _Call:
                 )
             if fits:
                 return to_local(value, fits[0], 0)
+            if self.edges and value.dim() > 1 and value.size(0) in [r.count for r in self.known]:
+                raise DistributedIndexError(
+                    f"{type(self.module).__name__} got a plain tensor of shape "
+                    f"{list(value.shape)}, of this worker's rows alone (rank {self.comm.rank}): "
+                    "pass tensors of load_partition(root, view='global')"
+                )
         if value.requires_grad:
             self.shared.append(value)
         return value
@@ -425,8 +431,8 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_local(self, args, kwargs)
         if not node_tensors(args, kwargs):
+            _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         return with_hooks(self, self._called, args, kwargs)  # type: ignore[arg-type]
 
@@ -457,8 +463,8 @@ class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        _refuse_local(self, args, kwargs)
         if not node_tensors(args, kwargs):
+            _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
         args, kwargs = without_matrix(self, args, kwargs)
         return torch.nn.Module.__call__(self, *args, **kwargs)

@@ -144,10 +144,11 @@ def _is_less(layer: Any, rows: Any, weight: Tensor, wide: int, narrow: int) -> b
     if rows.dim() < 2 or rows.size(-1) != wide or torch.is_autocast_enabled(rows.device.type):
         return False
     learns = torch.is_grad_enabled()
-    before = wide * (1 + (learns and rows.requires_grad))
-    after = narrow * (1 + (learns and (rows.requires_grad or weight.requires_grad)))
+    returns = learns and rows.requires_grad
+    before = wide * (1 + returns)
+    after = narrow * (1 + (returns or (learns and weight.requires_grad)))
     # Square maps too: the weight's gradient then takes the rows, and their sums are not kept.
-    less = after < before or (wide == narrow and learns and rows.requires_grad)
+    less = after < before or (wide == narrow and returns)
     if less:
         layer.__dict__["_transforms_first"] = True
     return less
@@ -194,28 +195,21 @@ class _Product:
     ``out`` is what :class:`_Ahead` gave: a sum, or a product of one, that the layer alone holds.
 
     Attributes:
+        linear: The map, without a bias.
         rows: ``[N, F]``.
-        weight: ``[F', F]``.
     """
 
+    linear: Any
     rows: Tensor
-    weight: Tensor
 
     def __radd__(self, out: Tensor) -> Tensor:
-        return out.addmm_(self.rows, self.weight.t())
-
-
-def _own_product(linear: Any) -> Callable[[Any], Any]:
-    """Returns what stands in for the ``forward`` of the map of a layer's own rows."""
-
-    def product(x: Any) -> Any:
-        weight = linear.weight
-        same = type(x) is Tensor and x.dim() == 2 and x.dtype == weight.dtype
-        if same and not torch.is_autocast_enabled(x.device.type):
-            return _Product(x, weight)
-        return type(linear).forward(linear, x)
-
-    return product
+        rows, weight = self.rows, self.linear.weight
+        # Autocast gives ``out`` another dtype.
+        dense = rows.layout == torch.strided and rows.dim() == 2
+        if dense and rows.dtype == out.dtype == weight.dtype:
+            return out.addmm_(rows, weight.t())
+        product: Tensor = type(self.linear).forward(self.linear, rows)
+        return out + product
 
 
 # Ways #########################################################################
@@ -238,9 +232,9 @@ def _sums(*names: str, own: str | None = None) -> Callable[[Any], Methods]:
             return propagate(edge_index, *args, x=next(turns).rows(x), **kwargs)
 
         ahead: Methods = [(one.linear, "forward", one.rest) for one in maps]
-        root = None if own is None else getattr(layer, own, None)
+        root: Any = None if own is None else getattr(layer, own, None)
         if root not in linears and _is_plain(root, *_LINEAR) and root.bias is None:
-            ahead.append((root, "forward", _own_product(root)))
+            ahead.append((root, "forward", partial(_Product, root)))
         return [(layer, "propagate", mapped), *ahead]
 
     return way

@@ -99,9 +99,6 @@ class NodeTensor(Tensor):
         )
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
         out.writes, out._edges = Writes(), (None, 0)
-        task: int = torch._C._current_graph_task_id()
-        if task != -1:
-            rows.comm.global_pass = task
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -147,6 +144,11 @@ class NodeTensor(Tensor):
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused
         kwargs = kwargs or {}
+        if (task := torch._C._current_graph_task_id()) != -1:
+            for one in args:
+                if isinstance(one, NodeTensor):
+                    one.rows.comm.global_pass = task
+                    break
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
         out = found(func, args, kwargs)

@@ -99,13 +99,6 @@ def add_gathered(out: Tensor, rows: Tensor, segments: Segments, weight: Tensor |
     gather_sum_(out, rows, *at, weight, segments.edges)
 
 
-def _places(edges: Segments, rows: UnitRows) -> Tensor:
-    """Where each edge finds its row."""
-    if rows.index is None:
-        return edges.source
-    return rows.index.index_select(0, edges.source).to(edges.source.dtype)
-
-
 Way = tuple[Schedule, SplitEdges | None, bool]
 """How sums go through a structure: the schedule; how its edges are split, and forward, too."""
 
@@ -196,7 +189,10 @@ class SumsForward(Pass):
         edges, read = block.segments, rows.tensors[0]
         if edges.source.numel() == 0:
             return
-        at = _places(edges, rows), edges.offsets, edges.targets
+        source = edges.source
+        if rows.index is not None:
+            source = rows.index.index_select(0, source).to(source.dtype)
+        at = source, edges.offsets, edges.targets
         for total in self.answers:
             weight = None if self._weight is None else weights_of(block, self._weight)
             gather_sum_(total, read, *at, weight, edges.edges)
@@ -335,7 +331,10 @@ class SumsBackward(Pass):
         if edges is None or weights:
             edges = block.transposed(numbered=bool(weights))
         weight = _wide(weights[block.unit - 1], self._total) if weights else None
-        at = _places(edges, rows), edges.offsets, edges.targets
+        source = edges.source
+        if rows.index is not None:
+            source = rows.index.index_select(0, source).to(source.dtype)
+        at = source, edges.offsets, edges.targets
         gather_sum_(self._total, rows.tensors[0], *at, weight, edges.edges)
 
     def finish(self) -> list[Tensor | None]:
