@@ -62,9 +62,13 @@ def steady_calls(root: str, name: str, timed: int, view: str = "local") -> dict[
     gradient = torch.ones_like(out)
     for _ in range(2):
         layer(x, data.edge_index).backward(gradient)
-    outs: list[torch.Tensor] = []
-    forward = entered(lambda: outs.append(layer(x, data.edge_index)))
-    backward = entered(lambda: outs[0].backward(gradient))
+    found = []
+    for _ in range(3):  # Memory that others return is taken back in this call, or in the next.
+        outs: list[torch.Tensor] = []
+        forward = entered(lambda: outs.append(layer(x, data.edge_index)))  # noqa: B023
+        backward = entered(lambda: outs[0].backward(gradient))  # noqa: B023
+        found.append((forward, backward))
+    forward, backward = min(found, key=lambda one: len(one[0] + one[1]))
     times: list[tuple[float, float]] = []
     for _ in range(timed):
         start = time.perf_counter()
