@@ -160,12 +160,18 @@ class Host:
             place = read_environment()
             size = memory or available_memory(1 if place is None else place.local_world_size)
             self.store = PartStore(len(self.parts), num_parts, size, store)
-        self.turns = Turns(self.parts, check, self._under_way, self._begin, self._end)
+        turn = self._begin, self._end
+        self.turns = Turns(self.parts, check, self._under_way, *turn, outer.device)
         self._numbers = dict.fromkeys(self.parts, 0)
         self._meetings: dict[int, Meeting] = {}
         self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
         self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
         self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    @property
+    def rows_on(self) -> torch.device:
+        """Where published rows are."""
+        return self.outer.device
 
     def _begin(self, part: int) -> None:
         if self.store is not None:
@@ -305,7 +311,8 @@ class Host:
             self._boxes[src, dst][number] = tensor.clone(), name
             return
         with self.unpaged():
-            copies = _header(name), to_bytes(tensor.clone())
+            # gloo sends memory of the CPU.
+            copies = _header(name), to_bytes(tensor.to("cpu", copy=True))
         tags = _tag(src, dst, number, ""), _tag(src, dst, number, name)
         for copy, tag in zip(copies, tags, strict=True):
             try:
@@ -357,7 +364,7 @@ class Host:
             return
         with self.unpaged():
             header = _header("")
-            arrived = torch.empty_like(into, memory_format=torch.contiguous_format)
+            arrived = torch.empty(into.shape, dtype=into.dtype)
 
         def block() -> None:
             first, tag = _tag(src, dst, number, ""), _tag(src, dst, number, name)

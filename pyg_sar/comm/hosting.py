@@ -100,6 +100,10 @@ def host_parts(
     def run(part: int) -> None:
         comm = PartCommunicator(host, part)
         adopt(comm)
+        if outer.device.type == "cuda":
+            torch.cuda.set_device(outer.device)  # Of this thread.
+            # A GPU's backward passes share a thread otherwise: one that waits would hold up all.
+            torch.autograd.set_multithreading_enabled(False)
         try:
             host.turns.begin(part)
             results[part] = fn(*args)

@@ -14,19 +14,28 @@ from pyg_sar.comm.messages import REMEDY, to_error, unmatched
 from pyg_sar.errors import MismatchError, PygSarError
 
 POLL = 0.02  # Seconds between two looks at what other processes may have done.
+CPU = torch.device("cpu")
 STEP = 0.5  # The same where only threads of this process can change anything.
 
 
 class RandomState:
-    """The states of the default random generators: PyTorch's (CPU), NumPy's and Python's."""
+    """The states of the default random generators: PyTorch's, NumPy's and Python's.
 
-    def __init__(self) -> None:
+    Args:
+        device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device if device.type == "cuda" else None
+        self.on_gpu = None if self.device is None else torch.cuda.get_rng_state(self.device)
         self.torch = torch.random.get_rng_state()
         self.numpy = np.random.get_state()
         self.python = random.getstate()
 
     def restore(self) -> None:
         """Makes the generators go on from here."""
+        if self.device is not None and self.on_gpu is not None:
+            torch.cuda.set_rng_state(self.on_gpu, self.device)
         torch.random.set_rng_state(self.torch)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
@@ -47,6 +56,7 @@ class Turns:
         outside: Returns whether something outside this process may still end a wait.
         begin: Called when a part's turn begins, with the part, on its thread.
         end: The same when its turn ends.
+        device: Where they compute.
     """
 
     def __init__(
@@ -56,6 +66,7 @@ class Turns:
         outside: Callable[[], bool],
         begin: Callable[[int], None],
         end: Callable[[int], None],
+        device: torch.device = CPU,
     ) -> None:
         self._parts = list(parts)
         self._check, self._outside = check, outside
@@ -68,7 +79,8 @@ class Turns:
         self._doing: dict[int, str] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        start = RandomState()
+        self._device = device
+        start = RandomState(device)
         self._random = dict.fromkeys(self._parts, start)
         self.record: Mapping[str, Any] | None = None
         """The failure that ends all parts, if one does."""
@@ -129,7 +141,7 @@ class Turns:
 
     def _release(self, part: int) -> None:
         self._end(part)
-        self._random[part] = RandomState()
+        self._random[part] = RandomState(self._device)
         self._current, self._last = None, self._parts[-1] if self._anew else part
         self._anew = False
 

@@ -271,7 +271,8 @@ class Tables:
                     leaving = self._leaving.pop((w, number))
                     sends[w] = torch.cat([leaving[part] for part in host.parts])
                     sizes = [self.routes.sizes[q] for q in host.hosted[w]]
-                    receives[w] = found = torch.empty(sum(sizes), width, dtype=dtype)
+                    shape, device = (sum(sizes), width), host.rows_on
+                    receives[w] = found = torch.empty(shape, dtype=dtype, device=device)
                     parts = zip(host.hosted[w], found.split(sizes), strict=True)
                     self._arriving[number] += parts
             works.append(host.outer.exchange_all(sends, receives, label=self.label))
