@@ -34,10 +34,11 @@ from pyg_sar.comm.messages import (
     num_bytes,
     unlike,
 )
-from pyg_sar.comm.turns import Turns
+from pyg_sar.comm.turns import CPU, Turns
 from pyg_sar.errors import PygSarError
-from pyg_sar.files import parse_bytes
+from pyg_sar.files import check_folder, parse_bytes
 from pyg_sar.ledger import Label
+from pyg_sar.store.host_store import PINNED, HostStore
 from pyg_sar.store.part_store import PartStore, available_memory
 
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class Hosting:
     Attributes:
         parts: Parts of the graph, of all workers.
         memory: Bytes that a worker may take beyond its start; ``None``: no limit.
-        store: The directory where parts wait; ``None``: they wait in memory.
+        store: The directory where parts wait, or ``'pinned'``: in a GPU's host memory. ``None``:
+            they wait in memory.
         keep: Which published rows a cache keeps: ``'belady'``, those that are needed soonest;
             ``'adjacent'``, those of a part that the next one needs (HongTu's rule), to compare.
     """
@@ -73,15 +75,25 @@ class Hosting:
         """The hosting that arguments of ``launch`` and ``run`` ask for, if any do.
 
         Raises:
-            ValueError: A limit or a store without a number of parts.
+            ValueError: A limit or a store without a number of parts; a limit of what waits in host
+                memory; or the store is no folder.
         """
+        if store != PINNED:
+            check_folder("store", store)
+        elif memory is not None:
+            raise ValueError(
+                f"memory={memory!r} is the limit of a store on disk; with store={PINNED!r} a GPU "
+                "holds what one part's turn needs: leave it out, and cut the graph into more parts"
+            )
         if parts is None and (memory is not None or store is not None):
             name, value = ("memory", memory) if memory is not None else ("store", store)
             raise ValueError(f"{name}={value!r} needs parts=, the number of the partition's parts")
         if parts is None:
             return None
         size = None if memory is None else parse_bytes(memory, "memory")
-        return cls(parts, size, None if store is None else os.path.abspath(store))
+        if store is not None and store != PINNED:
+            store = os.path.abspath(store)
+        return cls(parts, size, store if store is None else os.fspath(store))
 
 
 def split_parts(num_parts: int, num_workers: int) -> list[range]:
@@ -155,8 +167,17 @@ class Host:
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
         check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
-        self.store: PartStore | None = None
-        if memory is not None or store is not None:
+        self.store: PartStore | HostStore | None = None
+        if store == PINNED:
+            self.store = HostStore(len(self.parts), outer.device)
+        elif memory is not None or store is not None:
+            if outer.device.type != "cpu":
+                name = "memory" if store is None else "store"
+                raise ValueError(
+                    f"{name}={memory if store is None else store!r} is for parts that compute on "
+                    f"the CPU, and this worker computes on {outer.device}: say store={PINNED!r}, "
+                    "or init(device='cpu')"
+                )
             place = read_environment()
             size = memory or available_memory(1 if place is None else place.local_world_size)
             self.store = PartStore(len(self.parts), num_parts, size, store)
@@ -171,7 +192,7 @@ class Host:
     @property
     def rows_on(self) -> torch.device:
         """Where published rows are."""
-        return self.outer.device
+        return CPU if isinstance(self.store, HostStore) else self.outer.device
 
     def _begin(self, part: int) -> None:
         if self.store is not None:
@@ -180,6 +201,12 @@ class Host:
     def _end(self, part: int) -> None:
         if self.store is not None:
             self.store.end()
+
+    def leave(self, part: int) -> None:
+        """Ends the last turn of a part, on its thread."""
+        self.turns.leave(part)
+        if isinstance(self.store, HostStore):
+            self.store.leave(part - self.parts.start)
 
     def unpaged(self) -> AbstractContextManager[Any]:
         """Makes tensors that stay in memory: for all parts, and for the network."""

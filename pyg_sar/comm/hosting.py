@@ -115,7 +115,7 @@ def host_parts(
             failures.append((is_consequence(error, part), part, error))
         finally:
             comm.close()
-            host.turns.leave(part)
+            host.leave(part)
 
     threads = [
         threading.Thread(target=run, args=(part,), name=f"pyg_sar part {part}", daemon=True)

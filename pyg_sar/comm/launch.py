@@ -36,7 +36,6 @@ from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
 from pyg_sar.errors import LostWorkerError, WorkerError
-from pyg_sar.files import check_folder
 
 T = TypeVar("T")
 
@@ -77,7 +76,8 @@ def launch(
             ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
             with ``store`` four fifths of the host's free memory, divided by its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
-            them. By default all parts stay in memory.
+            them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
+            stay in memory.
         backend: As for :func:`pyg_sar.init`, or ``'threads'``: the workers are threads of this
             process, for debugging.
         threads_per_worker: Threads that each worker computes with. By default
@@ -97,7 +97,6 @@ def launch(
     """
     _check(fn, num_workers, backend, threads_per_worker, timeout, env)
     hosting = Hosting.of(parts, memory, store)
-    check_folder("store", store)
     if hosting is not None:
         check_parts(hosting.parts, num_workers, backend)
     if backend == "threads":
@@ -152,7 +151,8 @@ def run(
             ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
             with ``store`` four fifths of the host's free memory, divided by its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
-            them. By default all parts stay in memory.
+            them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
+            stay in memory.
         backend: As for :func:`pyg_sar.init`; several parts need ``'gloo'`` between processes.
         timeout: Seconds that one operation between workers may take.
 

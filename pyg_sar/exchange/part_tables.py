@@ -252,6 +252,7 @@ class Tables:
 
     def publish(self, part: int, messages: Sequence[Tensor]) -> None:
         """Takes in a part's table: rows of each message."""
+        messages = [message.to(self.host.rows_on) for message in messages]
         for w, wanted in self.routes.leaving.items():
             with self.host.unpaged():
                 for number, message in enumerate(messages):
@@ -319,6 +320,12 @@ class Tables:
         self._rows[part] = list(messages)
 
     def _gather(self, part: int, number: int, out: Tensor) -> None:
+        if out.device != (rows_on := self.host.rows_on) and rows_on.type == "cpu":
+            pin = out.device.type == "cuda"
+            rows = torch.empty(out.shape, dtype=out.dtype, pin_memory=pin)
+            self._gather(part, number, rows)
+            out.copy_(rows, non_blocking=True)
+            return
         start = 0
         for owner, index in enumerate(self.routes.index[part]):
             if index.numel():

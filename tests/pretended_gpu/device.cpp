@@ -29,7 +29,7 @@ using c10::DispatchKeySet;
 using c10::Storage;
 using c10::StorageImpl;
 
-constexpr DeviceIndex DEVICES = 2;
+constexpr DeviceIndex DEVICES = 4;
 thread_local DeviceIndex current = 0;
 std::atomic<int64_t> waits{0};
 

@@ -73,7 +73,7 @@ def replace_functions() -> None:
     others: dict[str, Any] = {
         "is_available": lambda: True,
         "is_initialized": lambda: True,
-        "device_count": lambda: 2,
+        "device_count": lambda: 4,
         "current_device": lambda: ops.current(),
         "set_device": chosen,
         "device": lambda device: nullcontext(),
@@ -100,6 +100,7 @@ def replace_functions() -> None:
             ops.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(self), size)
         return self
 
+    torch.Tensor.record_stream = nothing  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
     for name, value in {**drawn, **others}.items():
         setattr(torch.cuda, name, value)
