@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.messages import REMEDY, to_error, unmatched
 from pyg_sar.errors import MismatchError, PygSarError
 
@@ -26,17 +27,14 @@ class RandomState:
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device if device.type == "cuda" else None
-        self.on_gpu = None if self.device is None else torch.cuda.get_rng_state(self.device)
-        self.torch = torch.random.get_rng_state()
+        self.device = device
+        self.torch = random_states(device)
         self.numpy = np.random.get_state()
         self.python = random.getstate()
 
     def restore(self) -> None:
         """Makes the generators go on from here."""
-        if self.device is not None and self.on_gpu is not None:
-            torch.cuda.set_rng_state(self.on_gpu, self.device)
-        torch.random.set_rng_state(self.torch)
+        set_random_states(self.torch, self.device)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
