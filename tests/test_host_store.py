@@ -234,7 +234,9 @@ def test_gradients_are_those_of_one_process(root: Path):
     whole = gnn.GAT(data.num_features, 8, 2, CLASSES, heads=2, norm="BatchNorm").double()
 
     def step(given: Any, model: Any, mean: Any) -> list[Tensor]:
-        mean(F.cross_entropy(model(given.x, given.edge_index), given.y, reduction="none")).backward()
+        mean(
+            F.cross_entropy(model(given.x, given.edge_index), given.y, reduction="none")
+        ).backward()
         return [p.grad for p in model.parameters()]
 
     def part() -> list[Tensor]:
@@ -275,7 +277,9 @@ def test_what_cannot_wait_there_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"store='.*nowhere' is no folder"):
         Hosting.of(2, None, tmp_path / "nowhere")
     monkeypatch.setattr(host_store, "DEVICES", ("cuda",))
-    with pytest.raises(ValueError, match=r"store='pinned' moves tensors of a GPU .* on cpu: pass a"):
+    with pytest.raises(
+        ValueError, match=r"store='pinned' moves tensors of a GPU .* on cpu: pass a"
+    ):
         Host(Hosting(2, store=PINNED), LocalCommunicator(CPU))
     meta = LocalCommunicator(torch.device("meta"))
     for hosting in (Hosting(2, store=str(tmp_path)), Hosting(2, memory=2**20)):

@@ -266,7 +266,7 @@ def _is_plain_type(kind: type) -> bool:
 
 
 def _as_bytes(storage: UntypedStorage, device: torch.device) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)  # type: ignore[call-overload]
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
 
 
 @contextmanager

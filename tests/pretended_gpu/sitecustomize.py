@@ -52,6 +52,7 @@ def replace_functions() -> None:
     import torch
 
     ops: Any = torch.ops.pretended_gpu
+
     def nothing(*given: Any, **named: Any) -> None:
         pass
 
