@@ -91,6 +91,13 @@ def place(info: WorkerInfo, backend: str | None, device: torch.device | None) ->
     return found
 
 
+def numbered(device: torch.device) -> torch.device:
+    """Returns a device with its number, as that of its tensors has: ``cuda`` is the current GPU."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
 def random_states(device: torch.device) -> list[torch.Tensor]:
     """The states of PyTorch's default generators: the CPU's, and that of a GPU, on the CPU."""
     states = [torch.random.get_rng_state()]

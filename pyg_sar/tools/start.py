@@ -16,6 +16,7 @@ from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import parse_bytes
 from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.graphs import names_in
 
 T = TypeVar("T")
@@ -27,7 +28,7 @@ def add_workers(command: argparse.ArgumentParser) -> Any:
     group("--parts", required=True, metavar="DIR", help="folder of the partition")
     group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
-    group("--store", metavar="DIR", help="folder for what parts that wait hold")
+    group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
     group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
     return group
@@ -118,7 +119,7 @@ def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.memory is not None:
         options["memory"] = parse_bytes(arguments.memory, "--memory")
     if arguments.store is not None:
-        if not Path(arguments.store).is_dir():
+        if arguments.store != PINNED and not Path(arguments.store).is_dir():
             raise ValueError(f"--store {arguments.store}: there is no such folder")
         options["store"] = arguments.store
     return options

@@ -1,8 +1,8 @@
 """Gives each Python process that has this folder in ``PYTHONPATH`` a GPU that isn't there.
 
 PyTorch's device 'cuda', where PyTorch was built without it: see ``device.cpp``, whose library the
-environment variable ``PRETENDED_GPU`` names. It must be loaded before PyTorch; then PyTorch's Python
-functions for CUDA are replaced. Python imports this module by its name when it starts.
+variable ``PRETENDED_GPU`` of the environment names. It is loaded before PyTorch, whose Python
+functions for CUDA are then replaced. Python imports this module by its name when it starts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,9 @@ def replace_functions() -> None:
 
     def chosen(device: Any) -> None:
         index = device if isinstance(device, int) else torch.device(device).index
-        ops.choose(index or 0)
+        if index is None:
+            raise ValueError(f"Expected a device with a number (got {device})")  # as PyTorch does
+        ops.choose(index)
 
     def set_all(states: Any) -> None:
         ops.set_rng_state(states[0])
