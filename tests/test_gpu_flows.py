@@ -22,7 +22,8 @@ from torch_geometric.nn import aggr
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.comm import current, finalize
-from pyg_sar.train import TrainConfig
+from pyg_sar.space import dist_batch
+from pyg_sar.train import TrainConfig, load_checkpoint
 from pyg_sar.train.callbacks import CheckpointEvery
 
 GPUS = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -96,9 +97,8 @@ class Readout(torch.nn.Module):
         x = self.conv(x, edge_index, edge_attr=edge_attr)
         for norm in self.norms:
             x = norm(x).relu()
-        pooled = [
-            pool(x, x.new_zeros(x.size(0), dtype=torch.long), dim_size=1) for pool in self.pools
-        ]
+        batch = dist_batch(torch.zeros(x.size(0), dtype=torch.long, device=x.device))
+        pooled = [pool(x, batch, dim_size=1) for pool in self.pools]
         return self.head(torch.cat([x, *(p.expand(x.size(0), -1) for p in pooled)], dim=-1))
 
 
@@ -154,7 +154,10 @@ def on_workers(root: Path, model: Any, names: tuple[str, ...], policy: SARPolicy
     accuracy = pyg_sar.accuracy(scores, data.y, data.train_mask)
     gathered = pyg_sar.gather_nodes(scores, data)
     whole = gathered if gathered is not None else scores[:0]
-    return [loss.cpu() for loss in losses] + [torch.tensor(accuracy), whole.cpu()]
+    return [loss.cpu() for loss in losses] + [
+        torch.tensor(accuracy, dtype=torch.float64),
+        whole.cpu(),
+    ]
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -179,7 +182,7 @@ def test_training_equals_one_process(way: str, root: Callable[[int], Path]):
 
 def gcn() -> torch.nn.Module:
     torch.manual_seed(3)
-    return gnn.GCN(CHANNELS, 8, 2, CLASSES, norm="BatchNorm", dropout=0.0).double()
+    return gnn.GCN(CHANNELS, 8, 2, CLASSES, norm="LayerNorm").double()
 
 
 def trainer(model: Any, data: Any, path: Path, epochs: int) -> pyg_sar.Trainer:
@@ -197,7 +200,8 @@ def trained(root: Path, path: Path, resume: bool) -> tuple[list[float], Tensor, 
     losses = training.fit().losses
     scores = pyg_sar.infer(model, data)
     current().barrier()
-    loaded = pyg_sar.load_model(path)
+    loaded = gcn()
+    load_checkpoint(path, loaded)
     again = pyg_sar.infer(loaded, data)
     return losses, pyg_sar.gather_nodes(scores, data), pyg_sar.gather_nodes(again, data)
 

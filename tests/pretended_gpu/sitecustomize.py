@@ -103,6 +103,16 @@ def replace_functions() -> None:
             ops.resize_storage(torch.empty(0, dtype=torch.uint8, device="cuda").set_(self), size)
         return self
 
+    clone = torch.UntypedStorage.clone
+
+    def cloned(self: Any) -> Any:
+        if self.device.type != "cuda":
+            return clone(self)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            given = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+            return given.clone().untyped_storage()
+
+    torch.UntypedStorage.clone = cloned  # type: ignore[method-assign]
     torch.Tensor.record_stream = nothing  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
     for name, value in {**drawn, **others}.items():
