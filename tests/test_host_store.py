@@ -18,7 +18,7 @@ from torch_geometric import nn as gnn
 import pyg_sar
 from pyg_sar.comm.communicator import LocalCommunicator
 from pyg_sar.comm.host import Host, Hosting
-from pyg_sar.comm.hosting import PartError, host_parts
+from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.store import host_store
 from pyg_sar.store.host_store import PINNED, HostStore
 
@@ -285,6 +285,22 @@ def test_what_cannot_wait_there_is_refused(tmp_path: Path, monkeypatch: pytest.M
     for hosting in (Hosting(2, store=str(tmp_path)), Hosting(2, memory=2**20)):
         with pytest.raises(ValueError, match=r"parts that compute on the CPU, .* on meta: say sto"):
             Host(hosting, meta)
+
+
+def test_a_store_on_disk_is_for_parts_on_the_cpu(tmp_path: Path):
+    """So that they compute there, also where there is a GPU."""
+    for memory, store, device in (
+        (None, None, None),
+        (None, PINNED, None),
+        (None, tmp_path, "cpu"),
+        ("1GiB", None, "cpu"),
+    ):
+        hosting = Hosting.of(2, memory, store)
+        assert hosting is not None and hosting.device == device
+    with pytest.raises(
+        ValueError, match=r"\(got 'nccl'\): call pyg_sar.init\('gloo', device='cuda'"
+    ):
+        check_parts(4, 2, "nccl")
 
 
 def test_too_little_memory_of_the_device_names_the_remedy():

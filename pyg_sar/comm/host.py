@@ -68,6 +68,12 @@ class Hosting:
     store: str | None = None
     keep: Literal["belady", "adjacent"] = "belady"
 
+    @property
+    def device(self) -> str | None:
+        """Where workers compute if nothing else was said: a store on disk has the CPU's tensors."""
+        on_disk = self.store not in (None, PINNED)
+        return "cpu" if on_disk or self.memory is not None else None
+
     @classmethod
     def of(
         cls, parts: int | None, memory: int | str | None, store: str | os.PathLike[str] | None

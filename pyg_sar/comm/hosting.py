@@ -48,7 +48,8 @@ def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
             "fewer workers, or partition the graph into more parts"
         )
     if backend not in (None, "gloo", "local"):
-        raise ValueError(f"parts={parts} needs backend='gloo' (got {backend!r})")
+        gpus = ": call pyg_sar.init('gloo', device='cuda') before" if backend == "nccl" else ""
+        raise ValueError(f"parts={parts} needs backend='gloo' (got {backend!r}){gpus}")
 
 
 # The parts of a process ######################################################

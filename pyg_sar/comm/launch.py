@@ -164,7 +164,8 @@ def run(
     """
     _check_function(fn)
     hosting = Hosting.of(parts, memory, store)
-    comm = init(backend, timeout=timeout)
+    device = None if hosting is None else hosting.device
+    comm = init(backend, timeout=timeout, device=device)
     if hosting is None:
         return [fn(*args)]
     check_parts(hosting.parts, comm.world_size, comm.backend)
@@ -396,7 +397,8 @@ def _worker_main(descriptor: int) -> None:
         gc.freeze()
         gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-        comm = init(backend, timeout=timeout)
+        device = None if hosting is None else hosting.device
+        comm = init(backend, timeout=timeout, device=device)
         result = fn(*args) if hosting is None else host_parts(_unpacked, (task,), hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()

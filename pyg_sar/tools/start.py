@@ -12,6 +12,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.group import Communicator, init
+from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import parse_bytes
@@ -38,10 +39,11 @@ def on_workers(
     arguments: argparse.Namespace, work: Callable[[Any], T], config: Any
 ) -> tuple[T, bool]:
     """Runs ``work(config)`` on each worker; returns rank 0's result, and whether it speaks here."""
-    options = {"backend": arguments.backend, "timeout": arguments.timeout}
+    options: dict[str, Any] = {"backend": arguments.backend, "timeout": arguments.timeout}
     hosting = _hosting(arguments)
     if was_launched(arguments.workers):
-        with init(**options) as comm:
+        where = Hosting.of(1, hosting.get("memory"), hosting.get("store"))
+        with init(**options, device=None if where is None else where.device) as comm:
             num_parts = _agreed_parts(config.parts, comm)
             if hosting or comm.world_size < num_parts:
                 result = run(work, config, parts=num_parts, **options, **hosting)[0]
