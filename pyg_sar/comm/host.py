@@ -34,7 +34,7 @@ from pyg_sar.comm.messages import (
     num_bytes,
     unlike,
 )
-from pyg_sar.comm.turns import CPU, Turns
+from pyg_sar.comm.turns import Turns
 from pyg_sar.errors import PygSarError
 from pyg_sar.files import check_folder, parse_bytes
 from pyg_sar.ledger import Label
@@ -198,7 +198,8 @@ class Host:
     @property
     def rows_on(self) -> torch.device:
         """Where published rows are."""
-        return CPU if isinstance(self.store, HostStore) else self.outer.device
+        on_host = isinstance(self.store, HostStore)
+        return torch.device("cpu") if on_host else self.outer.device
 
     def _begin(self, part: int) -> None:
         if self.store is not None:

@@ -15,7 +15,6 @@ from pyg_sar.comm.messages import REMEDY, to_error, unmatched
 from pyg_sar.errors import MismatchError, PygSarError
 
 POLL = 0.02  # Seconds between two looks at what other processes may have done.
-CPU = torch.device("cpu")
 STEP = 0.5  # The same where only threads of this process can change anything.
 
 
@@ -54,7 +53,7 @@ class Turns:
         outside: Returns whether something outside this process may still end a wait.
         begin: Called when a part's turn begins, with the part, on its thread.
         end: The same when its turn ends.
-        device: Where they compute.
+        device: Where they compute; by default the CPU.
     """
 
     def __init__(
@@ -64,7 +63,7 @@ class Turns:
         outside: Callable[[], bool],
         begin: Callable[[int], None],
         end: Callable[[int], None],
-        device: torch.device = CPU,
+        device: torch.device | None = None,
     ) -> None:
         self._parts = list(parts)
         self._check, self._outside = check, outside
@@ -77,8 +76,8 @@ class Turns:
         self._doing: dict[int, str] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        self._device = device
-        start = RandomState(device)
+        self._device = device or torch.device("cpu")
+        start = RandomState(self._device)
         self._random = dict.fromkeys(self._parts, start)
         self.record: Mapping[str, Any] | None = None
         """The failure that ends all parts, if one does."""
