@@ -56,10 +56,22 @@ def together(fn: Callable[..., Any], *args: Any) -> Any:
     return fn(*args)
 
 
+def parts_together(fn: Callable[..., Any], *args: Any) -> list[Any]:
+    finalize()
+    pyg_sar.init("gloo", device="cuda", timeout=60)
+    return pyg_sar.run(fn, *args, parts=PARTS)
+
+
+def on_two_workers(fn: Callable[..., Any], root: Callable[[int], Path], *args: Any) -> list[Any]:
+    found = pyg_sar.launch(parts_together, 2, fn, root(PARTS), *args)
+    return [part for worker in found for part in worker]
+
+
 WAYS: dict[str, Callable[..., list[Any]]] = {
     "alone": alone,
     "two workers": lambda fn, root, *args: pyg_sar.launch(together, 2, fn, root(2), *args),
     "parts": lambda fn, root, *args: hosted(fn, root(PARTS), *args, parts=PARTS),
+    "parts on two workers": on_two_workers,
     "parts that wait on the host": lambda fn, root, *args: hosted(
         fn, root(PARTS), *args, parts=PARTS, store="pinned"
     ),

@@ -289,7 +289,9 @@ class PartSink(RowSink):
             if plan.halo_counts[q]
         }
         self._packed = []
-        widths = [self.wire.encode(torch.zeros(1, w, dtype=d)) for d, w in layout.widths]
+        device = self.totals[0].device
+        like = [torch.zeros(1, width, dtype=dtype, device=device) for dtype, width in layout.widths]
+        widths = [self.wire.encode(row) for row in like]
 
         def combine(brought: dict[int, Any]) -> Any:
             return _return(comm.host, brought, widths, self.label)
