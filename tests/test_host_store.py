@@ -275,7 +275,7 @@ def test_what_cannot_wait_there_is_refused(tmp_path: Path, monkeypatch: pytest.M
     with pytest.raises(ValueError, match=r"memory='1GiB' is the limit of a store on disk"):
         Hosting.of(2, "1GiB", PINNED)
     with pytest.raises(ValueError, match=r"store='.*nowhere' is no folder"):
-        Hosting.of(2, None, tmp_path / "nowhere")
+        pyg_sar.launch(print, 1, parts=2, store=tmp_path / "nowhere")
     monkeypatch.setattr(host_store, "DEVICES", ("cuda",))
     with pytest.raises(
         ValueError, match=r"store='pinned' moves tensors of a GPU .* on cpu: pass a"

@@ -36,7 +36,7 @@ from pyg_sar.comm.messages import (
 )
 from pyg_sar.comm.turns import Turns
 from pyg_sar.errors import PygSarError
-from pyg_sar.files import check_folder, parse_bytes
+from pyg_sar.files import parse_bytes
 from pyg_sar.ledger import Label
 from pyg_sar.store.host_store import PINNED, HostStore
 from pyg_sar.store.part_store import PartStore, available_memory
@@ -82,11 +82,9 @@ class Hosting:
 
         Raises:
             ValueError: A limit or a store without a number of parts; a limit of what waits in host
-                memory; or the store is no folder.
+                memory.
         """
-        if store != PINNED:
-            check_folder("store", store)
-        elif memory is not None:
+        if store == PINNED and memory is not None:
             raise ValueError(
                 f"memory={memory!r} is the limit of a store on disk; with store={PINNED!r} a GPU "
                 "holds what one part's turn needs: leave it out, and cut the graph into more parts"

@@ -36,6 +36,8 @@ from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
 from pyg_sar.errors import LostWorkerError, WorkerError
+from pyg_sar.files import check_folder
+from pyg_sar.store.host_store import PINNED
 
 T = TypeVar("T")
 
@@ -97,6 +99,8 @@ def launch(
     """
     _check(fn, num_workers, backend, threads_per_worker, timeout, env)
     hosting = Hosting.of(parts, memory, store)
+    if store != PINNED:
+        check_folder("store", store)
     if hosting is not None:
         check_parts(hosting.parts, num_workers, backend)
     if backend == "threads":
