@@ -26,7 +26,6 @@ from torch_geometric.nn import (
 from torch_geometric.nn.models.linkx import SparseLinear
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
@@ -274,16 +273,19 @@ class _Call:
                 rows.leave(self.module, args, None)
             return
         device = self.comm.device
-        states, count = random_states(device), self.module.__dict__.get("_global_calls", 0)
+        gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+        state, count = torch.get_rng_state(), self.module.__dict__.get("_global_calls", 0)
         self.module.__dict__["_global_calls"] = count + 1
         seed = hash((torch.initial_seed(), count, self.comm.rank))
         torch.random.default_generator.manual_seed(seed % 2**63)
-        if device.type == "cuda":
+        if gpu is not None:
             torch.cuda.manual_seed(seed % 2**63)
         try:
             yield
         finally:
-            set_random_states(states, device)
+            torch.set_rng_state(state)
+            if gpu is not None:
+                torch.cuda.set_rng_state(gpu, device)
 
     def out(self, value: Any, rows: Rows) -> Any:
         """Returns a result with a row per node as a tensor of the whole graph."""
