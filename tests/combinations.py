@@ -78,6 +78,8 @@ LONG = {
     "test_larger_than_memory::test_a_report_says_what_was_kept_and_moved",
     "test_larger_than_memory::test_parts_without_edges_between_take_their_turns_in_order",
     "test_link_prediction::test_the_example_shows_one_curve",
+    "test_pretended_gpu::test_it_refuses_what_a_gpu_refuses",
+    "test_pretended_gpu::test_what_runs_on_gpus_runs_there",
     "test_pushed::test_messages_are_made_when_it_is_their_turn",
     "test_random_layers::test_processes_draw_alike_where_rows_travel_and_where_they_are_read",
     "test_resume::test_the_hosts_that_are_left_go_on_with_all_parts",

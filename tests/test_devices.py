@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric import nn as gnn
 
 import pyg_sar
+from pyg_sar import SARPolicy
 from pyg_sar.comm.communicator import LocalCommunicator
-from pyg_sar.comm.devices import place, placement
+from pyg_sar.comm.devices import numbered, place, placement, random_states, set_random_states
 from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.convert import _put_on_device
+from pyg_sar.space import shard
 
 CPU, META = torch.device("cpu"), torch.device("meta")
 
@@ -240,6 +243,52 @@ def test_what_is_made_on_the_way_is_where_the_data_is(
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")  # in which GPUs' rows never are
     for out, made in threads(steps, 2, root, MODELS[name]):
         assert bool(out.isfinite().all()) and made > 0
+
+
+def looked_up(root: Path) -> list[int]:
+    """How often a worker has looked for a tile's targets, which a GPU is waited for: by step."""
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(MODELS["general"](data.num_features), SARPolicy(message_budget=600))
+    found = []
+    for _ in range(3):
+        pyg_sar.mean(model(data.x, data.edge_index).square().sum(-1)).backward()
+        found.append(LOOKED.count(threading.get_ident()))
+    return found
+
+
+LOOKED: list[int] = []
+
+
+def test_a_gpu_is_not_waited_for_at_each_tile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    root = Partitions(tmp_path)(make_graph(dtype=torch.float32), 2, "random")
+    holding = shard._holding
+
+    def counted(*given: Any) -> tuple[int, int]:
+        LOOKED.append(threading.get_ident())
+        return holding(*given)
+
+    monkeypatch.setattr(shard, "_holding", counted)
+    for first, second, third in threads(looked_up, 2, root):
+        assert 0 < first == second == third
+
+
+def test_a_device_has_its_number_and_a_gpu_its_random_numbers(monkeypatch: pytest.MonkeyPatch):
+    """Else the data's device, which has one, would be another than the worker's."""
+    states = {cuda(1): torch.tensor([1])}
+    for name, value in {
+        "is_available": lambda: True,
+        "current_device": lambda: 1,
+        "get_rng_state": states.__getitem__,
+        "set_rng_state": lambda state, device: states.update({device: state}),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    assert [numbered(d) for d in (CPU, cuda(), cuda(0))] == [CPU, cuda(1), cuda(0)]
+    before = random_states(cuda(1))
+    expected = torch.rand(3)
+    states[cuda(1)] = torch.tensor([2])
+    set_random_states(before, cuda(1))
+    assert torch.equal(torch.rand(3), expected) and states[cuda(1)].tolist() == [1]
+    assert len(random_states(CPU)) == 1
 
 
 def test_a_tensor_of_the_cpu_would_be_found():

@@ -31,8 +31,13 @@ from torch_geometric import nn as gnn
 
 from pyg_sar import SARPolicy
 from pyg_sar.kernels import KernelWarning, on_gpu, ops
-from pyg_sar.kernels.attention_ops import attention_, keep_factors
-from pyg_sar.kernels.attention_terms import AttentionState
+from pyg_sar.kernels.attention_ops import (
+    attention_,
+    attention_backward_sources_,
+    attention_backward_targets_,
+    keep_factors,
+)
+from pyg_sar.kernels.attention_terms import AttentionGradients, AttentionState, Cotangent
 
 ON_GPU = torch.cuda.is_available() and os.environ["TRITON_INTERPRET"] == "0"
 HALF = torch.float16
@@ -317,61 +322,133 @@ def test_layers_are_exact(tmp_path: Path):
 
 @pytest.fixture
 def moved(monkeypatch: pytest.MonkeyPatch) -> dict[str, int]:
-    """Counts the bytes that programs load and store: those of lanes that a mask lets through."""
+    """Counts the bytes that programs load, store and add: those of lanes that a mask lets through.
+
+    What is added by atomic operations is counted as such, not as read and written.
+    """
     from triton.runtime import interpreter
 
-    total = {"read": 0, "written": 0}
+    total = {"read": 0, "written": 0, "added": 0}
     builder: Any = interpreter.InterpreterBuilder
-    load, store = builder.create_masked_load, builder.create_masked_store
+    ways = {"read": "create_masked_load", "written": "create_masked_store"}
+    masks = {"read": 1, "written": 2, "added": 3}  # places of masks among the arguments
+    for way, name in {**ways, "added": "create_atomic_rmw"}.items():
+        real = getattr(builder, name)
 
-    def counts(way: str, pointers: Any, mask: Any) -> None:
-        total[way] += int(mask.data.sum()) * pointers.get_element_ty().primitive_bitwidth // 8
+        def counted(self: Any, *given: Any, way: str = way, real: Any = real) -> Any:
+            pointers, mask = given[way == "added"], given[masks[way]]
+            size = pointers.get_element_ty().primitive_bitwidth // 8
+            total[way] += int(mask.data.sum()) * size
+            return real(self, *given)
 
-    def loads(self: Any, pointers: Any, mask: Any, *rest: Any) -> Any:
-        counts("read", pointers, mask)
-        return load(self, pointers, mask, *rest)
-
-    def stores(self: Any, pointers: Any, value: Any, mask: Any, *rest: Any) -> Any:
-        counts("written", pointers, mask)
-        return store(self, pointers, value, mask, *rest)
-
-    monkeypatch.setattr(builder, "create_masked_load", loads)
-    monkeypatch.setattr(builder, "create_masked_store", stores)
+        monkeypatch.setattr(builder, name, counted)
     return total
+
+
+def taken(moved: dict[str, int]) -> tuple[int, int, int]:
+    """What was read, written and added since the last call."""
+    found = moved["read"], moved["written"], moved["added"]
+    moved.update(read=0, written=0, added=0)
+    return found
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_bytes_of_sums(dtype: torch.dtype, moved: dict[str, int]):
-    """The formulas of docs/gpu.md."""
-    given, b, w, s = sums_problem(7, dtype, 150), dtype.itemsize, 4, 4
-    E, U, F = 150, given["targets"].numel(), 7  # the last target has no edge
-    place = 2 * s + 8
-    for weighted in (False, True):
-        moved.update(read=0, written=0)
-        by_kernel(given, weighted)
-        per_edge = s + F * b + (w + s) * weighted
-        assert moved == {"read": E * per_edge + U * (place + F * b), "written": U * F * b}
-    moved.update(read=0, written=0)
-    ops.edge_dot(given["rows"], given["out"], *(given[n] for n in ("source", "offsets", "targets")))
-    runs = int(((given["offsets"].diff() + 31) // 32).sum())
-    assert moved == {"read": E * (s + F * b) + U * place + runs * F * b, "written": E * w}
+    """The formulas of docs/gpu.md; columns beyond 128 are a second program of each target."""
+    b, w, s = dtype.itemsize, 4, 4
+    for F in (7, 130):
+        given = sums_problem(F, dtype, 150)
+        E, U, times = 150, given["targets"].numel(), 1 + (F > 128)  # the last one has no edge
+        place = 2 * s + 8
+        for weighted in (False, True):
+            by_kernel(given, weighted)
+            index = times * (s + (w + s) * weighted)
+            read = E * (index + F * b) + U * (times * place + F * b)
+            assert taken(moved) == (read, U * F * b, 0)
+        at = (given[n] for n in ("source", "offsets", "targets"))
+        ops.edge_dot(given["rows"], given["out"], *at)
+        runs = blocks(given["offsets"], min(2048 // min(-(-F // 8) * 8, 128), 32))
+        read = E * (s + F * b) + U * place + runs * F * b
+        assert taken(moved) == (read, E * w, 0)
+
+
+def blocks(offsets: Tensor, edges: int) -> int:
+    """In how many pieces of so many edges, or fewer, rows' edges are gone through."""
+    return int(((offsets.diff() + edges - 1) // edges).sum())
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
-@pytest.mark.parametrize("kind", ["additive", "gatv2", "dot"])
-def test_bytes_of_attention(kind: str, moved: dict[str, int]):
-    """The formulas of docs/gpu.md; without 'targets'."""
-    H, C, E, U, b, w, s = 2, 4, 50, 6, 2, 4, 4
-    given = problem(kind, H, C, dtype=torch.bfloat16, edges=E, sources=7, targets=U)
-    state = AttentionState.start(U, given.attention.value)
-    ((_, forward, _),) = shards_of(given, 1)
-    attention_(state, given.attention, forward)
-    width = H if kind == "additive" else H * C
-    runs = int(((forward.offsets.diff() + 31) // 32).sum()) if kind == "gatv2" else 0
+def test_bytes_of_extrema(moved: dict[str, int]):
+    """The formulas of docs/gpu.md."""
+    given, w, s, F = sums_problem(7, torch.float32, 150), 4, 4, 7
+    E, U, rows = 150, given["targets"].numel(), given["rows"].round()
+    best = torch.full((45, F), -torch.inf)
+    at = given["source"], given["offsets"], given["targets"]
+    ops.extremum_(best, torch.zeros_like(best), rows, *at, True)
+    place = 2 * s + 8
+    assert taken(moved) == (E * (s + F * w) + U * (place + 2 * F * w), U * 2 * F * w, 0)
+    total = torch.zeros(45, F)
+    # The same edges, as if they were those of 45 sources that read 30 targets.
+    hits = int(ops.extremum_backward_(total, best, rows, rows, *at))
+    read = E * (s + F * w) + hits * w + U * (place + 2 * F * w)
+    assert hits and taken(moved) == (read, U * (F * w + 8), 0)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
+@pytest.mark.parametrize("drop", ["no", "hash", "bits"])
+@pytest.mark.parametrize("kind", ["additive", "gatv2", "dot", "mixed"])
+def test_bytes_of_attention(kind: str, drop: str, moved: dict[str, int]):
+    """The formulas of docs/gpu.md, with edges' features too; without 'targets'."""
+    H, C, E, b, w, s = 2, 4, 50, 2, 4, 4
+    D = 3 if drop != "hash" and kind != "mixed" else 0
+    given = problem(kind, H, C, D, 0.4 * (drop != "no"), torch.bfloat16, E, 7, 6)
+    attention = given.attention
+    if drop == "bits":
+        told = torch.randint(2**H, (E, 1), dtype=torch.int32)
+        attention = replace(attention, drop_key=told)
+    ((_, forward, backward),) = shards_of(given, 1)
+    K = Q = W = H if kind == "additive" else H * C
+    A = {"gatv2": 1, "mixed": 2}.get(kind, 0) * H * C
+    number = s * (D > 0 or drop != "no") + {"no": 0, "hash": 4, "bits": 4 * H}[drop]
     states = (H * C + 2 * H) * w
-    read = E * (s + (H * C + width) * b) + U * (2 * s + width * b + states) + runs * H * C * b
-    assert moved == {"read": read, "written": U * states}
+
+    def common(at: Any) -> tuple[int, int]:
+        """Blocks of edges, and what both passes read of edges, features, ``att`` and places."""
+        count = blocks(at.offsets, 32)
+        rows = at.offsets.numel() - 1
+        return count, E * (s + number + D * b) + count * (D * W + A) * b + rows * 2 * s
+
+    state = AttentionState.start(6, attention.value)
+    attention_(state, attention, forward)
+    _, read = common(forward)
+    read += E * (H * C + K) * b + 6 * (Q * b + states)
+    assert taken(moved) == (read, 6 * states, 0)
+
+    wanted = {n: torch.zeros_like(t, dtype=torch.float32) for n, t in attention.tensors().items()}
+    out = state.finish()
+    cotangent = Cotangent.of(given.grad_out, out, state.maximum, state.normaliser)
+    by_edge = E * D * b, E * D * w  # what gradients of features and weights read, and write
+    attention_backward_sources_(AttentionGradients(**wanted), attention, cotangent, backward)
+    count, read = common(backward)
+    read += E * (H * C * w + Q * b + 3 * H * w) + count * ((H * C + K + A) * b)
+    read += 7 * (H * C + K) * w
+    written, added = 7 * (H * C + K) * w, 0
+    if kind == "additive":
+        read += by_edge[0] + count * D * W * b
+        written += by_edge[1]
+        added = E * H * w + count * D * W * w
+    assert taken(moved) == (read, written, added)
+
+    attention_backward_targets_(AttentionGradients(**wanted), attention, cotangent, forward)
+    if kind == "additive":
+        assert taken(moved) == (0, 0, 0)  # The other pass gives all.
+        return
+    count, read = common(forward)
+    read += E * (H * C + K) * b + count * ((H * C + 3 * H) * w + (Q + A) * b) + 6 * Q * w
+    read += by_edge[0] + count * D * W * b
+    added = 6 * A * w + count * D * W * w
+    assert taken(moved) == (read, 6 * Q * w + by_edge[1], added)
 
 
 def test_kernels_compile_for_a_gpu_that_is_not_there():

@@ -374,6 +374,9 @@ class GroupCommunicator(Communicator):
             count_all(ledgers, label, size, size * (self.world_size - 1), self.backend)
 
         self._issuer.submit(task, label, "all_gather").wait()
+        for found in result:
+            if found.is_cuda:  # It was made on the issuer's stream, and will be used on this one.
+                found.record_stream(torch.cuda.current_stream(found.device))
         return result
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:

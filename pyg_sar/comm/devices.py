@@ -8,6 +8,7 @@ workers; in all other cases gloo does, which copies tensors of a GPU through the
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -88,3 +89,23 @@ def place(info: WorkerInfo, backend: str | None, device: torch.device | None) ->
             "backend %s, device %s at rank 0 (%s)", found.backend, found.device, found.reason
         )
     return found
+
+
+def numbered(device: torch.device) -> torch.device:
+    """Returns a device with its number, as that of its tensors has: ``cuda`` is the current GPU."""
+    if device.type == "cuda" and device.index is None and torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return device
+
+
+def random_states(device: torch.device) -> list[torch.Tensor]:
+    """The states of PyTorch's default generators: the CPU's, and that of a GPU, on the CPU."""
+    states = [torch.random.get_rng_state()]
+    return [*states, torch.cuda.get_rng_state(device)] if device.type == "cuda" else states
+
+
+def set_random_states(states: Sequence[torch.Tensor], device: torch.device) -> None:
+    """Makes these generators go on from :func:`random_states`."""
+    torch.random.set_rng_state(states[0])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(states[1], device)

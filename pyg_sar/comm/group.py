@@ -30,7 +30,7 @@ from pyg_sar.comm.communicator import (
     GroupCommunicator,
     LocalCommunicator,
 )
-from pyg_sar.comm.devices import place
+from pyg_sar.comm.devices import numbered, place
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
@@ -346,7 +346,7 @@ def _open(
     if found is None or found.world_size == 1:
         if found is not None:
             device = place(found, backend, device).device
-        return LocalCommunicator(device, timeout)
+        return LocalCommunicator(None if device is None else numbered(device), timeout)
     chosen = place(found, backend, device)
     kind, device = TRANSPORTS[chosen.backend], chosen.device
     root = connect(found, timeout)

@@ -38,6 +38,7 @@ from pyg_sar.comm.turns import Turns
 from pyg_sar.errors import PygSarError
 from pyg_sar.files import parse_bytes
 from pyg_sar.ledger import Label
+from pyg_sar.store.host_store import PINNED, HostStore
 from pyg_sar.store.part_store import PartStore, available_memory
 
 T = TypeVar("T")
@@ -56,7 +57,8 @@ class Hosting:
     Attributes:
         parts: Parts of the graph, of all workers.
         memory: Bytes that a worker may take beyond its start; ``None``: no limit.
-        store: The directory where parts wait; ``None``: they wait in memory.
+        store: The directory where parts wait, or ``'pinned'``: in a GPU's host memory. ``None``:
+            they wait in memory.
         keep: Which published rows a cache keeps: ``'belady'``, those that are needed soonest;
             ``'adjacent'``, those of a part that the next one needs (HongTu's rule), to compare.
     """
@@ -66,6 +68,12 @@ class Hosting:
     store: str | None = None
     keep: Literal["belady", "adjacent"] = "belady"
 
+    @property
+    def device(self) -> str | None:
+        """Where workers compute if nothing else was said: a store on disk has the CPU's tensors."""
+        on_disk = self.store not in (None, PINNED)
+        return "cpu" if on_disk or self.memory is not None else None
+
     @classmethod
     def of(
         cls, parts: int | None, memory: int | str | None, store: str | os.PathLike[str] | None
@@ -73,15 +81,23 @@ class Hosting:
         """The hosting that arguments of ``launch`` and ``run`` ask for, if any do.
 
         Raises:
-            ValueError: A limit or a store without a number of parts.
+            ValueError: A limit or a store without a number of parts; a limit of what waits in host
+                memory.
         """
+        if store == PINNED and memory is not None:
+            raise ValueError(
+                f"memory={memory!r} is the limit of a store on disk; with store={PINNED!r} a GPU "
+                "holds what one part's turn needs: leave it out, and cut the graph into more parts"
+            )
         if parts is None and (memory is not None or store is not None):
             name, value = ("memory", memory) if memory is not None else ("store", store)
             raise ValueError(f"{name}={value!r} needs parts=, the number of the partition's parts")
         if parts is None:
             return None
         size = None if memory is None else parse_bytes(memory, "memory")
-        return cls(parts, size, None if store is None else os.path.abspath(store))
+        if store is not None and store != PINNED:
+            store = os.path.abspath(store)
+        return cls(parts, size, store if store is None else os.fspath(store))
 
 
 def split_parts(num_parts: int, num_workers: int) -> list[range]:
@@ -155,17 +171,33 @@ class Host:
         self.parts = self.hosted[outer.rank]
         self.worker_of = [w for w, parts in enumerate(self.hosted) for _ in parts]
         check = outer.check if isinstance(outer, GroupCommunicator) else _nothing
-        self.store: PartStore | None = None
-        if memory is not None or store is not None:
+        self.store: PartStore | HostStore | None = None
+        if store == PINNED:
+            self.store = HostStore(len(self.parts), outer.device)
+        elif memory is not None or store is not None:
+            if outer.device.type != "cpu":
+                name = "memory" if store is None else "store"
+                raise ValueError(
+                    f"{name}={memory if store is None else store!r} is for parts that compute on "
+                    f"the CPU, and this worker computes on {outer.device}: say store={PINNED!r}, "
+                    "or init(device='cpu')"
+                )
             place = read_environment()
             size = memory or available_memory(1 if place is None else place.local_world_size)
             self.store = PartStore(len(self.parts), num_parts, size, store)
-        self.turns = Turns(self.parts, check, self._under_way, self._begin, self._end)
+        turn = self._begin, self._end
+        self.turns = Turns(self.parts, check, self._under_way, *turn, outer.device)
         self._numbers = dict.fromkeys(self.parts, 0)
         self._meetings: dict[int, Meeting] = {}
         self._boxes: defaultdict[tuple[int, int], dict[int, tuple[Tensor, str]]] = defaultdict(dict)
         self._posted: defaultdict[tuple[str, int, int], int] = defaultdict(int)
         self._sent: deque[tuple[Tensor, Any]] = deque()
+
+    @property
+    def rows_on(self) -> torch.device:
+        """Where published rows are."""
+        on_host = isinstance(self.store, HostStore)
+        return torch.device("cpu") if on_host else self.outer.device
 
     def _begin(self, part: int) -> None:
         if self.store is not None:
@@ -174,6 +206,12 @@ class Host:
     def _end(self, part: int) -> None:
         if self.store is not None:
             self.store.end()
+
+    def leave(self, part: int) -> None:
+        """Ends the last turn of a part, on its thread."""
+        self.turns.leave(part)
+        if isinstance(self.store, HostStore):
+            self.store.leave(part - self.parts.start)
 
     def unpaged(self) -> AbstractContextManager[Any]:
         """Makes tensors that stay in memory: for all parts, and for the network."""
@@ -305,7 +343,8 @@ class Host:
             self._boxes[src, dst][number] = tensor.clone(), name
             return
         with self.unpaged():
-            copies = _header(name), to_bytes(tensor.clone())
+            # gloo sends memory of the CPU.
+            copies = _header(name), to_bytes(tensor.to("cpu", copy=True))
         tags = _tag(src, dst, number, ""), _tag(src, dst, number, name)
         for copy, tag in zip(copies, tags, strict=True):
             try:
@@ -357,7 +396,7 @@ class Host:
             return
         with self.unpaged():
             header = _header("")
-            arrived = torch.empty_like(into, memory_format=torch.contiguous_format)
+            arrived = torch.empty(into.shape, dtype=into.dtype)
 
         def block() -> None:
             first, tag = _tag(src, dst, number, ""), _tag(src, dst, number, name)

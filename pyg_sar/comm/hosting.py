@@ -48,7 +48,8 @@ def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
             "fewer workers, or partition the graph into more parts"
         )
     if backend not in (None, "gloo", "local"):
-        raise ValueError(f"parts={parts} needs backend='gloo' (got {backend!r})")
+        gpus = ": call pyg_sar.init('gloo', device='cuda') before" if backend == "nccl" else ""
+        raise ValueError(f"parts={parts} needs backend='gloo' (got {backend!r}){gpus}")
 
 
 # The parts of a process ######################################################
@@ -100,6 +101,10 @@ def host_parts(
     def run(part: int) -> None:
         comm = PartCommunicator(host, part)
         adopt(comm)
+        if outer.device.type == "cuda":
+            torch.cuda.set_device(outer.device)  # Of this thread.
+            # A GPU's backward passes share a thread otherwise: one that waits would hold up all.
+            torch.autograd.set_multithreading_enabled(False)
         try:
             host.turns.begin(part)
             results[part] = fn(*args)
@@ -111,7 +116,7 @@ def host_parts(
             failures.append((is_consequence(error, part), part, error))
         finally:
             comm.close()
-            host.turns.leave(part)
+            host.leave(part)
 
     threads = [
         threading.Thread(target=run, args=(part,), name=f"pyg_sar part {part}", daemon=True)

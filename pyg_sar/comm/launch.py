@@ -37,6 +37,7 @@ from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
 from pyg_sar.errors import LostWorkerError, WorkerError
 from pyg_sar.files import check_folder
+from pyg_sar.store.host_store import PINNED
 
 T = TypeVar("T")
 
@@ -77,7 +78,8 @@ def launch(
             ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
             with ``store`` four fifths of the host's free memory, divided by its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
-            them. By default all parts stay in memory.
+            them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
+            stay in memory.
         backend: As for :func:`pyg_sar.init`, or ``'threads'``: the workers are threads of this
             process, for debugging.
         threads_per_worker: Threads that each worker computes with. By default
@@ -97,7 +99,8 @@ def launch(
     """
     _check(fn, num_workers, backend, threads_per_worker, timeout, env)
     hosting = Hosting.of(parts, memory, store)
-    check_folder("store", store)
+    if store != PINNED:
+        check_folder("store", store)
     if hosting is not None:
         check_parts(hosting.parts, num_workers, backend)
     if backend == "threads":
@@ -152,7 +155,8 @@ def run(
             ``'2GiB'``: tensors of waiting parts are moved to the store. By default no limit, or
             with ``store`` four fifths of the host's free memory, divided by its workers.
         store: A directory where parts wait: in files without names, so that nothing is left of
-            them. By default all parts stay in memory.
+            them; or ``'pinned'``, where a GPU computes: in pinned host memory. By default all parts
+            stay in memory.
         backend: As for :func:`pyg_sar.init`; several parts need ``'gloo'`` between processes.
         timeout: Seconds that one operation between workers may take.
 
@@ -164,7 +168,8 @@ def run(
     """
     _check_function(fn)
     hosting = Hosting.of(parts, memory, store)
-    comm = init(backend, timeout=timeout)
+    device = None if hosting is None else hosting.device
+    comm = init(backend, timeout=timeout, device=device)
     if hosting is None:
         return [fn(*args)]
     check_parts(hosting.parts, comm.world_size, comm.backend)
@@ -396,7 +401,8 @@ def _worker_main(descriptor: int) -> None:
         gc.freeze()
         gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
-        comm = init(backend, timeout=timeout)
+        device = None if hosting is None else hosting.device
+        comm = init(backend, timeout=timeout, device=device)
         result = fn(*args) if hosting is None else host_parts(_unpacked, (task,), hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.messages import REMEDY, to_error, unmatched
 from pyg_sar.errors import MismatchError, PygSarError
 
@@ -18,16 +19,21 @@ STEP = 0.5  # The same where only threads of this process can change anything.
 
 
 class RandomState:
-    """The states of the default random generators: PyTorch's (CPU), NumPy's and Python's."""
+    """The states of the default random generators: PyTorch's, NumPy's and Python's.
 
-    def __init__(self) -> None:
-        self.torch = torch.random.get_rng_state()
+    Args:
+        device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.torch = random_states(device)
         self.numpy = np.random.get_state()
         self.python = random.getstate()
 
     def restore(self) -> None:
         """Makes the generators go on from here."""
-        torch.random.set_rng_state(self.torch)
+        set_random_states(self.torch, self.device)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
 
@@ -47,6 +53,7 @@ class Turns:
         outside: Returns whether something outside this process may still end a wait.
         begin: Called when a part's turn begins, with the part, on its thread.
         end: The same when its turn ends.
+        device: Where they compute; by default the CPU.
     """
 
     def __init__(
@@ -56,6 +63,7 @@ class Turns:
         outside: Callable[[], bool],
         begin: Callable[[int], None],
         end: Callable[[int], None],
+        device: torch.device | None = None,
     ) -> None:
         self._parts = list(parts)
         self._check, self._outside = check, outside
@@ -68,7 +76,8 @@ class Turns:
         self._doing: dict[int, str] = {}
         self._begun: set[int] = set()
         self._ended: set[int] = set()
-        start = RandomState()
+        self._device = device or torch.device("cpu")
+        start = RandomState(self._device)
         self._random = dict.fromkeys(self._parts, start)
         self.record: Mapping[str, Any] | None = None
         """The failure that ends all parts, if one does."""
@@ -129,7 +138,7 @@ class Turns:
 
     def _release(self, part: int) -> None:
         self._end(part)
-        self._random[part] = RandomState()
+        self._random[part] = RandomState(self._device)
         self._current, self._last = None, self._parts[-1] if self._anew else part
         self._anew = False
 

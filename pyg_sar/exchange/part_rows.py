@@ -80,7 +80,7 @@ def published_rows(plan: HaloPlan) -> Published:
     """The plan's published rows."""
     if plan.agreed.published is None:
         comm: Any = plan.comm
-        sends = [plan.send_rows(q) for q in range(plan.world_size)]
+        sends = [plan.send_rows(q).cpu() for q in range(plan.world_size)]
         rows = _by_readers(sends)
         places = torch.empty(plan.num_local, dtype=torch.long)
         places[rows] = torch.arange(rows.numel())
@@ -91,7 +91,7 @@ def published_rows(plan: HaloPlan) -> Published:
             return _agree(comm.host, brought)
 
         routes = comm.come("halo plan", _PLAN, "", thing, combine)()
-        plan.agreed.published = Published(rows, routes)
+        plan.agreed.published = Published(rows.to(plan.send_index.device), routes)
     found: Published = plan.agreed.published
     return found
 
@@ -115,7 +115,7 @@ def _by_readers(sends: Sequence[Tensor]) -> Tensor:
 
 def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) -> Routes:
     """Index by reading part and owner; and what goes to, and comes from, other processes."""
-    outer, parts = host.outer, host.parts
+    outer, parts, where = host.outer, host.parts, host.rows_on
     index: dict[int, list[Any]] = {k: [None] * host.num_parts for k in parts}
     leaving: dict[int, dict[int, Tensor]] = {}
     sends: list[Tensor | None] = [None] * outer.world_size
@@ -123,7 +123,7 @@ def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) 
     sizes = {k: brought[k][2] for k in parts}
     for k in parts:
         for q in parts:
-            index[k][q] = narrowed(brought[q][0][k])
+            index[k][q] = narrowed(brought[q][0][k]).to(where)
     with host.unpaged():
         for w, theirs in enumerate(host.hosted):
             if w == outer.rank:
@@ -150,8 +150,9 @@ def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) 
         order = [(q, k) for q in theirs for k in parts]  # as they were sent
         cuts = [brought[k][1][q] for q, k in order]
         for (q, k), part in zip(order, received.split(cuts), strict=True):
-            index[k][q] = narrowed(part.clone())
-    return Routes([sizes[q] for q in range(host.num_parts)], index, leaving)
+            index[k][q] = narrowed(part.clone()).to(where)
+    away = {w: {k: rows.to(where) for k, rows in found.items()} for w, found in leaving.items()}
+    return Routes([sizes[q] for q in range(host.num_parts)], index, away)
 
 
 # Rows come ####################################################################
@@ -288,7 +289,9 @@ class PartSink(RowSink):
             if plan.halo_counts[q]
         }
         self._packed = []
-        widths = [self.wire.encode(torch.zeros(1, w, dtype=d)) for d, w in layout.widths]
+        device = self.totals[0].device
+        like = [torch.zeros(1, width, dtype=dtype, device=device) for dtype, width in layout.widths]
+        widths = [self.wire.encode(row) for row in like]
 
         def combine(brought: dict[int, Any]) -> Any:
             return _return(comm.host, brought, widths, self.label)

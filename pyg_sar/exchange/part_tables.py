@@ -252,6 +252,7 @@ class Tables:
 
     def publish(self, part: int, messages: Sequence[Tensor]) -> None:
         """Takes in a part's table: rows of each message."""
+        messages = [message.to(self.host.rows_on) for message in messages]
         for w, wanted in self.routes.leaving.items():
             with self.host.unpaged():
                 for number, message in enumerate(messages):
@@ -271,7 +272,8 @@ class Tables:
                     leaving = self._leaving.pop((w, number))
                     sends[w] = torch.cat([leaving[part] for part in host.parts])
                     sizes = [self.routes.sizes[q] for q in host.hosted[w]]
-                    receives[w] = found = torch.empty(sum(sizes), width, dtype=dtype)
+                    shape, device = (sum(sizes), width), host.rows_on
+                    receives[w] = found = torch.empty(shape, dtype=dtype, device=device)
                     parts = zip(host.hosted[w], found.split(sizes), strict=True)
                     self._arriving[number] += parts
             works.append(host.outer.exchange_all(sends, receives, label=self.label))
@@ -318,6 +320,12 @@ class Tables:
         self._rows[part] = list(messages)
 
     def _gather(self, part: int, number: int, out: Tensor) -> None:
+        if out.device != (rows_on := self.host.rows_on) and rows_on.type == "cpu":
+            pin = out.device.type == "cuda"
+            rows = torch.empty(out.shape, dtype=out.dtype, pin_memory=pin)
+            self._gather(part, number, rows)
+            out.copy_(rows, non_blocking=True)
+            return
         start = 0
         for owner, index in enumerate(self.routes.index[part]):
             if index.numel():

@@ -278,14 +278,20 @@ class _Call:
             finally:
                 rows.leave(self.module, args, None)
             return
+        device = self.comm.device
+        gpu = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         state, count = torch.get_rng_state(), self.module.__dict__.get("_global_calls", 0)
         self.module.__dict__["_global_calls"] = count + 1
         seed = hash((torch.initial_seed(), count, self.comm.rank))
         torch.random.default_generator.manual_seed(seed % 2**63)
+        if gpu is not None:
+            torch.cuda.manual_seed(seed % 2**63)
         try:
             yield
         finally:
             torch.set_rng_state(state)
+            if gpu is not None:
+                torch.cuda.set_rng_state(gpu, device)
 
     def out(self, value: Any, rows: Rows) -> Any:
         """Returns a result with a row per node as a tensor of the whole graph."""

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PartitionError
 from pyg_sar.ledger import Label
@@ -49,15 +50,18 @@ def draw_alike(comm: Communicator) -> None:
 def share_random_states(comm: Communicator) -> None:
     """Gives all workers the states of rank 0's generators: PyTorch's, NumPy's and Python's.
 
+    PyTorch's are the CPU's and, where workers compute on GPUs, the GPU's.
+
     Args:
         comm: The communicator. All workers call this together.
     """
-    state = comm.broadcast(torch.get_rng_state().to(comm.device), label=STATES)
-    torch.set_rng_state(state.cpu())
+    mine = [state.to(comm.device) for state in random_states(comm.device)]
+    states = [comm.broadcast(state, label=STATES).cpu() for state in mine]
+    set_random_states(states, comm.device)
     name, keys, *rest = np.random.get_state(legacy=True)
     version, numbers, gauss = random.getstate()
-    mine = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
-    numpy_state, (version, numbers, gauss) = comm.broadcast_object(mine, label=STATES)
+    others = [[str(name), np.asarray(keys).tolist(), *rest], [version, list(numbers), gauss]]
+    numpy_state, (version, numbers, gauss) = comm.broadcast_object(others, label=STATES)
     np.random.set_state(tuple(numpy_state))
     random.setstate((version, tuple(numbers), gauss))
 

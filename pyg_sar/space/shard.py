@@ -242,6 +242,7 @@ class Shard:
         self.edges = shards.edges(unit)
         self.segments = shards.segments[unit]
         self.by_source: Segments | None = None
+        self._runs: dict[tuple[int, int], tuple[int, int]] = {}
 
     @property
     def columns(self) -> Tensor | slice:
@@ -268,11 +269,13 @@ class Shard:
         """The index tensors of a run of edges (64-bit, made for its turn)."""
         shard, begin = self.segments, self.edges.start
         start, stop = edges.start - begin, edges.stop - begin
-        first, last = _holding(shard.offsets, start, stop)
+        if (start, stop) not in self._runs:  # A GPU's numbers are waited for once.
+            self._runs[start, stop] = _holding(shard.offsets, start, stop)
+        first, last = self._runs[start, stop]
         counts = shard.offsets[first : last + 1].clamp(start, stop).diff()
         place = torch.arange(last - first, device=counts.device)
         targets = place + first if shard.targets is None else shard.targets[first:last]
-        index = place.repeat_interleave(counts)
+        index = place.repeat_interleave(counts, output_size=stop - start)
         source = shard.source[start:stop].long()
         return Tile(self.unit, edges, targets, index, source, lambda: self._shards.columns(edges))
 

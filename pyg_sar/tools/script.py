@@ -30,6 +30,7 @@ from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
 from pyg_sar.errors import WorkerError
 from pyg_sar.files import parse_bytes
+from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import PrivateFiles
 from pyg_sar.tools.script_graphs import Graphs, default_cache
@@ -323,7 +324,7 @@ def add_run(command: argparse.ArgumentParser) -> None:
     )
     group("--parts", type=int, metavar="N", help="parts of the graph (default: one per worker)")
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
-    group("--store", metavar="DIR", help="folder for what parts that wait hold")
+    group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
     group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
     group = command.add_argument_group("graphs").add_argument
@@ -348,7 +349,7 @@ def run_command(arguments: argparse.Namespace) -> int:
     if not Path(arguments.script).is_file():
         raise FileNotFoundError(2, "No such file", arguments.script)
     store = arguments.store
-    if store is not None and not Path(store).is_dir():
+    if store not in (None, PINNED) and not Path(store).is_dir():
         raise ValueError(f"--store {store}: there is no such folder")
     memory = arguments.memory
     config = ScriptConfig(

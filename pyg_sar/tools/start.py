@@ -12,10 +12,12 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.group import Communicator, init
+from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import parse_bytes
 from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.graphs import names_in
 
 T = TypeVar("T")
@@ -27,7 +29,7 @@ def add_workers(command: argparse.ArgumentParser) -> Any:
     group("--parts", required=True, metavar="DIR", help="folder of the partition")
     group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
-    group("--store", metavar="DIR", help="folder for what parts that wait hold")
+    group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
     group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
     return group
@@ -37,10 +39,11 @@ def on_workers(
     arguments: argparse.Namespace, work: Callable[[Any], T], config: Any
 ) -> tuple[T, bool]:
     """Runs ``work(config)`` on each worker; returns rank 0's result, and whether it speaks here."""
-    options = {"backend": arguments.backend, "timeout": arguments.timeout}
+    options: dict[str, Any] = {"backend": arguments.backend, "timeout": arguments.timeout}
     hosting = _hosting(arguments)
     if was_launched(arguments.workers):
-        with init(**options) as comm:
+        where = Hosting.of(1, hosting.get("memory"), hosting.get("store"))
+        with init(**options, device=None if where is None else where.device) as comm:
             num_parts = _agreed_parts(config.parts, comm)
             if hosting or comm.world_size < num_parts:
                 result = run(work, config, parts=num_parts, **options, **hosting)[0]
@@ -118,7 +121,7 @@ def _hosting(arguments: argparse.Namespace) -> dict[str, Any]:
     if arguments.memory is not None:
         options["memory"] = parse_bytes(arguments.memory, "--memory")
     if arguments.store is not None:
-        if not Path(arguments.store).is_dir():
+        if arguments.store != PINNED and not Path(arguments.store).is_dir():
             raise ValueError(f"--store {arguments.store}: there is no such folder")
         options["store"] = arguments.store
     return options
