@@ -18,7 +18,7 @@ STEP = 0.5  # The same where only threads of this process can change anything.
 
 
 class ProcessState:
-    """What a part may set for all of its process, as it would in a process of its own.
+    """Holds what a part may set for all of its process, as in a process of its own.
 
     The states of the default random generators, which are PyTorch's (CPU), NumPy's and Python's,
     and PyTorch's default dtype.
