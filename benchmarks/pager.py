@@ -1,6 +1,6 @@
 """The pager against the disk and against PyTorch's own allocator.
 
-    python benchmarks/pager.py --directory /scratch
+    python benchmarks/pager.py --directory /scratch --out docs/benchmarks/pager.md
 
 Moves tensors of one size out, and in as others go (read ahead, and on demand), as a ratio of the
 rate of plain reads and writes of the same pieces past the page cache, alternately in one process;
@@ -17,6 +17,7 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from datetime import date
 from pathlib import Path
 
 import torch
@@ -54,8 +55,11 @@ class PlainFile:
             assert os.preadv(self.file, [memory], place) == len(memory)
 
 
-def moves(directory: Path, total: int, piece: int, rounds: int, io_threads: int) -> None:
-    """Prints rates of the disk, and the pager's as parts of them."""
+MOVES = {"out": "write", "prefetch": "read", "demand": "read"}
+
+
+def moves(directory: Path, total: int, piece: int, rounds: int, io_threads: int) -> list[str]:
+    """Rates of the disk, and the pager's as parts of them: rows of a table."""
     pieces = total // piece
     plain = PlainFile(directory / "plain", piece, pieces)
     plain.write()
@@ -72,6 +76,7 @@ def moves(directory: Path, total: int, piece: int, rounds: int, io_threads: int)
         pager.budget = total
 
         def prefetch() -> None:
+            pager.turn(1)  # Reading ahead begins here.
             pager.prefetch(1, total)
             pager.wait()
 
@@ -81,7 +86,6 @@ def moves(directory: Path, total: int, piece: int, rounds: int, io_threads: int)
         for _ in range(rounds):
             pager.turn(0)
             demand()  # Memory is full of arena 0, as it is when all arenas don't fit.
-            pager.turn(1)
             times["read"].append(seconds(plain.read))
             times["prefetch"].append(seconds(prefetch))
             pager.turn(0)
@@ -91,15 +95,19 @@ def moves(directory: Path, total: int, piece: int, rounds: int, io_threads: int)
             times["write"].append(seconds(plain.write))
             times["out"].append(seconds(lambda: pager.move_out(0)))
     os.close(plain.file)
-    print(f"tensors of {piece // MB} MiB, {total // MB} MiB in all, {io_threads} I/O threads:")
-    for name, base in (("out", "write"), ("prefetch", "read"), ("demand", "read")):
-        ratio = statistics.median(b / a for a, b in zip(times[name], times[base], strict=True))
+    rows = []
+    for name, base in MOVES.items():
+        ratios = sorted(b / a for a, b in zip(times[name], times[base], strict=True))
         rate = total / statistics.median(times[base]) / 1e6
-        print(f"  {name:9} {ratio:5.2f} of a plain {base} at {rate:6.0f} MB/s")
+        rows.append(
+            f"| {piece >> 10:,} | {name} | {base} | {rate:.0f} | {statistics.median(ratios):.2f} | "
+            f"{ratios[0]:.2f} to {ratios[-1]:.2f} |"
+        )
+    return rows
 
 
-def allocations(directory: Path, rounds: int) -> None:
-    """Prints what an allocation costs."""
+def allocations(directory: Path, rounds: int) -> list[str]:
+    """What an allocation costs: rows of a table."""
 
     def empty(size: int) -> None:
         for _ in range(100):
@@ -114,6 +122,7 @@ def allocations(directory: Path, rounds: int) -> None:
         assert len(alive) == 100
 
     works = {"made and freed": empty, "made, filled and freed": filled, "100 kept": kept}
+    rows = []
     with Pager(1, 8 << 30, directory) as pager:
         for size in (64 << 10, MB, 16 * MB):
             for name, work in works.items():
@@ -123,25 +132,61 @@ def allocations(directory: Path, rounds: int) -> None:
                         pager.enter(arena)
                         times.append(seconds(lambda work=work, size=size: work(size)))
                 usual, paged = (statistics.median(times[1:]) * 1e4 for times in found.values())
-                print(
-                    f"{size >> 10:6} KiB, {name:23} {paged:8.1f} us, "
-                    f"{paged / usual:5.2f} of the usual allocator's"
-                )
+                rows.append(f"| {size >> 10:,} | {name} | {paged:.1f} | {paged / usual:.2f} |")
         pager.enter(None)
+    return rows
+
+
+def document(given: argparse.Namespace, moved: list[str], made: list[str], load: float) -> str:
+    command = (
+        f"python benchmarks/pager.py --megabytes {given.megabytes} --rounds {given.rounds} "
+        f"--io-threads {given.io_threads}"
+    )
+    return "\n".join(
+        [
+            "# The pager and the disk",
+            "",
+            f"{date.today()}, `{command}`, {os.cpu_count()} cores, one thread, torch "
+            f"{torch.__version__}. {given.megabytes} MiB of tensors of one size go out, and come "
+            "in as others go: read ahead (prefetch), and when they are used (demand). Plain: the "
+            "same pieces written and read past the page cache, in turns in the same run. Medians "
+            f"and extremes of {given.rounds} rounds. Load at the start and the end: {load:.1f} and "
+            f"{os.getloadavg()[0]:.1f}.",
+            "",
+            "| KiB of a tensor | moved | plain | plain MB/s | share of plain | from, to |",
+            "|---|---|---|---|---|---|",
+            *moved,
+            "",
+            "What an allocation costs beside PyTorch's own allocator, in microseconds:",
+            "",
+            "| KiB | tensors | us each | to PyTorch's own |",
+            "|---|---|---|---|",
+            *made,
+            "",
+        ]
+    )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--directory", type=Path, default=Path.cwd())
-    parser.add_argument("--megabytes", type=int, default=2048)
+    parser.add_argument("--megabytes", type=int, default=1024)
+    parser.add_argument("--kilobytes", type=int, nargs="+", default=[16 << 10, 1 << 10, 256, 64])
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--io-threads", type=int, default=1)
+    parser.add_argument("--out", type=Path, help="write the tables here")
     given = parser.parse_args()
     torch.set_num_threads(1)
+    load, moved = os.getloadavg()[0], []
     with tempfile.TemporaryDirectory(dir=given.directory) as folder:
-        for piece in (16 * MB, MB):
-            moves(Path(folder), given.megabytes * MB, piece, given.rounds, given.io_threads)
-        allocations(Path(folder), given.rounds)
+        for kilobytes in given.kilobytes:
+            piece, total = kilobytes << 10, given.megabytes * MB
+            moved += moves(Path(folder), total, piece, given.rounds, given.io_threads)
+            print(*moved[-len(MOVES) :], sep="\n", flush=True)
+        text = document(given, moved, allocations(Path(folder), given.rounds), load)
+    print(text)
+    if given.out:
+        given.out.write_text(text)
 
 
 if __name__ == "__main__":

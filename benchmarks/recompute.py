@@ -9,7 +9,7 @@ statistics of BatchNorm are kept). Fresh processes, alternately; medians over th
 processor's time of an epoch, all threads, hardly depends on what else the host does. Computing
 again pays without doubt where the store moves less than ``break-even``, the bytes that it saves by
 the seconds of processor that it adds; above it only as far as the store's time is not hidden
-behind computing, and most is.
+behind computing, and most is. ``--rate`` limits the store's disk, to see how it is on slower ones.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ import argparse
 import os
 import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import date
 from pathlib import Path
 from statistics import median
@@ -107,6 +109,26 @@ def row(root: str, args: argparse.Namespace, kind: str, way: str, limit: int | N
     return max(most for _, most, *_ in found) - found[0][0], *found[-1][2:]
 
 
+@contextmanager
+def disk_of(folder: Path, rate: int | None) -> Iterator[None]:
+    """Limits this process and those that it starts to ``rate`` MB/s each way, by a cgroup (v1)."""
+    if rate is None:
+        yield
+        return
+    device = os.stat(folder).st_dev
+    group = Path(f"/sys/fs/cgroup/blkio/pyg_sar_benchmark_{os.getpid()}")
+    group.mkdir()
+    try:
+        for way in ("read", "write"):
+            limit = f"{os.major(device)}:{os.minor(device)} {rate * 1_000_000}"
+            (group / f"blkio.throttle.{way}_bps_device").write_text(limit)
+        (group / "cgroup.procs").write_text(str(os.getpid()))
+        yield
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
+
+
 def store_rates(folder: Path) -> tuple[float, float]:
     """Bytes per second of plain writes and reads past the page cache."""
     plain, size = PlainFile(folder / "plain", 16 * MB, 32), 512 * MB
@@ -159,6 +181,7 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", default=["sage", "gat"], choices=["sage", "gat"])
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--rate", type=int, help="MB/s of the store's disk at most; needs root")
     parser.add_argument("--store", type=Path, default=Path.cwd())
     parser.add_argument("--out", type=Path)
     args = parser.parse_args()
@@ -166,12 +189,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.store) as folder:
         kind = SyntheticGraph(nodes=args.nodes, edges=args.edges, features=64, classes=CLASSES)
         pyg_sar.write_partitions(synthetic_graph(kind), PARTS, f"{folder}/parts")
-        rows = table(f"{folder}/parts", args)
-        write, read = store_rates(Path(folder))
+        with disk_of(Path(folder), args.rate):
+            rows = table(f"{folder}/parts", args)
+            write, read = store_rates(Path(folder))
     models = " ".join(args.models)
     command = (
         f"python benchmarks/recompute.py --nodes {args.nodes} --edges {args.edges} "
         f"--dropout {args.dropout:g} --models {models} --rounds {args.rounds}"
+        + (f" --rate {args.rate}" if args.rate else "")
     )
     text = "\n".join(
         [

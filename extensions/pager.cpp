@@ -56,7 +56,8 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   needed_.clear();
   const int64_t regions = count_.regions;
   count_.resident = count_.peak = count_.demand_faults = count_.demand_bytes = 0;
-  count_.prefetched = count_.evictions = count_.overrun = count_.read = count_.written = 0;
+  count_.prefetched = count_.evictions = count_.overrun = count_.waited = 0;
+  count_.read = count_.written = 0;
   count_.regions = regions;
   budget_ = budget > 0 ? budget : kNoLimit;
   maps_ = current_ = last_error_ = 0;
@@ -214,7 +215,10 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   Lock lock(mutex_);
   Region* r = nullptr;
   last_error_ = 0;
-  if (!make_room(lock, bytes, 0, &r)) C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
+  {
+    const Stopwatch watch(exceeds(bytes) ? &count_.waited : nullptr);
+    if (!make_room(lock, bytes, 0, &r)) C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
+  }
   if (r == nullptr) {
     r = unused();
     r->base = reservation_.take(bytes, r, &r->slots);
@@ -280,6 +284,7 @@ void Pager::retire(Region& r) {
 void Pager::set_budget(int64_t budget) {
   Lock lock(mutex_);
   budget_ = budget > 0 ? budget : kNoLimit;
+  const Stopwatch watch(exceeds(0) ? &count_.waited : nullptr);
   make_room(lock, 0, 0);
 }
 
@@ -323,7 +328,7 @@ std::vector<int64_t> Pager::counters() {
   return {count_.resident,      count_.peak,          store_ ? store_->stored() : 0,
           count_.read,          count_.written,       count_.demand_faults,
           count_.demand_bytes,  count_.prefetched,    count_.evictions,
-          count_.regions,       count_.overrun};
+          count_.regions,       count_.overrun,       count_.waited};
 }
 
 }  // namespace pyg_sar::pager

@@ -5,6 +5,7 @@
 #include "pager_store.h"
 
 #include <array>
+#include <chrono>
 #include <condition_variable>
 #include <cstdint>
 #include <map>
@@ -39,8 +40,24 @@ struct Region {
 
 struct Counters {
   int64_t resident = 0, peak = 0, demand_faults = 0, demand_bytes = 0, prefetched = 0, evictions = 0;
-  int64_t regions = 0, overrun = 0;
+  int64_t regions = 0, overrun = 0, waited = 0;
   std::atomic<int64_t> read{0}, written{0};
+};
+
+// Adds the nanoseconds until its end, at which the lock is held.
+class Stopwatch {
+ public:
+  explicit Stopwatch(int64_t* total) : total_(total), begin_(std::chrono::steady_clock::now()) {}
+  ~Stopwatch() {
+    const std::chrono::nanoseconds passed = std::chrono::steady_clock::now() - begin_;
+    if (total_ != nullptr) *total_ += passed.count();
+  }
+  Stopwatch(const Stopwatch&) = delete;
+  Stopwatch& operator=(const Stopwatch&) = delete;
+
+ private:
+  int64_t* total_;
+  std::chrono::steady_clock::time_point begin_;
 };
 
 class Pager {

@@ -12,7 +12,7 @@ struct Region;
 
 constexpr int64_t kSlot = 64 << 10;          // addresses are given out in slots
 constexpr int64_t kHugePage = 2 << 20;       // huge pages are asked for ...
-constexpr int64_t kHugeRegion = 4 << 20;     // ... from this size on
+constexpr int64_t kHugeRegion = kHugePage;   // ... from this size on
 
 int64_t whole_pages(int64_t bytes);
 

@@ -236,6 +236,7 @@ bool Pager::bring_in(Lock& lock, Region& r, Access access, bool demand) {
 bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
   Region* spare = nullptr;
   const uint64_t stamp = r.stamp;
+  const Stopwatch watch(demand ? &count_.waited : nullptr);
   if (demand) {
     ++count_.demand_faults;
     count_.demand_bytes += r.bytes;

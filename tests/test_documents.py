@@ -320,10 +320,14 @@ def test_larger_than_memory(tmp_path, monkeypatch):
     def train(root: str) -> int:
         return pyg_sar.load_partition(root).num_nodes
 
-    (code,) = snippets("docs/larger-than-memory.md")
+    code, again = snippets("docs/larger-than-memory.md")
     names = {"pyg_sar": pyg_sar, "train": train}
     assert "/scratch" in code
     run("docs/larger-than-memory.md", [code.replace("/scratch", str(tmp_path))], **names)
+    data = a_graph()
+    conv, norm = SAGEConv(data.num_features, 4), torch.nn.BatchNorm1d(4)
+    given = {"conv": conv, "norm": norm, "x": data.x, "edge_index": data.edge_index, "F": F}
+    run("docs/larger-than-memory.md", [again], **given)
 
 
 @pytest.mark.skipif(not ops.built, reason="no C++ kernels")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import itertools
 import os
 import random
 import signal
@@ -18,6 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 import torch_geometric.nn as gnn
 from hosted_workers import host
 from oracle import (
@@ -42,7 +44,7 @@ from pyg_sar import SARPolicy
 from pyg_sar.comm.group import current, finalize
 from pyg_sar.comm.host import Host
 from pyg_sar.comm.turns import Turns
-from pyg_sar.errors import LostWorkerError, MismatchError, WorkerError
+from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
 from pyg_sar.nn import NodeEmbedding
 
 PARTS = 8
@@ -234,6 +236,26 @@ def test_the_same_to_the_bit_for_any_number_of_workers(dtype: torch.dtype, root:
         torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
+def under_autocast(root: Path) -> list[Tensor]:
+    """Gradients of a layer that is used three times, whose casts autocast may share."""
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
+    model = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, CHANNELS))
+    x = data.x.float()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for _ in range(3):
+            x = model(x, data.edge_index)
+    node_losses(x.float(), data.n_id).sum().backward()
+    return [p.grad for p in model.parameters()]
+
+
+def test_the_same_to_the_bit_under_autocast(root: Path):
+    """Parts of a process share autocast's cache, which one of them empties while others wait."""
+    expected = pyg_sar.run(under_autocast, root, parts=PARTS)
+    found = pyg_sar.launch(under_autocast, PARTS, root, parts=PARTS)
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_each_part_draws_its_own_random_numbers():
     def draws(meet: Callable[[], Any]) -> list[Any]:
         found = []
@@ -255,6 +277,20 @@ def test_each_part_draws_its_own_random_numbers():
         expected.append(draws(lambda: None))
     assert host(worker, 4) == expected
     assert pyg_sar.launch(worker, 3, parts=4, timeout=30.0) == expected
+
+
+def test_each_part_has_a_default_dtype_of_its_own():
+    """One that part 0 sets back while the others are still in between is not theirs."""
+
+    def worker() -> list[torch.dtype]:
+        found = []
+        for dtype in (torch.float64, torch.float32):
+            torch.set_default_dtype(dtype)
+            current().barrier()
+            found.append(torch.ones(1).dtype)
+        return found
+
+    assert host(worker, 3) == [[torch.float64, torch.float32]] * 3
 
 
 def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
@@ -469,6 +505,36 @@ def test_refused(root: Path):
         pyg_sar.run(lambda: pyg_sar.run(print, parts=2), parts=2)
     with pytest.raises(ValueError, match=f"{PARTS}"):
         pyg_sar.run(lambda: pyg_sar.load_partition(root), parts=3)
+
+
+def ask_the_default_group() -> list[str]:
+    """What calls of ``torch.distributed`` without a group say in a part."""
+    found = []
+    value = torch.ones(1)
+    for ask in (dist.get_rank, dist.barrier, lambda: dist.all_reduce(value)):
+        with pytest.raises((PygSarError, ValueError)) as caught:
+            ask()
+        found.append(str(caught.value))
+    total = current().all_reduce(value)
+    assert total.item() == value.item() == 3
+    return found
+
+
+def default_group_after() -> tuple[Any, float]:
+    """The same in a worker, which has its group again when the parts have ended."""
+    found = pyg_sar.run(ask_the_default_group, parts=3)
+    value = torch.ones(1)
+    dist.all_reduce(value)
+    return found, value.item()
+
+
+def test_the_workers_group_is_refused():
+    """Its sums would be those of one part of each worker."""
+    for found, total in pyg_sar.launch(default_group_after, 2, backend="gloo"):
+        for text in itertools.chain(*found):
+            assert "of the 2 worker(s), not of the 3 parts" in text
+            assert "pyg_sar.comm.current()" in text
+        assert total == 2
 
 
 def test_runs_follow_each_other():

@@ -19,8 +19,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
-from torch_geometric.nn import GAT, GCN, GIN, GraphSAGE, SAGEConv, Sequential
+from torch_geometric.nn import GAT, GCN, GIN, GATConv, GraphSAGE, SAGEConv, Sequential
 
 import pyg_sar
 from pyg_sar.comm import current
@@ -30,6 +31,7 @@ from pyg_sar.comm.hosting import host_parts
 from pyg_sar.errors import StoreError
 from pyg_sar.kernels import ops
 from pyg_sar.ledger import peak_memory, reset_peak_memory
+from pyg_sar.store.part_store import PartStore
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.report import Report, hosting_lines
 
@@ -95,6 +97,19 @@ def make_model(name: str) -> torch.nn.Module:
 def gradients(model: torch.nn.Module, data: Data, mean: Any) -> Tensor:
     mean(F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")).backward()
     return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+
+def everything_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has all that the other parts hold moved out at each turn, whatever the memory."""
+    begin = PartStore.begin
+
+    def begin_alone(store: Any, arena: int) -> None:
+        begin(store, arena)
+        for other in range(store._pager.arenas):
+            if other != arena:
+                store._pager.move_out(other)
+
+    monkeypatch.setattr(PartStore, "begin", begin_alone)
 
 
 # On the workers ##############################################################
@@ -214,6 +229,78 @@ def test_parts_without_edges_between_take_their_turns_in_order(tmp_path):
         assert torch.equal(a, b)
 
 
+# What is between workers, and what is computed again #########################
+
+
+def rooms_of_a_pass(root: str) -> list[int]:
+    """Bytes for which this worker's pager made room, for rows on their way, in one pass."""
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(SAGEConv(FEATURES, FEATURES).double())
+    model(data.x, data.edge_index)
+    store: Any = current().host.store  # type: ignore[attr-defined]
+    if not hasattr(store, "rooms"):
+        store.rooms, unpaged = [], store.unpaged
+        store.unpaged = lambda size=0: (store.rooms.append(size), unpaged(size))[1]
+    model(data.x, data.edge_index)
+    return store.rooms
+
+
+def test_rows_between_workers_are_counted(tmp_path):
+    """A worker holds what it sends twice, a part at a time and joined, and what it receives."""
+    source, target = make_graph(TINY).edge_index
+    worker = [ids * 2 // TINY for ids in (source, target)]
+    cut = worker[0] != worker[1]
+    sent = [torch.unique(source[cut & (worker[0] == w)]).numel() for w in (0, 1)]
+    given = {"parts": 4, "memory": 100 * MB, "store": tmp_path}
+    found = pyg_sar.launch(rooms_of_a_pass, 2, write(tmp_path, TINY, 4), **given)
+    for w, part in ((0, 0), (1, 3)):
+        assert sum(found[part]) == (2 * sent[w] + sent[1 - w]) * FEATURES * 8
+
+
+class Again(torch.nn.Module):
+    """A GAT whose layers, ReLU and dropout are computed again, or kept."""
+
+    def __init__(self, again: bool) -> None:
+        super().__init__()
+        sizes = (FEATURES, 64), (64, 64), (64, CLASSES)
+        self.convs = torch.nn.ModuleList(GATConv(a, b, dropout=0.2) for a, b in sizes)
+        self.norms = torch.nn.ModuleList(torch.nn.BatchNorm1d(64) for _ in range(2))
+        self.again = again
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        for conv, norm in zip(self.convs, self.norms, strict=False):
+            x = self.call(self.update, norm(self.call(conv, x, edge_index)))
+        return self.convs[-1](x, edge_index)
+
+    def call(self, part: Any, *given: Tensor) -> Tensor:
+        found: Tensor = (
+            checkpoint(part, *given, use_reentrant=False) if self.again else part(*given)
+        )
+        return found
+
+    @staticmethod
+    def update(x: Tensor) -> Tensor:
+        return F.dropout(x.relu(), 0.3)
+
+
+def updates(root: str, again: bool) -> tuple[Tensor, Tensor]:
+    """Gradients and random state after a pass whose updates are computed again, or kept."""
+    data = pyg_sar.load_partition(root)
+    torch.manual_seed(1)
+    model = pyg_sar.distribute(Again(again).double())
+    return gradients(model, data, pyg_sar.mean), torch.random.get_rng_state()
+
+
+def test_what_is_computed_again_gives_the_same_bits(small, tmp_path, monkeypatch):
+    """Dropout draws the same numbers again, though other parts draw theirs in between."""
+    everything_waits(monkeypatch)
+    kept = pyg_sar.run(updates, small, False, parts=8)
+    again = pyg_sar.run(updates, small, True, parts=8, memory=200 * MB, store=tmp_path)
+    for (gradient, state), (gradient_1, state_1) in zip(again, kept, strict=True):
+        assert torch.equal(gradient, gradient_1)
+        assert torch.equal(state, state_1)
+
+
 # What is said of it ###########################################################
 
 
@@ -249,6 +336,7 @@ def test_a_report_says_what_was_kept_and_moved(tmp_path):
     # In two passes, as the epoch ends with an evaluation.
     assert sum(loaded) == 2 * read[1] * WIDE * 8
     assert found["read_bytes"][0] >= sum(loaded)
+    assert found["waited_seconds"][0] > 0
     # HongTu's rule forgets what the next part does not need.
     hosting = Hosting(parts, memory, str(tmp_path), keep="adjacent")
     outer = LocalCommunicator(torch.device("cpu"), 60.0)
@@ -258,6 +346,7 @@ def test_a_report_says_what_was_kept_and_moved(tmp_path):
     assert f"3 parts on 1 worker(s) (3), memory={memory:,} bytes each, store={tmp_path}" in text
     assert f"{read[1]:,.0f}, {read[1] / nodes:.2f}" in text
     assert f"{found['written_bytes'][0] / 1e6:,.1f} out" in text
+    assert f"seconds of each worker: {found['waited_seconds'][0]:.2f}" in text
 
 
 # What fails ###################################################################

@@ -397,9 +397,11 @@ def test_nothing_is_written_when_all_fits_and_waiting_arenas_are_when_not(tmp_pa
 def test_clean_regions_are_not_written_again(tmp_path):
     with opened(tmp_path, 8 * MB) as pager:
         x = numbered(4, 3)
+        assert pager.counters().waited_ns == 0
         for _ in range(3):
             pager.move_out(0)
             assert (x == 3).all()
+        assert pager.counters().waited_ns > 0
         assert pager.counters().bytes_written == 4 * MB and pager.counters().bytes_read == 12 * MB
         x[0] = 1
         pager.move_out(0)

@@ -213,9 +213,9 @@ class Host:
         if isinstance(self.store, HostStore):
             self.store.leave(part - self.parts.start)
 
-    def unpaged(self) -> AbstractContextManager[Any]:
-        """Makes tensors that stay in memory: for all parts, and for the network."""
-        return nullcontext() if self.store is None else self.store.unpaged()
+    def unpaged(self, size: int = 0) -> AbstractContextManager[Any]:
+        """Makes tensors that stay in memory, of ``size`` bytes: for all parts, and the network."""
+        return nullcontext() if self.store is None else self.store.unpaged(size)
 
     def close(self) -> None:
         """Waits until all that was sent has gone, and removes the store."""
@@ -266,6 +266,9 @@ class Host:
             self.turns.wait(part, over, name)
             for work in meeting.works:
                 work.wait()
+            # Another part that left its autocast has emptied the cache of all: for any number of
+            # workers to give the same bits, no cast of a parameter lives through a meeting.
+            torch.clear_autocast_cache()
             if meeting.leave():
                 del self._meetings[number]
             return meeting.result
@@ -342,7 +345,7 @@ class Host:
         if self.worker_of[dst] == self.outer.rank:
             self._boxes[src, dst][number] = tensor.clone(), name
             return
-        with self.unpaged():
+        with self.unpaged(num_bytes(tensor)):
             # gloo sends memory of the CPU.
             copies = _header(name), to_bytes(tensor.to("cpu", copy=True))
         tags = _tag(src, dst, number, ""), _tag(src, dst, number, name)
@@ -394,7 +397,7 @@ class Host:
                 raise unlike(dst, src, name, sent)
             into.reshape(-1).view(torch.uint8).copy_(to_bytes(tensor))
             return
-        with self.unpaged():
+        with self.unpaged(num_bytes(into)):
             header = _header("")
             arrived = torch.empty(into.shape, dtype=into.dtype)
 

@@ -12,10 +12,11 @@ import contextlib
 import ctypes
 import gc
 import threading
-from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
+import torch.distributed as dist
 
 from pyg_sar.comm.communicator import Communicator
 from pyg_sar.comm.group import adopt
@@ -25,6 +26,7 @@ from pyg_sar.comm.messages import (
     is_consequence,
 )
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
+from pyg_sar.errors import PygSarError
 
 T = TypeVar("T")
 
@@ -78,6 +80,43 @@ def _share_heap() -> None:
         ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 1 << 20)  # as launch() has it
 
 
+class _NotOfParts:
+    """Stands for the default group of ``torch.distributed``, whose ranks are workers, not parts.
+
+    Where PyTorch describes an error of it, it prints this object in place of the error.
+    """
+
+    def __init__(self, parts: int, workers: int) -> None:
+        self._text = (
+            f"torch.distributed's default group is that of the {workers} worker(s), not of the "
+            f"{parts} parts that this program runs for. Call pyg_sar.mean(), or rank, world_size, "
+            "all_reduce(), all_gather() or broadcast() of pyg_sar.comm.current()"
+        )
+
+    def __repr__(self) -> str:
+        return self._text
+
+    def __getattr__(self, name: str) -> Any:
+        raise PygSarError(self._text)
+
+
+@contextlib.contextmanager
+def _without_default_group(parts: int, workers: int) -> Iterator[None]:
+    """Refuses calls of ``torch.distributed`` without a group, which would add up workers' values.
+
+    This package's own calls name their group.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        yield
+        return
+    group = dist.group.WORLD
+    dist.group.WORLD = cast(Any, _NotOfParts(parts, workers))
+    try:
+        yield
+    finally:
+        dist.group.WORLD = group
+
+
 def host_parts(
     fn: Callable[..., T], args: Sequence[Any], hosting: Hosting, outer: Communicator
 ) -> list[T]:
@@ -123,11 +162,12 @@ def host_parts(
         for part in host.parts
     ]
     try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            while thread.is_alive():
-                thread.join(0.2)
+        with _without_default_group(hosting.parts, outer.world_size):
+            for thread in threads:
+                thread.start()
+            for thread in threads:
+                while thread.is_alive():
+                    thread.join(0.2)
     except BaseException as error:  # KeyboardInterrupt: the parts must not run on.
         host.turns.fail(failed(-1, error))
         raise

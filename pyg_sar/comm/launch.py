@@ -143,8 +143,8 @@ def run(
     A graph that was cut into P parts runs on any number W of worker processes from 1 to P. Each
     process hosts P / W of them in turn: ``fn`` runs once for each part, in a thread of its own, and
     sees what a worker sees; its rank is the part. Where a part waits for the others, the next one
-    goes on. Results are the same to the bit for every W, random numbers included: each
-    part has the random states of a process of its own.
+    goes on. Results are the same to the bit for every W that computes with as many threads, random
+    numbers included: each part has the random states of a process of its own.
 
     Args:
         fn: What each part runs.

@@ -18,8 +18,11 @@ POLL = 0.02  # Seconds between two looks at what other processes may have done.
 STEP = 0.5  # The same where only threads of this process can change anything.
 
 
-class RandomState:
-    """The states of the default random generators: PyTorch's, NumPy's and Python's.
+class ProcessState:
+    """Holds what a part may set for all of its process, as in a process of its own.
+
+    The states of the default random generators, which are PyTorch's, NumPy's and Python's, and
+    PyTorch's default dtype.
 
     Args:
         device: Where parts compute: a GPU has a generator of its own, beside the CPU's.
@@ -30,12 +33,14 @@ class RandomState:
         self.torch = random_states(device)
         self.numpy = np.random.get_state()
         self.python = random.getstate()
+        self.dtype = torch.get_default_dtype()
 
     def restore(self) -> None:
-        """Makes the generators go on from here."""
+        """Makes the generators go on from here, and tensors have this dtype."""
         set_random_states(self.torch, self.device)
         np.random.set_state(self.numpy)
         random.setstate(self.python)
+        torch.set_default_dtype(self.dtype)
 
 
 class Turns:
@@ -45,7 +50,7 @@ class Turns:
     whose wait is over computes; the part itself comes last. Once all have come to one place of the
     program (:meth:`restart`), the first part goes on first. So the order of turns depends on the
     program alone, not on the system's scheduling, and is the same in each pass. Each part has
-    random states of its own: they are exchanged with the turn.
+    random states and a default dtype of its own: they are exchanged with the turn.
 
     Args:
         parts: The parts of this process, ascending.
@@ -77,8 +82,8 @@ class Turns:
         self._begun: set[int] = set()
         self._ended: set[int] = set()
         self._device = device or torch.device("cpu")
-        start = RandomState(self._device)
-        self._random = dict.fromkeys(self._parts, start)
+        start = ProcessState(self._device)
+        self._states = dict.fromkeys(self._parts, start)
         self.record: Mapping[str, Any] | None = None
         """The failure that ends all parts, if one does."""
         self.count = 0
@@ -138,7 +143,7 @@ class Turns:
 
     def _release(self, part: int) -> None:
         self._end(part)
-        self._random[part] = RandomState(self._device)
+        self._states[part] = ProcessState(self._device)
         self._current, self._last = None, self._parts[-1] if self._anew else part
         self._anew = False
 
@@ -156,7 +161,7 @@ class Turns:
             self._waiting.pop(part, None)
         if self.record is not None:
             raise to_error(self.record, part)
-        self._random[part].restore()
+        self._states[part].restore()
         self.count += 1
         self._begin(part)
 

@@ -354,7 +354,8 @@ def _return(host: Host, brought: dict[int, Any], widths: Sequence[Tensor], label
             ]
             order = [(q, k) for k in host.parts for q in theirs]  # as they were sent
             sizes = [brought[k][1][q] for q, k in order]
-            with host.unpaged():
+            rows = sum(sizes) + sum(message.size(0) for message in messages)
+            with host.unpaged(rows * _row_bytes([like])):
                 sends[w] = torch.cat(messages)
                 receives[w] = arrived = like.new_empty(sum(sizes), like.size(1))
             for pair, part in zip(order, arrived.split(sizes), strict=True):

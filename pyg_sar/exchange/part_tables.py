@@ -245,6 +245,7 @@ class Tables:
         label: Label,
     ) -> None:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
+        self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
         self._rows: dict[int, list[Tensor]] = {}
         self._leaving: dict[tuple[int, int], dict[int, Tensor]] = {}
         self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
@@ -254,7 +255,7 @@ class Tables:
         """Takes in a part's table: rows of each message."""
         messages = [message.to(self.host.rows_on) for message in messages]
         for w, wanted in self.routes.leaving.items():
-            with self.host.unpaged():
+            with self.host.unpaged(wanted[part].numel() * sum(self._row_bytes)):
                 for number, message in enumerate(messages):
                     rows = message.index_select(0, wanted[part])
                     self._leaving.setdefault((w, number), {})[part] = rows
@@ -263,14 +264,16 @@ class Tables:
     def exchange(self) -> list[Any]:
         """Exchanges rows with other processes, when all parts of this one have published."""
         host, works = self.host, []
+        leaving = sum(rows.numel() for to in self.routes.leaving.values() for rows in to.values())
+        arriving = sum(self.routes.sizes[q] for w in self.routes.leaving for q in host.hosted[w])
         for number, (dtype, width) in enumerate(self.kinds if self.routes.leaving else ()):
             sends: list[Tensor | None] = [None] * host.outer.world_size
             receives: list[Tensor | None] = [None] * host.outer.world_size
-            with host.unpaged():
+            with host.unpaged((leaving + arriving) * self._row_bytes[number]):
                 for w in self.routes.leaving:
                     # Parts need not publish in their order: one may have waited elsewhere.
-                    leaving = self._leaving.pop((w, number))
-                    sends[w] = torch.cat([leaving[part] for part in host.parts])
+                    pieces = self._leaving.pop((w, number))
+                    sends[w] = torch.cat([pieces[part] for part in host.parts])
                     sizes = [self.routes.sizes[q] for q in host.hosted[w]]
                     shape, device = (sum(sizes), width), host.rows_on
                     receives[w] = found = torch.empty(shape, dtype=dtype, device=device)
@@ -360,7 +363,6 @@ class StoredTables(Tables):
     ) -> None:
         super().__init__(host, routes, kinds, label)
         self._store, self._file = store, file
-        self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
         capacity = store.cache_bytes // max(sum(self._row_bytes), 1)
         if not routes.has_plan(capacity):
             store.make_room(routes.planning_bytes())

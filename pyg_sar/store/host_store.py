@@ -147,8 +147,8 @@ class HostStore:
         """Nothing can be exceeded."""
 
     @contextmanager
-    def unpaged(self) -> Iterator[None]:
-        """Makes tensors that stay: for all parts, and for the network."""
+    def unpaged(self, size: int = 0) -> Iterator[None]:
+        """Makes tensors that stay: for all parts, and for the network, in whatever ``size``."""
         before, self._noting = self._noting, False
         try:
             yield

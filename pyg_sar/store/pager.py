@@ -75,6 +75,7 @@ class PagerCounters:
         evictions: Regions that went out.
         regions: Regions that are alive, those of closed pagers included.
         overrun_bytes: Bytes brought in beyond the budget (rule 1 of the module).
+        waited_ns: Nanoseconds that threads waited for what was out, and for room.
     """
 
     resident_bytes: int
@@ -88,6 +89,7 @@ class PagerCounters:
     evictions: int
     regions: int
     overrun_bytes: int
+    waited_ns: int
 
 
 class Pager:

@@ -126,8 +126,22 @@ class PartStore:
         return StoreError(f"memory={self.memory:,} bytes: {cause}. {self.remedy(needed)}")
 
     @contextmanager
-    def unpaged(self) -> Iterator[None]:
-        """Makes tensors that the system reads or writes, or that all parts use."""
+    def unpaged(self, size: int = 0) -> Iterator[None]:
+        """Makes tensors that the system reads or writes, or that all parts use.
+
+        Args:
+            size: Their bytes, which the pager makes room for.
+
+        Raises:
+            StoreError: There is no room.
+        """
+        if size > (self._pager.budget or 0):
+            raise StoreError(
+                f"memory={self.memory:,} bytes: rows on their way between workers need {size:,} "
+                f"bytes more at once. {self.remedy(self.memory + size)}"
+            )
+        if size:
+            self.make_room(size)
         arena, self._arena = self._arena, None
         self._pager.enter(None)
         try:
@@ -156,7 +170,7 @@ class PartStore:
         self._spare[slots.numel(), slots.dtype].append(slots)
 
     def counters(self) -> dict[str, int]:
-        """Bytes moved so far, and the most that was in memory."""
+        """Bytes moved so far, time that was waited for them, and the most that was in memory."""
         found = self._pager.counters()
         rows = self.rows
         return {
@@ -166,6 +180,7 @@ class PartStore:
             "prefetched_bytes": found.prefetched_bytes,
             "peak_resident_bytes": found.peak_resident_bytes,
             "overrun_bytes": found.overrun_bytes,
+            "waited_ns": found.waited_ns + (0 if rows is None else rows.waited_ns),
         }
 
     def close(self) -> None:

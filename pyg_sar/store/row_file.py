@@ -12,6 +12,7 @@ import fcntl
 import mmap
 import os
 import tempfile
+import time
 from collections import defaultdict
 from contextlib import suppress
 from pathlib import Path
@@ -57,6 +58,7 @@ class RowFile:
 
     Attributes:
         bytes_read, bytes_written: By requests, in whole blocks.
+        waited_ns: Nanoseconds that they took.
     """
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
@@ -66,7 +68,7 @@ class RowFile:
         self._bytes = np.frombuffer(self._buffer, np.uint8)
         self._end = 0
         self._free: defaultdict[int, list[int]] = defaultdict(list)
-        self.bytes_read = self.bytes_written = 0
+        self.bytes_read = self.bytes_written = self.waited_ns = 0
         self._direct = self._takes_direct()
 
     def _takes_direct(self) -> bool:
@@ -137,7 +139,7 @@ class RowFile:
 
     def _move(self, size: int, place: int, write: bool) -> None:
         """Moves the buffer's first bytes, by as many calls as the system takes for them."""
-        done = 0
+        done, begin = 0, time.perf_counter_ns()
         while done < size:
             view = memoryview(self._buffer)[done:size]
             if write:
@@ -147,6 +149,7 @@ class RowFile:
             if count == 0:
                 raise OSError(errno.EIO, "the file has ended")
             done += count
+        self.waited_ns += time.perf_counter_ns() - begin
 
     def _forget(self, place: int, size: int) -> None:
         if not self._direct and hasattr(os, "posix_fadvise"):

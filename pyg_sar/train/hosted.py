@@ -27,10 +27,18 @@ def backward_case(layer: Any) -> int:
     return 2 if any(need.needs_sources for need in needs) else 1
 
 
-def moved_bytes(comm: Communicator) -> tuple[int, int]:
-    """Returns the bytes that this process has read from its store so far, and written to it."""
+MOVED = {
+    "read_bytes": ("bytes_read", 1),
+    "written_bytes": ("bytes_written", 1),
+    "waited_seconds": ("waited_ns", 1e-9),
+}
+"""Keys of a summary; what they count of a store, and the unit."""
+
+
+def moved(comm: Communicator) -> list[float]:
+    """Returns what this process has moved so far (:data:`MOVED`)."""
     found = {} if comm.host is None or comm.host.store is None else comm.host.store.counters()
-    return found.get("bytes_read", 0), found.get("bytes_written", 0)
+    return [found.get(name, 0) * unit for name, unit in MOVED.values()]
 
 
 class HostedRun:
@@ -41,7 +49,7 @@ class HostedRun:
     """
 
     def __init__(self, comm: Communicator) -> None:
-        self.comm, self._before = comm, moved_bytes(comm)
+        self.comm, self._before = comm, moved(comm)
 
     def summary(
         self, model: nn.Module, ledger: Ledger, num_nodes: int, epochs: int
@@ -56,21 +64,22 @@ class HostedRun:
 
         Returns:
             ``parts`` of each worker; ``memory``, its limit in bytes, and ``store``, or ``None``;
-            ``read_bytes`` and ``written_bytes`` of the store per epoch, of each worker; and per
-            layer ``case`` (:func:`backward_case`), and for each phase how many halo rows one pass
-            needs and how many of them it reads from the store, over all parts and per node.
+            per epoch, of each worker, ``read_bytes`` and ``written_bytes`` of the store, and the
+            ``waited_seconds`` in which nothing was computed for their sake; and per layer ``case``
+            (:func:`backward_case`), and for each phase how many halo rows one pass needs and how
+            many of them it reads from the store, over all parts and per node.
         """
         host = self.comm.host
         if host is None:
             return {}
-        moved = [b - a for a, b in zip(self._before, moved_bytes(self.comm), strict=True)]
-        everyone = self.comm.all_gather_object([num_nodes, moved, ledger.gathers()])
+        now = [b - a for a, b in zip(self._before, moved(self.comm), strict=True)]
+        everyone = self.comm.all_gather_object([num_nodes, now, ledger.gathers()])
         nodes = sum(count for count, _, _ in everyone)
         workers = [[everyone[part][1] for part in parts] for parts in host.hosted]
-        read, written = (
-            [max(found[k] for found in worker) / max(epochs, 1) for worker in workers]
-            for k in (0, 1)
-        )
+        each = {
+            key: [max(found[k] for found in worker) / max(epochs, 1) for worker in workers]
+            for k, key in enumerate(MOVED)
+        }
         layers = {}
         for name, module in model.named_modules():
             if isinstance(module, MessagePassing):
@@ -83,8 +92,7 @@ class HostedRun:
             "parts": [len(parts) for parts in host.hosted],
             "memory": None if host.store is None else host.store.memory,
             "store": None if host.store is None else host.store.directory,
-            "read_bytes": read,
-            "written_bytes": written,
+            **each,
             "layers": layers,
         }
 
@@ -131,10 +139,12 @@ def describe_hosting(found: Mapping[str, Any]) -> list[str]:
     lines = [f"{sum(parts)} parts on {len(parts)} worker(s) ({each}), {memory}, {store}"]
     lines += aligned(rows)
     if found["store"] is not None:
-        lines.append("between layers: all kept, moved out and back; nothing computed again")
+        lines.append("between layers: what PyTorch keeps is moved out and back")
         written, read = (
             ", ".join(f"{size / 1e6:,.1f}" for size in found[key])
             for key in ("written_bytes", "read_bytes")
         )
+        waited = ", ".join(f"{seconds:.2f}" for seconds in found["waited_seconds"])
         lines.append(f"moved per epoch, MB of each worker: {written} out, {read} in")
+        lines.append(f"waited for that per epoch, seconds of each worker: {waited}")
     return lines
