@@ -4,10 +4,6 @@
 the number of parts, the owners and the format, so that the next run finds it. A graph whose
 transforms have drawn random numbers is another one in each run: its folder is a temporary one.
 
-[Note: the same tensors] A dataset gives its own tensors each time, but for those that its transform
-makes: what a script writes into ``dataset[0].x`` is there in the next ``dataset[0]``. So which are
-the dataset's own is asked at rank 0, and these are given out again.
-
 [Note: transforms] A transform of a distributed graph runs at rank 0, on the whole graph, which is
 gathered. The result is partitioned anew. Graphs with as many nodes have the same owners of nodes
 throughout a script, so that tensors of one go together with those of another.
@@ -15,9 +11,7 @@ throughout a script, so that tensors of one go together with those of another.
 
 from __future__ import annotations
 
-import copy
 import hashlib
-import operator
 import os
 import shutil
 import tempfile
@@ -25,13 +19,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
-from weakref import ref
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
-from torch_geometric.transforms import BaseTransform
 
 from pyg_sar.errors import DistributedIndexError, PartitionError
 from pyg_sar.partition.loading import load_partition
@@ -50,23 +42,6 @@ Graph: TypeAlias = Data | HeteroData
 
 
 @dataclass
-class Given:
-    """What a dataset has given out. See [Note: the same tensors].
-
-    Args:
-        source: What the dataset holds.
-        where: The partition of the graph.
-        tensors: Its own tensors, by the key of the store and the attribute, and their writes then.
-        data: What ``dataset.data`` has given, and its attributes then.
-    """
-
-    source: ref[Any]
-    where: Any
-    tensors: dict[Any, tuple[Tensor, int]]
-    data: tuple[Graph, dict[Any, Any]] | None = None
-
-
-@dataclass
 class Graphs:
     """The graphs of a script at one rank.
 
@@ -81,85 +56,32 @@ class Graphs:
     node_ids: Mapping[str, bool] | None = None
     temporary: str = ""
     owners: dict[Any, Owners] = field(default_factory=dict)
-    given: dict[int, Given] = field(default_factory=dict)
 
     def close(self) -> None:
         """Removes what is not kept."""
         if self.temporary:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def share(self, make: Any, name: str, source: Any = None) -> Any:
+    def share(self, make: Any, name: str) -> Any:
         """Returns a graph that rank 0 makes, distributed: this worker's part. Collective.
 
         Args:
             make: Returns a ``Data`` or ``HeteroData``, or a tuple or list of them; called at rank
                 0 alone.
             name: What it is of, for errors.
-            source: The dataset's own graph. See [Note: the same tensors].
-
-        Raises:
-            DistributedIndexError: The script has written into the dataset's tensors, or changed
-                ``dataset.data``, and the dataset's graph is another one since.
         """
 
         def work() -> Any:
             before = digest_of_states()
             made = make()
-            own = [key for key, t in _named(made).items() if _named(source).get(key) is t]
-            return [self._written(made, digest_of_states() == before, name), own]
+            return self._written(made, digest_of_states() == before, name)
 
-        where, own = self.together.first(work)
-        found = self._loaded(where)
-        if source is not None:
-            self._as_given(source, where, found, [_key(*key) for key in own], name)
-        return found
+        return self._loaded(self.together.first(work))
 
-    def share_data(self, make: Any, name: str, source: Any) -> Any:
-        """Returns what ``dataset.data`` gives: the same object each time. Collective."""
-        before = self._given(source)
-        if before.data is None:
-            found = self.share(make, name, source)
-            before.data = found, _named(found)
-        return before.data[0]
-
-    def _given(self, source: Any) -> Given:
-        """Returns what a dataset has given out."""
-        found = self.given.get(id(source))
-        if found is None or found.source() is not source:
-            found = self.given[id(source)] = Given(ref(source), None, {})
-        return found
-
-    def _as_given(self, source: Any, where: Any, found: Graph, own: list[Any], name: str) -> None:
-        """Puts the tensors into a graph that the dataset has given out before."""
-        before = self._given(source)
-        changed = [key for key, (t, writes) in before.tensors.items() if _writes(t) != writes]
-        if before.data is not None:
-            data, held = before.data
-            if _named(data).keys() != held.keys() or any(
-                held[key] is not t for key, t in _named(data).items()
-            ):
-                raise DistributedIndexError(
-                    f"{name} after 'dataset.data' got other attributes: change what dataset[0] "
-                    "gives"
-                )
-        if changed and before.where != where:
-            raise DistributedIndexError(
-                f"{name} after {changed[0][1]!r} of the dataset's graph was written in place: "
-                "write into a clone, data.clone()"
-            )
-        if before.where != where:
-            before.where, before.tensors = where, {}
-        stores = {store._key: store for store in found.stores} if own else {}
-        for key, attribute in own:
-            tensor = stores[key].get(attribute)
-            if isinstance(tensor, Tensor):
-                kept = before.tensors.setdefault((key, attribute), (tensor, _writes(tensor)))
-                stores[key][attribute] = kept[0]
-
-    def transform(self, call: Any, transform: Any, data: Any) -> Any:
+    def transform(self, transform: Any, data: Any, name: str) -> Any:
         """Returns what a transform makes of a distributed graph. See [Note: transforms]."""
-        plain, apply = gathered(data, keep=self.together.comm.rank == 0), _without_rows(transform)
-        return self.share(lambda: call(apply, plain), type(transform).__name__)
+        plain = gathered(data, keep=self.together.comm.rank == 0)
+        return self.share(lambda: transform(plain), name)
 
     def share_made(self, data: Graph, owners: Owners | None) -> Graph:
         """Returns a graph that the script has made, distributed. Collective.
@@ -232,48 +154,6 @@ class Graphs:
         (kind, roots) = next(iter(where.items()))
         loaded = [self._loaded(root) for root in roots]
         return tuple(loaded) if kind == "tuple" else loaded
-
-
-def _key(store: Any, name: str) -> Any:
-    """A store's key as it was before it was sent: types of edges are tuples."""
-    return (tuple(store) if isinstance(store, list) else store), name
-
-
-def _named(data: Any) -> dict[Any, Any]:
-    """Returns the tensors of a graph by the keys of stores, and names."""
-    stores = data.stores if isinstance(data, Data | HeteroData) else []
-    return {
-        (store._key, name): value
-        for store in stores
-        for name, value in store.items()
-        if isinstance(value, Tensor)
-    }
-
-
-def _writes(tensor: Tensor) -> int:
-    """Returns how often a tensor was written."""
-    return tensor.writes.count if isinstance(tensor, NodeTensor) else tensor._version
-
-
-def _without_rows(transform: BaseTransform) -> BaseTransform:
-    """Returns a transform that holds whole tensors in place of node tensors. Collective."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, NodeTensor):
-            return whole(value, f"a value of {type(transform).__name__}")
-        if isinstance(value, BaseTransform):
-            return _without_rows(value)
-        if isinstance(value, list | tuple):
-            made = [plain(one) for one in value]
-            return value if all(map(operator.is_, made, value)) else type(value)(made)
-        return value
-
-    values = {name: plain(value) for name, value in vars(transform).items()}
-    if all(value is vars(transform)[name] for name, value in values.items()):
-        return transform  # It may keep something in its call.
-    out = copy.copy(transform)
-    out.__dict__.update(values)
-    return out
 
 
 def default_cache() -> Path:

@@ -113,8 +113,7 @@ class Process:
                 if worker is None or not number or len(dataset) != 1:
                     return real(dataset, index)
                 name = f"{type(dataset).__name__}[{int(index)}]"
-                source = getattr(dataset, "_data", None)
-                return worker.graphs.share(lambda: real(dataset, index), name, source)
+                return worker.graphs.share(lambda: real(dataset, index), name)
 
             return get
 
@@ -124,8 +123,7 @@ class Process:
                 if worker is None or len(dataset) != 1:
                     return real.fget(dataset)
                 name = f"{type(dataset).__name__}.data"
-                source = dataset._data
-                return worker.graphs.share_data(lambda: real.fget(dataset), name, source)
+                return worker.graphs.share(lambda: real.fget(dataset), name)
 
             return real.getter(get)
 
@@ -143,7 +141,8 @@ class Process:
                 worker = self.here()
                 if worker is None or not is_distributed(graph):
                     return real(transform, graph)
-                return worker.graphs.transform(real, transform, graph)
+                apply = partial(real, transform)
+                return worker.graphs.transform(apply, graph, type(transform).__name__)
 
             return apply
 
