@@ -340,6 +340,17 @@ def test_values_and_gradients_are_those_of_whole_tensors(world: int) -> None:
         assert [text for text in found.values() if text] == []
 
 
+def test_values_in_inference_mode() -> None:
+    """There, operators that are composed of others come as they are."""
+
+    def run() -> dict[str, str]:
+        with torch.inference_mode():
+            return _run(list(CASES))
+
+    for found in threads(run, 2):
+        assert [text for text in found.values() if text] == []
+
+
 REFUSED: dict[str, Callable[[Values], Any]] = {
     "statistics of batch_norm": lambda v: F.batch_norm(v.x, None, None, training=True),
     "merged rows": lambda v: v.z.transpose(0, 1).reshape(2 * N, 3),

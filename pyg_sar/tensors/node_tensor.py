@@ -140,6 +140,10 @@ class NodeTensor(Tensor):
         name = func._schema.name.rpartition("::")[2]
         found = RULES.get(name)
         if found is None:
+            # In inference mode operators that are composed of others come as they are.
+            out = func.decompose(*args, **(kwargs or {}))
+            if out is not NotImplemented:
+                return out
             found = RULES["pointwise"] if torch.Tag.pointwise in func.tags else refused
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused
