@@ -66,13 +66,14 @@ def report_recipes(rows: list[Row], command: str, shown: float, smoothing: Seque
     head += ["C&S", "labels and C&S", "epochs, plain", "plain reaches published"]
     lines = [_line(head), _line(["---"] * len(head))]
     graphs = [name for name in GRAPHS if any(row["graph"] == name for row in rows)]
-    for name, model in _cases(rows, graphs):
+    plain = [row for row in rows if row["recipe"] == "plain"]
+    for name, model in _cases(plain, graphs):
         for w in workers:
             lines.append(_line(_recipe_row(rows, name, model, w)))
     of_published = {
         name: replace(
             GRAPHS[name],
-            settings={k: replace(v, **v.published) for k, v in GRAPHS[name].settings.items()},
+            settings={r["model"]: Setting(**r["setting"]) for r in rows if r["graph"] == name},
         )
         for name in graphs
     }
@@ -138,8 +139,8 @@ def _recipe_row(rows: list[Row], name: str, model: str, workers: int) -> list[st
     return [
         *(GRAPHS[name].title, NAMES[model], str(workers), str(len(values[0]))),
         "; ".join(map(str, published)) or "not published for this setting",
-        *[f"{mean(group):.2f} ± {_spread(group):.2f}" for group in values],
-        f"{mean(len(row['losses']) for row in found['plain']):.0f}",
+        *[f"{mean(group):.2f} ± {_spread(group):.2f}" if group else "" for group in values],
+        f"{mean(len(row['losses']) for row in rows if row['recipe'] == 'plain'):.0f}",
         "; ".join(f"[{p.source}] {_verdict(p, values[0])}" for p in published),
     ]
 
