@@ -125,7 +125,10 @@ def row(name: str, dtype: torch.dtype, found: Curves, plain: Curves) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--file", type=Path, default=FILE)
-    parser.add_argument("--seeds", type=int, default=10)
+    parser.add_argument("--seeds", type=int, default=10, help="of float32")
+    parser.add_argument(
+        "--worlds", nargs="+", default=["2", "1", "4", "2x8"], help="workers, or workers x parts"
+    )
     given = parser.parse_args()
     data = read(given.file)
     sizes = data.num_nodes, int(data.edge_type.max()) + 1, int(data.y.max()) + 1
@@ -134,15 +137,15 @@ def main() -> None:
     for dtype, seeds in ((torch.float32, given.seeds), (torch.float64, 1)):
         plain = alone(data, seeds, dtype, sizes)
         print(row("plain PyG", dtype, plain, plain), flush=True)
-        for workers, parts in ((1, 1), (2, 2), (4, 4), (2, 8)):
+        for world in given.worlds if dtype == torch.float64 else given.worlds[:1]:
+            workers, _, hosted = world.partition("x")
+            parts = int(hosted or workers)
             with tempfile.TemporaryDirectory() as root:
                 pyg_sar.write_partitions(data, parts, f"{root}/parts")
-                task = on_workers, workers, f"{root}/parts", seeds, dtype, sizes
-                hosted = {"parts": parts} if parts > workers else {}
-                found = pyg_sar.launch(*task, **hosted, threads_per_worker=1)[0]
-            name = (
-                f"{workers} worker" + "s" * (workers > 1) + (f", {parts} parts" if hosted else "")
-            )
+                task = on_workers, int(workers), f"{root}/parts", seeds, dtype, sizes
+                how: dict[str, Any] = {"parts": parts} if hosted else {}
+                found = pyg_sar.launch(*task, **how, threads_per_worker=1)[0]
+            name = f"{workers} workers" + (f", {parts} parts" if hosted else "")
             print(row(name, dtype, found, plain), flush=True)
 
 
