@@ -107,15 +107,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    settings = f"{given.epochs} epochs of {given.model}, width {given.hidden}, {given.seeds} seeds"
+    graph = given.graph.rpartition("/")[2]
+    settings = (
+        f"{given.layers} layers of {given.model}, width {given.hidden}, {given.epochs} epochs"
+    )
+    settings += f", {given.seeds} seeds"
+    changed = [
+        f" --{name.replace('_', '-')} {graph if name == 'graph' else value}"
+        for name, value in vars(given).items()
+        if value != parser.get_default(name) and name != "out"
+    ]
     lines = [
         "# What inexact policies cost",
         "",
-        f"{datetime.date.today()}, `python benchmarks/inexact.py --epochs {given.epochs} --seeds "
-        f"{given.seeds} --out docs/benchmarks/inexact.md`, torch {torch.__version__}.",
-        f"`{given.graph}` on {given.workers} workers, {settings}. Bytes are those of all training "
-        "steps, the sums of parameters' gradients included, as a share of the exact ones; errors "
-        f"are means over every {given.measure_every}th epoch.",
+        f"{datetime.date.today()}, `python benchmarks/inexact.py{''.join(changed)} --out "
+        f"docs/benchmarks/inexact.md`, torch {torch.__version__}.",
+        f"`{graph}` on {given.workers} workers ({given.method} parts), {settings}. Bytes are those "
+        "of all training steps, the sums of gradients included, as a share of the exact ones; "
+        f"errors are means over every {given.measure_every}th epoch.",
         "",
         "| policy | bytes | error of the gradients | test accuracy |",
         "|---|---|---|---|",

@@ -80,9 +80,7 @@ def plain_training(model: nn.Module, data: Data) -> tuple[list[float], Tensor]:
     return losses, model(data.x, data.y, data.edge_index, data.train_mask).detach()
 
 
-@pytest.mark.parametrize(
-    ("world", "run", "flow"), [(1, threads, False), (3, threads, True), (8, host, False)]
-)
+@pytest.mark.parametrize(("world", "run", "flow"), [(3, threads, True), (8, host, False)])
 def test_the_trainer_is_the_recipe(world, run, flow, graph, model, partitions):
     losses, out = plain_training(copy.deepcopy(model), graph)
     found = run(train, world, partitions(graph, world), model, flow)
