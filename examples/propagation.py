@@ -14,7 +14,7 @@ import pyg_sar
 from pyg_sar.tools import load_graph
 
 GRAPH = "synthetic:nodes=400,degree=8,features=16,classes=4,signal=0.5"
-K, CLASSES, WORKERS, EPOCHS = 2, 4, 2, 15
+K, CLASSES, WORKERS, EPOCHS = 2, 4, 2, 30
 
 
 class OfAll(nn.Linear):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ from pyg_sar.space.draws import keyed_numbers
 from pyg_sar.train.wire_error import exact_rows
 
 Forward = Callable[[nn.Module, Data], Tensor]
+Changed = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 def call_model(model: nn.Module, data: Data) -> Tensor:
@@ -112,7 +113,8 @@ def check_flow(model: nn.Module, data: Data, flow: Data, *, forward: Forward = c
 
 def _compare(model: nn.Module, data: Data, flow: Data, forward: Forward) -> None:
     """Raises ``ValueError`` where the seeds' outputs differ. See :func:`check_flow`."""
-    for changed in (nullcontext, _away_from_zero):
+    ways: tuple[Changed, ...] = (nullcontext, _away_from_zero)
+    for changed in ways:
         with modes_kept(model), exact_rows(model), changed(model):
             model.eval()
             whole = forward(model, data)[flow.input_id]
