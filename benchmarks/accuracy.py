@@ -10,6 +10,11 @@ accuracies are compared over seeds; without it loss curves are compared epoch by
 
 trains through pyg_sar alone, for as many epochs as published, with and without labels as inputs,
 and takes Correct and Smooth of each: the recipes' accuracies.
+
+    python benchmarks/accuracy.py --recipes --graphs tolokers --results FILE --minutes 8
+
+stops after so long, within a training run too, and reports the finished runs; the same command
+goes on.
 """
 
 from __future__ import annotations
@@ -23,6 +28,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +45,7 @@ import pyg_sar
 from pyg_sar.train import ratio_mask
 
 EXACT_EPOCHS = 25
+BOTH = ["plain", "labels"]
 SHOWN = 0.5  # the share of training nodes whose labels are inputs in an epoch
 SMOOTHING = 50, 0.8, 50, 0.8  # layers and alpha of correcting, and of smoothing
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
@@ -49,7 +56,8 @@ class Job:
     """One training run. ``workers`` 0: plain PyG. ``exact``: without dropout.
 
     ``recipe`` ``'plain'`` or ``'labels'``: for as many epochs as published, without or with labels
-    as inputs, and Correct and Smooth of the outputs; ``''``: neither.
+    as inputs, and Correct and Smooth of the outputs; ``''``: neither. ``changes``: what is set
+    otherwise, such as ``'lr=0.01 epochs=50'``.
     """
 
     graph: str
@@ -59,6 +67,7 @@ class Job:
     exact: bool = False
     dtype: str = "float32"
     recipe: str = ""
+    changes: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +80,18 @@ class World:
     rank: int = 0
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Pause:
+    """When to stop, in seconds of ``time.time()``, and where a training run's state waits."""
+
+    at: float
+    folder: Path
+
+    def file(self, job: Job, rank: int) -> Path:
+        """The file of one run and worker."""
+        return self.folder / f"{'-'.join(map(str, asdict(job).values()))}-{rank}.pt"
+
+
 # Training ################################################################################
 
 
@@ -78,7 +99,9 @@ def setting_of(job: Job) -> Setting:
     """The published setting; without dropout and for few epochs where exactness is shown."""
     setting = GRAPHS[job.graph].settings[job.model]
     if job.recipe:
-        return replace(setting, **setting.published)
+        pairs = [change.split("=") for change in job.changes.split()]
+        found = replace(setting, **setting.published)
+        return replace(found, **{name: type(getattr(found, name))(v) for name, v in pairs})
     if not job.exact:
         return setting
     return replace(
@@ -86,8 +109,11 @@ def setting_of(job: Job) -> Setting:
     )
 
 
-def train(job: Job, data: Data, world: World) -> dict[str, Any]:
-    """Trains one model; the test metric is that of the epoch with the best validation."""
+def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dict[str, Any] | None:
+    """Trains one model; the test metric is that of the epoch with the best validation.
+
+    Returns ``None`` when it has stopped before its end, by ``pause``.
+    """
     setting = setting_of(job)
     masks = {part: data[f"{part}_mask"][:, job.seed] for part in ("train", "val", "test")}
     x = data.x.to(getattr(torch, job.dtype))
@@ -107,8 +133,22 @@ def train(job: Job, data: Data, world: World) -> dict[str, Any]:
     if labels:
         known = with_labels(x, data, learnt, learnt)
         n_id = data.n_id if job.workers else torch.arange(data.num_nodes)
-    start = time.perf_counter()
-    for epoch in range(1, setting.epochs + 1):
+    start, first = time.perf_counter(), 1
+    kept = pause and pause.file(job, world.rank)
+    if kept and kept.exists():
+        state = torch.load(kept)
+        first, losses, best, metric, best_epoch, best_out, seconds, random = state["run"]
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        torch.set_rng_state(random)
+        start -= seconds
+    for epoch in range(first, setting.epochs + 1):
+        if pause and kept and world.mean(torch.tensor([float(time.time() > pause.at)])) > 0:
+            seconds, random = time.perf_counter() - start, torch.get_rng_state()
+            run = epoch, losses, best, metric, best_epoch, best_out, seconds, random
+            state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "run": run}
+            torch.save(state, kept)
+            return None
         model.train()
         optimizer.zero_grad()
         given, asked = x, learnt
@@ -205,7 +245,13 @@ def distributed_world() -> World:
     return World(mean=pyg_sar.mean, accuracy=pyg_sar.accuracy, all_nodes=all_nodes, rank=comm.rank)
 
 
-def run_jobs(jobs: list[Job], world: World, get_data: Callable[[str], Data], results: Path) -> None:
+def run_jobs(
+    jobs: list[Job],
+    world: World,
+    get_data: Callable[[str], Data],
+    results: Path,
+    pause: Pause | None = None,
+) -> None:
     """Runs jobs, graph by graph; rank 0 adds a line to the file of results after each."""
     torch.set_num_threads(1)
     _quiet()
@@ -213,7 +259,9 @@ def run_jobs(jobs: list[Job], world: World, get_data: Callable[[str], Data], res
     for job in jobs:
         if job.graph != name:
             name, data = job.graph, get_data(job.graph)
-        result = train(job, data, world)
+        result = train(job, data, world, pause)
+        if result is None:
+            return
         if world.rank == 0:
             with results.open("a") as file:
                 file.write(json.dumps(result) + "\n")
@@ -230,13 +278,14 @@ def _quiet() -> None:
     warnings.filterwarnings("ignore", message="Sparse (CSR|invariant)")
 
 
-def run_worker(jobs: list[Job], parts: str, results: str) -> None:
+def run_worker(jobs: list[Job], parts: str, results: str, pause: Pause | None) -> None:
     """What each worker of one world size does."""
     run_jobs(
         jobs,
         distributed_world(),
         lambda name: pyg_sar.load_partition(Path(parts) / name),
         Path(results),
+        pause,
     )
 
 
@@ -245,14 +294,16 @@ def run_worker(jobs: list[Job], parts: str, results: str) -> None:
 
 def jobs_of(args: argparse.Namespace, workers: int) -> Iterator[Job]:
     """All runs of one world size."""
+    if args.recipes:
+        for graph in args.graphs:
+            for seed in range(args.seeds or GRAPHS[graph].seeds):
+                for model, recipe in product(args.models, args.recipes):
+                    case = {"model": model, "seed": seed, "recipe": recipe, "changes": args.changes}
+                    yield Job(graph=graph, workers=workers, **case)
+        return
     for graph in args.graphs:
         for model in args.models:
             case = {"graph": graph, "model": model, "workers": workers}
-            if args.recipes:
-                for seed in range(args.seeds or GRAPHS[graph].seeds):
-                    yield Job(**case, seed=seed, recipe="plain")
-                    yield Job(**case, seed=seed, recipe="labels")
-                continue
             yield Job(**case, seed=0, exact=True)
             if model == args.models[-1]:
                 yield Job(**case, seed=0, exact=True, dtype="float64")
@@ -273,7 +324,9 @@ def read_results(path: Path) -> dict[Job, dict[str, Any]]:
 
 def command(args: argparse.Namespace) -> str:
     """The command that makes this report, without the folders of this machine."""
-    text = "python benchmarks/accuracy.py" + " --recipes" * args.recipes
+    text = "python benchmarks/accuracy.py"
+    if args.recipes:
+        text += " --recipes" + "".join(f" {name}" for name in args.recipes if args.recipes != BOTH)
     if args.graphs != list(GRAPHS):
         text += f" --graphs {' '.join(args.graphs)}"
     if args.models != list(MODELS):
@@ -282,6 +335,8 @@ def command(args: argparse.Namespace) -> str:
         text += f" --seeds {args.seeds}"
     if args.workers != [1, 2, 4]:
         text += f" --workers {','.join(map(str, args.workers))}"
+    if args.changes:
+        text += f" --set {args.changes}"
     return f"{text} --out docs/{'benchmarks/labels' if args.recipes else 'results'}.md"
 
 
@@ -308,17 +363,21 @@ def run_all(args: argparse.Namespace, results: Path, folder: Path) -> None:
         for name in {job.graph for job in todo[workers]}:
             pyg_sar.write_partitions(graphs[name], workers, folder / str(workers) / name)
 
+    pause = None
+    if args.minutes:
+        pause = Pause(at=time.time() + 60 * args.minutes, folder=results.with_suffix(".paused"))
+        pause.folder.mkdir(exist_ok=True)
+
     def launch(workers: int) -> None:
         if todo[workers]:
-            parts = str(folder / str(workers))
-            pyg_sar.launch(
-                run_worker, workers, todo[workers], parts, str(results), threads_per_worker=1
-            )
+            given = todo[workers], str(folder / str(workers)), str(results), pause
+            pyg_sar.launch(run_worker, workers, *given, threads_per_worker=1)
 
     # The single process and one worker compute with a core each, so they run side by side.
     with ThreadPoolExecutor(1) as executor:
         alone = todo.get(0, [])
-        plain = executor.submit(run_jobs, alone, plain_world(), graphs.__getitem__, results)
+        given = plain_world(), graphs.__getitem__, results, pause
+        plain = executor.submit(run_jobs, alone, *given)
         for workers in args.workers:
             launch(workers)
             plain.result()
@@ -330,7 +389,12 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--data", type=Path, default=DATA, help="folder of the .npz graphs")
     parser.add_argument("--graphs", nargs="+", choices=GRAPHS, default=list(GRAPHS))
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
-    parser.add_argument("--recipes", action="store_true", help="labels as inputs, smoothing")
+    parser.add_argument(
+        "--recipes", nargs="*", choices=BOTH, help="labels as inputs, smoothing (both by default)"
+    )
+    parser.add_argument(
+        "--set", nargs="+", default=[], metavar="NAME=VALUE", help="settings of the recipes' runs"
+    )
     parser.add_argument("--seeds", type=int, help="seeds per model (default: by graph)")
     parser.add_argument(
         "--workers",
@@ -339,14 +403,22 @@ def parse_arguments() -> argparse.Namespace:
         help="world sizes (default: 1,2,4)",
     )
     parser.add_argument("--results", type=Path, help="file of finished runs, to go on from")
+    parser.add_argument("--minutes", type=float, help="stop after so long (with --results)")
     parser.add_argument("--out", type=Path, help="write the report here as well as to stdout")
-    return parser.parse_args()
+    args = parser.parse_args()
+    args.recipes = args.recipes or (None if args.recipes is None else BOTH)
+    args.changes = " ".join(args.set)
+    if args.set and not args.recipes:
+        parser.error("--set needs --recipes")
+    return args
 
 
 def main() -> None:
     """Runs everything and prints the tables."""
     args = parse_arguments()
     _quiet()
+    if args.minutes and not args.results:
+        raise SystemExit("--minutes needs --results: the file that the next command goes on from")
     missing = [GRAPHS[n].file for n in args.graphs if not (args.data / GRAPHS[n].file).exists()]
     if missing:
         raise SystemExit(f"--data: '{args.data}' has no {', '.join(missing)}")
@@ -355,7 +427,7 @@ def main() -> None:
         run_all(args, results, Path(scratch))
         rows = read_results(results)
         jobs = [job for workers in worlds_of(args) for job in jobs_of(args, workers)]
-    found = [rows[job] for job in jobs]
+    found = [rows[job] for job in jobs if job in rows or not args.minutes]
     if args.recipes:
         text = report_recipes(found, command(args), SHOWN, SMOOTHING)
     else:

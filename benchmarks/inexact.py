@@ -38,7 +38,8 @@ def measured(root: str, given: argparse.Namespace, options: dict[str, Any]) -> l
     found = []
     for seed in range(given.seeds):
         torch.manual_seed(seed)
-        model = build_model(given.model, data.num_features, given.hidden, classes, dropout=0.0)
+        sizes = data.num_features, given.hidden, classes
+        model = build_model(given.model, *sizes, layers=given.layers, dropout=0.0)
         model = pyg_sar.distribute(model, SARPolicy(mode=3, **options))
         optimizer = torch.optim.Adam(model.parameters(), lr=given.lr, weight_decay=5e-4)
         received, errors, best = 0, [], (-1.0, 0.0)
@@ -96,6 +97,9 @@ def main() -> None:
     parser.add_argument("--graph", default="synthetic:nodes=3000,degree=15,features=64,signal=0.1")
     parser.add_argument("--model", choices=MODELS, default="sage")
     parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--layers", type=int, default=2)
+    parser.add_argument("--method", default="balanced", help="how the graph is partitioned")
+    parser.add_argument("--policies", nargs="+", choices=POLICIES, default=list(POLICIES))
     parser.add_argument("--lr", type=float, default=0.01)
     parser.add_argument("--epochs", type=int, default=60)
     parser.add_argument("--measure-every", type=int, default=5)
@@ -103,15 +107,24 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    settings = f"{given.epochs} epochs of {given.model}, width {given.hidden}, {given.seeds} seeds"
+    graph = given.graph.rpartition("/")[2]
+    settings = (
+        f"{given.layers} layers of {given.model}, width {given.hidden}, {given.epochs} epochs"
+    )
+    settings += f", {given.seeds} seeds"
+    changed = [
+        f" --{name.replace('_', '-')} {graph if name == 'graph' else value}"
+        for name, value in vars(given).items()
+        if value != parser.get_default(name) and name != "out"
+    ]
     lines = [
         "# What inexact policies cost",
         "",
-        f"{datetime.date.today()}, `python benchmarks/inexact.py --epochs {given.epochs} --seeds "
-        f"{given.seeds} --out docs/benchmarks/inexact.md`, torch {torch.__version__}.",
-        f"`{given.graph}` on {given.workers} workers, {settings}. Bytes are those of all training "
-        "steps, the sums of parameters' gradients included, as a share of the exact ones; errors "
-        f"are means over every {given.measure_every}th epoch.",
+        f"{datetime.date.today()}, `python benchmarks/inexact.py{''.join(changed)} --out "
+        f"docs/benchmarks/inexact.md`, torch {torch.__version__}.",
+        f"`{graph}` on {given.workers} workers ({given.method} parts), {settings}. Bytes are those "
+        "of all training steps, the sums of gradients included, as a share of the exact ones; "
+        f"errors are means over every {given.measure_every}th epoch.",
         "",
         "| policy | bytes | error of the gradients | test accuracy |",
         "|---|---|---|---|",
@@ -119,10 +132,10 @@ def main() -> None:
     rows, whole = [], 0.0
     with tempfile.TemporaryDirectory() as folder:
         root = str(Path(folder) / "parts")
-        pyg_sar.write_partitions(load_graph(given.graph), given.workers, root)
+        pyg_sar.write_partitions(load_graph(given.graph), given.workers, root, given.method)
         print("\n".join(lines))
-        for name, options in POLICIES.items():
-            task = measured, given.workers, root, given, options
+        for name in given.policies:
+            task = measured, given.workers, root, given, POLICIES[name]
             found = pyg_sar.launch(*task, backend="threads")[0]
             whole = whole or found[0][0]
             accuracies = [accuracy for *_, accuracy in found]

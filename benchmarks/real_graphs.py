@@ -109,7 +109,7 @@ _PLANETOID = {
         published={"epochs": 10_000, "every": 1},
     ),
 }
-_UNTIL_BEST = {"epochs": 10_000, "every": 1}
+_UNTIL_BEST = {"epochs": 10_000, "every": 5}
 _SHCHUR = {
     "gcn": Setting(
         hidden=64,

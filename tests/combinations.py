@@ -82,6 +82,7 @@ LONG = {
     "test_pretended_gpu::test_what_runs_on_gpus_runs_there",
     "test_pushed::test_messages_are_made_when_it_is_their_turn",
     "test_random_layers::test_processes_draw_alike_where_rows_travel_and_where_they_are_read",
+    "test_recipes::test_each_recipe_on_eight_parts_of_two_workers",
     "test_resume::test_the_hosts_that_are_left_go_on_with_all_parts",
     "test_shared_memory::test_processes_on_one_host_on_two_and_apart",
 }

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from pyg_sar.kernels import ops
 
@@ -75,6 +76,19 @@ def test_rgcn_learns(capfd, monkeypatch):
     found = re.findall(r"'(num_\w+)': \d.: test accuracy (\d\.\d+)", run_here("rgcn.py", capfd))
     assert [name for name, _ in found] == ["num_bases", "num_blocks"]
     assert all(float(accuracy) > 0.5 for _, accuracy in found)  # By chance: 1 of 3.
+
+
+def test_propagation_is_the_same_on_workers(capfd):
+    before = torch.get_default_dtype()
+    assert len((EXAMPLES / "propagation.py").read_text().splitlines()) <= 80
+    try:
+        out = run_here("propagation.py", capfd)
+    finally:
+        torch.set_default_dtype(before)
+    found = re.findall(r"(.+): test accuracy (\S+), largest difference (\S+)", out)
+    names = ["SIGN", "SGC", "APPNP", "label propagation", "SGC, C&S"]
+    assert [name for name, *_ in found] == names
+    assert all(float(right) > 0.5 and float(apart) < 1e-10 for _, right, apart in found)
 
 
 def test_mesh_is_the_same_on_workers(capfd):

@@ -131,12 +131,11 @@ def propagated(root: Path, model: torch.nn.Module) -> Any:
     return out, data.n_id, [p.grad.clone() for p in own.parameters()]
 
 
-@pytest.mark.parametrize(("world", "run"), [(2, threads), (8, host)])
-def test_models_that_only_propagate(world, run, partitions):
+def test_models_that_only_propagate(partitions):
     graph, model = make_graph(NODES, 200), Propagating()
     loss, expected = model(graph, torch.mean)
     loss.backward()
-    for out, n_id, grads in run(propagated, world, partitions(graph, world), model):
+    for out, n_id, grads in host(propagated, 8, partitions(graph, 8), model):
         assert error(out, expected[n_id]) < TOLERANCE
         for grad, parameter in zip(grads, model.parameters(), strict=True):
             assert error(grad, parameter.grad) < TOLERANCE

@@ -17,7 +17,7 @@ from torch_geometric.nn import GraphSAGE, MaskLabel
 
 import pyg_sar
 from pyg_sar.tools import run as tool
-from pyg_sar.train import TrainConfig, ratio_mask
+from pyg_sar.train import TrainConfig, ratio_mask, with_labels
 
 
 class Net(nn.Module):
@@ -80,9 +80,7 @@ def plain_training(model: nn.Module, data: Data) -> tuple[list[float], Tensor]:
     return losses, model(data.x, data.y, data.edge_index, data.train_mask).detach()
 
 
-@pytest.mark.parametrize(
-    ("world", "run", "flow"), [(1, threads, False), (3, threads, True), (8, host, False)]
-)
+@pytest.mark.parametrize(("world", "run", "flow"), [(3, threads, True), (8, host, False)])
 def test_the_trainer_is_the_recipe(world, run, flow, graph, model, partitions):
     losses, out = plain_training(copy.deepcopy(model), graph)
     found = run(train, world, partitions(graph, world), model, flow)
@@ -138,3 +136,15 @@ def test_the_command(graph, partitions):
     assert found.losses != host(tool.train_worker, 3, without)[0].losses
     with pytest.raises(Exception, match="'labels' to be in"):
         host(tool.train_worker, 3, dataclasses.replace(config, labels=1.0))
+
+
+def test_what_is_no_mask_and_no_label_is_refused(graph):
+    ids, mask = torch.arange(60), graph.train_mask
+    for given in (mask.long(), mask[:-1], mask.view(-1, 1)):  # Not rows 0 and 1, in turn.
+        with pytest.raises(ValueError, match="'mask' to be bool with a value for each of the 60"):
+            ratio_mask(given, 0.5, ids, 1)
+    with pytest.raises(ValueError, match=r"'ratio' to be in \[0, 1\] \(got 65\)"):
+        ratio_mask(mask, 65, ids, 1)
+    for y, shown in ((graph.y + 0.7, mask), (graph.y, mask.long()), (graph.y[:-1], mask)):
+        with pytest.raises(ValueError, match="an integer and 'shown' a bool for each node"):
+            with_labels(graph.x, y, shown, CLASSES + 1)

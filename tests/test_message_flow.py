@@ -196,9 +196,22 @@ class Norm(nn.Module):
         return self.norm(self.conv(x, edge_index))
 
 
+class Hidden(nn.Module):
+    """Three hops, behind a factor that starts at 0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.factor = gnn.SGConv(CHANNELS, CLASSES, K=3), nn.Parameter(torch.zeros(1))
+        self.last = gnn.SAGEConv(CHANNELS, CLASSES)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.last(x, edge_index) + self.factor * self.conv(x, edge_index)
+
+
 @pytest.mark.parametrize(
     ("model", "layers", "message"),
     [
+        (Hidden(), 2, "outputs are up to"),
         (Norm(nn.BatchNorm1d(CLASSES)), 1, "statistics over all nodes in training"),
         (Norm(gnn.InstanceNorm(CLASSES, track_running_stats=True)), 1, "in training"),
         (Norm(gnn.GraphNorm(CLASSES)), 1, "outputs are up to"),
@@ -247,7 +260,7 @@ def weighted(root: Any) -> None:
         return model(part.x.float().repeat(1, 64)[:, :64], part.edge_index)
 
     check_flow(narrow, data, flow, forward=rounded)
-    assert seen == ["exact"] * 2 and narrow.policy.wire == "int8"
+    assert seen == ["exact"] * 4 and narrow.policy.wire == "int8"
     with pytest.raises(DistributedIndexError, match="weighted sum"):
         layer(flow.x, flow.edge_index, flow.edge_attr[:, 0])
     kept = flow.edge_index[:, flow.edge_attr[:, 0] > 0]
@@ -255,6 +268,8 @@ def weighted(root: Any) -> None:
         layer(flow.x, kept)
     with pytest.raises(ValueError, match="no node on any worker"):
         pyg_sar.message_flow_graphs(data, torch.empty(0, dtype=torch.long), 1)
+    with pytest.raises(ValueError, match=r"got torch.uint8; if it is a mask, pass seeds.bool\(\)"):
+        pyg_sar.message_flow_graphs(data, data.train_mask.byte(), 1)
     with pytest.raises(ValueError, match="local ids below"):
         pyg_sar.message_flow_graphs(data, torch.tensor([NODES]), 1)
     with pytest.raises(ValueError, match=r"each once \(got 4 of 2 nodes; .* seeds.bool\(\)\)"):

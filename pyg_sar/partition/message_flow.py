@@ -169,6 +169,8 @@ def _mask(seeds: Tensor, plan: HaloPlan) -> Tensor:
     mask = torch.zeros(num, dtype=torch.bool, device=plan.send_index.device)
     if not isinstance(seeds, Tensor) or seeds.dim() != 1 or seeds.is_floating_point():
         problem = f"a mask or a list of ids (got {getattr(seeds, 'shape', type(seeds).__name__)})"
+    elif seeds.dtype == torch.uint8:
+        problem = "a mask or a list of ids (got torch.uint8; if it is a mask, pass seeds.bool())"
     elif seeds.dtype == torch.bool and len(seeds) != num:
         problem = f"a mask of this worker's {num} nodes (got {len(seeds)} values)"
     elif seeds.dtype != torch.bool and not bool(((seeds >= 0) & (seeds < num)).all()):

@@ -199,7 +199,17 @@ def ratio_mask(mask: Tensor, ratio: float, n_id: Tensor, key: int) -> Tensor:
 
     Returns:
         Bool ``[num_nodes]``.
+
+    Raises:
+        ValueError: When the mask is not bool, or the ratio no share.
     """
+    if mask.dtype != torch.bool or mask.shape != n_id.shape:
+        raise ValueError(
+            f"Expected 'mask' to be bool with a value for each of the {len(n_id)} nodes of 'n_id' "
+            f"(got {mask.dtype} {list(mask.shape)})"
+        )
+    if not 0 <= ratio <= 1:
+        raise ValueError(f"Expected 'ratio' to be in [0, 1] (got {ratio!r})")
     out = mask.clone()
     out[mask] = keyed_numbers(n_id[mask].to(mask.device), key) < ratio
     return out
@@ -218,8 +228,13 @@ def with_labels(x: Tensor, y: Tensor, shown: Tensor, num_classes: int) -> Tensor
         ``[num_nodes, F + num_classes]``, as ``pyg-sar train --labels`` gives it to its model.
 
     Raises:
-        ValueError: When a shown label is no class.
+        ValueError: When a shown label is no class, or ``shown`` no mask.
     """
+    if y.is_floating_point() or shown.dtype != torch.bool or y.numel() != shown.numel():
+        raise ValueError(
+            "Expected 'y' to hold an integer and 'shown' a bool for each node (got "
+            f"{y.dtype} {list(y.shape)} and {shown.dtype} {list(shown.shape)})"
+        )
     labels, shown = y.view(-1).long(), shown.view(-1)
     wrong = labels[shown & ((labels < 0) | (labels >= num_classes))]
     if len(wrong):
