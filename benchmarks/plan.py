@@ -33,8 +33,9 @@ from torch_geometric.nn.conv import TransformerConv
 from tqdm import tqdm
 
 import pyg_sar
-from pyg_sar.tools import planning
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
+from pyg_sar.tools.plan_runs import train_step
+from pyg_sar.train.flow import call_model
 
 
 class Transformer(nn.Module):
@@ -100,7 +101,7 @@ def measure(
         times = []
         for _ in range(2 + more):
             start = time.thread_time()
-            planning._step(trained, data, optimizer, planning.call_model)
+            train_step(trained, data, optimizer, call_model)
             times.append(time.thread_time() - start)
         return min(times[2:] or times)
 

@@ -11,12 +11,13 @@ from torch_geometric.nn import GAT, GraphSAGE
 
 import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
-from pyg_sar.tools import cli, planning
+from pyg_sar.tools import cli, plan_runs, planning
 from pyg_sar.tools.forecasts import PROCESS, Forecast, Machine, Plan, Run, Runs
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
 from pyg_sar.tools.planning import parse_rate
 from pyg_sar.tools.rates import Rates, Work, peak_together
+from pyg_sar.train.flow import call_model
 
 FEATURES, CLASSES, PARTS = 24, 5, 2
 RATES = Rates(dense=1e9, stream=1e9, gather=1e9)
@@ -59,7 +60,7 @@ def test_a_sample_has_the_shape_of_the_partition(root, tmp_path):
 
 def whole(root: str, model: torch.nn.Module, policies: list[pyg_sar.SARPolicy]) -> list[Any]:
     """What a worker holds at its peak, and sends in a step, on the partition itself."""
-    runs = planning._try_part(root, model, policies, planning.call_model)
+    runs = plan_runs.try_part(root, model, policies, call_model)
     return [(run.peak, sum(run.sent.values())) for run in runs]
 
 
@@ -72,7 +73,7 @@ def test_predicted_bytes_are_those_of_the_partition(
 ):
     """From samples of its own size, and from some that are smaller than half of it."""
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
-    monkeypatch.setattr(planning, "ROWS", rows)
+    monkeypatch.setattr(plan_runs, "ROWS", rows)
     model = models()[name]
     policies = [pyg_sar.SARPolicy(mode=mode, push="off") for mode in modes]
     counted = pyg_sar.launch(whole, PARTS, root, model, policies, backend="threads")
@@ -108,7 +109,7 @@ def test_hosts_share_a_link_and_send_nothing_within():
     apart = Runs([1.0], [[run({-1: 5} | {q: n for q, n in to.items() if q != p}) for p in to]])
 
     def forecast(workers: int, hosts: int | None, bandwidth: float | None = 1.0) -> Any:
-        machine = Machine(None, False, bandwidth, hosts, None)
+        machine = Machine(None, None, bandwidth, hosts, None)
         return machine.forecast(apart, apart, workers)
 
     assert forecast(4, None)["sent"] == [1115, 1106, 1016, 116]
@@ -122,8 +123,8 @@ def test_hosts_share_a_link_and_send_nothing_within():
 def test_memory_of_hosted_parts_with_a_store():
     runs = [run({}, 100 << 20), run({}, 60 << 20)]
     hosted = Runs([1.0], [runs])
-    for limit, store, expected in ((None, True, (160, 0)), (130, False, (160, 0)),
-                                   (130, True, (122, 38)), (50, True, (100, 60))):  # fmt: skip
+    for limit, store, expected in ((None, "/s", (160, 0)), (130, None, (160, 0)),
+                                   (130, "/s", (122, 38)), (50, "/s", (100, 60))):  # fmt: skip
         machine = Machine(limit and limit << 20, store, None, None, None)
         found = machine.forecast(hosted, hosted, 1)
         memory, stored = found["memory"][0] - PROCESS, found["stored"][0]
@@ -138,10 +139,10 @@ def test_parts_of_a_process_peak_together_at_one_moment():
 
 def test_one_worker_that_hosts_all_parts(root, monkeypatch):
     """Predicted from a sample of the partition's own size: the bytes of its parts together."""
-    monkeypatch.setattr(planning, "ROWS", 10**9)
+    monkeypatch.setattr(plan_runs, "ROWS", 10**9)
     model, policies = models()["sage"], [pyg_sar.SARPolicy(mode=1, push="off")]
-    given = root, model, policies, planning.call_model
-    parts = pyg_sar.launch(planning._try_part, 1, *given, parts=PARTS)
+    given = root, model, policies, call_model
+    parts = pyg_sar.launch(plan_runs.try_part, 1, *given, parts=PARTS)
     counted = peak_together([found[0].log for found in parts])
     assert max(found[0].peak for found in parts) < counted < sum(found[0].peak for found in parts)
     plan = pyg_sar.plan(model, root, workers=[1], modes=[1], rates=RATES)
@@ -229,7 +230,7 @@ def test_the_command(root, monkeypatch, capsys):
     monkeypatch.setattr("pyg_sar.tools.planning.plan", plan)
     assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb", "--hosts", "1"]) == 0
     assert "take mode 1 with 2 workers" in capsys.readouterr().out
-    assert given["bandwidth"] == 1.25e8 and given["hosts"] == 1 and not given["store"]
+    assert given["bandwidth"] == 1.25e8 and given["hosts"] == 1 and given["store"] is None
 
 
 def test_a_graph_is_planned_before_it_is_partitioned(root, tmp_path, capsys):

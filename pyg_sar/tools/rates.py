@@ -7,6 +7,7 @@ edge, by operators with an index and by the C++ kernels).
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyg_sar.store.row_file import RowFile
+
 REPEAT = 5
+REQUEST, SMALL, FILE = 1 << 20, 1 << 14, 1 << 28
+"""Bytes of a request, of a small one, and of the file that a disk is measured with."""
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1)}
 """Products of matrices, and which arguments are multiplied."""
 BY_INDEX = ("index", "index_select", "index_add", "index_put", "scatter", "scatter_add", "gather")
@@ -118,6 +123,45 @@ def _best(run: Callable[[], object]) -> float:
         run()
         times.append(clock() - start)
     return min(times)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """Holds what a store's folder does in a second.
+
+    Attributes:
+        read: Bytes read in requests of :data:`REQUEST` bytes, one after the other.
+        written: Bytes written so.
+        wait: Seconds that a small read takes.
+    """
+
+    read: float
+    written: float
+    wait: float
+
+    def seconds(self, read: float, written: float, waits: float) -> float:
+        """Returns how long bytes and small reads take, one after the other."""
+        return read / self.read + written / self.written + waits * self.wait
+
+    @classmethod
+    def measure(cls, folder: str | os.PathLike[str]) -> Disk:
+        """Measures a folder's disk as stores use it, past the page cache, in some seconds."""
+        data = torch.zeros(REQUEST, dtype=torch.uint8)
+        places = range(0, FILE, REQUEST)
+        with RowFile(folder) as file:
+            start = file.allocate(FILE)
+            for _ in range(2):  # A disk takes longer for what was never written.
+                written = _timed(lambda: [file.write(start + at, data) for at in places])
+            read = _timed(lambda: [file.read(start + at, data) for at in places])
+            small = data[:SMALL]
+            wait = _timed(lambda: [file.read(start + at, small) for at in places])
+        return cls(read=FILE / read, written=FILE / written, wait=wait / len(places))
+
+
+def _timed(run: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    run()
+    return time.perf_counter() - start
 
 
 # Bytes that are alive #######################################################################
