@@ -132,6 +132,17 @@ def test_small_graphs(num_nodes, num_edges, num_parts, seed):
     assert torch.bincount(part).max() <= most or num_nodes < 4 * num_parts
 
 
+@pytest.mark.parametrize(("nodes", "edges", "parts"), [(59, 14, 9), (641, 17, 13), (3000, 40, 16)])
+def test_few_edges_leave_nodes_even(nodes, edges, parts):
+    """Where parts have one or two edges each, 1.1 times the mean of edges is no whole number."""
+    for seed in range(8):
+        edge_index = random_graph(nodes, edges, seed)
+        found = measure(edge_index, assign_nodes(edge_index, nodes, parts, seed=seed), parts)
+        assert max(found.nodes) <= max(LIMIT * nodes / parts, math.ceil(nodes / parts))
+        most = math.ceil(max(LIMIT * edges / parts, int(torch.bincount(edge_index[1]).max())))
+        assert max(found.edges) <= most
+
+
 @pytest.mark.parametrize("num_parts", [2, 4])
 def test_one_node_with_most_edges_is_warned_of_by_its_numbers(num_parts):
     """Of 40,000 edges 30,000 lead to node 0: its part can't have fewer."""

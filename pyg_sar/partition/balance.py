@@ -246,6 +246,7 @@ class _Graph:
         source, target: The directed edges without duplicates and loops, sorted by source.
         size: 1 and the in-degree of each node, int64, ``[N, 2]``.
         most: The most nodes and edges of a part, ``[2]``.
+        least: The mean nodes and edges of a part, rounded up: some part has as many.
     """
 
     def __init__(self, edge_index: Tensor, num_nodes: int, num_parts: int) -> None:
@@ -256,8 +257,9 @@ class _Graph:
         degree = torch.bincount(edge_index[1], minlength=num_nodes).numpy()
         self.size = np.stack([np.ones_like(degree), degree], axis=1)
         self.mean = self.size.sum(0) / num_parts
-        least = np.array([math.ceil(self.mean[0]), degree.max()])
-        self.most = np.maximum(LIMIT * self.mean, least)
+        # Where there are few edges per part, even their mean is no whole number of them.
+        self.least = np.ceil(self.mean)
+        self.most = np.maximum(LIMIT * self.mean, np.maximum(self.least, [0, degree.max()]))
         self._block = max(_BLOCK // num_parts, 1)
 
     def load(self, part: _Ints) -> _Ints:
@@ -381,7 +383,7 @@ def _fitting(graph: _Graph, nodes: _Ints, to: _Ints, room: NDArray[Any]) -> _Int
 
 def _warn_if_uneven(graph: _Graph, part: _Ints) -> None:
     load = graph.load(part)
-    most, least = load.max(0), np.maximum(LIMIT * graph.mean, [math.ceil(graph.mean[0]), 0])
+    most, least = load.max(0), np.maximum(LIMIT * graph.mean, graph.least)
     if (most <= least).all() or graph.mean.sum() < _JUDGED:
         return
     nodes, edges = most / np.maximum(graph.mean, 1e-9)

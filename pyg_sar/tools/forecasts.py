@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
+from statistics import fmean
 from typing import Any
 
 from pyg_sar.comm.host import split_parts
 from pyg_sar.files import spoken_bytes
 from pyg_sar.store.part_store import LEAST, RESERVE
 from pyg_sar.tools.plan_sample import PublishedPartition
-from pyg_sar.tools.rates import Disk, Rates, Work, peak_together
+from pyg_sar.tools.rates import Disk, Moved, Rates, Work, peak_together
 
 PROCESS = 8 << 20
 """Bytes that training takes in a process beside its tensors: code that is read, the allocator's."""
@@ -89,33 +90,33 @@ def _together(parts: Sequence[Run], hosted: Sequence[int]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Moved:
-    """Holds what the store of a part's process moved in a step, and the part's own time."""
-
-    read: float
-    written: float
-    waits: float
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
 class Stored:
     """The runs with a limit of memory and a store, by size, worker and part; or why there are none.
 
     Attributes:
+        sizes: As of :class:`Runs`.
+        runs: What each part's process moved, and the part's own seconds.
         refused: Why such a limit can't be kept; empty: it can.
     """
 
     sizes: list[float]
-    runs: list[list[list[Moved]]]
+    runs: list[list[list[tuple[Moved, float]]]]
     refused: str
 
-    def of(self, worker: int, name: str) -> float:
-        """Returns what a worker's store moves; ``'seconds'`` are those of its parts together."""
-        values = [sum(getattr(part, name) for part in run[worker]) for run in self.runs]
-        if name != "seconds":  # Each part saw the moves of all parts of its process.
-            count = len(self.runs[0][worker])
-            values = [value / count for value in values]
+    def seconds(self, worker: int) -> float:
+        """Returns the processor's time of a worker's parts together."""
+        return self._line([sum(seconds for _, seconds in run[worker]) for run in self.runs])
+
+    def moved(self, worker: int) -> Moved:
+        """Returns what a worker's store moves; each part saw the moves of all of its process."""
+
+        def line(name: str) -> float:
+            means = [fmean(getattr(part, name) for part, _ in run[worker]) for run in self.runs]
+            return self._line(means)
+
+        return Moved(*(line(field.name) for field in fields(Moved)))
+
+    def _line(self, values: list[float]) -> float:
         return max(continued(self.sizes, values), 0.0)
 
 
@@ -169,16 +170,14 @@ class Machine:
         """Returns the fields of a store's traffic, which is added to workers' times."""
         if stored is None or stored.refused:
             return {} if stored is None else {"refused": stored.refused}
-        workers = range(len(times))
-        read, written, waits = (
-            [stored.of(worker, name) for worker in workers] for name in ("read", "written", "waits")
-        )
-        for worker in workers:
+        found = [stored.moved(worker) for worker in range(len(times))]
+        for worker, moved in enumerate(found):
             if self.rates is None:
-                times[worker] = stored.of(worker, "seconds")
+                times[worker] = stored.seconds(worker)
             if self.disk is not None:
-                times[worker] += self.disk.seconds(read[worker], written[worker], waits[worker])
-        return {"read": [round(n) for n in read], "written": [round(n) for n in written]}
+                times[worker] = self.disk.seconds(times[worker], moved)
+        read, written = ([round(getattr(one, k)) for one in found] for k in ("read", "written"))
+        return {"read": read, "written": written}
 
     def published(self, runs: Runs, parts: PublishedPartition, mode: int) -> dict[str, Any]:
         """Returns the fields of a forecast, with a worker for each of the equal parts."""

@@ -33,9 +33,9 @@ from pyg_sar.partition.loading import load_partition
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.store.part_store import CACHES
-from pyg_sar.tools.forecasts import Moved, Run, Runs, Stored, left_to_tensors
+from pyg_sar.tools.forecasts import Run, Runs, Stored, left_to_tensors
 from pyg_sar.tools.plan_sample import PartShape, PublishedPartition, write_sample
-from pyg_sar.tools.rates import LiveBytes, Work
+from pyg_sar.tools.rates import LiveBytes, Moved, Work
 
 PIECES = (
     (attention_terms, "_PRODUCTS", attention_terms._PRODUCTS),
@@ -213,7 +213,7 @@ def _try_stored(
     size: float,
     budgets: Sequence[int],
     cache: int,
-) -> Moved:
+) -> tuple[Moved, float]:
     """Trains with parts in a store; runs for each part."""
     _scale(size)
     host: Any = group.current().host
@@ -222,11 +222,11 @@ def _try_stored(
     before = host.store.counters()
     seconds = training.seconds()
     after = host.store.counters()
-    read, written, faults = (
+    moved = (
         (after[name] - before[name]) / STEPS
-        for name in ("bytes_read", "bytes_written", "demand_faults")
+        for name in ("bytes_read", "bytes_written", "demand_bytes", "demand_faults")
     )
-    return Moved(read, written, faults, seconds)
+    return Moved(*moved), seconds
 
 
 def train_step(model: nn.Module, data: Data, optimizer: torch.optim.Optimizer, call: Call) -> None:

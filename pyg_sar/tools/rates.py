@@ -125,13 +125,30 @@ def _best(run: Callable[[], object]) -> float:
     return min(times)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Disk:
-    """Holds what a store's folder does in a second.
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Holds what a store moves in a step.
 
     Attributes:
-        read: Bytes read in requests of :data:`REQUEST` bytes, one after the other.
-        written: Bytes written so.
+        read: Bytes read from it.
+        written: Bytes written to it.
+        awaited: Those of the bytes read that a part had to wait for.
+        waits: How often one had to.
+    """
+
+    read: float = 0
+    written: float = 0
+    awaited: float = 0
+    waits: float = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """Holds what the disk of a store's folder does.
+
+    Attributes:
+        read: Bytes per second, read in requests of :data:`REQUEST` bytes one after the other.
+        written: Bytes per second, written so.
         wait: Seconds that a small read takes.
     """
 
@@ -139,22 +156,30 @@ class Disk:
     written: float
     wait: float
 
-    def seconds(self, read: float, written: float, waits: float) -> float:
-        """Returns how long bytes and small reads take, one after the other."""
-        return read / self.read + written / self.written + waits * self.wait
+    def seconds(self, busy: float, moved: Moved) -> float:
+        r"""Returns the time of a step that computes for ``busy`` seconds.
+
+        Parts wait for what was not read ahead; all else runs beside them, if the disk has time:
+        :math:`\max(\text{busy} + \text{awaited} / r + n w, \; \text{read} / r + \text{written} /
+        w')` for n reads that parts waited for.
+        """
+        waiting = moved.awaited / self.read + moved.waits * self.wait
+        return max(busy + waiting, moved.read / self.read + moved.written / self.written)
 
     @classmethod
     def measure(cls, folder: str | os.PathLike[str]) -> Disk:
-        """Measures a folder's disk as stores use it, past the page cache, in some seconds."""
-        data = torch.zeros(REQUEST, dtype=torch.uint8)
+        """Measures a folder's disk as stores use it, past the page cache, in some seconds.
+
+        Raises:
+            StoreError: The folder holds no file of 256 MiB.
+        """
         places = range(0, FILE, REQUEST)
         with RowFile(folder) as file:
             start = file.allocate(FILE)
             for _ in range(2):  # A disk takes longer for what was never written.
-                written = _timed(lambda: [file.write(start + at, data) for at in places])
-            read = _timed(lambda: [file.read(start + at, data) for at in places])
-            small = data[:SMALL]
-            wait = _timed(lambda: [file.read(start + at, small) for at in places])
+                written = _timed(lambda: [file.move(REQUEST, start + at, True) for at in places])
+            read = _timed(lambda: [file.move(REQUEST, start + at, False) for at in places])
+            wait = _timed(lambda: [file.move(SMALL, start + at, False) for at in places])
         return cls(read=FILE / read, written=FILE / written, wait=wait / len(places))
 
 
