@@ -11,12 +11,13 @@ from torch_geometric.nn import GAT, GraphSAGE
 
 import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
-from pyg_sar.tools import cli, plan_runs, planning
-from pyg_sar.tools.forecasts import PROCESS, Forecast, Machine, Plan, Run, Runs
+from pyg_sar.store.part_store import CACHES
+from pyg_sar.tools import cli, plan_runs, planning, rates
+from pyg_sar.tools.forecasts import PROCESS, Forecast, Machine, Plan, Run, Runs, Stored
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
 from pyg_sar.tools.planning import parse_rate
-from pyg_sar.tools.rates import Rates, Work, peak_together
+from pyg_sar.tools.rates import Disk, Moved, Rates, Work, peak_together
 from pyg_sar.train.flow import call_model
 
 FEATURES, CLASSES, PARTS = 24, 5, 2
@@ -129,6 +130,48 @@ def test_memory_of_hosted_parts_with_a_store():
         found = machine.forecast(hosted, hosted, 1)
         memory, stored = found["memory"][0] - PROCESS, found["stored"][0]
         assert (memory >> 20, stored >> 20) == expected
+
+
+def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
+    """From samples smaller than half of it: the bytes of the partition's own parts."""
+    monkeypatch.setattr(plan_runs, "ROWS", 4000)
+    monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: limit)
+    model, limit = GraphSAGE(FEATURES, 128, 2, CLASSES, norm="batch_norm"), 8 << 20
+    given = root, model, pyg_sar.SARPolicy(push="off"), call_model, 1.0, [limit], limit // CACHES
+    how: Any = {"parts": PARTS, "memory": 1 << 40, "store": tmp_path}
+    counted, _ = pyg_sar.launch(plan_runs._try_stored, 1, *given, **how)[0]
+    assert counted.read > limit / 4 and counted.written > limit / 4
+    options: Any = {"workers": [1], "modes": [1], "memory": limit, "store": tmp_path}
+    (found,) = pyg_sar.plan(model, root, rates=RATES, **options).forecasts
+    assert found.refused == "" and not list(tmp_path.iterdir())
+    assert found.read[0] == pytest.approx(counted.read, rel=0.15)
+    assert found.written[0] == pytest.approx(counted.written, rel=0.15)
+
+
+def test_a_limit_that_a_store_cannot_keep_is_refused(root, tmp_path, monkeypatch):
+    options: Any = {"workers": [1], "modes": [1], "store": tmp_path, "rates": RATES}
+    plan = pyg_sar.plan(models()["sage"], root, memory="40MiB", **options)
+    assert plan.forecasts[0].refused and plan.best is None and "too large" in str(plan)
+    monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: 1 << 18)
+    plan = pyg_sar.plan(models()["sage"], root, memory="1GiB", **options)
+    assert plan.forecasts[0].refused == "a part needs more at once" and plan.best is None
+    with pytest.raises(ValueError, match="needs memory=, which says what may stay"):
+        pyg_sar.plan(models()["sage"], root, **options)
+
+
+def test_a_step_waits_for_what_is_not_read_ahead():
+    disk = Disk(read=10.0, written=20.0, wait=0.5)
+    assert disk.seconds(2.0, Moved(read=30, written=40, awaited=20, waits=2)) == 2 + 2 + 1
+    assert disk.seconds(1.0, Moved(read=30, written=40, awaited=0, waits=0)) == 3 + 2  # busy
+    runs = [[[(Moved(k, 2 * k, 3 * k, 4 * k), 5.0 * k)] * 2] for k in (10, 5)]
+    found = Stored([0.5, 0.25], runs, "")
+    assert found.moved(0) == Moved(20, 40, 60, 80) and found.seconds(0) == 200
+
+
+def test_a_disk_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(rates, "FILE", 2 * rates.REQUEST)
+    found = Disk.measure(tmp_path)
+    assert found.read > 0 and found.written > 0 and found.wait > 0 and not list(tmp_path.iterdir())
 
 
 def test_parts_of_a_process_peak_together_at_one_moment():

@@ -43,7 +43,7 @@ PIECES = (
     (analysis, "_MOST_BUDGET", analysis._MOST_BUDGET),
 )
 """Sizes of what is computed piece by piece."""
-ROWS = 120_000
+ROWS = 240_000
 """Own nodes, halo rows, and edges / 8, of all parts of the larger sample, about."""
 STEPS = 3
 """Steps that are timed; the fastest counts."""
