@@ -38,7 +38,7 @@ class FromNothing(coarsening._State):
     def __init__(self, blocks: coarsening._Blocks, num_parts: int, batch: int) -> None:
         nowhere = torch.full((blocks.num_nodes,), num_parts, dtype=torch.int32)
         super().__init__(blocks, num_parts + 1, batch, nowhere)
-        self._shares = num_parts / blocks.num_nodes, num_parts / max(blocks.num_edges, 1)
+        self._shares *= num_parts / (num_parts + 1)
         self._price *= (num_parts + 1) / num_parts
         self._loads.zero_()
         self._loads[:, -1] = torch.inf  # Nobody goes there.

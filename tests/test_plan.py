@@ -136,7 +136,7 @@ def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
     """From samples smaller than half of it: the bytes of the partition's own parts."""
     monkeypatch.setattr(plan_runs, "ROWS", 4000)
     monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: limit)
-    model, limit = GraphSAGE(FEATURES, 128, 2, CLASSES, norm="batch_norm"), 8 << 20
+    model, limit = GraphSAGE(FEATURES, 128, 2, CLASSES, norm="batch_norm"), 5 << 20
     given = root, model, pyg_sar.SARPolicy(push="off"), call_model, 1.0, [limit], limit // CACHES
     how: Any = {"parts": PARTS, "memory": 1 << 40, "store": tmp_path}
     counted, _ = pyg_sar.launch(plan_runs._try_stored, 1, *given, **how)[0]
