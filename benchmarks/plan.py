@@ -21,6 +21,7 @@ import argparse
 import copy
 import ctypes
 import itertools
+import json
 import os
 import statistics
 import tempfile
@@ -83,12 +84,12 @@ CASES: list[tuple[str, int, int, str, str, tuple[int, ...]]] = [
 ]
 
 
-STORED: list[tuple[str, int, int, str, str, tuple[float, ...]]] = [
-    # graph, workers, parts, method, model, limits as shares of what the parts take
-    ("sparse", 1, 8, "balanced", "sage", (0.5, 0.25, 0.08)),
-    ("dense", 1, 8, "random", "gat-narrow", (0.6, 0.35, 0.1)),
-    ("wide", 1, 16, "balanced", "sage-batch", (0.5, 0.3)),
-    ("wide", 2, 6, "random", "gcn-wide", (0.6, 0.4)),
+STORED: list[tuple[str, int, int, str, str, tuple[int, ...]]] = [
+    # graph, workers, parts, method, model, limits in MiB
+    ("sparse", 1, 8, "balanced", "sage", (240, 130, 60)),
+    ("dense", 1, 8, "random", "gat-narrow", (160, 110, 56)),
+    ("wide", 1, 16, "balanced", "sage-batch", (240, 150)),
+    ("wide", 2, 6, "random", "gcn-wide", (240, 150)),
 ]
 
 
@@ -202,17 +203,18 @@ def measure_stored(root: str, model: nn.Module, group: Path | None) -> tuple[Any
 
 def stored_rows(folder: Path, cases: list[Any]) -> Iterator[tuple[Any, ...]]:
     """Yields rows: what a case is, the forecast, and what was measured, ``None`` if refused."""
-    for graph, workers, parts, method, name, shares in tqdm(cases, desc="plan, stored"):
+    for graph, workers, parts, method, name, limits in tqdm(cases, desc="plan, stored"):
         root = partitioned(folder, graph, parts, method)
         torch.manual_seed(0)
         model = build(name, GRAPHS[graph]["features"])
-        given: Any = {"workers": [workers], "modes": [1]}
-        whole = max(pyg_sar.plan(model, root, **given).forecasts[0].memory)
-        for share in shares:
-            limit = round(whole * share) >> 20 << 20
-            plan = pyg_sar.plan(model, root, memory=limit, store=folder, **given)
-            with memory_group(limit * workers) as group:
-                how: Any = {"parts": parts, "memory": limit, "store": folder}
+        for limit in limits:
+            bytes_ = limit << 20
+            given: Any = {"workers": [workers], "modes": [1], "memory": bytes_, "store": folder}
+            found = pyg_sar.plan(model, root, **given).forecasts[0]
+            fits = not found.refused and max(found.memory) <= bytes_
+            moved = sum(found.read) + sum(found.written)
+            with memory_group(bytes_ * workers) as group:
+                how: Any = {"parts": parts, "memory": bytes_, "store": folder}
                 how |= {"threads_per_worker": 1}
                 try:
                     runs = pyg_sar.launch(measure_stored, workers, str(root), model, group, **how)
@@ -220,7 +222,7 @@ def stored_rows(folder: Path, cases: list[Any]) -> Iterator[tuple[Any, ...]]:
                     tqdm.write(str(error).splitlines()[0])
                     runs = []
             measured = stored_result(runs, workers, parts) if runs else None
-            row = graph, workers, parts, method, name, limit, plan.forecasts[0], measured
+            row = graph, workers, parts, method, name, limit, fits, moved, found.seconds, measured
             tqdm.write(f"{row} {'' if group is None else 'in a cgroup'}")
             yield row
 
@@ -251,21 +253,19 @@ def stored_document(found: list[Any], load: float) -> str:
         "|---" * 14 + "|",
     ]
     bytes_, times, right = [], [], []
-    for *names, limit, forecast, measured in found:
-        predicted = not forecast.refused and max(forecast.memory) <= limit
-        fits = measured is not None and measured[0] <= limit
+    for *names, limit, predicted, moved, expected, measured in found:
+        fits = measured is not None and measured[0] <= limit << 20
         right.append(predicted == fits)
-        cells = [*map(str, names), f"{limit / 2**20:.0f}"]
+        cells = [*map(str, names), str(limit)]
         cells += [" and ".join("yes" if one else "no" for one in (predicted, fits))]
-        if measured is None or forecast.refused:
+        if measured is None or not predicted:
             cells += ["" if measured is None else f"{measured[0] / 2**20:.0f}", *[""] * 6]
         else:
             peak, read, written, seconds = measured
-            moved = sum(forecast.read) + sum(forecast.written)
             bytes_.append(moved / (read + written))
-            times.append(forecast.seconds / seconds)
+            times.append(expected / seconds)
             cells += [f"{peak / 2**20:.0f}", f"{moved / 1e6:.0f}", f"{(read + written) / 1e6:.0f}"]
-            cells += [f"{bytes_[-1]:.2f}", f"{forecast.seconds:.2f}", f"{seconds:.2f}"]
+            cells += [f"{bytes_[-1]:.2f}", f"{expected:.2f}", f"{seconds:.2f}"]
             cells += [f"{times[-1]:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", f'"Fits" is right in {sum(right)} of {len(right)}.']
@@ -340,15 +340,22 @@ def main() -> None:
     parser.add_argument("--only", help="run the cases of this graph or model alone")
     parser.add_argument("--stored", action="store_true", help="parts in a store, with limits")
     parser.add_argument("--folder", help="where partitions and the store go for the time")
+    parser.add_argument("--rows", type=Path, help="file of rows: those of other runs are taken")
     args = parser.parse_args()
     torch.set_num_threads(1)
     everything: list[Any] = STORED if args.stored else CASES
     cases = [case for case in everything if args.only is None or args.only in case]
-    found, load = [], os.getloadavg()[0]
+    found: list[Any] = []
+    if args.rows and args.rows.exists():
+        found = [json.loads(line) for line in args.rows.read_text().splitlines()]
+    load = os.getloadavg()[0]
     make, write = (stored_rows, stored_document) if args.stored else (rows, document)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         for row in make(Path(folder), cases):
             found.append(row)
+            if args.rows:
+                with args.rows.open("a") as file:
+                    file.write(json.dumps(row) + "\n")
             text = write(found, load)
             if args.out:
                 args.out.write_text(text)
