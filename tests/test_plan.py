@@ -155,6 +155,7 @@ def test_a_limit_that_a_store_cannot_keep_is_refused(root, tmp_path, monkeypatch
     monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: 1 << 18)
     plan = pyg_sar.plan(models()["sage"], root, memory="1GiB", **options)
     assert plan.forecasts[0].refused == "a part needs more at once" and plan.best is None
+    assert "None fits into 1.00 GiB: a part needs more at once; allow more memory" in str(plan)
     with pytest.raises(ValueError, match="needs memory=, which says what may stay"):
         pyg_sar.plan(models()["sage"], root, **options)
 

@@ -304,7 +304,13 @@ class Plan:
 
     def _why(self) -> str:
         if self.best is None:
-            least = min(self.forecasts, key=lambda one: max(one.memory))
+            possible = [one for one in self.forecasts if not one.refused]
+            if not possible:
+                return (
+                    f"None fits into {spoken_bytes(self.limit or 0)}: {self.forecasts[0].refused}; "
+                    "allow more memory, take more parts, or host fewer of them on each worker"
+                )
+            least = min(possible, key=lambda one: max(one.memory))
             return (
                 f"None fits into {spoken_bytes(self.limit or 0)}; the least is "
                 f"{spoken_bytes(max(least.memory))} (mode {least.mode}, {least.workers} workers): "
