@@ -13,8 +13,18 @@ import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.store.part_store import CACHES
 from pyg_sar.tools import cli, plan_runs, planning, rates
-from pyg_sar.tools.forecasts import PROCESS, Forecast, Machine, Plan, Run, Runs, Stored
+from pyg_sar.tools.forecasts import (
+    PROCESS,
+    Forecast,
+    Machine,
+    Plan,
+    Run,
+    Runs,
+    Stored,
+    left_to_tensors,
+)
 from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.plan_runs import Samples
 from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
 from pyg_sar.tools.planning import parse_rate
 from pyg_sar.tools.rates import Disk, Moved, Rates, Work, peak_together
@@ -141,23 +151,24 @@ def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
     how: Any = {"parts": PARTS, "memory": 1 << 40, "store": tmp_path}
     counted, _ = pyg_sar.launch(plan_runs._try_stored, 1, *given, **how)[0]
     assert counted.read > limit / 4 and counted.written > limit / 4
-    options: Any = {"workers": [1], "modes": [1], "memory": limit, "store": tmp_path}
-    (found,) = pyg_sar.plan(model, root, rates=RATES, **options).forecasts
-    assert found.refused == "" and not list(tmp_path.iterdir())
-    assert found.read[0] == pytest.approx(counted.read, rel=0.15)
-    assert found.written[0] == pytest.approx(counted.written, rel=0.15)
+    policies = [pyg_sar.SARPolicy(push="off")]
+    with Samples(root, read_shapes(root), model, policies, call_model) as samples:
+        found = samples.stored(samples.hosted()[0], 0, 1, limit, str(tmp_path))
+    assert found.refused == "" and len(found.sizes) == 2 and not list(tmp_path.iterdir())
+    assert found.moved(0).read == pytest.approx(counted.read, rel=0.15)
+    assert found.moved(0).written == pytest.approx(counted.written, rel=0.15)
 
 
 def test_a_limit_that_a_store_cannot_keep_is_refused(root, tmp_path, monkeypatch):
     options: Any = {"workers": [1], "modes": [1], "store": tmp_path, "rates": RATES}
-    plan = pyg_sar.plan(models()["sage"], root, memory="40MiB", **options)
-    assert plan.forecasts[0].refused and plan.best is None and "too large" in str(plan)
     monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: 1 << 18)
     plan = pyg_sar.plan(models()["sage"], root, memory="1GiB", **options)
     assert plan.forecasts[0].refused == "a part needs more at once" and plan.best is None
     assert "None fits into 1.00 GiB: a part needs more at once; allow more memory" in str(plan)
+    assert "too large" in str(plan) and not plan.fitting
     with pytest.raises(ValueError, match="needs memory=, which says what may stay"):
         pyg_sar.plan(models()["sage"], root, **options)
+    assert left_to_tensors(40 << 20) is None and left_to_tensors(1 << 30) < 0.94 * (1 << 30)
 
 
 def test_a_step_waits_for_what_is_not_read_ahead():
