@@ -87,9 +87,9 @@ CASES: list[tuple[str, int, int, str, str, tuple[int, ...]]] = [
 STORED: list[tuple[str, int, int, str, str, tuple[int, ...]]] = [
     # graph, workers, parts, method, model, limits in MiB
     ("sparse", 1, 8, "balanced", "sage", (240, 130, 60)),
+    ("wide", 1, 16, "balanced", "sage-batch", (240,)),
+    ("wide", 2, 6, "random", "gcn-wide", (240,)),
     ("dense", 1, 8, "random", "gat-narrow", (160, 110, 56)),
-    ("wide", 1, 16, "balanced", "sage-batch", (240, 150)),
-    ("wide", 2, 6, "random", "gcn-wide", (240, 150)),
 ]
 
 

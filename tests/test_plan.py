@@ -144,7 +144,6 @@ def test_memory_of_hosted_parts_with_a_store():
 
 def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
     """From samples smaller than half of it: the bytes of the partition's own parts."""
-    monkeypatch.setattr(plan_runs, "ROWS", 4000)
     monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: limit)
     model, limit = GraphSAGE(FEATURES, 128, 2, CLASSES, norm="batch_norm"), 5 << 20
     given = root, model, pyg_sar.SARPolicy(push="off"), call_model, 1.0, [limit], limit // CACHES
@@ -152,7 +151,7 @@ def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
     counted, _ = pyg_sar.launch(plan_runs._try_stored, 1, *given, **how)[0]
     assert counted.read > limit / 4 and counted.written > limit / 4
     policies = [pyg_sar.SARPolicy(push="off")]
-    with Samples(root, read_shapes(root), model, policies, call_model) as samples:
+    with Samples(root, read_shapes(root), model, policies, call_model, 4000) as samples:
         found = samples.stored(samples.hosted()[0], 0, 1, limit, str(tmp_path))
     assert found.refused == "" and len(found.sizes) == 2 and not list(tmp_path.iterdir())
     assert found.moved(0).read == pytest.approx(counted.read, rel=0.15)

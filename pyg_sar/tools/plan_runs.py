@@ -43,8 +43,10 @@ PIECES = (
     (analysis, "_MOST_BUDGET", analysis._MOST_BUDGET),
 )
 """Sizes of what is computed piece by piece."""
-ROWS = 240_000
+ROWS = 120_000
 """Own nodes, halo rows, and edges / 8, of all parts of the larger sample, about."""
+STORED_ROWS = 2
+"""Times as many for a store: large tensors lie in large pages, which take less time than small."""
 STEPS = 3
 """Steps that are timed; the fastest counts."""
 
@@ -60,6 +62,7 @@ class Samples:
         model: The model, or what makes it.
         policies: How layers run.
         call: The forward pass.
+        rows: Of the larger sample, about; see :data:`ROWS`.
 
     Attributes:
         sizes: As shares of the partition.
@@ -72,8 +75,9 @@ class Samples:
         model: Any,
         policies: Sequence[SARPolicy],
         call: Call,
+        rows: int,
     ) -> None:
-        share = min(1.0, ROWS / max(_rows(shapes), 1))
+        share = min(1.0, rows / max(_rows(shapes), 1))
         self.sizes = [share] if share == 1.0 else [share, share / 4]
         self._folder = tempfile.TemporaryDirectory(prefix="pyg_sar-plan-")
         self._parts, self._policies = len(shapes), policies

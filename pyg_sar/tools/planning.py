@@ -32,6 +32,7 @@ from pyg_sar.files import check_folder, check_type, parse_bytes
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
+from pyg_sar.tools import plan_runs
 from pyg_sar.tools.forecasts import Forecast, Machine, Plan
 from pyg_sar.tools.graphs import load_graph, names_in, parse_source
 from pyg_sar.tools.models import MODELS, imported_model
@@ -188,7 +189,8 @@ def _forecasts(
     forecasts = []
     if isinstance(root, PublishedPartition):
         for mode, policy in policies.items():
-            with Samples(root, root.shapes(mode), model, [policy], call) as samples:
+            given = root, root.shapes(mode), model, [policy], call, plan_runs.ROWS
+            with Samples(*given) as samples:
                 found = machine.published(samples.apart()[0], root, mode)
             forecasts.append(Forecast(parts="published", workers=root.parts, mode=mode, **found))
         return forecasts
@@ -197,7 +199,9 @@ def _forecasts(
     counts = [most] if workers is None else [count for count in workers if count <= most]
     if not counts:
         return []
-    with Samples(folder, shapes, model, list(policies.values()), call) as samples:
+    limited = machine.store is not None and min(counts) < most
+    rows = plan_runs.ROWS * (plan_runs.STORED_ROWS if limited else 1)
+    with Samples(folder, shapes, model, list(policies.values()), call, rows) as samples:
         apart = samples.apart()
         hosted = samples.hosted() if min(counts) < most else apart
         for k, mode in enumerate(policies):
