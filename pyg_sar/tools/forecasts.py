@@ -143,8 +143,10 @@ class Machine:
             whole = runs.peak(parts)
             kept = whole
             if self.store is not None and self.limit is not None and len(parts) > 1:
-                # A part's tensors must fit; what else waits goes to the store.
-                kept = min(whole, max(self.limit - PROCESS, *needs))
+                # What waits goes to the store, of the part that computes as well; if that was not
+                # tried, its tensors must fit.
+                tried = stored is not None and not stored.refused
+                kept = min(whole, max(self.limit - PROCESS, 0 if tried else max(needs)))
             memory.append(PROCESS + kept)
             waiting.append(whole - kept)
 
