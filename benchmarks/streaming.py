@@ -84,10 +84,11 @@ Found = dict[tuple[str, int, int], dict[str, tuple[int, float]]]
 def document(found: Found, args: argparse.Namespace) -> str:
     others = [name for name in METHODS if name != "metis"]
     parts = " ".join(map(str, args.parts))
+    names = "" if args.graphs is None else f"--graphs {' '.join(args.graphs)} "
     lines = [
         "# Streaming partitioners",
         "",
-        f"{date.today()}, `python benchmarks/streaming.py --data ../shared/data --parts {parts} "
+        f"{date.today()}, `python benchmarks/streaming.py --data ../shared/data {names}--parts {parts} "
         f"--synthetic {' '.join(map(str, args.synthetic))}`, {os.cpu_count()} cores, one thread, "
         f"torch {torch.__version__}. Cut: edges between parts, of METIS (`metis`, even nodes only) "
         "as a number, of the others over METIS's. Rates: million edges of the graph a second of "
