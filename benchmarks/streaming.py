@@ -89,7 +89,8 @@ def document(found: Found, args: argparse.Namespace) -> str:
         "# Streaming partitioners",
         "",
         f"{date.today()}, `python benchmarks/streaming.py --data ../shared/data {names}"
-        f"--parts {parts} --synthetic {' '.join(map(str, args.synthetic))}`, {os.cpu_count()} cores, one thread, "
+        f"--parts {parts} --synthetic {' '.join(map(str, args.synthetic))}`, "
+        f"{os.cpu_count()} cores, one thread, "
         f"torch {torch.__version__}. Cut: edges between parts, of METIS (`metis`, even nodes only) "
         "as a number, of the others over METIS's. Rates: million edges of the graph a second of "
         "the processor's time. `one pass`, `three passes`: Fennel alone, to compare; the package "
