@@ -241,7 +241,8 @@ def add_plan(command: argparse.ArgumentParser) -> Any:
     add("--workers", nargs="+", type=int, metavar="W", help="to compare (default: one a part)")
     add("--modes", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="to compare")
     add("--memory", metavar="SIZE", help="that a worker may take: 16GiB")
-    add("--store", metavar="DIR", help="parts that wait may go to a file, as in train")
+    of_store = "with --memory: parts that wait go to a file here, as in train; its disk is tried"
+    add("--store", metavar="DIR", help=of_store)
     add("--bandwidth", metavar="RATE", help="bits/s of each host's link: 1Gb (default: one host)")
     add("--hosts", type=int, metavar="N", help="that workers are on (default: one each)")
     of_args = "attributes that the model takes: x,edge_index,edge_attr"
