@@ -6,11 +6,18 @@ Degree-corrected planted partition model (see ``tools/graph_sources.py``) with g
 under scattered ids; each piece of edges is drawn by itself, so that duplicates stay. Then ``pyg-sar
 partition`` runs in a cgroup that holds ``--limit`` bytes, its page cache included, where one can be
 made: beyond it the system would kill it. Its anonymous memory (``RssAnon``) is read all the while.
+
+    python benchmarks/large_partition.py --nodes 500_000 --edges 10_000_000 --features 64 \
+        --parts 8 --in-memory metis balanced coarsened
+
+Without a limit, the graph in memory: the processor's time of ``write_partitions``, of METIS alone
+with the adjacency it needs, and the most memory beyond the graph, over the graph's size.
 """
 
 from __future__ import annotations
 
 import argparse
+import multiprocessing
 import os
 import shutil
 import subprocess
@@ -21,10 +28,15 @@ import time
 from pathlib import Path
 
 import numpy as np
-from larger_than_memory import memory_group
+import torch
+from larger_than_memory import CPU, memory_group
 from tqdm import tqdm
 
 from pyg_sar.files import parse_bytes
+from pyg_sar.ledger import peak_memory, reset_peak_memory
+from pyg_sar.partition.balance import metis, undirected_csr
+from pyg_sar.partition.storage import write_partitions
+from pyg_sar.tools import load_graph
 
 GROUP, NEAR, EXPONENT = 2_000, 0.7, 2.5
 PIECE = 2_000_000  # edges, or values, drawn at a time
@@ -104,6 +116,29 @@ def partition(graph: Path, out: Path, parts: int, memory: str, limit: int) -> No
         raise SystemExit(code)
 
 
+def compare(graph: Path, out: Path, parts: int, method: str) -> None:
+    """Prints time and memory of a method; runs in a process of its own."""
+    data = load_graph(str(graph))
+    for name, value in data.to_dict().items():
+        if torch.is_tensor(value):
+            data[name] = value.clone()
+    size = sum(value.nbytes for value in data.to_dict().values() if torch.is_tensor(value))
+    torch.set_num_threads(1)
+    begin = time.process_time()
+    if method == "METIS alone":
+        metis(undirected_csr(data.edge_index, data.num_nodes), parts, 0)
+        print(f"METIS alone, with its adjacency: {time.process_time() - begin:.1f} s", flush=True)
+        return
+    start = reset_peak_memory(CPU)
+    write_partitions(data, parts, out, method)
+    seconds, beyond = time.process_time() - begin, peak_memory(CPU) - start
+    print(
+        f"{method}: {seconds:.1f} s, {beyond / 1e6:.0f} MB beyond the graph of {size / 1e6:.0f} MB "
+        f"({beyond / size:.2f} times)",
+        flush=True,
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--nodes", type=int, default=2_000_000)
@@ -112,11 +147,19 @@ def main() -> None:
     parser.add_argument("--parts", type=int, default=64)
     parser.add_argument("--memory", default="3GiB", help="of pyg-sar partition")
     parser.add_argument("--limit", default="4GB", help="of the cgroup")
+    parser.add_argument("--in-memory", nargs="+", metavar="METHOD", help="compare, without a limit")
     parser.add_argument("--folder", help="where the files go for the time")
     args = parser.parse_args()
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         graph = Path(folder) / "graph"
         make(graph, args.nodes, args.edges, args.features)
+        if args.in_memory:
+            for method in ("METIS alone", *args.in_memory):
+                given = graph, Path(folder) / method, args.parts, method
+                process = multiprocessing.get_context("spawn").Process(target=compare, args=given)
+                process.start()
+                process.join()
+            return
         limit = parse_bytes(args.limit, "--limit")
         partition(graph, Path(folder) / "parts", args.parts, args.memory, limit)
 

@@ -6,6 +6,7 @@ import ctypes
 import math
 import re
 import warnings
+from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
 from pyg_sar.partition import balance
@@ -130,6 +131,47 @@ def test_small_graphs(num_nodes, num_edges, num_parts, seed):
     assert 0 <= part.min() and part.max() < num_parts
     most = max(LIMIT * num_nodes / num_parts, math.ceil(num_nodes / num_parts))
     assert torch.bincount(part).max() <= most or num_nodes < 4 * num_parts
+
+
+@pytest.mark.parametrize(("nodes", "edges", "parts"), [(59, 14, 9), (641, 17, 13), (3000, 40, 16)])
+def test_few_edges_leave_nodes_even(nodes, edges, parts):
+    """Where parts have one or two edges each, 1.1 times the mean of edges is no whole number."""
+    for seed in range(8):
+        edge_index = random_graph(nodes, edges, seed)
+        found = measure(edge_index, assign_nodes(edge_index, nodes, parts, seed=seed), parts)
+        assert max(found.nodes) <= max(LIMIT * nodes / parts, math.ceil(nodes / parts))
+        most = math.ceil(max(LIMIT * edges / parts, int(torch.bincount(edge_index[1]).max())))
+        assert max(found.edges) <= most
+
+
+@pytest.mark.parametrize("method", ["balanced", "coarsened"])
+def test_training_nodes_are_balanced_where_asked_for(method, tmp_path):
+    """All of them are in two communities of eight; of several splits the first counts."""
+    edge_index, num_nodes = GRAPHS["even communities"]
+    mask = torch.zeros(num_nodes, 2, dtype=torch.bool)
+    mask[:1000:3, 0] = True
+    data = Data(edge_index=edge_index, num_nodes=num_nodes, train_mask=mask)
+    plain = pyg_sar.write_partitions(data, 4, tmp_path / "plain", method)
+    even: dict[str, Any] = {"balance_training": True}
+    found = pyg_sar.write_partitions(data, 4, tmp_path / "even", method, **even)
+    assert max(found.balance[name] for name in ("nodes", "edges", "training nodes")) <= LIMIT
+    assert plain.balance["training nodes"] > 1.5 and found.edge_cut > plain.edge_cut
+    hetero = HeteroData()
+    hetero["a"].num_nodes, hetero["b"].num_nodes = num_nodes, 5
+    hetero["a"].train_mask, hetero["a", "to", "a"].edge_index = mask, edge_index
+    of_types = pyg_sar.write_partitions(hetero, 4, tmp_path / "types", method, **even)
+    assert of_types.balance["training nodes"] <= LIMIT
+
+
+def test_training_nodes_that_cannot_be_balanced_are_refused(tmp_path):
+    data = Data(edge_index=GRAPHS["a ring"][0], num_nodes=5000)
+    even: dict[str, Any] = {"balance_training": True}
+    with pytest.raises(ValueError, match="needs a 'train_mask' with training nodes"):
+        pyg_sar.write_partitions(data, 2, tmp_path / "parts", **even)
+    data.train_mask = torch.ones(5000, dtype=torch.bool)
+    for method in ("metis", torch.zeros(5000, dtype=torch.long)):
+        with pytest.raises(ValueError, match="is for method='balanced' and 'coarsened'"):
+            pyg_sar.write_partitions(data, 2, tmp_path / "parts", method, **even)
 
 
 @pytest.mark.parametrize("num_parts", [2, 4])

@@ -360,6 +360,16 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "text": ({"edges.csv": "source,target\na,b\n"}, "'source' of .* to hold numbers"),
     "empty": ({"edges.csv": "source,target\n1,\n"}, "'target' of .* rows without a value"),
     "names": ({"edges.csv": "from,to\n1,2\n"}, "one column named source or src or row"),
+    "commas": ({"edges.csv": "source;target\n0;1\n"}, "with commas and no blanks between"),
+    "twice": ({"edges.csv": "source,target,w,w\n0,1,2,3\n"}, "more than one column named 'w'"),
+    "order": (
+        {"edges.csv": "source,target\n0,1\n", "nodes.csv": "id,y\n1,5\n0,6\n"},
+        r"in the order of the nodes' ids.*row 0 has id=1",
+    ),
+    "line without a value": (
+        {"edges.csv": "source,target\n0,1\n", "nodes.csv": "y\n5\n\n6\n"},
+        "'y' of .* rows without a value",
+    ),
     "table": (
         {"edge_index.npy": np.zeros((2, 1), int), "other.csv": "a\n1\n"},
         "to be named nodes or edges",
@@ -376,4 +386,19 @@ def test_wrong_folders_are_named(name: str, tmp_path: Path) -> None:
         else:
             np.save(tmp_path / file, value, allow_pickle=True)
     with pytest.raises(ValueError, match=message):
+        load_graph(str(tmp_path))
+
+
+def test_masks_of_zeros_and_ones_and_tables_without_rows(tmp_path: Path) -> None:
+    (tmp_path / "edges.csv").write_text("source,target\n")
+    (tmp_path / "nodes.csv").write_text("id,train_mask,y\n0,1,4\n1,0,5\n")
+    data = load_graph(str(tmp_path))
+    assert data.train_mask.tolist() == [True, False] and data.y.tolist() == [4, 5]
+    assert data.edge_index.shape == (2, 0) and data.num_nodes == 2
+    parquet = pytest.importorskip("pyarrow.parquet")
+    pa = pytest.importorskip("pyarrow")
+    (tmp_path / "edges.csv").unlink()
+    table = pa.table({"src": [0], "dst": [1], "edge_attr": [[1.0, None]]})
+    parquet.write_table(table, tmp_path / "edges.parquet")
+    with pytest.raises(ValueError, match="'edge_attr' of .* has lists without a value"):
         load_graph(str(tmp_path))

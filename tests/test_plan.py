@@ -11,12 +11,24 @@ from torch_geometric.nn import GAT, GraphSAGE
 
 import pyg_sar
 from pyg_sar.partition.metadata import read_metadata
-from pyg_sar.tools import cli, planning
-from pyg_sar.tools.forecasts import PROCESS, Forecast, Machine, Plan, Run, Runs
+from pyg_sar.store.part_store import CACHES
+from pyg_sar.tools import cli, plan_runs, planning, rates
+from pyg_sar.tools.forecasts import (
+    PROCESS,
+    Forecast,
+    Machine,
+    Plan,
+    Run,
+    Runs,
+    Stored,
+    left_to_tensors,
+)
 from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.plan_runs import Samples
 from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes, write_sample
 from pyg_sar.tools.planning import parse_rate
-from pyg_sar.tools.rates import Rates, Work, peak_together
+from pyg_sar.tools.rates import Disk, Moved, Rates, Work, peak_together
+from pyg_sar.train.flow import call_model
 
 FEATURES, CLASSES, PARTS = 24, 5, 2
 RATES = Rates(dense=1e9, stream=1e9, gather=1e9)
@@ -59,7 +71,7 @@ def test_a_sample_has_the_shape_of_the_partition(root, tmp_path):
 
 def whole(root: str, model: torch.nn.Module, policies: list[pyg_sar.SARPolicy]) -> list[Any]:
     """What a worker holds at its peak, and sends in a step, on the partition itself."""
-    runs = planning._try_part(root, model, policies, planning.call_model)
+    runs = plan_runs.try_part(root, model, policies, call_model)
     return [(run.peak, sum(run.sent.values())) for run in runs]
 
 
@@ -72,7 +84,7 @@ def test_predicted_bytes_are_those_of_the_partition(
 ):
     """From samples of its own size, and from some that are smaller than half of it."""
     monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "0")
-    monkeypatch.setattr(planning, "ROWS", rows)
+    monkeypatch.setattr(plan_runs, "ROWS", rows)
     model = models()[name]
     policies = [pyg_sar.SARPolicy(mode=mode, push="off") for mode in modes]
     counted = pyg_sar.launch(whole, PARTS, root, model, policies, backend="threads")
@@ -108,7 +120,7 @@ def test_hosts_share_a_link_and_send_nothing_within():
     apart = Runs([1.0], [[run({-1: 5} | {q: n for q, n in to.items() if q != p}) for p in to]])
 
     def forecast(workers: int, hosts: int | None, bandwidth: float | None = 1.0) -> Any:
-        machine = Machine(None, False, bandwidth, hosts, None)
+        machine = Machine(None, None, bandwidth, hosts, None)
         return machine.forecast(apart, apart, workers)
 
     assert forecast(4, None)["sent"] == [1115, 1106, 1016, 116]
@@ -122,12 +134,55 @@ def test_hosts_share_a_link_and_send_nothing_within():
 def test_memory_of_hosted_parts_with_a_store():
     runs = [run({}, 100 << 20), run({}, 60 << 20)]
     hosted = Runs([1.0], [runs])
-    for limit, store, expected in ((None, True, (160, 0)), (130, False, (160, 0)),
-                                   (130, True, (122, 38)), (50, True, (100, 60))):  # fmt: skip
+    for limit, store, expected in ((None, "/s", (160, 0)), (130, None, (160, 0)),
+                                   (130, "/s", (122, 38)), (50, "/s", (100, 60))):  # fmt: skip
         machine = Machine(limit and limit << 20, store, None, None, None)
         found = machine.forecast(hosted, hosted, 1)
         memory, stored = found["memory"][0] - PROCESS, found["stored"][0]
         assert (memory >> 20, stored >> 20) == expected
+
+
+def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
+    """From samples smaller than half of it: the bytes of the partition's own parts."""
+    monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: limit)
+    model, limit = GraphSAGE(FEATURES, 128, 2, CLASSES, norm="batch_norm"), 5 << 20
+    given = root, model, pyg_sar.SARPolicy(push="off"), call_model, 1.0, [limit], limit // CACHES
+    how: Any = {"parts": PARTS, "memory": 1 << 40, "store": tmp_path}
+    counted, _ = pyg_sar.launch(plan_runs._try_stored, 1, *given, **how)[0]
+    assert counted.read > limit / 4 and counted.written > limit / 4
+    policies = [pyg_sar.SARPolicy(push="off")]
+    with Samples(root, read_shapes(root), model, policies, call_model, 4000) as samples:
+        found = samples.stored(samples.hosted()[0], 0, 1, limit, str(tmp_path))
+    assert found.refused == "" and len(found.sizes) == 2 and not list(tmp_path.iterdir())
+    assert found.moved(0).read == pytest.approx(counted.read, rel=0.15)
+    assert found.moved(0).written == pytest.approx(counted.written, rel=0.15)
+
+
+def test_a_limit_that_a_store_cannot_keep_is_refused(root, tmp_path, monkeypatch):
+    options: Any = {"workers": [1], "modes": [1], "store": tmp_path, "rates": RATES}
+    monkeypatch.setattr(plan_runs, "left_to_tensors", lambda limit: 1 << 18)
+    plan = pyg_sar.plan(models()["sage"], root, memory="1GiB", **options)
+    assert plan.forecasts[0].refused == "a part needs more at once" and plan.best is None
+    assert "None fits into 1.00 GiB: a part needs more at once; allow more memory" in str(plan)
+    assert "too large" in str(plan) and not plan.fitting
+    with pytest.raises(ValueError, match="needs memory=, which says what may stay"):
+        pyg_sar.plan(models()["sage"], root, **options)
+    assert left_to_tensors(40 << 20) is None and left_to_tensors(1 << 30) < 0.94 * (1 << 30)
+
+
+def test_a_step_waits_for_what_is_not_read_ahead():
+    disk = Disk(read=10.0, written=20.0, wait=0.5)
+    assert disk.seconds(2.0, Moved(read=30, written=40, awaited=20, waits=2)) == 2 + 2 + 1
+    assert disk.seconds(1.0, Moved(read=30, written=40, awaited=0, waits=0)) == 3 + 2  # busy
+    runs = [[[(Moved(k, 2 * k, 3 * k, 4 * k), 5.0 * k)] * 2] for k in (10, 5)]
+    found = Stored([0.5, 0.25], runs, "")
+    assert found.moved(0) == Moved(20, 40, 60, 80) and found.seconds(0) == 200
+
+
+def test_a_disk_is_measured(tmp_path, monkeypatch):
+    monkeypatch.setattr(rates, "FILE", 2 * rates.REQUEST)
+    found = Disk.measure(tmp_path)
+    assert found.read > 0 and found.written > 0 and found.wait > 0 and not list(tmp_path.iterdir())
 
 
 def test_parts_of_a_process_peak_together_at_one_moment():
@@ -138,10 +193,10 @@ def test_parts_of_a_process_peak_together_at_one_moment():
 
 def test_one_worker_that_hosts_all_parts(root, monkeypatch):
     """Predicted from a sample of the partition's own size: the bytes of its parts together."""
-    monkeypatch.setattr(planning, "ROWS", 10**9)
+    monkeypatch.setattr(plan_runs, "ROWS", 10**9)
     model, policies = models()["sage"], [pyg_sar.SARPolicy(mode=1, push="off")]
-    given = root, model, policies, planning.call_model
-    parts = pyg_sar.launch(planning._try_part, 1, *given, parts=PARTS)
+    given = root, model, policies, call_model
+    parts = pyg_sar.launch(plan_runs.try_part, 1, *given, parts=PARTS)
     counted = peak_together([found[0].log for found in parts])
     assert max(found[0].peak for found in parts) < counted < sum(found[0].peak for found in parts)
     plan = pyg_sar.plan(model, root, workers=[1], modes=[1], rates=RATES)
@@ -229,7 +284,7 @@ def test_the_command(root, monkeypatch, capsys):
     monkeypatch.setattr("pyg_sar.tools.planning.plan", plan)
     assert cli.main([*command, "--memory", "1GiB", "--bandwidth", "1Gb", "--hosts", "1"]) == 0
     assert "take mode 1 with 2 workers" in capsys.readouterr().out
-    assert given["bandwidth"] == 1.25e8 and given["hosts"] == 1 and not given["store"]
+    assert given["bandwidth"] == 1.25e8 and given["hosts"] == 1 and given["store"] is None
 
 
 def test_a_graph_is_planned_before_it_is_partitioned(root, tmp_path, capsys):

@@ -40,6 +40,7 @@ def assign_nodes(
     seed: int = 0,
     report: Callable[[str], None] = lambda line: None,
     scratch: Scratch | None = None,
+    marked: Tensor | None = None,
 ) -> Tensor:
     r"""Assigns every node to one of ``num_parts`` parts.
 
@@ -66,6 +67,8 @@ def assign_nodes(
         report: Called with a line of text before each stage that may take long.
         scratch: Its memory is a limit: where METIS would take more, ``'balanced'`` becomes
             ``'coarsened'``.
+        marked: Nodes that ``'balanced'`` and ``'coarsened'`` balance by themselves, too (training
+            nodes), bool, ``[num_nodes]``.
 
     Returns:
         The part of each node, int64, shape ``[num_nodes]``.
@@ -83,7 +86,7 @@ def assign_nodes(
     if not isinstance(method, str):
         return check_assignment(method, num_nodes, num_parts)
     edges = [(edge_index, 0, 0)]
-    return _assign(edges, num_nodes, num_parts, method, seed, report, scratch)
+    return _assign(edges, num_nodes, num_parts, method, seed, report, scratch, marked)
 
 
 def _assign(
@@ -94,6 +97,7 @@ def _assign(
     seed: int,
     report: Callable[[str], None],
     scratch: Scratch | None,
+    marked: Tensor | None = None,
 ) -> Tensor:
     if method not in METHODS:
         raise ValueError(
@@ -119,14 +123,14 @@ def _assign(
         report(f"METIS would take about {needs / 1e9:.1f} GB: it cuts a coarsened graph")
         method = "coarsened"
     if method == "coarsened":
-        return _coarsened(edges, num_nodes, num_parts, seed, scratch, report)
+        return _coarsened(edges, num_nodes, num_parts, seed, scratch, report, marked)
     whole = torch.cat(
         [rows.long() + torch.tensor([[first], [second]]) for rows, first, second in edges], dim=1
     )
     if method == "metis":
         return metis(undirected_csr(whole, num_nodes), num_parts, seed)
     random = blocks[torch.randperm(num_nodes, generator=generator)]
-    return balanced_assignment(whole, num_nodes, random, num_parts, seed, report)
+    return balanced_assignment(whole, num_nodes, random, num_parts, seed, report, marked)
 
 
 def _coarsened(
@@ -136,12 +140,13 @@ def _coarsened(
     seed: int,
     scratch: Scratch | None,
     report: Callable[[str], None],
+    marked: Tensor | None,
 ) -> Tensor:
     if scratch is not None:
-        return coarsened_assignment(edges, num_nodes, num_parts, seed, scratch)
+        return coarsened_assignment(edges, num_nodes, num_parts, seed, scratch, marked)
     with tempfile.TemporaryDirectory(prefix="pyg_sar-") as folder:
         own = Scratch(Path(folder), _STREAMED, report)
-        return coarsened_assignment(edges, num_nodes, num_parts, seed, own)
+        return coarsened_assignment(edges, num_nodes, num_parts, seed, own, marked)
 
 
 def check_num_parts(num_parts: int) -> None:
@@ -219,6 +224,7 @@ def assign_node_types(
     seed: int = 0,
     report: Callable[[str], None] = lambda line: None,
     scratch: Scratch | None = None,
+    marked: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
     """Assigns every node of every type to one of ``num_parts`` parts.
 
@@ -233,6 +239,8 @@ def assign_node_types(
         seed: Seed of all but ``'contiguous'``.
         report: Called with a line of text before each stage that may take long.
         scratch: A limit of memory, as of :func:`~pyg_sar.partition.assignment.assign_nodes`.
+        marked: Nodes that are balanced by themselves, too, of the types that have such; bool,
+            ``[N_t]``.
 
     Returns:
         The part of each node by type, int64, ``[N_t]``.
@@ -263,7 +271,14 @@ def assign_node_types(
     for name, count in num_nodes.items():
         starts[name], total = total, total + count
     joint = [(rows, starts[source], starts[target]) for (source, _, target), rows in edges.items()]
-    part = _assign([(nothing, 0, 0), *joint], total, num_parts, method, seed, report, scratch)
+    together = None
+    if marked is not None:
+        of_type = [
+            marked.get(name, torch.zeros(n, dtype=torch.bool)) for name, n in num_nodes.items()
+        ]
+        together = torch.cat(of_type)
+    edges_ = [(nothing, 0, 0), *joint]
+    part = _assign(edges_, total, num_parts, method, seed, report, scratch, together)
     return dict(zip(num_nodes, part.split(list(num_nodes.values())), strict=True))
 
 

@@ -48,6 +48,7 @@ def balanced_assignment(
     num_parts: int,
     seed: int,
     report: Callable[[str], None],
+    marked: Tensor | None = None,
 ) -> Tensor:
     """Assigns nodes so that nodes and in-edges per part are within :data:`LIMIT` of their means.
 
@@ -59,12 +60,13 @@ def balanced_assignment(
         num_parts: Parts P.
         seed: METIS's seed.
         report: Called with a line of text before each stage.
+        marked: Nodes that are balanced by themselves, too, bool, ``[N]``.
 
     Returns:
         The part of each node, int64, ``[N]``. A limit that can't be kept, as a node has more edges
         than it, is exceeded as little as these steps allow, with a warning.
     """
-    graph = _Graph(edge_index, num_nodes, num_parts)
+    graph = _Graph(edge_index, num_nodes, num_parts, marked)
     coarse = Coarse(graph.starts, graph.adjacent, graph.size)
     found = (math.inf, 0, random.numpy())
     twice = edge_index.size(1) <= _TWICE  # To METIS seeds 0 and 1 are the same.
@@ -147,7 +149,7 @@ class Coarse:
 
     Attributes:
         starts, adjacent: The undirected adjacency (:func:`undirected_csr`).
-        size: Weights of each node, int64, ``[N, 2]``; the first one counts nodes.
+        size: Weights of each node, int64, ``[N, C]``; the first one counts nodes.
         weight: Of each entry of ``adjacent``; ``None``: 1.
     """
 
@@ -213,7 +215,7 @@ class _MetisCall:
             for values in (graph.starts, graph.adjacent, graph.size.ravel())
         ]
         weight = None if graph.weight is None else np.ascontiguousarray(graph.weight, self._dtype)
-        sizes = [np.array([n], self._dtype) for n in (len(graph.size), 2, num_parts, 0)]
+        sizes = [np.array([n], self._dtype) for n in (*graph.size.shape, num_parts, 0)]
         part = np.zeros(len(graph.size), self._dtype)
         starts, adjacent, weights = map(_pointer, whole)
         nodes, constraints, parts, cut = map(_pointer, sizes)
@@ -244,26 +246,33 @@ class _Graph:
     Attributes:
         starts, adjacent: The undirected adjacency (:func:`undirected_csr`).
         source, target: The directed edges without duplicates and loops, sorted by source.
-        size: 1 and the in-degree of each node, int64, ``[N, 2]``.
-        most: The most nodes and edges of a part, ``[2]``.
+        size: 1, the in-degree, and 1 for marked nodes if there are any, int64, ``[N, 2 or 3]``.
+        most: The most of these that a part may have.
+        least: Their means over the parts, rounded up: some part has as many.
     """
 
-    def __init__(self, edge_index: Tensor, num_nodes: int, num_parts: int) -> None:
+    def __init__(
+        self, edge_index: Tensor, num_nodes: int, num_parts: int, marked: Tensor | None = None
+    ) -> None:
         self.num_nodes, self.num_parts = num_nodes, num_parts
         self.starts, self.adjacent = (t.numpy() for t in undirected_csr(edge_index, num_nodes))
         self.source, self.target = (t.numpy() for t in unique_edges(edge_index, num_nodes))
         self.first_edge = np.searchsorted(self.source, np.arange(num_nodes + 1))
         degree = torch.bincount(edge_index[1], minlength=num_nodes).numpy()
-        self.size = np.stack([np.ones_like(degree), degree], axis=1)
+        sizes = [np.ones_like(degree), degree]
+        if marked is not None and bool(marked.any()):
+            sizes.append(marked.numpy().astype(degree.dtype))
+        self.size = np.stack(sizes, axis=1)
         self.mean = self.size.sum(0) / num_parts
-        least = np.array([math.ceil(self.mean[0]), degree.max()])
-        self.most = np.maximum(LIMIT * self.mean, least)
+        # Where there are few edges per part, even their mean is no whole number of them.
+        self.least = np.ceil(self.mean)
+        self.most = np.maximum(LIMIT * self.mean, np.maximum(self.least, self.size.max(0)))
         self._block = max(_BLOCK // num_parts, 1)
 
     def load(self, part: _Ints) -> _Ints:
-        """Returns the nodes and edges per part, ``[P, 2]``."""
-        edges = np.bincount(part, self.size[:, 1], self.num_parts)
-        return np.stack([np.bincount(part, minlength=self.num_parts), edges.astype(np.int64)], 1)
+        """Returns what each part has of all sizes, ``[P, 2 or 3]``."""
+        columns = [np.bincount(part, size, self.num_parts) for size in self.size.T]
+        return np.stack(columns, 1).astype(np.int64)
 
     def excess(self, load: _Ints) -> float:
         """Returns the sum over parts of their excess over the limits, relative to these."""
@@ -381,14 +390,15 @@ def _fitting(graph: _Graph, nodes: _Ints, to: _Ints, room: NDArray[Any]) -> _Int
 
 def _warn_if_uneven(graph: _Graph, part: _Ints) -> None:
     load = graph.load(part)
-    most, least = load.max(0), np.maximum(LIMIT * graph.mean, [math.ceil(graph.mean[0]), 0])
+    most, least = load.max(0), np.maximum(LIMIT * graph.mean, graph.least)
     if (most <= least).all() or graph.mean.sum() < _JUDGED:
         return
-    nodes, edges = most / np.maximum(graph.mean, 1e-9)
+    nodes, edges, *others = most / np.maximum(graph.mean, 1e-9)
+    more = "".join(f", and {other:.2f} times the mean of training nodes" for other in others)
     warnings.warn(
         f"{graph.num_parts} parts can't all be within {LIMIT} of the mean: the largest have "
         f"{most[0]:,} nodes ({nodes:.2f} times the mean) and {most[1]:,} edges ({edges:.2f} times "
-        f"the mean), and one node alone has {graph.size[:, 1].max():,} in-edges of "
+        f"the mean){more}, and one node alone has {graph.size[:, 1].max():,} in-edges of "
         f"{graph.size[:, 1].sum():,}; the worker of the largest part sets the pace: fewer parts "
         "waste less",
         stacklevel=2,

@@ -16,7 +16,8 @@ The adjacency lies in files, and is read node by node, in passes:
     - \gamma \frac{m}{N} \sum_c \frac{w_{vc}}{2 \bar w_c} \ell_{ci}^{\gamma - 1},
 
 with :math:`\gamma = 3/2`, :math:`m` edges, and what is balanced, :math:`c`: nodes
-(:math:`w_v = 1`) and in-edges (the in-degree). A part's load :math:`\ell_{ci}` is its sum of
+(:math:`w_v = 1`), in-edges (the in-degree) and, if asked for, training nodes; their prices add up
+in equal shares. A part's load :math:`\ell_{ci}` is its sum of
 :math:`w_c` over the parts' average, :math:`\bar w_c` the nodes' average. Nodes come in batches,
 which decide at once. No part exceeds :data:`LIMIT` of nodes or of in-edges, or the in-edges of one
 node if these are more, where that can be kept.
@@ -50,7 +51,12 @@ Edges = Sequence[tuple[Tensor, int, int]]
 
 
 def coarsened_assignment(
-    edges: Edges, num_nodes: int, num_parts: int, seed: int, scratch: Scratch
+    edges: Edges,
+    num_nodes: int,
+    num_parts: int,
+    seed: int,
+    scratch: Scratch,
+    marked: Tensor | None = None,
 ) -> Tensor:
     """Assigns nodes to parts by METIS on a coarsened graph, and restreaming.
 
@@ -60,13 +66,14 @@ def coarsened_assignment(
         num_parts: Parts P.
         seed: METIS's seed.
         scratch: Where the adjacency goes, and the memory that METIS may take.
+        marked: Nodes that are balanced by themselves, too, bool, ``[N]``.
 
     Returns:
         The part of each node, int64, ``[N]``; the same for the same arguments.
     """
     wanted = min(_LARGEST, max(num_nodes // (num_parts * _BATCHES), 1))
     batch = max(min(wanted, _ENTRIES // num_parts), 1)
-    blocks = _Blocks(edges, num_nodes, batch, scratch)
+    blocks = _Blocks(edges, num_nodes, batch, scratch, marked)
     part = _coarse_assignment(blocks, num_parts, batch, seed, scratch)
     state = _State(blocks, num_parts, batch, part)
     for number in range(MOST_RESTREAMS):
@@ -80,8 +87,16 @@ def coarsened_assignment(
 class _Blocks:
     """The adjacency in runs of consecutive batches, each of which fits into memory, in files."""
 
-    def __init__(self, edges: Edges, num_nodes: int, batch: int, scratch: Scratch) -> None:
+    def __init__(
+        self,
+        edges: Edges,
+        num_nodes: int,
+        batch: int,
+        scratch: Scratch,
+        marked: Tensor | None = None,
+    ) -> None:
         self.num_nodes, self._scratch, self._edges = num_nodes, scratch, edges
+        self._marked = marked
         self.indegree = torch.zeros(num_nodes, dtype=torch.long)
         degree = torch.zeros(num_nodes, dtype=torch.long)
         for source, target in self._pieces("degrees"):
@@ -89,6 +104,8 @@ class _Blocks:
             degree += torch.bincount(source, minlength=num_nodes)
         self._starts = offsets_of(degree + self.indegree)
         self.num_edges = int(self.indegree.sum())
+        self.totals = [num_nodes, self.num_edges]
+        self.totals += [] if marked is None else [int(marked.sum())]
         # A run of pairs: 16 bytes each, and as much twice to sort them.
         run = max(scratch.memory // 8 // 48, 1)
         blocks = (self._starts[:-1:batch] // run).unique_consecutive(return_inverse=True)[1]
@@ -109,6 +126,12 @@ class _Blocks:
             for piece in self._scratch.pieces(what, edge_index.size(1)):
                 source, target = edge_index[:, piece].long()
                 yield source + first, target + second
+
+    def weights(self, nodes: slice = slice(None)) -> Tensor:
+        """Returns what nodes count of all that is balanced, int64, ``[2 or 3, n]``."""
+        indegree = self.indegree[nodes]
+        rows = [torch.ones_like(indegree), indegree]
+        return torch.stack(rows if self._marked is None else [*rows, self._marked[nodes].long()])
 
     def read(self, what: str) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yields runs: the first node, where each node's neighbours start, and these."""
@@ -135,8 +158,10 @@ def _coarse_assignment(
     most = max(scratch.memory // (2 * METIS_NODE), num_parts * CLUSTERS)
     label, count = clusters.numbered(most)
     del clusters
-    size = torch.stack([torch.bincount(label, minlength=count), torch.zeros(count).long()], dim=1)
-    size[:, 1].index_add_(0, label, blocks.indegree)
+    size = torch.zeros(count, len(blocks.totals), dtype=torch.long)
+    for first in range(0, label.numel(), _ENTRIES):
+        some = slice(first, first + _ENTRIES)
+        size.index_add_(0, label[some], blocks.weights(some).t())
     rows = max((scratch.memory - METIS_NODE * count) // METIS_EDGE, 1)
     pairs, step = [], -(-blocks.num_edges // rows)
     for first, starts, adjacent in blocks.read("the graph of the clusters"):
@@ -157,9 +182,8 @@ class _Clusters:
     def __init__(self, blocks: _Blocks, num_parts: int, batch: int) -> None:
         self._batch = batch
         self._label = torch.arange(blocks.num_nodes)
-        self._indegree = blocks.indegree
-        self._loads = torch.stack([torch.ones_like(self._label), blocks.indegree])
-        most = [total // (num_parts * CLUSTERS) for total in (blocks.num_nodes, blocks.num_edges)]
+        self._weights, self._loads = blocks.weights, blocks.weights()
+        most = [total // (num_parts * CLUSTERS) for total in blocks.totals]
         self._most = torch.tensor(most).clamp(min=1)[:, None]
 
     def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> None:
@@ -177,7 +201,7 @@ class _Clusters:
         key, near = (row * all_nodes + there).sort().values.unique_consecutive(return_counts=True)
         row, cluster = torch.div(key, all_nodes, rounding_mode="floor"), key % all_nodes
         own = self._label[nodes].clone()
-        weights = torch.stack([torch.ones_like(own), self._indegree[nodes]])
+        weights = self._weights(nodes)
         fits = (self._loads[:, cluster] + weights[:, row] <= self._most).all(0)
         fits |= cluster == own[row]
         row, cluster = row[fits], cluster[fits]
@@ -192,7 +216,7 @@ class _Clusters:
         to, taken = chosen[moving], weights[:, moving]
         # Of those that want the same cluster the first ones fit.
         _, place, sizes = to.unique_consecutive(return_inverse=True, return_counts=True)
-        total = torch.cat([taken.new_zeros(2, 1), taken.cumsum(1)], dim=1)
+        total = torch.cat([torch.zeros_like(taken[:, :1]), taken.cumsum(1)], dim=1)
         within = total[:, 1:] - total[:, offsets_of(sizes)[:-1]][:, place]
         fits = (self._loads[:, to] + within <= self._most).all(0)
         moving, to, taken = moving[fits], to[fits], taken[:, fits]
@@ -212,21 +236,24 @@ class _Clusters:
 
 
 class _State:
-    """Where nodes are, and the parts' loads: nodes and in-edges over their averages."""
+    """Where nodes are, and the parts' loads: all that is balanced, over its average."""
 
     def __init__(self, blocks: _Blocks, num_parts: int, batch: int, part: Tensor) -> None:
         self.part = part
-        self._indegree = blocks.indegree
-        self._shares = num_parts / blocks.num_nodes, num_parts / max(blocks.num_edges, 1)
-        largest = float(blocks.indegree.max()) * self._shares[1]  # of a node alone
-        self._most = torch.tensor([[LIMIT], [max(LIMIT, largest)]])
-        self._loads = torch.zeros(2, num_parts, dtype=torch.double)
-        nodes = torch.bincount(part, minlength=num_parts)
-        edges = torch.zeros(num_parts, dtype=torch.long).index_add_(0, part, blocks.indegree)
-        for load, count, share in zip(self._loads, (nodes, edges), self._shares, strict=True):
-            load += count * share
-        # By the shares of a part's average that the weights are; half of it for each load.
-        self._price = _GAMMA * blocks.num_edges / num_parts / 2
+        self._counts = blocks.weights
+        totals = torch.tensor(blocks.totals).double().clamp(min=1)
+        self._shares = (num_parts / totals)[:, None]
+        # One node may weigh more, and an average need not be a whole number.
+        largest = torch.tensor([1, int(blocks.indegree.max()), 1])[: len(totals)]
+        whole = torch.maximum(largest, (totals / num_parts).ceil())
+        self._most = (whole[:, None] * self._shares).clamp(min=LIMIT) + 1e-9
+        loads = torch.zeros(len(totals), num_parts, dtype=torch.long)
+        for first in range(0, blocks.num_nodes, _ENTRIES):
+            some = slice(first, first + _ENTRIES)
+            loads.index_add_(1, part[some], blocks.weights(some))
+        self._loads = loads * self._shares
+        # By the shares of a part's average that the weights are; an equal part of it for each load.
+        self._price = _GAMMA * blocks.num_edges / num_parts / len(totals)
         self._batch = batch
 
     @property
@@ -249,10 +276,8 @@ class _State:
             self.part[nodes] = self._choose(near.double(), weights).int()
 
     def _weights(self, nodes: slice) -> Tensor:
-        """Returns what nodes add to the loads, ``[2, n]``."""
-        one, edges = self._shares
-        indegree = self._indegree[nodes].double()
-        return torch.stack([torch.full_like(indegree, one), indegree * edges])
+        """Returns what nodes add to the loads, ``[2 or 3, n]``."""
+        return self._counts(nodes) * self._shares
 
     def _choose(self, near: Tensor, weights: Tensor) -> Tensor:
         """Returns the part of each node of a batch, and adds the nodes to the loads."""
@@ -283,6 +308,6 @@ class _State:
         total = weights.cumsum(1)
         counts = torch.bincount(wanted, minlength=self._loads.size(1))
         firsts = offsets_of(counts)[:-1]
-        before = torch.cat([total.new_zeros(2, 1), total], 1)[:, firsts]
+        before = torch.cat([torch.zeros_like(total[:, :1]), total], 1)[:, firsts]
         within = total - before[:, wanted]
         return (self._loads[:, wanted] + within <= self._most).all(0)

@@ -33,7 +33,7 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import beside, check_path, explained, parse_bytes, save_tensors
+from pyg_sar.files import beside, check_path, check_type, explained, parse_bytes, save_tensors
 from pyg_sar.files import flush as _flush
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.attributes import RESERVED, encode, tensor_names
@@ -68,6 +68,7 @@ def write_partitions(
     overwrite: bool = False,
     progress: Progress | None = None,
     memory: int | str | None = None,
+    balance_training: bool = False,
 ) -> PartitionStatistics:
     """Partitions a graph and writes it to a folder, one file per part.
 
@@ -101,6 +102,9 @@ def write_partitions(
             size at most; a graph that is memory mapped (``load_graph`` of a folder) may be larger
             than the memory. ``'balanced'`` becomes ``'coarsened'`` where METIS takes more
             (:mod:`pyg_sar.partition.scratch`). Sparse matrices and texts stay in memory.
+        balance_training: Training nodes (``train_mask``; of several splits the first) are within
+            1.1 times their mean as well, by ``'balanced'`` and ``'coarsened'``: for training on
+            what they need only (message flow graphs). More edges are cut.
 
     Returns:
         Edge cut, balance, halo rows and replication factor; ``print`` shows a table, of a
@@ -121,14 +125,15 @@ def write_partitions(
     _check_target(root, overwrite)
     limit = None if memory is None else parse_bytes(memory, "memory")
     prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
-    given = data, num_parts, method, seed, report, node_ids
+    check_type("balance_training", balance_training, bool, "True or False")
+    given = data, num_parts, method, seed, report, node_ids, balance_training
     if limit is None:
         prepared = prepare(*given)
     finished, grouped = beside(root), beside(root)
     unfinished: Unfinished | None = None
     try:
         if limit is not None:
-            unfinished = _resumed(root, data, (num_parts, method, seed, node_ids, limit), report)
+            unfinished = _resumed(root, data, (*given[1:4], *given[5:], limit), report)
             grouped = grouped if unfinished is None else unfinished.scratch
             grouped.mkdir(parents=True)
             prepared = prepare(*given, Scratch(grouped, limit, report, unfinished))

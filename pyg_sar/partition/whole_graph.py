@@ -196,9 +196,10 @@ class HeteroGraph:
         seed: int,
         report: Callable[[str], None],
         scratch: Scratch | None = None,
+        marked: Mapping[str, Tensor] | None = None,
     ) -> HeteroPartition:
         """Assigns nodes and edges to parts; ``report`` is called with a line before each stage."""
-        given = self.edges, self.num_nodes, num_parts, method, seed, report, scratch
+        given = self.edges, self.num_nodes, num_parts, method, seed, report, scratch, marked
         return HeteroPartition(self, assign_node_types(*given), num_parts, scratch)
 
 
@@ -330,6 +331,7 @@ def prepare_homogeneous(
     seed: int,
     report: Callable[[str], None],
     node_ids: NodeIds | None = None,
+    balance_training: bool = False,
     scratch: Scratch | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``Data``; arguments as of ``write_partitions``."""
@@ -342,7 +344,10 @@ def prepare_homogeneous(
     if scratch is not None and isinstance(num_parts, int) and num_parts > 0:
         scratch.check_even(num_parts, num_nodes, edge_index.size(1), rows)
     report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
-    given = edge_index, num_nodes, num_parts, method, seed, report, scratch
+    marked = None
+    if balance_training:
+        marked = _marked({"": _train_mask(columns)}, method)[""]
+    given = edge_index, num_nodes, num_parts, method, seed, report, scratch, marked
     if scratch is None:
         part = assign_nodes(*given)
     else:
@@ -377,6 +382,7 @@ def prepare_hetero(
     seed: int,
     report: Callable[[str], None],
     node_ids: NodeIds | None = None,
+    balance_training: bool = False,
     scratch: Scratch | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``HeteroData``; arguments as of ``write_partitions``."""
@@ -384,7 +390,11 @@ def prepare_hetero(
     graph = HeteroGraph(data, said, whole=scratch is None)
     total = sum(graph.num_nodes.values())
     report(f"assigning {total:,} nodes of {len(graph.num_nodes)} type(s) to {num_parts} part(s)")
-    partition = graph.partition(num_parts, method, seed, report, scratch)
+    marked = None
+    if balance_training:
+        masks = {name: _train_mask(columns) for name, columns in graph.node_columns.items()}
+        marked = _marked(masks, method)
+    partition = graph.partition(num_parts, method, seed, report, scratch, marked)
     statistics = partition.statistics()
     if scratch is not None:
         nodes = sum(
@@ -444,7 +454,25 @@ def _num_graphs(columns: dict[str, Column]) -> int | None:
     return int(batch.max()) + 1 if batch.numel() else 0
 
 
-def _train_mask(columns: dict[str, Column]) -> Tensor | None:
+def _marked(masks: Mapping[str, Tensor | None], method: Any) -> dict[str, Tensor]:
+    """Returns the training nodes of each type that has some; of masks ``[N, k]`` the first split.
+
+    Raises:
+        ValueError: There are none, or the method does not balance them.
+    """
+    if not isinstance(method, str) or method not in ("balanced", "coarsened"):
+        given = repr(method) if isinstance(method, str) else "an assignment"
+        raise ValueError(
+            f"balance_training=True is for method='balanced' and 'coarsened' (got {given})"
+        )
+    found = {k: mask if mask.dim() == 1 else mask[:, 0] for k, mask in masks.items()
+             if mask is not None}  # fmt: skip
+    if not any(bool(mask.any()) for mask in found.values()):
+        raise ValueError("balance_training=True needs a 'train_mask' with training nodes")
+    return found
+
+
+def _train_mask(columns: Mapping[str, Column]) -> Tensor | None:
     column = columns.get("train_mask")
     if column is None or column.attribute.dtype != "bool" or column.attribute.level != "node":
         return None

@@ -67,6 +67,7 @@ class PartStore:
         self._start = resident_bytes()
         self._pager = Pager(parts, memory, directory)
         self._spare: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
+        self._slots, self._fixed = 0, None  # type: int, int | None
         self._arena: int | None = None
 
     def begin(self, arena: int) -> None:
@@ -91,9 +92,19 @@ class PartStore:
                 f"at once. {self.remedy(self.memory + more)}"
             )
 
+    def fix(self, budget: int, cache_bytes: int) -> None:
+        """Lets paged tensors and caches together take these bytes, whatever the process takes.
+
+        A sample of a graph may then have what the whole graph's tensors may.
+        """
+        self._fixed, self.cache_bytes = budget, cache_bytes
+
     def _limit(self) -> None:
         """Leaves to the pager what nothing else of this process has taken."""
         self.check()
+        if self._fixed is not None:
+            self._pager.budget = max(self._fixed - self._slots, 1)
+            return
         other = resident_bytes() - self._start - self._pager.counters().resident_bytes
         left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
         if left < self.memory * LEAST:
@@ -160,7 +171,9 @@ class PartStore:
         spare = self._spare[size, dtype]
         if spare:
             return spare.pop().view(tuple(shape))
+        self._slots -= sum(slots.nbytes for same in self._spare.values() for slots in same)
         self._spare.clear()
+        self._slots += size * dtype.itemsize
         self.make_room(size * dtype.itemsize)
         with self.unpaged():
             return torch.zeros(tuple(shape), dtype=dtype)
@@ -177,6 +190,7 @@ class PartStore:
             "bytes_read": found.bytes_read + (0 if rows is None else rows.bytes_read),
             "bytes_written": found.bytes_written + (0 if rows is None else rows.bytes_written),
             "demand_bytes": found.demand_bytes,
+            "demand_faults": found.demand_faults,
             "prefetched_bytes": found.prefetched_bytes,
             "peak_resident_bytes": found.peak_resident_bytes,
             "overrun_bytes": found.overrun_bytes,

@@ -77,8 +77,8 @@ class RowFile:
         if not flags & flag:
             return False
         try:
-            self._move(BLOCK, 0, write=True)
-            self._move(BLOCK, 0, write=False)
+            self.move(BLOCK, 0, write=True)
+            self.move(BLOCK, 0, write=False)
         except OSError:
             fcntl.fcntl(self._file, fcntl.F_SETFL, flags & ~flag)
             return False
@@ -114,7 +114,7 @@ class RowFile:
                 part = values[start : start + BUFFER]
                 self._bytes[: part.size] = part
                 size = _blocks(part.size)
-                self._move(size, place + start, write=True)
+                self.move(size, place + start, write=True)
                 self.bytes_written += size
         except OSError as error:
             raise self._explained(error, values.size) from error
@@ -128,7 +128,7 @@ class RowFile:
             while position < stop:
                 begin = position // BLOCK * BLOCK
                 size = min(_blocks(stop - begin), BUFFER)
-                self._move(size, begin, write=False)
+                self.move(size, begin, write=False)
                 self.bytes_read += size
                 end = min(begin + size, stop)
                 values[position - first : end - first] = self._bytes[position - begin : end - begin]
@@ -137,8 +137,14 @@ class RowFile:
             raise self._explained(error, out.numel()) from error
         self._forget(first, out.numel())
 
-    def _move(self, size: int, place: int, write: bool) -> None:
-        """Moves the buffer's first bytes, by as many calls as the system takes for them."""
+    def move(self, size: int, place: int, write: bool) -> None:
+        """Moves the buffer's first bytes, by as many calls as the system takes for them.
+
+        Args:
+            size: Whole blocks, at most :data:`BUFFER` bytes.
+            place: Of the file, in whole blocks.
+            write: From the buffer to the file; else from the file to the buffer.
+        """
         done, begin = 0, time.perf_counter_ns()
         while done < size:
             view = memoryview(self._buffer)[done:size]

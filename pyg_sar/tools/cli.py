@@ -193,6 +193,7 @@ def _partition(arguments: argparse.Namespace) -> int:
         overwrite=arguments.overwrite,
         progress=None if arguments.quiet else lambda line: print(line, file=sys.stderr),
         memory=arguments.memory,
+        balance_training=arguments.balance_training,
     )
     print(statistics)
     print(f"written to {arguments.out}")
@@ -415,6 +416,8 @@ def _add_partition(commands: Any) -> None:
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
     add("--memory", metavar="SIZE", help=of_memory)
+    of_training = "even training nodes too, by balanced or coarsened"
+    add("--balance-training", action="store_true", help=of_training)
     add("--overwrite", action="store_true", help="replace a partition in DIR")
     add("--quiet", action="store_true", help="print the statistics only")
 

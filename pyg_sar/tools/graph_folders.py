@@ -8,7 +8,7 @@
 
     FOLDER/edges.parquet     or .csv: columns source and target, others are edge attributes
     FOLDER/nodes.parquet     or .csv: a row per node, in the order of the ids; columns are
-                             attributes, lists of numbers too
+                             attributes, lists of numbers too; masks may be 0 and 1
 
 A heterogeneous graph has a folder of this kind for each node type (``TYPE``, without edges) and for
 each relation (``SOURCE__RELATION__TARGET``, without nodes). Tables need ``pyarrow``
@@ -35,6 +35,7 @@ Array = NDArray[Any]
 
 TABLES = (".parquet", ".csv")
 _SOURCES, _TARGETS = ("source", "src", "row"), ("target", "dst", "col")
+_IDS = ("id", "node", "node_id", "nodeid")
 _ROWS = 2**16  # of a piece of a table
 
 
@@ -139,21 +140,41 @@ def _columns(path: Path, writers: dict[str, ColumnFile]) -> dict[str, Any]:
     rows = next(iter(writers.values())).rows if writers else 0
     if path.stem == "nodes":
         return {"num_nodes": torch.tensor(rows)} | {n: w.tensor() for n, w in writers.items()}
+    if not writers:
+        return {"edge_index": torch.empty(2, 0, dtype=torch.long)}
+    ends = []
+    for name in _ends(path, list(writers)):
+        if writers[name].dtype.kind not in "iu":
+            raise ValueError(
+                f"Expected '{name}' of '{path}' to hold node ids, integers from 0 "
+                f"(got {writers[name].dtype})"
+            )
+        ends.append(writers.pop(name))
+    return {"edge_index": joined_ends(ends)} | {n: w.tensor() for n, w in writers.items()}
+
+
+def _ends(path: Path, columns: list[str]) -> list[str]:
+    """Returns the columns of the sources and of the targets of a table of edges."""
     ends = []
     for what, names in (("source", _SOURCES), ("target", _TARGETS)):
-        known = [name for name in writers if name.lower() in names]
+        known = [name for name in columns if name.lower() in names]
         if len(known) != 1:
             raise ValueError(
                 f"Expected '{path}' to have one column named {' or '.join(names)}, the {what} of "
-                f"each edge (it has {', '.join(writers) or 'none'})"
+                f"each edge (it has {', '.join(map(repr, columns))}); the first line of a .csv "
+                "names the columns, with commas and no blanks between"
             )
-        if writers[known[0]].dtype.kind not in "iu":
-            raise ValueError(
-                f"Expected '{known[0]}' of '{path}' to hold node ids, integers from 0 "
-                f"(got {writers[known[0]].dtype})"
-            )
-        ends.append(writers.pop(known[0]))
-    return {"edge_index": joined_ends(ends)} | {n: w.tensor() for n, w in writers.items()}
+        ends.append(known[0])
+    return ends
+
+
+def _check_names(path: Path, names: list[str]) -> None:
+    """Raises where columns are missing, or have one name."""
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(f"'{path}' has more than one column named {twice!r}; rename one")
+    if path.stem == "edges":
+        _ends(path, names)
 
 
 def _pieces(path: Path) -> Iterator[dict[str, Array]]:
@@ -166,15 +187,38 @@ def _pieces(path: Path) -> Iterator[dict[str, Array]]:
         ) from error
     try:
         if path.suffix == ".csv":
-            with csv.open_csv(path) as reader:
-                yield from (_arrays(path, piece) for piece in reader)
+            # A line without a value is a node without one, where there is one column.
+            options = csv.ParseOptions(ignore_empty_lines=path.stem == "edges")
+            with csv.open_csv(path, parse_options=options) as reader:
+                _check_names(path, reader.schema.names)
+                yield from _in_order(path, (_arrays(path, piece) for piece in reader))
         else:
             with parquet.ParquetFile(path) as file:
-                yield from (_arrays(path, piece) for piece in file.iter_batches(_ROWS))
+                _check_names(path, file.schema_arrow.names)
+                pieces = (_arrays(path, piece) for piece in file.iter_batches(_ROWS))
+                yield from _in_order(path, pieces)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(f"'{path}' can't be read: {error}") from error
     except UnicodeDecodeError as error:
         raise ValueError(f"'{path}' is not UTF-8: {error}; save it as UTF-8") from error
+
+
+def _in_order(path: Path, pieces: Iterator[dict[str, Array]]) -> Iterator[dict[str, Array]]:
+    """Yields the pieces of a table, of nodes if their ids, where it has them, are 0, 1, 2, ..."""
+    rows = 0
+    for piece in pieces:
+        for name, values in piece.items() if path.stem == "nodes" else ():
+            if name.lower() in _IDS and values.ndim == 1 and values.dtype.kind in "iu":
+                wrong = np.flatnonzero(values != np.arange(rows, rows + len(values)))
+                if wrong.size:
+                    row = rows + int(wrong[0])
+                    raise ValueError(
+                        f"Expected the rows of '{path}' in the order of the nodes' ids, all of "
+                        f"them from 0 (row {row} has {name}={values[wrong[0]]}); sort them, or "
+                        "rename the column if it is no such id"
+                    )
+        rows += len(next(iter(piece.values()), ()))
+        yield piece
 
 
 def _arrays(path: Path, piece: Any) -> dict[str, Array]:
@@ -184,6 +228,8 @@ def _arrays(path: Path, piece: Any) -> dict[str, Array]:
             raise ValueError(f"'{name}' of '{path}' has rows without a value")
         if hasattr(column, "flatten") and hasattr(column.type, "value_type"):
             inner = column.flatten()
+            if inner.null_count:
+                raise ValueError(f"'{name}' of '{path}' has lists without a value")
             if len(column) and len(inner) % len(column):
                 raise ValueError(f"'{name}' of '{path}' has lists of unlike lengths")
             lengths = np.asarray(column.value_lengths())
@@ -196,7 +242,8 @@ def _arrays(path: Path, piece: Any) -> dict[str, Array]:
             raise ValueError(
                 f"Expected '{name}' of '{path}' to hold numbers (got {column.type}); number them"
             )
-        found[name] = values
+        is_mask = name.endswith("mask") and values.dtype.kind in "iu"
+        found[name] = values.astype(bool) if is_mask and (values // 2 == 0).all() else values
     return found
 
 

@@ -13,57 +13,35 @@ divided by their rates (``rates.py``).
 from __future__ import annotations
 
 import argparse
-import copy
 import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from tqdm import tqdm
 
-import pyg_sar.comm.group as group
 from pyg_sar.comm.group import current
-from pyg_sar.comm.launch import launch
-from pyg_sar.convert import distribute
-from pyg_sar.engine import analysis
-from pyg_sar.files import check_type, parse_bytes
-from pyg_sar.kernels import attention_terms
-from pyg_sar.ledger import Ledger
-from pyg_sar.partition.loading import load_partition
+from pyg_sar.files import check_folder, check_type, parse_bytes
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.metrics import mean
-from pyg_sar.tools.forecasts import Forecast, Machine, Plan, Run, Runs
+from pyg_sar.tools import plan_runs
+from pyg_sar.tools.forecasts import Forecast, Machine, Plan
 from pyg_sar.tools.graphs import load_graph, names_in, parse_source
 from pyg_sar.tools.models import MODELS, imported_model
-from pyg_sar.tools.plan_sample import PartShape, PublishedPartition, read_shapes, write_sample
-from pyg_sar.tools.rates import LiveBytes, Rates, Work
+from pyg_sar.tools.plan_runs import Samples
+from pyg_sar.tools.plan_sample import PublishedPartition, read_shapes
+from pyg_sar.tools.rates import Disk, Rates
 from pyg_sar.tools.run import ModelConfig, UsageError, call_of, count_classes
 from pyg_sar.tools.verify import call_with
 from pyg_sar.train.flow import call_model
-
-PIECES = (
-    (attention_terms, "_PRODUCTS", attention_terms._PRODUCTS),
-    (analysis, "_LEAST_BUDGET", analysis._LEAST_BUDGET),
-    (analysis, "_MOST_BUDGET", analysis._MOST_BUDGET),
-)
-"""Sizes of what is computed piece by piece."""
-ROWS = 120_000
-"""Own nodes, halo rows, and edges / 8, of all parts of the larger sample, about."""
-STEPS = 3
-"""Steps that are timed; the fastest counts."""
-
 
 Partition = str | os.PathLike[str] | PublishedPartition
 
@@ -96,7 +74,7 @@ def plan(
     modes: Sequence[int] = (1, 2, 3),
     policy: SARPolicy | None = None,
     memory: int | str | None = None,
-    store: bool = False,
+    store: str | os.PathLike[str] | None = None,
     bandwidth: float | None = None,
     hosts: int | None = None,
     call: Callable[[nn.Module, Data], Tensor] = call_model,
@@ -120,7 +98,8 @@ def plan(
         modes: Of :class:`SARPolicy`, to compare.
         policy: The other settings of layers.
         memory: Bytes that each worker may take beyond its start, or ``'16GiB'``.
-        store: Parts that wait may go to a file (``launch(store=...)``).
+        store: A folder where parts that wait may go (``launch(store=...)``), with ``memory``.
+            Samples use it, and its disk is measured.
         bandwidth: Bytes per second of each host's link; by default workers are on one host.
         hosts: Hosts that workers are on, the first ones on the first; by default one each.
         call: The forward pass, where ``model(data.x, data.edge_index)`` is not it.
@@ -170,7 +149,12 @@ def plan(
     if graph is None:
         _check_one_graph(roots)
     policies = {mode: replace(policy or SARPolicy(), mode=mode, push="off") for mode in modes}
-    machine = Machine(limit, store, bandwidth, hosts, rates)
+    check_folder("store", store)
+    if store is not None and limit is None:
+        raise ValueError(f"store={os.fspath(store)!r} needs memory=, which says what may stay")
+    place = None if store is None else os.fspath(store)
+    disk = None if place is None else Disk.measure(place)
+    machine = Machine(limit, place, bandwidth, hosts, rates, disk)
     forecasts = []
     for root in tqdm(roots, desc="plan", unit="partition", disable=None, leave=False):
         with _partitioned(graph, root) as partition:
@@ -205,9 +189,9 @@ def _forecasts(
     forecasts = []
     if isinstance(root, PublishedPartition):
         for mode, policy in policies.items():
-            sizes, apart, _ = _try(root, root.shapes(mode), model, [policy], call)
-            of_mode = Runs(sizes, [[part[0] for part in run] for run in apart])
-            found = machine.published(of_mode, root, mode)
+            given = root, root.shapes(mode), model, [policy], call, plan_runs.ROWS
+            with Samples(*given) as samples:
+                found = machine.published(samples.apart()[0], root, mode)
             forecasts.append(Forecast(parts="published", workers=root.parts, mode=mode, **found))
         return forecasts
     folder, shapes = os.fspath(root), read_shapes(root)
@@ -215,103 +199,19 @@ def _forecasts(
     counts = [most] if workers is None else [count for count in workers if count <= most]
     if not counts:
         return []
-    few = min(counts) < most
-    sizes, apart, hosted = _try(folder, shapes, model, list(policies.values()), call, few)
-    for k, mode in enumerate(policies):
-        runs = Runs(sizes, [[part[k] for part in run] for run in apart])
-        together = Runs(sizes, [[part[k] for part in run] for run in hosted])
-        for count in counts:
-            found = machine.forecast(runs, together, count)
-            forecasts.append(Forecast(parts=name or folder, workers=count, mode=mode, **found))
+    limited = machine.store is not None and min(counts) < most
+    rows = plan_runs.ROWS * (plan_runs.STORED_ROWS if limited else 1)
+    with Samples(folder, shapes, model, list(policies.values()), call, rows) as samples:
+        apart = samples.apart()
+        hosted = samples.hosted() if min(counts) < most else apart
+        for k, mode in enumerate(policies):
+            for count in counts:
+                stored = None
+                if machine.store is not None and machine.limit is not None and count < most:
+                    stored = samples.stored(hosted[k], k, count, machine.limit, machine.store)
+                found = machine.forecast(apart[k], hosted[k], count, stored)
+                forecasts.append(Forecast(parts=name or folder, workers=count, mode=mode, **found))
     return forecasts
-
-
-def _try(
-    root: str | PublishedPartition,
-    shapes: Sequence[PartShape],
-    model: Any,
-    policies: Sequence[SARPolicy],
-    call: Callable[..., Tensor],
-    hosting: bool = False,
-) -> tuple[list[float], list[list[list[Run]]], list[list[list[Run]]]]:
-    """Runs samples of one or two sizes, which are returned first, as shares of the partition.
-
-    Then come runs by size, part and policy: with a worker for each part, and with one worker that
-    hosts all, if ``hosting``.
-    """
-    share = min(1.0, ROWS / max(_rows(shapes), 1))
-    sizes = [share] if share == 1.0 else [share, share / 4]
-    apart, hosted = [], []
-    with tempfile.TemporaryDirectory(prefix="pyg_sar-plan-") as folder:
-        for number, size in enumerate(sizes):
-            out = str(Path(folder) / str(number))
-            write_sample(root, shapes, size, Path(out))
-            given = out, model, policies, call, size
-            # Without shared memory rows are sent and received, as between hosts: each is one
-            # worker's.
-            env = {"PYG_SAR_SHARED_MEMORY": "0"}
-            apart += launch(_try_threads, 1, len(shapes), *given, env=env)
-            if hosting:
-                hosted.append(launch(_try_part, 1, *given, parts=len(shapes)))
-    return sizes, apart, hosted
-
-
-def _rows(shapes: Sequence[PartShape]) -> int:
-    return sum(shape.nodes + sum(shape.halo) + sum(shape.edges) // 8 for shape in shapes)
-
-
-def _try_threads(parts: int, *given: Any) -> list[list[Run]]:
-    """Returns the runs of workers that are threads, in a process of its own."""
-    return launch(_try_part, parts, *given, backend="threads")
-
-
-def _try_part(
-    root: str,
-    model: Any,
-    policies: Sequence[SARPolicy],
-    call: Callable[..., Tensor],
-    size: float = 1.0,
-) -> list[Run]:
-    """Trains as each policy says; runs on each worker."""
-    # Pieces of a fixed size, too, must be smaller in proportion. See [Note: scaled shapes].
-    for module, name, whole in PIECES:
-        setattr(module, name, max(int(whole * size), 1))
-    found = []
-    for policy in policies:
-        comm = group.current()
-        with LiveBytes() as live:
-            data = load_partition(root)
-            torch.manual_seed(0)
-            own = copy.deepcopy(model) if isinstance(model, nn.Module) else model(data)
-            trained = distribute(own, policy)
-            optimizer = torch.optim.Adam(trained.parameters())
-            for _ in range(2):
-                _step(trained, data, optimizer, call)
-        times = []
-        for _ in range(STEPS):
-            start = time.thread_time()
-            _step(trained, data, optimizer, call)
-            times.append(time.thread_time() - start)
-        with Ledger(comm) as ledger, Work() as work:
-            _step(trained, data, optimizer, call)
-        sent = {peer: ways["out"] for peer, ways in ledger.by_peer().items() if "out" in ways}
-        found.append(Run(live.peak, live.log, sent, min(times), work))
-        del data, own, trained, optimizer
-    return found
-
-
-def _step(
-    model: nn.Module, data: Data, optimizer: torch.optim.Optimizer, call: Callable[..., Tensor]
-) -> None:
-    optimizer.zero_grad()
-    out = call(model, data)
-    y = data.get("y")
-    if isinstance(y, Tensor) and not y.is_floating_point() and out.dim() == 2:
-        values = F.cross_entropy(out, y.view(-1).clamp(0, out.size(1) - 1), reduction="none")
-    else:
-        values = out.float().square()
-    mean(values).backward()
-    optimizer.step()
 
 
 # ``pyg-sar plan`` ##################################################################
@@ -341,7 +241,8 @@ def add_plan(command: argparse.ArgumentParser) -> Any:
     add("--workers", nargs="+", type=int, metavar="W", help="to compare (default: one a part)")
     add("--modes", nargs="+", type=int, choices=(1, 2, 3), default=[1, 2, 3], help="to compare")
     add("--memory", metavar="SIZE", help="that a worker may take: 16GiB")
-    add("--store", metavar="DIR", help="parts that wait may go to a file, as in train")
+    of_store = "with --memory: parts that wait go to a file here, as in train; its disk is tried"
+    add("--store", metavar="DIR", help=of_store)
     add("--bandwidth", metavar="RATE", help="bits/s of each host's link: 1Gb (default: one host)")
     add("--hosts", type=int, metavar="N", help="that workers are on (default: one each)")
     of_args = "attributes that the model takes: x,edge_index,edge_attr"
@@ -372,7 +273,7 @@ def plan_command(arguments: argparse.Namespace) -> int:
         modes=arguments.modes,
         policy=SARPolicy(),
         memory=arguments.memory,
-        store=arguments.store is not None,
+        store=arguments.store,
         hosts=arguments.hosts,
         bandwidth=None if arguments.bandwidth is None else parse_rate(arguments.bandwidth),
         call=call,

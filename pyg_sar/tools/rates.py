@@ -7,6 +7,7 @@ edge, by operators with an index and by the C++ kernels).
 
 from __future__ import annotations
 
+import os
 import time
 import weakref
 from collections.abc import Callable, Sequence
@@ -19,7 +20,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from pyg_sar.store.row_file import RowFile
+
 REPEAT = 5
+REQUEST, SMALL, FILE = 1 << 20, 1 << 14, 1 << 28
+"""Bytes of a request, of a small one, and of the file that a disk is measured with."""
 PRODUCTS = {"mm": (0, 1), "addmm": (1, 2), "bmm": (0, 1)}
 """Products of matrices, and which arguments are multiplied."""
 BY_INDEX = ("index", "index_select", "index_add", "index_put", "scatter", "scatter_add", "gather")
@@ -118,6 +123,71 @@ def _best(run: Callable[[], object]) -> float:
         run()
         times.append(clock() - start)
     return min(times)
+
+
+@dataclass(frozen=True, slots=True)
+class Moved:
+    """Holds what a store moves in a step.
+
+    Attributes:
+        read: Bytes read from it.
+        written: Bytes written to it.
+        awaited: Those of the bytes read that a part had to wait for.
+        waits: How often one had to.
+    """
+
+    read: float = 0
+    written: float = 0
+    awaited: float = 0
+    waits: float = 0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Disk:
+    """Holds what the disk of a store's folder does.
+
+    Attributes:
+        read: Bytes per second, read in requests of :data:`REQUEST` bytes one after the other.
+        written: Bytes per second, written so.
+        wait: Seconds that a small read takes.
+    """
+
+    read: float
+    written: float
+    wait: float
+
+    def seconds(self, busy: float, moved: Moved) -> float:
+        r"""Returns the time of a step that computes for ``busy`` seconds.
+
+        Parts wait for what was not read ahead; all else runs beside them, if the disk has time:
+        :math:`\max(\text{busy} + \text{awaited} / r + n w, \; \text{read} / r + \text{written} /
+        w')` for n reads that parts waited for.
+        """
+        waiting = moved.awaited / self.read + moved.waits * self.wait
+        return max(busy + waiting, moved.read / self.read + moved.written / self.written)
+
+    @classmethod
+    def measure(cls, folder: str | os.PathLike[str]) -> Disk:
+        """Measures a folder's disk as stores use it, past the page cache, in some seconds.
+
+        Raises:
+            StoreError: The folder holds no file of 256 MiB.
+        """
+        with RowFile(folder) as file:
+            start = file.allocate(FILE)
+            _timed(file, start, REQUEST, write=True)  # A disk takes longer for new places.
+            written = _timed(file, start, REQUEST, write=True)
+            read = _timed(file, start, REQUEST, write=False)
+            wait = _timed(file, start, SMALL, write=False)
+        return cls(read=FILE / read, written=FILE / written, wait=wait / (FILE // REQUEST))
+
+
+def _timed(file: RowFile, start: int, size: int, write: bool) -> float:
+    """Returns the seconds of requests of a size, one after the other."""
+    begin = time.perf_counter()
+    for place in range(start, start + FILE, REQUEST):
+        file.move(size, place, write)
+    return time.perf_counter() - begin
 
 
 # Bytes that are alive #######################################################################

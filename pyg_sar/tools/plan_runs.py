@@ -1,0 +1,246 @@
+"""Training steps on samples of a partition's shape: what :func:`pyg_sar.plan` counts and times.
+
+[Note: samples of a store] Parts that wait in a store are tried with the real one, in the folder
+that the training would have, and with the same share of all parts' bytes in memory as the whole
+graph's parts would have. So what is moved out and in is the same share of these bytes, too, and
+continues along a line like all else. Where the store refuses a sample, it would the whole graph.
+"""
+
+from __future__ import annotations
+
+import copy
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch_geometric.data import Data
+
+import pyg_sar.comm.group as group
+from pyg_sar.comm.host import split_parts
+from pyg_sar.comm.launch import launch
+from pyg_sar.convert import distribute
+from pyg_sar.engine import analysis
+from pyg_sar.errors import WorkerError
+from pyg_sar.kernels import attention_terms
+from pyg_sar.ledger import Ledger
+from pyg_sar.partition.loading import load_partition
+from pyg_sar.policy import SARPolicy
+from pyg_sar.reduction.metrics import mean
+from pyg_sar.store.part_store import CACHES
+from pyg_sar.tools.forecasts import Run, Runs, Stored, left_to_tensors
+from pyg_sar.tools.plan_sample import PartShape, PublishedPartition, write_sample
+from pyg_sar.tools.rates import LiveBytes, Moved, Work
+
+PIECES = (
+    (attention_terms, "_PRODUCTS", attention_terms._PRODUCTS),
+    (analysis, "_LEAST_BUDGET", analysis._LEAST_BUDGET),
+    (analysis, "_MOST_BUDGET", analysis._MOST_BUDGET),
+)
+"""Sizes of what is computed piece by piece."""
+ROWS = 120_000
+"""Own nodes, halo rows, and edges / 8, of all parts of the larger sample, about."""
+STORED_ROWS = 2
+"""Times as many for a store: large tensors lie in large pages, which take less time than small."""
+STEPS = 3
+"""Steps that are timed; the fastest counts."""
+
+Call = Callable[..., Tensor]
+
+
+class Samples:
+    """Samples of a partition, of one or two sizes, in a temporary folder.
+
+    Args:
+        root: The partition.
+        shapes: Its parts.
+        model: The model, or what makes it.
+        policies: How layers run.
+        call: The forward pass.
+        rows: Of the larger sample, about; see :data:`ROWS`.
+
+    Attributes:
+        sizes: As shares of the partition.
+    """
+
+    def __init__(
+        self,
+        root: str | PublishedPartition,
+        shapes: Sequence[PartShape],
+        model: Any,
+        policies: Sequence[SARPolicy],
+        call: Call,
+        rows: int,
+    ) -> None:
+        share = min(1.0, rows / max(_rows(shapes), 1))
+        self.sizes = [share] if share == 1.0 else [share, share / 4]
+        self._folder = tempfile.TemporaryDirectory(prefix="pyg_sar-plan-")
+        self._parts, self._policies = len(shapes), policies
+        self._given = []
+        for number, size in enumerate(self.sizes):
+            out = str(Path(self._folder.name) / str(number))
+            write_sample(root, shapes, size, Path(out))
+            self._given.append((out, model, policies, call, size))
+
+    def __enter__(self) -> Samples:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._folder.cleanup()
+
+    def apart(self) -> list[Runs]:
+        """Runs a worker for each part; runs by policy."""
+        # Without shared memory rows are sent and received, as between hosts: each is one worker's.
+        env = {"PYG_SAR_SHARED_MEMORY": "0"}
+        return self._by_policy(
+            [launch(_try_threads, 1, self._parts, *given, env=env)[0] for given in self._given]
+        )
+
+    def hosted(self) -> list[Runs]:
+        """Runs one worker that hosts all parts; runs by policy."""
+        return self._by_policy(
+            [launch(try_part, 1, *given, parts=self._parts) for given in self._given]
+        )
+
+    def _by_policy(self, found: list[Any]) -> list[Runs]:
+        return [
+            Runs(self.sizes, [[part[k] for part in parts] for parts in found])
+            for k in range(len(self._policies))
+        ]
+
+    def stored(self, hosted: Runs, k: int, workers: int, limit: int, store: str) -> Stored:
+        """Runs workers that host parts with a limit of memory and a store, by the k-th policy.
+
+        See [Note: samples of a store].
+        """
+        groups = split_parts(self._parts, workers)
+        left, found = left_to_tensors(limit), []
+        if left is None:
+            return Stored(self.sizes, [], "the limit leaves nothing to tensors")
+        for number, (out, model, policies, call, size) in enumerate(self._given):
+            budgets = [hosted.share_of(parts, left, number) for parts in groups]
+            cache = max(round(limit // CACHES * size), 1)
+            given = out, model, policies[k], call, size, budgets, cache
+            try:
+                # The launch's own limit does not count: each worker fixes it.
+                how: Any = {"parts": self._parts, "memory": 1 << 40, "store": store}
+                parts = launch(_try_stored, workers, *given, **how)
+            except WorkerError as error:
+                if "StoreError" not in str(error) and "OutOfMemoryError" not in str(error):
+                    raise
+                return Stored(self.sizes, [], "a part needs more at once")
+            found.append([[parts[p] for p in group] for group in groups])
+        return Stored(self.sizes, found, "")
+
+
+def _rows(shapes: Sequence[PartShape]) -> int:
+    return sum(shape.nodes + sum(shape.halo) + sum(shape.edges) // 8 for shape in shapes)
+
+
+def _try_threads(parts: int, *given: Any) -> list[list[Run]]:
+    """Returns the runs of workers that are threads, in a process of its own."""
+    return launch(try_part, parts, *given, backend="threads")
+
+
+class Training:
+    """A training of this worker's part of a sample.
+
+    Args:
+        watch: Is entered while the part is loaded and two steps are made.
+    """
+
+    def __init__(
+        self,
+        root: str,
+        model: Any,
+        policy: SARPolicy,
+        call: Call,
+        watch: AbstractContextManager[Any] | None = None,
+    ) -> None:
+        with watch or nullcontext():
+            self._data, self._call = load_partition(root), call
+            torch.manual_seed(0)
+            own = copy.deepcopy(model) if isinstance(model, nn.Module) else model(self._data)
+            self._model = distribute(own, policy)
+            self._optimizer = torch.optim.Adam(self._model.parameters())
+            for _ in range(2):
+                self.step()
+
+    def step(self) -> None:
+        """Makes a step."""
+        train_step(self._model, self._data, self._optimizer, self._call)
+
+    def seconds(self) -> float:
+        """Returns the processor's time of the fastest of some steps, of this thread."""
+        times = []
+        for _ in range(STEPS):
+            start = time.thread_time()
+            self.step()
+            times.append(time.thread_time() - start)
+        return min(times)
+
+
+def _scale(size: float) -> None:
+    # Pieces of a fixed size, too, must be smaller in proportion. See [Note: scaled shapes].
+    for module, name, whole in PIECES:
+        setattr(module, name, max(int(whole * size), 1))
+
+
+def try_part(
+    root: str, model: Any, policies: Sequence[SARPolicy], call: Call, size: float = 1.0
+) -> list[Run]:
+    """Trains as each policy says; runs on each worker."""
+    _scale(size)
+    found = []
+    for policy in policies:
+        live = LiveBytes()
+        training = Training(root, model, policy, call, live)
+        seconds = training.seconds()
+        with Ledger(group.current()) as ledger, Work() as work:
+            training.step()
+        sent = {peer: ways["out"] for peer, ways in ledger.by_peer().items() if "out" in ways}
+        found.append(Run(live.peak, live.log, sent, seconds, work))
+        del training
+    return found
+
+
+def _try_stored(
+    root: str,
+    model: Any,
+    policy: SARPolicy,
+    call: Call,
+    size: float,
+    budgets: Sequence[int],
+    cache: int,
+) -> tuple[Moved, float]:
+    """Trains with parts in a store; runs for each part."""
+    _scale(size)
+    host: Any = group.current().host
+    host.store.fix(budgets[host.outer.rank], cache)
+    training = Training(root, model, policy, call)
+    before = host.store.counters()
+    seconds = training.seconds()
+    after = host.store.counters()
+    moved = (
+        (after[name] - before[name]) / STEPS
+        for name in ("bytes_read", "bytes_written", "demand_bytes", "demand_faults")
+    )
+    return Moved(*moved), seconds
+
+
+def train_step(model: nn.Module, data: Data, optimizer: torch.optim.Optimizer, call: Call) -> None:
+    """Makes a step: the forward pass, a loss of all nodes, its gradients, the update."""
+    optimizer.zero_grad()
+    out = call(model, data)
+    y = data.get("y")
+    if isinstance(y, Tensor) and not y.is_floating_point() and out.dim() == 2:
+        values = F.cross_entropy(out, y.view(-1).clamp(0, out.size(1) - 1), reduction="none")
+    else:
+        values = out.float().square()
+    mean(values).backward()
+    optimizer.step()
