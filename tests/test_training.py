@@ -19,9 +19,9 @@ from torch_geometric.nn import GATConv
 import pyg_sar
 from pyg_sar.errors import DivergedError
 from pyg_sar.tools.models import MODELS, NORMS, build_model, stock_model
+from pyg_sar.train.arguments import make_schedulers, step
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
-from pyg_sar.train.schedules import make_schedulers, step
 from pyg_sar.train.targets import SPLITS, find_targets
 from pyg_sar.train.trainer import Callback, Trainer, seed_worker
 

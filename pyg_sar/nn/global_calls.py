@@ -29,8 +29,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.nn.global_hooks import refuse_inner_hooks, with_hooks
-from pyg_sar.nn.global_matrix import without_matrix
+from pyg_sar.nn.global_inputs import refuse_inner_hooks, with_hooks, without_matrix
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.space.distributed_index import DistEdgeIndex

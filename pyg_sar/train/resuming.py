@@ -21,8 +21,8 @@ from pyg_sar.exchange.gather import post_all
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.files import from_json
 from pyg_sar.space.distributed_index import DistEdgeIndex
+from pyg_sar.train.arguments import cycles_momentum
 from pyg_sar.train.checkpoint import Checkpoint
-from pyg_sar.train.schedules import cycles_momentum
 
 #: Settings that a resumed run may change without leaving the loss curve it continues.
 _FREE = frozenset({"epochs", "patience", "restore_best"})

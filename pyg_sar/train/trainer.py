@@ -35,7 +35,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
-from pyg_sar.train.arguments import check_arguments
+from pyg_sar.train.arguments import check_arguments, check_scheduler, make_schedulers, step
 from pyg_sar.train.checkpoint import (
     Checkpoint,
     inspect_checkpoint,
@@ -47,7 +47,6 @@ from pyg_sar.train.evaluation import Evaluation, Metric, check_metrics
 from pyg_sar.train.flow import NeighborSampling, call_model, check_flow, flow_rows, refuse_in_flow
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
-from pyg_sar.train.schedules import check_scheduler, make_schedulers, step
 from pyg_sar.train.targets import LabelSplit
 from pyg_sar.train.wire_error import gradient_error, measure_every
 
