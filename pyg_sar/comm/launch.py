@@ -23,6 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection, wait
+from types import CodeType
 from typing import Any, TypeVar
 
 import cloudpickle
@@ -212,12 +213,16 @@ class _Pickler(cloudpickle.Pickler):
     """Sends torch's namespaces ``torch.ops`` and ``torch.classes`` by name.
 
     cloudpickle ships each submodule that a function's attribute names match ("classes", say), and
-    these two look like modules without being picklable as such.
+    these two look like modules without being picklable as such. Since version 3.1.3 it leaves out
+    the file that a function stands in, which a traceback needs to show the lines.
     """
 
     def reducer_override(self, obj: Any) -> Any:
         if obj is torch.ops or obj is torch.classes:
             return importlib.import_module, (obj.__name__,)
+        if isinstance(obj, CodeType):
+            make, given = self.dispatch_table[CodeType](obj)
+            return make, tuple(obj.co_filename if a == "<dynamic-code>" else a for a in given)
         return super().reducer_override(obj)
 
 

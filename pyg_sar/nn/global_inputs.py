@@ -1,4 +1,4 @@
-"""What layers in the global view are called with besides node tensors: hooks, and ``adj_t``.
+"""Hooks of layers in the global view, and ``adj_t``: what their calls take besides node tensors.
 
 Hooks of a layer get tensors of the whole graph. In the place of ``adj_t`` a layer gets its edges
 and their weights.

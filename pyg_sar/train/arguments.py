@@ -1,4 +1,4 @@
-"""What a ``Trainer`` is given: arguments, which are checked, and schedulers of the learning rate.
+"""Arguments of a ``Trainer``, which are checked here, and schedulers of the learning rate.
 
 Schedulers are PyTorch's own, and their state is JSON. Every worker runs its own copies on the same
 global values, hence in step.
