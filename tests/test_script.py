@@ -89,7 +89,9 @@ again.load_state_dict(torch.load("state.pt"))
 print(f"{again.eval()(data.x, data.edge_index).sum().item():.12f}")
 """,
     "lazy": """
-data = Graphs()[0]
+dataset = Graphs()
+dataset[0].clone().x[3] = 5.0
+data = dataset[0]
 model = Net(lambda a, b: SAGEConv((-1, -1), b), -1, 3)
 with torch.no_grad():
     model(data.x, data.edge_index)
@@ -245,8 +247,9 @@ def test_a_graph_is_processed_once_and_partitioned_once(outcomes):
     folder = outcomes[0]
     processed = [result["train"][2].count("processed\n") for result in outcomes[1]]
     assert processed == [1, 0]
-    # With features as they are, and normalised; what draws random numbers is not kept.
-    assert len(list((folder / "cache").iterdir())) == 3
+    # With features as they are, also by dataset.data, and normalised; what draws random numbers is
+    # not kept.
+    assert len(list((folder / "cache").iterdir())) == 4
 
 
 # Refused ######################################################################
@@ -260,6 +263,11 @@ REFUSED = {
     "states": GRAPH
     + "data = Graphs()[0]\nmodel = Net(GCNConv, 5, 3)\n"
     + "rank = int(os.environ['RANK'])\ntorch.rand(1 + rank)\nmodel(data.x, data.edge_index)\n",
+    "written": GRAPH
+    + "dataset = Graphs()\ndata = dataset[0]\ndata.x[3] = 1.5\n"
+    + "print(dataset[0].x.sum().item())\n",
+    "attribute": GRAPH
+    + "dataset = Graphs()\ndataset.data.y = dataset.data.y * 2\nprint(dataset[0].y.sum())\n",
     "error": "def fail(x):\n    return x.foo\n\nimport os\nfail(os)\n",
     "syntax": "a = = 1\n",
     "caught": GRAPH.replace("g = torch.Generator", "raise OSError('no net'); g = torch.Generator")
@@ -273,6 +281,8 @@ REFUSED = {
         ("loader", "'NeighborLoader' under 'pyg-sar run'"),
         ("group", "starts workers of its own"),
         ("trace", "can't be traced"),
+        ("written", r"Graphs\[0\] after 'x' was written in place"),
+        ("attribute", r"Graphs\[0\] after 'dataset.data' got other attributes"),
         ("states", r"rank\(s\) \[1\] have drawn other random numbers"),
     ],
 )

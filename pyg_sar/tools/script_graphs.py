@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import torch
@@ -32,6 +33,7 @@ from pyg_sar.partition.node_lists import is_named
 from pyg_sar.partition.storage import read_part, write_partitions
 from pyg_sar.partition.whole_graph import store_tensors
 from pyg_sar.tensors import NodeMatrix, NodeTensor, node_tensors, whole
+from pyg_sar.tensors.rows import Writes
 from pyg_sar.tools.script_together import Together, digest_of_states
 
 METHOD = "balanced"
@@ -56,27 +58,66 @@ class Graphs:
     node_ids: Mapping[str, bool] | None = None
     temporary: str = ""
     owners: dict[Any, Owners] = field(default_factory=dict)
+    given: WeakKeyDictionary[Any, list[tuple[str, Any, Any]]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     def close(self) -> None:
         """Removes what is not kept."""
         if self.temporary:
             shutil.rmtree(self.temporary, ignore_errors=True)
 
-    def share(self, make: Any, name: str) -> Any:
+    def share(self, make: Any, name: str, dataset: Any = None) -> Any:
         """Returns a graph that rank 0 makes, distributed: this worker's part. Collective.
 
         Args:
             make: Returns a ``Data`` or ``HeteroData``, or a tuple or list of them; called at rank
                 0 alone.
             name: What it is of, for errors.
+            dataset: Whose graph it is, if of one. PyG may give the same tensors each time, with all
+                that was written into them; here they are others.
+
+        Raises:
+            DistributedIndexError: The script has changed what the dataset gave before.
         """
+        if dataset is not None:
+            self._check_unchanged(dataset, name)
 
         def work() -> Any:
             before = digest_of_states()
             made = make()
             return self._written(made, digest_of_states() == before, name)
 
-        return self._loaded(self.together.first(work))
+        found = self._loaded(self.together.first(work))
+        if dataset is not None:
+            self._remember(dataset, found, name)
+        return found
+
+    def _remember(self, dataset: Any, found: Any, name: str) -> None:
+        """Notes what a dataset gives: of its tensors how often they were written."""
+        known = self.given.setdefault(dataset, [])
+        if not isinstance(found, Data | HeteroData):
+            return
+        for attribute, value in _attributes(found):
+            if isinstance(value, NodeTensor):
+                known.append((attribute, value.writes, value.writes.count))
+        if name.endswith(".data"):  # PyG gives the same object each time.
+            known.append(("", found, [(key, id(value)) for key, value in _attributes(found)]))
+
+    def _check_unchanged(self, dataset: Any, name: str) -> None:
+        for attribute, what, before in self.given.get(dataset, ()):
+            if isinstance(what, Writes):
+                now: Any = what.count
+                change = f"{attribute!r} was written in place"
+            else:
+                now = [(key, id(value)) for key, value in _attributes(what)]
+                change = "'dataset.data' got other attributes"
+            if now != before:
+                raise DistributedIndexError(
+                    f"{name} after {change}, which may be in what PyG's dataset gives again, and "
+                    f"is not here (rank {self.together.comm.rank}): take the graph once, or "
+                    "change dataset[0].clone()"
+                )
 
     def transform(self, transform: Any, data: Any, name: str) -> Any:
         """Returns what a transform makes of a distributed graph. See [Note: transforms]."""
@@ -154,6 +195,10 @@ class Graphs:
         (kind, roots) = next(iter(where.items()))
         loaded = [self._loaded(root) for root in roots]
         return tuple(loaded) if kind == "tuple" else loaded
+
+
+def _attributes(data: Graph) -> list[tuple[str, Any]]:
+    return [(name, value) for store in data.stores for name, value in store.items()]
 
 
 def default_cache() -> Path:

@@ -113,7 +113,7 @@ class Process:
                 if worker is None or not number or len(dataset) != 1:
                     return real(dataset, index)
                 name = f"{type(dataset).__name__}[{int(index)}]"
-                return worker.graphs.share(lambda: real(dataset, index), name)
+                return worker.graphs.share(lambda: real(dataset, index), name, dataset)
 
             return get
 
@@ -123,7 +123,7 @@ class Process:
                 if worker is None or len(dataset) != 1:
                     return real.fget(dataset)
                 name = f"{type(dataset).__name__}.data"
-                return worker.graphs.share(lambda: real.fget(dataset), name)
+                return worker.graphs.share(lambda: real.fget(dataset), name, dataset)
 
             return real.getter(get)
 
