@@ -71,7 +71,7 @@ class Communicator(ABC):
         self.host: Any = None
         """The process of a part that shares it with others (``host.py``); else ``None``."""
         self.global_pass = -1
-        """The last backward pass in which there was a gradient of the global view."""
+        """The last backward pass in which an operator was given a node tensor."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0
