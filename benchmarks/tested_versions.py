@@ -4,6 +4,7 @@
 
     make test-versions                                  # every Python from 3.11 on that is at hand
     python benchmarks/tested_versions.py --python python3.12 --tests tests --out docs/versions.md
+    python benchmarks/tested_versions.py --keep FOLDER  # environments that stay for the next time
 
 Each combination gets an environment of its own, in which pip installs what its registry has, builds
 the package with its kernels, and runs tests. What can't be installed is a row that says so.
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from contextlib import nullcontext
 from dataclasses import dataclass
 from datetime import date
 from itertools import product
@@ -105,10 +107,11 @@ class Environment:
         return counts + "".join(f"; `{name}`" for name in failed[:3])
 
 
-def row(python: str, torch: str, pyg: str, tests: list[str]) -> str:
+def row(python: str, torch: str, pyg: str, tests: list[str], keep: str | None) -> str:
     """Returns the line of a combination."""
-    with tempfile.TemporaryDirectory() as folder:
-        environment = Environment(Path(folder))
+    kept = keep and f"{keep}/{python}-{torch}-{pyg}"
+    with nullcontext(kept) if kept else tempfile.TemporaryDirectory() as folder:
+        environment = Environment(Path(folder).resolve())
         found = [python.removeprefix("python"), torch, pyg, "-"]
         try:
             environment.install(python, torch, pyg)
@@ -125,6 +128,7 @@ def main() -> None:
     parser.add_argument("--torch", nargs="+", help="versions, one for each of --pyg")
     parser.add_argument("--pyg", nargs="+", help="versions")
     parser.add_argument("--tests", nargs="+", default=list(TESTS), help="files to run")
+    parser.add_argument("--keep", metavar="FOLDER", help="where environments stay, and are found")
     parser.add_argument("--out", help="Markdown file to write")
     arguments = parser.parse_args()
     pairs = list(zip(arguments.torch, arguments.pyg, strict=True)) if arguments.torch else PAIRS
@@ -139,7 +143,7 @@ def main() -> None:
         if shutil.which(python) is None:
             rows.append(f"| {python.removeprefix('python')} | {torch} | {pyg} | - | not at hand |")
         else:
-            rows.append(row(python, torch, pyg, arguments.tests))
+            rows.append(row(python, torch, pyg, arguments.tests, arguments.keep))
         print(rows[-1], flush=True)
         if arguments.out:  # What was tried stays, also when a later one is cut short.
             Path(arguments.out).write_text(text + "\n".join(rows) + "\n")

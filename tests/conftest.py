@@ -22,6 +22,7 @@ from forked_workers import Templates, templates
 from hosted_workers import hosted_workers, why_not
 from hypothesis import HealthCheck, settings
 
+from pyg_sar.comm.group import finalize
 from pyg_sar.comm.launch import _Worker
 
 
@@ -164,6 +165,13 @@ def hosted(pytestconfig: pytest.Config) -> Iterator[None]:
 def fixed_seed():
     """Every test starts from the same random state."""
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def communicator_of_its_own() -> Iterator[None]:
+    """What a test, or a script that it runs, leaves open isn't the next test's."""
+    yield
+    finalize()
 
 
 @pytest.fixture(autouse=True)
