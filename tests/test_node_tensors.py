@@ -291,6 +291,15 @@ CASES: dict[str, Callable[[Values], Any]] = {
     "sparse matrix of rows": lambda v: torch.sparse.mm(
         torch.sparse_coo_tensor(torch.stack([v.p, v.y]), v.x[:, 0].detach(), (N, N)), v.x
     ),
+    "matrix of rows in another form": lambda v: torch.sparse.mm(
+        torch.sparse_coo_tensor(
+            torch.stack([torch.arange(N) + 0 * v.y, v.y]),
+            v.x[:, 0].detach(),
+            (N, N),
+            is_coalesced=True,
+        ).to_sparse_csr(),
+        v.x,
+    ),
     "out=": lambda v: torch.index_select(v.m, 0, v.y, out=v.m.new_empty(N)),
 }
 

@@ -377,6 +377,7 @@ def _as_hetero_data(
     for k, info in enumerate(schema.relations):
         rows = store_tensors(tensors, "relation", k)
         store = data[info.name]
+        store.edge_index = rows["edge_index"]  # The first one, as in PyG's own graphs.
         set_attributes(store, decode_attributes(info.attributes, info.values, rows))
         store.e_id = rows["e_id"]
     data = data.to(device)
@@ -384,14 +385,13 @@ def _as_hetero_data(
         rows, store = store_tensors(tensors, "type", k), data[info.name[0]]
         _put_lists(comm, store, info.lists, rows, store.n_id, None)
     for k, info in enumerate(schema.relations):
-        rows = store_tensors(tensors, "relation", k)
+        rows, store = store_tensors(tensors, "relation", k), data[info.name]
         source, _, target = info.name
         plan = _plan(comm, data[source].num_nodes, rows, device)
         targets = None if source == target else data[target].num_nodes
-        edges = rows["edge_index"].to(device)
-        edge_index = dist_edge_index(edges, plan, targets=targets)
-        data[info.name].edge_index = edge_index.ordered(data[info.name].e_id)
-        _put_lists(comm, data[info.name], info.lists, rows, data[source].n_id, targets)
+        edge_index = dist_edge_index(store.edge_index, plan, targets=targets)
+        store.edge_index = edge_index.ordered(store.e_id)
+        _put_lists(comm, store, info.lists, rows, data[source].n_id, targets)
     return data
 
 

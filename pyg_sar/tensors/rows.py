@@ -373,7 +373,8 @@ class Rows:
                     for theirs, got in zip(ids, comm.all_gather(buffer, label=_LABEL), strict=True):
                         some = theirs[begin : begin + length]
                         flat[some] = got[: some.numel()]
-            return out.movedim(0, axis)
+            # Some operators read memory without a look at its strides: that of COO to CSR.
+            return out.movedim(0, axis).contiguous()
 
     def fetch(self, ids: Tensor, known_by: Tensor | None = None) -> Fetch:
         """Returns a plan to get rows of the whole, named on each worker by itself. Collective.
