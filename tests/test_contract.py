@@ -548,7 +548,6 @@ def test_retained_graph_runs_backward_again(mode: int, kind: str, graph: Data, r
 def test_inside_activation_checkpointing(mode: int, graph: Data, root: Path):
     """``torch.utils.checkpoint`` runs a whole layer again, exchange included."""
     model = make_net()
-    model.norm = torch.nn.LayerNorm(8).double()
 
     def worker() -> Any:
         data = pyg_sar.load_partition(root)

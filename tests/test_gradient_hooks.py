@@ -314,6 +314,28 @@ def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
         threads(worker, WORLD)
 
 
+def test_hooks_that_pytorch_forgets_are_missed(
+    net: Net, root: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As PyTorch 2.6 forgets those of parameters that a function saves in a checkpoint."""
+    monkeypatch.setattr("pyg_sar.reduction.gradients.hooks_are_forgotten", lambda: True)
+
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        model: Any = pyg_sar.distribute(copy.deepcopy(net))
+
+        def loss() -> Tensor:
+            return pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id))
+
+        loss().backward()
+        loss().backward()
+        model.head.weight._backward_hooks = None
+        with pytest.raises(pyg_sar.errors.PygSarError, match="'head.weight' got this worker's"):
+            loss().backward()
+
+    threads(worker, WORLD)
+
+
 def test_converted_models_are_freed(net: Net, root: Path):
     """Hooks on parameters don't keep a model that nobody uses any more."""
 

@@ -21,6 +21,7 @@ from pyg_sar.engine.schedule import Schedule, Stage
 from pyg_sar.errors import note_place, refuse_second_derivative
 from pyg_sar.exchange.rows import Travel, UnitRows, Use
 from pyg_sar.exchange.wire import Wire
+from pyg_sar.reduction.parameters import hooks_are_forgotten, not_themselves
 from pyg_sar.space.shard import Block
 
 
@@ -201,7 +202,8 @@ class _Run(torch.autograd.Function):
         done = kernel.forward([tensor.detach() for tensor in tensors], True)
         go(kernel, done, kernel.schedule.forward)
         out = done.finish()
-        ctx.save_for_backward(*kernel.saved(tensors, done))
+        saved = kernel.saved(tensors, done)
+        ctx.save_for_backward(*(not_themselves(saved) if hooks_are_forgotten() else saved))
         ctx.kernel, ctx.out = kernel, None
         if kernel.reads_output:
             ctx.out = out[0].detach()

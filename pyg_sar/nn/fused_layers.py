@@ -311,7 +311,7 @@ class _Together(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, value: Tensor, count: int, *given: Tensor) -> tuple[Tensor, ...]:
         terms, weights = given[:count], given[count:]
-        ctx.save_for_backward(value, *weights)
+        ctx.save_for_backward(value, *map(torch.detach, weights))  # See hooks_are_forgotten().
         ctx.set_materialize_grads(False)
         return (value.view_as(value), *(term.view_as(term) for term in terms))
 

@@ -37,6 +37,7 @@ from pyg_sar.reduction.parameters import (
     check_replicas,
     defer_hooks,
     differ,
+    hooks_are_forgotten,
     in_space,
     marks,
     owned_parameters,
@@ -162,6 +163,7 @@ class GradientSum(ParameterHook):
         super().__init__(comm)
         self.bucket_bytes = bucket_bytes
         self._warned = False
+        self._called: set[int] = set()
         self._known: dict[int, None] = {}
         self._passes: dict[int, _Pass] = {}
         self._points: dict[int, int] = {}
@@ -186,7 +188,8 @@ class GradientSum(ParameterHook):
                 "worker's part: convert the model with distribute(model, sum_gradients=False), "
                 "and sum the gradients of those tensors over the workers"
             )
-        defer_hooks(parameter, partial(self._before, parameter))
+        after = self._check_called if hooks_are_forgotten() else None
+        defer_hooks(parameter, partial(self._before, parameter), after)
 
     def settle(self) -> None:
         if self._copying is not None:
@@ -196,6 +199,7 @@ class GradientSum(ParameterHook):
             self._points, self._passes = {}, {}
 
     def _before(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
+        self._called.add(id(parameter))
         if gradient is None or _use(parameter) is None:
             return gradient
         name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
@@ -226,6 +230,17 @@ class GradientSum(ParameterHook):
             one.captured[id(parameter)] = gradient.clone()
             return one.captured[id(parameter)]
         return gradient.new_zeros(()).expand_as(gradient)
+
+    def _check_called(self, parameter: Tensor) -> None:
+        """Refuses a gradient that autograd has accumulated without a call of the hook."""
+        if id(parameter) not in self._called:
+            raise PygSarError(
+                f"Parameter {getattr(parameter, MARK)!r} got this worker's part of its gradient "
+                f"(rank {self.comm.rank}): PyTorch {torch.__version__} has not called its hook, as "
+                "an autograd.Function has saved it within torch.utils.checkpoint or "
+                "saved_tensors_hooks: save parameter.detach() there, or take a newer PyTorch"
+            )
+        self._called.remove(id(parameter))
 
     def _open(self, task: int) -> _Pass:
         """Returns the pass under way, whose end will call :meth:`_finish`."""

@@ -39,6 +39,7 @@ from pyg_sar.comm.collectives import sum_over_workers
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_terms import wide_dtype
+from pyg_sar.reduction.parameters import hooks_are_forgotten
 
 OVER_ROWS: tuple[type, ...] = (
     _NormBase,
@@ -401,6 +402,8 @@ def normalise(
     Returns:
         y, of the dtype of ``x``, and the moments, without a gradient.
     """
+    if hooks_are_forgotten():
+        weight, bias = (None if t is None else t.view_as(t) for t in (weight, bias))
     out, *found = _Normalise.apply(x, weight, bias, eps, current())
     return out, Moments(*found)
 

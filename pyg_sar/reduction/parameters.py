@@ -22,7 +22,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import cache
 from typing import Any
 
 import torch
@@ -351,11 +352,53 @@ class Deferred(OrderedDict[int, Any]):
         return key in self.users
 
 
-def defer_hooks(parameter: Tensor, own: Callable[[Tensor], Tensor | None]) -> None:
-    """Has autograd call ``own`` with this worker's gradient, and none of the users' hooks."""
-    before, after = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
-    parameter._backward_hooks = Deferred(own, before)
-    parameter._post_accumulate_grad_hooks = Deferred(None, after)
+def defer_hooks(
+    parameter: Tensor,
+    own: Callable[[Tensor], Tensor | None],
+    after: Callable[[Tensor], None] | None,
+) -> None:
+    """Has autograd call ``own`` with this worker's gradient, and none of the users' hooks.
+
+    Once the gradient is accumulated it calls ``after``, if given, with the parameter.
+    """
+    users = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
+    parameter._backward_hooks = Deferred(own, users[0])
+    parameter._post_accumulate_grad_hooks = Deferred(after, users[1])
+
+
+class _Saves(torch.autograd.Function):
+    """A function that saves a parameter, as those do that users write."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value)
+        return value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (value,) = ctx.saved_tensors
+        return gradient * value
+
+
+@cache
+def hooks_are_forgotten() -> bool:
+    """Says if this PyTorch forgets a parameter's hooks where a function saves it.
+
+    2.6 does, where others pack what is saved (``torch.utils.checkpoint``).
+    """
+    called: list[Tensor] = []
+    with torch.inference_mode(False), torch.enable_grad():
+        leaf = torch.ones(1, requires_grad=True)
+        leaf.register_hook(called.append)
+        with torch.autograd.graph.saved_tensors_hooks(torch.detach, torch.detach):
+            out = _Saves.apply(leaf)
+        out.backward()
+    return not called
+
+
+def not_themselves(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns tensors to save where parameters themselves would lose their hooks."""
+    return [tensor.detach() if tensor.is_leaf else tensor for tensor in tensors]
 
 
 def refuse_node_hooks(node: Any, name: str) -> None:
