@@ -90,13 +90,13 @@ class NodeTensor(Tensor):
         shape[axis] = rows.total
         # Strides are those of a contiguous tensor: autograd looks at them to choose operators, and
         # the order of a worker's own rows in memory may be another one than on the next worker.
-        out: NodeTensor = Tensor._make_wrapper_subclass(
-            cls,
-            shape,
-            dtype=local.dtype,
-            device=local.device,
-            requires_grad=False,
-        )
+        make: Any = Tensor._make_wrapper_subclass
+        given = {"dtype": local.dtype, "device": local.device, "requires_grad": False}
+        if torch.is_inference_mode_enabled():
+            with torch.inference_mode(False):  # It may be a view of a tensor from outside.
+                out: NodeTensor = make(cls, shape, **given)
+        else:
+            out = make(cls, shape, **given)
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
         out.writes, out._edges = Writes(), (None, 0)
         return out
