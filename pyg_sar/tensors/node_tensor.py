@@ -22,6 +22,7 @@ leave out those by ``x.data``, and those in inference mode.
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -90,13 +91,13 @@ class NodeTensor(Tensor):
         shape[axis] = rows.total
         # Strides are those of a contiguous tensor: autograd looks at them to choose operators, and
         # the order of a worker's own rows in memory may be another one than on the next worker.
-        make: Any = Tensor._make_wrapper_subclass
-        given = {"dtype": local.dtype, "device": local.device, "requires_grad": False}
-        if torch.is_inference_mode_enabled():
-            with torch.inference_mode(False):  # It may be a view of a tensor from outside.
-                out: NodeTensor = make(cls, shape, **given)
-        else:
-            out = make(cls, shape, **given)
+        out: NodeTensor = Tensor._make_wrapper_subclass(
+            cls,
+            shape,
+            dtype=local.dtype,
+            device=local.device,
+            requires_grad=False,
+        )
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
         out.writes, out._edges = Writes(), (None, 0)
         return out
@@ -155,8 +156,11 @@ class NodeTensor(Tensor):
                     break
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
-        out = found(func, args, kwargs)
-        return _viewed(func, args, kwargs, out) if func.is_view else out
+        if not func.is_view:
+            return found(func, args, kwargs)
+        # In inference mode as well a view of a tensor from outside is no inference tensor.
+        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
+            return _viewed(func, args, kwargs, found(func, args, kwargs))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(whole(self, "print()"))
