@@ -122,6 +122,9 @@ print(f"{model(data.x, halves[1]).square().sum().item():.12f}")
 """,
     "transforms": """
 data = T.AddSelfLoops()(Graphs()[0])
+fill = T.FeaturePropagation(missing_mask=data.x > 0.5)
+filled = T.Compose([fill, T.LocalDegreeProfile()])(data.clone())
+print([f"{value:.12f}" for value in filled.x[:9].flatten().tolist()], fill.missing_mask.sum())
 split = T.RandomLinkSplit(num_val=0.1, num_test=0.2, is_undirected=True)
 train_data, val_data, test_data = split(data)
 model = Net(SAGEConv, 5, 3).eval()
@@ -247,9 +250,9 @@ def test_a_graph_is_processed_once_and_partitioned_once(outcomes):
     folder = outcomes[0]
     processed = [result["train"][2].count("processed\n") for result in outcomes[1]]
     assert processed == [1, 0]
-    # With features as they are, also by dataset.data, and normalised; what draws random numbers is
-    # not kept.
-    assert len(list((folder / "cache").iterdir())) == 4
+    # With features as they are, also by dataset.data, normalised, and filled; what draws random
+    # numbers is not kept.
+    assert len(list((folder / "cache").iterdir())) == 5
 
 
 # Refused ######################################################################

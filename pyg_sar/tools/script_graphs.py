@@ -11,6 +11,7 @@ throughout a script, so that tensors of one go together with those of another.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import os
 import shutil
@@ -25,6 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.transforms import BaseTransform
 
 from pyg_sar.errors import DistributedIndexError, PartitionError
 from pyg_sar.partition.loading import load_partition
@@ -229,6 +231,28 @@ def gathered(data: Any, keep: bool) -> Graph | None:
             if keep:
                 target[key] = value
     return plain if keep else None
+
+
+def with_whole_tensors(transform: Any) -> Any:
+    """Returns a transform that has whole tensors where it has node tensors. Collective.
+
+    ``FeaturePropagation(missing_mask=data.x.isnan())`` and those that hold it (``Compose``) are
+    copied; others are returned themselves.
+    """
+    changed = {}
+    for key, value in vars(transform).items():
+        what = f"{type(transform).__name__}.{key}"
+        if isinstance(value, NodeTensor):
+            changed[key] = whole(value, what)
+        elif isinstance(value, list) and any(isinstance(one, BaseTransform) for one in value):
+            inner = [with_whole_tensors(v) if isinstance(v, BaseTransform) else v for v in value]
+            if any(a is not b for a, b in zip(inner, value, strict=True)):
+                changed[key] = inner
+    if not changed:
+        return transform
+    transform = copy.copy(transform)
+    vars(transform).update(changed)
+    return transform
 
 
 def _empty_stores(plain: Any, data: Any) -> list[Any]:

@@ -34,7 +34,7 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import Output, PrivateFiles, called_by_package
-from pyg_sar.tools.script_graphs import Graphs, is_distributed
+from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
 from pyg_sar.tools.script_models import Models
 from pyg_sar.tools.script_together import Together
 
@@ -141,7 +141,7 @@ class Process:
                 worker = self.here()
                 if worker is None or not is_distributed(graph):
                     return real(transform, graph)
-                apply = partial(real, transform)
+                apply = partial(real, with_whole_tensors(transform))
                 return worker.graphs.transform(apply, graph, type(transform).__name__)
 
             return apply
