@@ -477,7 +477,21 @@ class Heads(torch.nn.Module):
         return self.conv(x.view(-1, 2, CHANNELS // 2), edge_index)
 
 
+class Negated(torch.nn.Module):
+    """Operands whose sign PyTorch keeps beside their memory, as of ``z.conj().imag``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList([gnn.LEConv(CHANNELS, OUT), Default()])
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        messages, sums = self.convs
+        x = torch._neg_view(x * 2)
+        return messages(x, edge_index) + sums(x, edge_index)[:, :OUT]
+
+
 FUSED: dict[str, Any] = {
+    "negated views": Negated,
     "sage, mean": lambda: gnn.SAGEConv(CHANNELS, OUT),
     "sage, sum": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="sum", project=True),
     "gin": lambda: gnn.GINConv(Linear(CHANNELS, OUT), train_eps=True),
@@ -639,7 +653,7 @@ def test_one_warning_and_the_same_results(
 def test_kernels_off_does_not_warn(without_kernels: None, partitions: Partitions):
     root = partitions(make_graph(), 2, "random")
     with warnings.catch_warnings():
-        warnings.simplefilter("error")
+        warnings.simplefilter("error", KernelWarning)
         threads(rows_of_messages, 2, root, SARPolicy(kernels="off"), "sum")
 
 

@@ -250,6 +250,7 @@ def run(kernel: Kernel, tensors: Sequence[Tensor], record: bool) -> Sequence[Ten
         tensors: Its inputs.
         record: Whether autograd shall record it.
     """
+    tensors = [tensor.resolve_neg() for tensor in tensors]  # memory is read as it is
     if record:
         out = _Run.apply(kernel, *tensors)
         return out if isinstance(out, tuple) else (out,)
