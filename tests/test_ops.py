@@ -484,14 +484,13 @@ class Negated(torch.nn.Module):
         super().__init__()
         self.convs = torch.nn.ModuleList([gnn.LEConv(CHANNELS, OUT), Default()])
 
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+    def forward(self, x: Tensor, edge_index: Tensor, edge_weight: Tensor) -> Tensor:
         messages, sums = self.convs
-        x = torch._neg_view(x * 2)
-        return messages(x, edge_index) + sums(x, edge_index)[:, :OUT]
+        x, weight = torch._neg_view(x * 2), torch._neg_view(-edge_weight)
+        return messages(x, edge_index, weight) + sums(x, edge_index)[:, :OUT]
 
 
 FUSED: dict[str, Any] = {
-    "negated views": Negated,
     "sage, mean": lambda: gnn.SAGEConv(CHANNELS, OUT),
     "sage, sum": lambda: gnn.SAGEConv(CHANNELS, OUT, aggr="sum", project=True),
     "gin": lambda: gnn.GINConv(Linear(CHANNELS, OUT), train_eps=True),
@@ -523,6 +522,8 @@ def test_layers_are_exact_with_kernels_and_without(world: int, partitions: Parti
         torch.manual_seed(0)
         root = partitions(data, world, part)
         sweep.add(name, Job(make().double(), root, policies=SWITCHES), data)
+    job = Job(Negated().double(), root, edge=("edge_weight",), policies=SWITCHES)
+    sweep.add("negated views", job, data)
     sweep.check()
 
 
