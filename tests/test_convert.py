@@ -34,7 +34,7 @@ from torch import Tensor
 from torch.nn import Linear
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
-from torch_geometric.explain import Explainer, GNNExplainer
+from torch_geometric.explain import AttentionExplainer, Explainer, GNNExplainer
 from torch_geometric.nn import MessagePassing
 
 import pyg_sar
@@ -604,6 +604,28 @@ def test_an_explained_layer_is_exact(graph: Data, root: Path):
 
     expected = explained(copy.deepcopy(layer), graph.edge_weight)(graph.x, graph.edge_index)
     assert error(assemble(threads(worker, WORLD), 40), expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("mode", [1, 3])
+def test_an_explainer_that_collects_messages_is_refused(mode: int, graph: Data, root: Path):
+    """Messages come tile by tile: it would take the first tile's weights for those of all edges."""
+
+    def worker() -> Any:
+        data = pyg_sar.load_partition(root)
+        model = pyg_sar.distribute(gnn.GATConv(CHANNELS, 3).double(), SARPolicy(mode=mode))
+        explainer = Explainer(
+            model,
+            AttentionExplainer(),
+            explanation_type="model",
+            edge_mask_type="object",
+            model_config={"mode": "regression", "task_level": "node", "return_type": "raw"},
+        )
+        with pytest.raises(
+            pyg_sar.errors.DistributedIndexError, match="AttentionExplainer collects"
+        ):
+            explainer(data.x, data.edge_index)
+
+    threads(worker, WORLD)
 
 
 def test_explainers_run_on_a_converted_model_and_plain_edges(graph: Data):

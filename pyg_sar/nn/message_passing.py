@@ -53,6 +53,7 @@ from pyg_sar.nn.propagation import (
     keeping_rows,
     kept_normalisation,
     known_size,
+    refuse_collectors,
     refuse_local_ids,
     reversed_call,
     sorted_edges,
@@ -187,6 +188,7 @@ class DistMessagePassing(MessagePassing):
             if found is not None:
                 return found[0][0]
             return self._propagate_parts(edge_index, size, kwargs, choice)
+        refuse_collectors(self)
         edge_index = with_room(self, edge_index, kwargs)
         if edge_index.dist_row != self._source_row() and not self._one_shot_call:
             edge_index, kwargs = reversed_call(self, edge_index, size, kwargs)
