@@ -329,6 +329,7 @@ def test_hooks_that_pytorch_forgets_are_missed(
 
         loss().backward()
         loss().backward()
+        torch.autograd.grad(loss(), model.head.weight)  # Called in another pass.
         model.head.weight._backward_hooks = None
         with pytest.raises(pyg_sar.errors.PygSarError, match="'head.weight' got this worker's"):
             loss().backward()

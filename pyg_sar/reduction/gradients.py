@@ -163,7 +163,7 @@ class GradientSum(ParameterHook):
         super().__init__(comm)
         self.bucket_bytes = bucket_bytes
         self._warned = False
-        self._called: set[int] = set()
+        self._called: dict[int, int] = {}
         self._known: dict[int, None] = {}
         self._passes: dict[int, _Pass] = {}
         self._points: dict[int, int] = {}
@@ -199,7 +199,7 @@ class GradientSum(ParameterHook):
             self._points, self._passes = {}, {}
 
     def _before(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        self._called.add(id(parameter))
+        self._called[id(parameter)] = torch._C._current_graph_task_id()
         if gradient is None or _use(parameter) is None:
             return gradient
         name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
@@ -233,14 +233,13 @@ class GradientSum(ParameterHook):
 
     def _check_called(self, parameter: Tensor) -> None:
         """Refuses a gradient that autograd has accumulated without a call of the hook."""
-        if id(parameter) not in self._called:
+        if self._called.get(id(parameter)) != torch._C._current_graph_task_id():
             raise PygSarError(
                 f"Parameter {getattr(parameter, MARK)!r} got this worker's part of its gradient "
                 f"(rank {self.comm.rank}): PyTorch {torch.__version__} has not called its hook, as "
                 "an autograd.Function has saved it within torch.utils.checkpoint or "
                 "saved_tensors_hooks: save parameter.detach() there, or take a newer PyTorch"
             )
-        self._called.remove(id(parameter))
 
     def _open(self, task: int) -> _Pass:
         """Returns the pass under way, whose end will call :meth:`_finish`."""

@@ -349,7 +349,7 @@ class Rows:
                 f"{GATHER_LIMIT >> 20} MiB (rank {comm.rank}). Select rows or columns first"
             )
         if comm.world_size == 1:
-            out = torch.empty_like(local)
+            out = torch.empty_like(local, memory_format=torch.contiguous_format)
             return out.index_copy_(axis, self.ids, local) if self.total else out
         with torch.inference_mode(False):
             moved = local.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
