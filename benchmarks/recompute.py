@@ -3,9 +3,10 @@
     python benchmarks/recompute.py --out docs/benchmarks/recompute.md
 
 Three layers of 256 with BatchNorm, ReLU and dropout; 8 parts on one worker, with a quarter of the
-memory that they take without a limit. Written into the model, by ``torch.utils.checkpoint``: keep
-all, as pyg_sar does; compute ReLU and dropout again; and normalisation, ReLU and dropout (the
-statistics of BatchNorm are kept). Fresh processes, alternately; medians over the rounds. The
+memory that they take without a limit. ReLU and dropout save whole tensors, as in PyTorch, or bits,
+as pyg_sar has them; or, written into the model by ``torch.utils.checkpoint``, ReLU and dropout are
+computed again, or normalisation, ReLU and dropout (the statistics of BatchNorm are kept). Fresh
+processes, alternately; medians over the rounds. The
 processor's time of an epoch, all threads, hardly depends on what else the host does. Computing
 again pays without doubt where the store moves less than ``break-even``, the bytes that it saves by
 the seconds of processor that it adds; above it only as far as the store's time is not hidden
@@ -34,12 +35,20 @@ from torch_geometric.nn import BatchNorm, GATConv, SAGEConv
 from tqdm import tqdm
 
 import pyg_sar
+from pyg_sar.comm.communicator import LocalCommunicator
+from pyg_sar.comm.host import Hosting
+from pyg_sar.comm.hosting import host_parts
 from pyg_sar.ledger import peak_memory, reset_peak_memory
 from pyg_sar.reduction.moments import moments, standardise
 from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 
 WIDTH, CLASSES, PARTS, MB = 256, 8, 8, 1 << 20
-WAYS = {"keep": "nothing", "pointwise": "ReLU, dropout", "norm": "normalisation, ReLU, dropout"}
+WAYS = {
+    "whole": "nothing, whole tensors",
+    "bits": "nothing, bits",
+    "pointwise": "ReLU, dropout",
+    "norm": "normalisation, ReLU, dropout",
+}
 CPU = torch.device("cpu")
 
 
@@ -69,7 +78,7 @@ class Net(nn.Module):
         def all_of_it(x: Tensor, mean: Tensor, scale: Tensor) -> Tensor:
             return end(standardise(x, mean, scale, norm.module.bias, None, x.dtype))
 
-        if self.way == "keep":
+        if self.way in ("whole", "bits"):
             return end(norm(x))
         if self.way == "pointwise":
             return checkpoint(end, norm(x), use_reentrant=False)
@@ -101,11 +110,17 @@ def measure(root: str, kind: str, dropout: float, way: str, epochs: int) -> tupl
     return start, peak_memory(CPU), each, loss.item()
 
 
+def hosted(hosting: Hosting, *given: Any) -> list[Any]:
+    """All parts' results in this process."""
+    return host_parts(measure, given, hosting, LocalCommunicator(CPU))
+
+
 def row(root: str, args: argparse.Namespace, kind: str, way: str, limit: int | None) -> Any:
     """Trains in a fresh process: the peak; seconds, processor's seconds, bytes; the loss."""
-    how = {} if limit is None else {"memory": limit, "store": args.store}
+    store = None if limit is None else str(args.store)
+    hosting = Hosting(PARTS, limit, store, saved="bits" if way == "bits" else "whole")
     given = root, kind, args.dropout, way, args.epochs
-    found = pyg_sar.launch(measure, 1, *given, parts=PARTS, threads_per_worker=1, **how)
+    found = pyg_sar.launch(hosted, 1, hosting, *given, threads_per_worker=1)[0]
     return max(most for _, most, *_ in found) - found[0][0], *found[-1][2:]
 
 
@@ -148,7 +163,7 @@ HEAD = (
 def table(root: str, args: argparse.Namespace) -> list[str]:
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for kind in args.models:
-        free, _, exact = row(root, args, kind, "keep", None)
+        free, _, exact = row(root, args, kind, "whole", None)
         found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
         for _ in tqdm(range(args.rounds), desc=kind):
             for way, each in found.items():
@@ -158,12 +173,12 @@ def table(root: str, args: argparse.Namespace) -> list[str]:
                     raise SystemExit(f"{kind}, {way}: a loss of {loss}, {exact} without a limit")
                 each.append(numbers)
         mid = {way: [median(v) for v in zip(*each, strict=True)] for way, each in found.items()}
-        _, work, *moved = mid["keep"]
+        _, work, *moved = mid["whole"]
         for way, (took, used, read, written) in mid.items():
             saved, added = (sum(moved) - read - written) / 1e6, used - work
             cells = [kind, WAYS[way], f"{read / 1e6:.0f}", f"{written / 1e6:.0f}", f"{used:.2f}"]
             cells += [f"{took:.2f}"]
-            if way == "keep":
+            if way == "whole":
                 cells += [""] * 3
             else:
                 limit = f"{saved / added:.0f}" if added > 0 else "any"

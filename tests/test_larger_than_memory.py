@@ -301,6 +301,23 @@ def test_what_is_computed_again_gives_the_same_bits(small, tmp_path, monkeypatch
         assert torch.equal(state, state_1)
 
 
+def saved(root: str) -> tuple[Tensor, int]:
+    """Gradients of a model with ReLU and dropout; bytes that this worker saved as bits so far."""
+    found, _ = updates(root, False)
+    return found, counters()["bits_of_bytes"]
+
+
+def test_relu_and_dropout_save_bits(small, tmp_path, monkeypatch):
+    """Of both between the layers; gradients are the same to the bit."""
+    everything_waits(monkeypatch)
+    outer, given = LocalCommunicator(torch.device("cpu"), 60.0), (8, 200 * MB, str(tmp_path))
+    bits = host_parts(saved, (small,), Hosting(*given), outer)
+    whole = host_parts(saved, (small,), Hosting(*given, saved="whole"), outer)
+    assert all(torch.equal(a, b) for (a, _), (b, _) in zip(bits, whole, strict=True))
+    assert max(size for _, size in bits) == 2 * 2 * 4000 * 64 * 8
+    assert max(size for _, size in whole) == 0
+
+
 # What is said of it ###########################################################
 
 

@@ -61,12 +61,15 @@ class Hosting:
             they wait in memory.
         keep: Which published rows a cache keeps: ``'belady'``, those that are needed soonest;
             ``'adjacent'``, those of a part that the next one needs (HongTu's rule), to compare.
+        saved: What ReLU and dropout save where parts wait in a store of the CPU: ``'bits'``
+            (:mod:`pyg_sar.store.saved_bits`), or ``'whole'`` tensors, to compare.
     """
 
     parts: int
     memory: int | None = None
     store: str | None = None
     keep: Literal["belady", "adjacent"] = "belady"
+    saved: Literal["bits", "whole"] = "bits"
 
     @property
     def device(self) -> str | None:
@@ -185,6 +188,7 @@ class Host:
             place = read_environment()
             size = memory or available_memory(1 if place is None else place.local_world_size)
             self.store = PartStore(len(self.parts), num_parts, size, store)
+        self.saved = hosting.saved
         turn = self._begin, self._end
         self.turns = Turns(self.parts, check, self._under_way, *turn, outer.device)
         self._numbers = dict.fromkeys(self.parts, 0)
@@ -212,6 +216,12 @@ class Host:
         self.turns.leave(part)
         if isinstance(self.store, HostStore):
             self.store.leave(part - self.parts.start)
+
+    def saving(self) -> AbstractContextManager[Any]:
+        """How this thread's part saves what its backward pass needs."""
+        if self.saved == "bits" and isinstance(self.store, PartStore):
+            return self.store.saving()
+        return nullcontext()
 
     def unpaged(self, size: int = 0) -> AbstractContextManager[Any]:
         """Makes tensors that stay in memory, of ``size`` bytes: for all parts, and the network."""

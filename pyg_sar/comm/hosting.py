@@ -146,7 +146,8 @@ def host_parts(
             torch.autograd.set_multithreading_enabled(False)
         try:
             host.turns.begin(part)
-            results[part] = fn(*args)
+            with host.saving():
+                results[part] = fn(*args)
         except BaseException as caught:  # SystemExit included: the caller must learn of it.
             error: BaseException = caught
             if host.store is not None and isinstance(caught, torch.OutOfMemoryError):

@@ -15,6 +15,7 @@ from torch import Tensor
 from pyg_sar.errors import StoreError
 from pyg_sar.store.pager import Pager
 from pyg_sar.store.row_file import RowFile
+from pyg_sar.store.saved_bits import SavedBits
 
 RESERVE = 0.06, 8 << 20
 """Share of the memory, and bytes, that are left for what the pager has not allocated."""
@@ -69,6 +70,12 @@ class PartStore:
         self._spare: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
         self._slots, self._fixed = 0, None  # type: int, int | None
         self._arena: int | None = None
+        self._saving: list[SavedBits] = []
+
+    def saving(self) -> SavedBits:
+        """Has a part's ReLU and dropout save bits, on the thread that enters it."""
+        self._saving.append(SavedBits())
+        return self._saving[-1]
 
     def begin(self, arena: int) -> None:
         """Begins a part's turn, on its thread. Arenas are the parts' numbers in this process."""
@@ -183,7 +190,7 @@ class PartStore:
         self._spare[slots.numel(), slots.dtype].append(slots)
 
     def counters(self) -> dict[str, int]:
-        """Bytes moved so far, time that was waited for them, and the most that was in memory."""
+        """Bytes moved, and saved as bits, so far; time that was waited; the most in memory."""
         found = self._pager.counters()
         rows = self.rows
         return {
@@ -194,6 +201,7 @@ class PartStore:
             "prefetched_bytes": found.prefetched_bytes,
             "peak_resident_bytes": found.peak_resident_bytes,
             "overrun_bytes": found.overrun_bytes,
+            "bits_of_bytes": sum(mode.kept for mode in self._saving),
             "waited_ns": found.waited_ns + (0 if rows is None else rows.waited_ns),
         }
 

@@ -30,6 +30,7 @@ def backward_case(layer: Any) -> int:
 MOVED = {
     "read_bytes": ("bytes_read", 1),
     "written_bytes": ("bytes_written", 1),
+    "bits_of_bytes": ("bits_of_bytes", 1),
     "waited_seconds": ("waited_ns", 1e-9),
 }
 """Keys of a summary; what they count of a store, and the unit."""
@@ -64,10 +65,11 @@ class HostedRun:
 
         Returns:
             ``parts`` of each worker; ``memory``, its limit in bytes, and ``store``, or ``None``;
-            per epoch, of each worker, ``read_bytes`` and ``written_bytes`` of the store, and the
-            ``waited_seconds`` in which nothing was computed for their sake; and per layer ``case``
-            (:func:`backward_case`), and for each phase how many halo rows one pass needs and how
-            many of them it reads from the store, over all parts and per node.
+            per epoch, of each worker, ``read_bytes`` and ``written_bytes`` of the store,
+            ``bits_of_bytes``, those of tensors that were saved as bits, and the
+            ``waited_seconds`` in which nothing was computed for the store's sake; and per layer
+            ``case`` (:func:`backward_case`), and for each phase how many halo rows one pass needs
+            and how many of them it reads from the store, over all parts and per node.
         """
         host = self.comm.host
         if host is None:
@@ -139,11 +141,12 @@ def describe_hosting(found: Mapping[str, Any]) -> list[str]:
     lines = [f"{sum(parts)} parts on {len(parts)} worker(s) ({each}), {memory}, {store}"]
     lines += aligned(rows)
     if found["store"] is not None:
-        lines.append("between layers: what PyTorch keeps is moved out and back")
-        written, read = (
+        written, read, bits = (
             ", ".join(f"{size / 1e6:,.1f}" for size in found[key])
-            for key in ("written_bytes", "read_bytes")
+            for key in ("written_bytes", "read_bytes", "bits_of_bytes")
         )
+        lines.append("between layers: what PyTorch keeps is moved out and back")
+        lines.append(f"ReLU and dropout: bits kept for these MB per epoch of each worker: {bits}")
         waited = ", ".join(f"{seconds:.2f}" for seconds in found["waited_seconds"])
         lines.append(f"moved per epoch, MB of each worker: {written} out, {read} in")
         lines.append(f"waited for that per epoch, seconds of each worker: {waited}")
