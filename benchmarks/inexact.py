@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import datetime
+import shlex
 import statistics
 import tempfile
 from pathlib import Path
@@ -92,6 +93,11 @@ def draw(rows: list[tuple[str, float, float, float, float]], path: Path) -> None
     figure.savefig(path, dpi=110)
 
 
+def _words(value: Any) -> str:
+    """An argument as one types it."""
+    return shlex.join(map(str, value if isinstance(value, list) else [value]))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--graph", default="synthetic:nodes=3000,degree=15,features=64,signal=0.1")
@@ -113,7 +119,7 @@ def main() -> None:
     )
     settings += f", {given.seeds} seeds"
     changed = [
-        f" --{name.replace('_', '-')} {graph if name == 'graph' else value}"
+        f" --{name.replace('_', '-')} {_words(graph if name == 'graph' else value)}"
         for name, value in vars(given).items()
         if value != parser.get_default(name) and name != "out"
     ]

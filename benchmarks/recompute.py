@@ -164,7 +164,7 @@ def table(root: str, args: argparse.Namespace) -> list[str]:
     lines = ["| " + " | ".join(HEAD) + " |", "|---" * len(HEAD) + "|"]
     for kind in args.models:
         free, _, exact = row(root, args, kind, "whole", None)
-        found: dict[str, list[list[float]]] = {way: [] for way in WAYS}
+        found: dict[str, list[list[float]]] = {way: [] for way in args.ways}
         for _ in tqdm(range(args.rounds), desc=kind):
             for way, each in found.items():
                 _, numbers, loss = row(root, args, kind, way, free // 4)
@@ -194,6 +194,7 @@ def main() -> None:
     parser.add_argument("--edges", type=int, default=400_000)
     parser.add_argument("--dropout", type=float, default=0.5)
     parser.add_argument("--models", nargs="+", default=["sage", "gat"], choices=["sage", "gat"])
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--epochs", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--rate", type=int, help="MB/s of the store's disk at most; needs root")
@@ -211,6 +212,7 @@ def main() -> None:
     command = (
         f"python benchmarks/recompute.py --nodes {args.nodes} --edges {args.edges} "
         f"--dropout {args.dropout:g} --models {models} --rounds {args.rounds}"
+        + (f" --ways {' '.join(args.ways)}" if args.ways != list(WAYS) else "")
         + (f" --rate {args.rate}" if args.rate else "")
     )
     text = "\n".join(
