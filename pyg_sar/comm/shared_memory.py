@@ -13,6 +13,11 @@ later. The other carries what may stay unread when a worker ends: releases, and 
 gone. A worker reads these, without waiting, when it needs a segment. A peer that dies closes
 both: whoever waits for it knows at once.
 
+[Note: small sums] Where all workers are of one host, what they sum travels, if it is small, in the
+packets of messages (:meth:`SharedMemory.swap`): a worker has to sleep until the others come in any
+case, and the packet that wakes it brings the numbers. Everyone adds in the order of ranks, as over
+gloo.
+
 [Note: resident memory] What a reader touches of a mapped segment counts as resident in the reader
 as well. It gives these pages up with each piece that it has read and with each release (the memory
 stays the writer's), so that a reader has a mebibyte or two of its local peers' rows mapped, or the
