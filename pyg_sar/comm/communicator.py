@@ -351,16 +351,14 @@ class GroupCommunicator(Communicator):
     def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
         ledgers = list(self.ledgers)
         shared = self.sharing
-        near = shared is not None and shared.reduces(tensor)
-        carrier = shared if shared is not None and near else self._transport
-        name = shared.local_peers.name if shared is not None and near else self.backend
 
         def task() -> None:
+            carrier = shared if shared is not None and shared.reduces(tensor) else self._transport
             with _as_a_whole(tensor) as whole:
                 if whole.numel():
                     carrier.all_reduce(whole, op, f"{spoken(label)} ({op})")
             size = num_bytes(whole)
-            count_all(ledgers, label, size, size, name)
+            count_all(ledgers, label, size, size, carrier.name)
 
         return self._issuer.submit(task, label, f"all_reduce ({op})")
 

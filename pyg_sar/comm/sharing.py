@@ -210,7 +210,7 @@ class Sharing:
         self, local_peers: LocalPeers, rank: int, issuer: Issuer, ledgers: list[Any]
     ) -> None:
         self.local_peers, self.rank = local_peers, rank
-        self.ranks = local_peers.ranks
+        self.ranks, self.name = local_peers.ranks, local_peers.name
         self._issuer, self._ledgers = issuer, ledgers
 
     def publish(
