@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from pyg_sar.comm.backends import PeerTensor, Transport, to_bytes
+from pyg_sar.comm.backends import SMALL_SUM, PeerTensor, Transport, reduced, to_bytes
 from pyg_sar.comm.issuer import Issuer, Work
 from pyg_sar.comm.messages import Posts, count, name_of, num_bytes
 from pyg_sar.ledger import Label, spoken
@@ -41,6 +41,7 @@ class Subject(IntEnum):
     EXCHANGE = 0
     PUBLICATION = 1
     ROWS = 2
+    SUM = 3
 
 
 class Message(ABC):
@@ -72,12 +73,15 @@ class LocalPeers(ABC):
         carries_all: Whether plain exchanges with local peers should go this way too.
         name: What ledgers call it.
         posts: Where messages are noted: with the backend's messages.
+        complete: Whether all workers of the group are local peers of each other that can
+            :meth:`swap`; the same on all workers.
     """
 
     ranks: frozenset[int]
     carries_all: bool
     name: str
     posts: Posts
+    complete: bool = False
 
     @abstractmethod
     def take(self, size: int) -> Any:
@@ -103,6 +107,13 @@ class LocalPeers(ABC):
             TimeoutError: It did not come in time.
             MismatchError: It has another name (:func:`pyg_sar.comm.messages.name_of`).
         """
+
+    def swap(self, data: Tensor, name: str) -> dict[int, Tensor]:
+        """Sends at most ``SMALL_SUM`` bytes to all local peers, and returns theirs by rank.
+
+        Only where all are :attr:`complete`. Errors are those of :meth:`receive`.
+        """
+        raise NotImplementedError
 
     def trim(self) -> None:
         """Gives memory that nobody holds back to the system."""
@@ -199,7 +210,7 @@ class Sharing:
         self, local_peers: LocalPeers, rank: int, issuer: Issuer, ledgers: list[Any]
     ) -> None:
         self.local_peers, self.rank = local_peers, rank
-        self.ranks = local_peers.ranks
+        self.ranks, self.name = local_peers.ranks, local_peers.name
         self._issuer, self._ledgers = issuer, ledgers
 
     def publish(
@@ -373,3 +384,18 @@ class Sharing:
         for tensors, name in ((near, self.local_peers.name), (far, transport.name)):
             out, back = ({peer: num_bytes(tensor) for peer, tensor in way} for way in tensors)
             count(ledgers, label, out, back, name)
+
+    # Small sums --------------------------------------------------------------
+
+    def reduces(self, tensor: Tensor) -> bool:
+        """Returns whether :meth:`all_reduce` takes a tensor: the same answer on all workers."""
+        small = tensor.device.type == "cpu" and num_bytes(tensor) <= SMALL_SUM
+        return small and self.local_peers.complete
+
+    def all_reduce(self, tensor: Tensor, op: str, where: str) -> None:
+        """Reduces a small contiguous tensor in place, in the order of ranks, as gloo does here."""
+        name = name_of(where, tensor.dtype, tensor.shape)
+        found = self.local_peers.swap(to_bytes(tensor), name)
+        everyones = {rank: data.view(tensor.dtype).view_as(tensor) for rank, data in found.items()}
+        everyones[self.rank] = tensor
+        tensor.copy_(reduced([everyones[rank] for rank in sorted(everyones)], op))
