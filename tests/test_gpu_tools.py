@@ -88,8 +88,20 @@ def test_training_options(option: str, root: Any):
 
 
 @pytest.mark.parametrize("more", [["--mfg", "on"], ["--sampler", "neighbor"], ["--labels", "0.5"]])
-def test_the_command_trains(more: list[str], root: Any, tmp_path: Path):
-    given = ["train", "--parts", str(root(2)), "--epochs", "2", "--quiet", "--hidden", "8"]
+def test_the_command_trains(more: list[str], tmp_path: Path):
+    data = graph()
+    data.x = data.x.float()
+    pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
+    given = [
+        "train",
+        "--parts",
+        str(tmp_path / "parts"),
+        "--epochs",
+        "2",
+        "--quiet",
+        "--hidden",
+        "8",
+    ]
     given += ["--report", str(tmp_path / "r"), "--checkpoint", str(tmp_path / "c"), *more]
     assert cli.main([*given, "--workers", "2"]) == 0
 
@@ -191,14 +203,19 @@ def test_models_of_the_users_own(task: Any, root: Any):
 # Scripts ######################################################################
 
 
-def test_a_script_prints_what_it_prints_alone(tmp_path: Path, monkeypatch: Any, capfd: Any):
+@pytest.mark.parametrize(
+    ("device", "more"), [("cuda", []), ("cpu", ["--backend", "gloo"])], ids=["cuda", "cpu"]
+)
+def test_a_script_prints_what_it_prints_alone(
+    device: str, more: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any
+):
     script = tmp_path / "script.py"
     script.write_text(
         GRAPH
         + """
 dataset = Graphs(transform=T.NormalizeFeatures())
-data = dataset[0].to("cuda")
-model = Net(GCNConv, dataset.num_features, dataset.num_classes).to("cuda").eval()
+data = dataset[0].to("DEVICE")
+model = Net(GCNConv, dataset.num_features, dataset.num_classes).to("DEVICE").eval()
 optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 model.train = lambda mode=True: model
 for epoch in range(3):
@@ -206,13 +223,13 @@ for epoch in range(3):
 pred = model(data.x, data.edge_index).argmax(-1)
 print(int((pred == data.y).sum()), pred[:3].tolist())
 torch.save(model.state_dict(), "state.pt")
-"""
+""".replace("DEVICE", device)
     )
     monkeypatch.chdir(tmp_path)
     plain = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr
     for workers in ("1", "2"):
-        code = cli.main(["run", "--workers", workers, "script.py"])
+        code = cli.main(["run", *more, "--workers", workers, "script.py"])
         found = capfd.readouterr()
         assert code == 0, found.err
         assert found.out == plain.stdout, workers
