@@ -46,7 +46,7 @@ test-full: $(STAMPS)/full test ## Install the extras sparse, ogb and triton (min
 test-gpu: $(STAMPS)/full ## Run the kernels' and the contract's tests on the GPUs of this machine
 	@$(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || \
 		{ echo "PyTorch sees no GPU here: nothing was run. Set TORCH to a PyTorch for CUDA"; exit 1; }
-	TRITON_INTERPRET=0 $(BIN)/pytest tests/test_gpu_kernels.py tests/test_gpu_workers.py tests/test_gpu_flows.py $(PYTEST_ARGS)
+	TRITON_INTERPRET=0 $(BIN)/pytest tests/test_gpu_kernels.py tests/test_gpu_workers.py tests/test_gpu_flows.py tests/test_gpu_tools.py $(PYTEST_ARGS)
 
 test-hosted: $(STAMPS)/test ## Run the tests with hosted parts in place of workers
 	$(BIN)/pytest --hosted $(AT_ONCE) $(PYTEST_ARGS)

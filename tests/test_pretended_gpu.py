@@ -87,7 +87,7 @@ def test_it_refuses_what_a_gpu_refuses(library: str):
     run(["-c", REFUSED], PRETENDED_GPU=library)
 
 
-@pytest.mark.parametrize("file", ["test_gpu_workers", "test_gpu_flows"])
+@pytest.mark.parametrize("file", ["test_gpu_workers", "test_gpu_flows", "test_gpu_tools"])
 def test_what_runs_on_gpus_runs_there(file: str, library: str):
     """The tests of `make test-gpu`, without its kernels."""
     given = ["-m", "pytest", "-q", "-p", "no:cacheprovider", str(HERE / f"{file}.py")]

@@ -81,6 +81,8 @@ class Samples:
         self.sizes = [share] if share == 1.0 else [share, share / 4]
         self._folder = tempfile.TemporaryDirectory(prefix="pyg_sar-plan-")
         self._parts, self._policies = len(shapes), policies
+        if isinstance(model, nn.Module):  # Samples run on the CPU, in other processes.
+            model = copy.deepcopy(model).cpu()
         self._given = []
         for number, size in enumerate(self.sizes):
             out = str(Path(self._folder.name) / str(number))

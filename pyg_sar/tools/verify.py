@@ -131,7 +131,7 @@ def verify(
                 f"'num_workers' is {num_workers}, of which some would have none of the "
                 f"{part.num_nodes} nodes: take fewer"
             )
-        plain = without_dropout(copy.deepcopy(model)).double()
+        plain = without_dropout(copy.deepcopy(model)).cpu().double()
         run = call or call_with(_required(plain, part))
         expected = _reference(plain, part, run)
         with tempfile.TemporaryDirectory() as folder:

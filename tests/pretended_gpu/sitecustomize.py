@@ -65,13 +65,16 @@ def replace_functions() -> None:
     def set_all(states: Any) -> None:
         ops.set_rng_state(states[0])
 
+    def seed(number: int) -> None:
+        ops.manual_seed(int(number) - (2**64 if int(number) >= 2**63 else 0))
+
     drawn = {
         "get_rng_state": lambda device=None: ops.get_rng_state(),
         "set_rng_state": lambda state, device=None: ops.set_rng_state(state),
         "get_rng_state_all": lambda: [ops.get_rng_state()],
         "set_rng_state_all": set_all,
-        "manual_seed": ops.manual_seed,
-        "manual_seed_all": ops.manual_seed,
+        "manual_seed": seed,
+        "manual_seed_all": seed,
     }
     others: dict[str, Any] = {
         "is_available": lambda: True,
