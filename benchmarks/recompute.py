@@ -1,4 +1,4 @@
-"""What is computed between layers: kept in the store, or computed again in the backward pass?
+"""What lies between layers: kept in the store, as bits, or computed again in the backward pass?
 
     python benchmarks/recompute.py --out docs/benchmarks/recompute.md
 
@@ -217,7 +217,7 @@ def main() -> None:
     )
     text = "\n".join(
         [
-            "# Kept or computed again",
+            "# Kept, as bits, or computed again",
             "",
             f"{date.today()}, `{command}`, {os.cpu_count()} cores, one thread per worker, torch "
             f"{torch.__version__}. Power-law graph of {args.nodes:,} nodes and {args.edges:,} "
