@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 import subprocess
@@ -30,6 +31,12 @@ DTYPES = (
     *(torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32),
     *(torch.uint8, torch.bool, torch.complex64),
 )
+
+
+@pytest.fixture(autouse=True)
+def only_its_own_tensors() -> None:
+    """Tests count all regions of the process: cycles of tests before may hold some."""
+    gc.collect()
 
 
 @contextmanager

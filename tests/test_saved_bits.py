@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pyg_sar.store.saved_bits import CHUNK, LEAST, SavedBits
+from pyg_sar.store.part_store import BITS_CHUNK, LEAST_BITS, SavedBits
 
 Call = Callable[[Tensor, Tensor], Tensor]
 
@@ -52,12 +52,12 @@ def test_gradients_are_the_same(name, dtype):
 
 def test_what_is_kept():
     """Both tensors; more than one chunk, whose last one is no whole number of bytes."""
-    size = CHUNK + LEAST + 3
+    size = BITS_CHUNK + LEAST_BITS + 3
     x, mode = torch.randn(size, requires_grad=True), SavedBits()
     with mode:
         F.dropout((2 * x).relu()).sum().backward()
         assert mode.kept == 2 * 4 * size
-        (2 * x)[: LEAST - 1].relu().sum()
+        (2 * x)[: LEAST_BITS - 1].relu().sum()
         F.relu(x.detach())
         with torch.no_grad():
             F.dropout(x)
@@ -68,7 +68,7 @@ def test_what_is_kept():
 def test_second_derivatives():
     def run(mode: Any) -> Tensor:
         torch.manual_seed(0)
-        x = torch.randn(LEAST, requires_grad=True)
+        x = torch.randn(LEAST_BITS, requires_grad=True)
         with mode:
             out = F.dropout((x**3).relu(), 0.5)
             (first,) = torch.autograd.grad(out.square().sum(), x, create_graph=True)
@@ -79,7 +79,7 @@ def test_second_derivatives():
 
 def test_values_that_change_are_refused():
     """Like PyTorch's own; bits don't change."""
-    x = torch.randn(LEAST, requires_grad=True)
+    x = torch.randn(LEAST_BITS, requires_grad=True)
     with SavedBits():
         out = (2 * x).relu()
         out.add_(1)
@@ -96,7 +96,7 @@ def test_values_that_change_are_refused():
 
 
 def test_checkpoints_keep_their_own():
-    x, mode = torch.randn(LEAST, requires_grad=True), SavedBits()
+    x, mode = torch.randn(LEAST_BITS, requires_grad=True), SavedBits()
     with mode:
         checkpoint(lambda x: F.dropout(x.relu()), x, use_reentrant=False).sum().backward()
         assert mode.kept == 0

@@ -62,7 +62,7 @@ class Hosting:
         keep: Which published rows a cache keeps: ``'belady'``, those that are needed soonest;
             ``'adjacent'``, those of a part that the next one needs (HongTu's rule), to compare.
         saved: What ReLU and dropout save where parts wait in a store of the CPU: ``'bits'``
-            (:mod:`pyg_sar.store.saved_bits`), or ``'whole'`` tensors, to compare.
+            (:class:`pyg_sar.store.part_store.SavedBits`), or ``'whole'`` tensors, to compare.
     """
 
     parts: int

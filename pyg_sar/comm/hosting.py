@@ -154,6 +154,7 @@ def host_parts(
                 error = host.store.explained(caught)
             comm.report(error)
             failures.append((is_consequence(error, part), part, error))
+            del error  # Its traceback has this frame: all the part's tensors would live on.
         finally:
             comm.close()
             host.leave(part)
