@@ -6,11 +6,11 @@ Three layers of 256 with BatchNorm, ReLU and dropout; 8 parts on one worker, wit
 memory that they take without a limit. ReLU and dropout save whole tensors, as in PyTorch, or bits,
 as pyg_sar has them; or, written into the model by ``torch.utils.checkpoint``, ReLU and dropout are
 computed again, or normalisation, ReLU and dropout (the statistics of BatchNorm are kept). Fresh
-processes, alternately; medians over the rounds. The
-processor's time of an epoch, all threads, hardly depends on what else the host does. Computing
-again pays without doubt where the store moves less than ``break-even``, the bytes that it saves by
-the seconds of processor that it adds; above it only as far as the store's time is not hidden
-behind computing, and most is. ``--rate`` limits the store's disk, to see how it is on slower ones.
+processes, alternately; medians over the rounds. The processor's time of an epoch, all threads,
+hardly depends on what else the host does. Saving bytes pays without doubt where the store moves
+less than ``break-even``, the bytes saved by the seconds of processor added; above it only as far as
+the store's time is not hidden behind computing, and most is. ``--rate`` limits the store's disk, to
+see how it is on slower ones.
 """
 
 from __future__ import annotations
