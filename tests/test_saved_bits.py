@@ -12,8 +12,15 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from pyg_sar.store.part_store import BITS_CHUNK, CAN_SAVE_BITS, LEAST_BITS, SavedBits
+from pyg_sar.store.part_store import (
+    BITS_CHUNK,
+    CAN_SAVE_BITS,
+    LEAST_BITS,
+    SavedBits,
+    _Saved,
+)
 
+NAN = float("nan")
 Call = Callable[[Tensor, Tensor], Tensor]
 
 CALLS: dict[str, Call] = {
@@ -111,3 +118,16 @@ def test_checkpoints_keep_their_own():
         with torch.autograd.graph.saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
             F.dropout((2 * x).relu())
         assert len(packed) == 2 and mode.kept == 0
+
+
+def test_other_values_stay_whole():
+    """A third value, in the second chunk only; a first chunk of zeros; NaN."""
+    values = torch.zeros(2 * BITS_CHUNK)
+    values[::2] = 1.5
+    two = _Saved(values.clone(), sign=False)
+    assert two.become_bits() == values.nbytes and torch.equal(two.whole(), values)
+    zeros = values.clone()
+    zeros[:BITS_CHUNK] = 0
+    for other in (zeros, *(values.index_fill(0, torch.tensor([BITS_CHUNK]), v) for v in (2, NAN))):
+        found = _Saved(other, sign=False)
+        assert found.become_bits() == 0 and found.whole() is other
