@@ -2,7 +2,8 @@
 
     python benchmarks/streaming.py --data ../shared/data --out docs/benchmarks/streaming.md
 
-``coarsened`` (``pyg_sar/partition/coarsening.py``), all of it; and Fennel alone (Tsourakakis et
+``balanced``, METIS with even edges, too; ``coarsened`` (``pyg_sar/partition/coarsening.py``), all of
+it; and Fennel alone (Tsourakakis et
 al., WSDM 2014), which is its last stage: one pass that knows nothing before, and with two passes
 more (Nishimura and Ugander, KDD 2013). Rates are edges of the graph over the processor's seconds
 of one thread, adjacency included; small graphs say little about them, so there is a synthetic one.
@@ -32,33 +33,23 @@ from pyg_sar.tools.graph_sources import SyntheticGraph, synthetic_graph
 MEMORY = 2**30
 
 
-class FromNothing(coarsening._State):
-    """Fennel's first pass: nodes that have no part yet are in one more, which does not count."""
-
-    def __init__(self, blocks: coarsening._Blocks, num_parts: int, batch: int) -> None:
-        nowhere = torch.full((blocks.num_nodes,), num_parts, dtype=torch.int32)
-        super().__init__(blocks, num_parts + 1, batch, nowhere)
-        self._shares *= num_parts / (num_parts + 1)
-        self._price *= (num_parts + 1) / num_parts
-        self._loads.zero_()
-        self._loads[:, -1] = torch.inf  # Nobody goes there.
-
-
 def fennel(edge_index: Tensor, num_nodes: int, num_parts: int, passes: int) -> Tensor:
-    wanted = min(coarsening._LARGEST, max(num_nodes // (num_parts * coarsening._BATCHES), 1))
-    batch = max(min(wanted, coarsening._ENTRIES // (num_parts + 1)), 1)
+    """Nodes that have no part yet are in one more, which is full."""
     with tempfile.TemporaryDirectory() as folder:
         scratch = Scratch(Path(folder), MEMORY, lambda line: None)
-        blocks = coarsening._Blocks([(edge_index, 0, 0)], num_nodes, batch, scratch)
-        state = FromNothing(blocks, num_parts, batch)
-        for _ in range(passes):
-            for run in blocks.read("fennel"):
-                state.stream(*run)
-    return state.part.long()
+        blocks = coarsening.Blocks([(edge_index, 0, 0)], num_nodes, scratch)
+        nowhere = torch.full((num_nodes,), num_parts, dtype=blocks.dtype)
+        parts = coarsening.Parts(blocks, num_parts, torch.zeros_like(nowhere))
+        parts.part, full = nowhere, parts.most + 10 * parts.loads[:1]
+        parts.loads = torch.cat([torch.zeros_like(parts.loads), full])
+        for number in range(passes):
+            parts.stream(f"pass {number + 1}")
+    return parts.part.long()
 
 
 METHODS: dict[str, Callable[[Tensor, int, int], Tensor]] = {
     "metis": lambda edges, nodes, parts: assign_nodes(edges, nodes, parts, "metis"),
+    "balanced": lambda edges, nodes, parts: assign_nodes(edges, nodes, parts, "balanced"),
     "coarsened": lambda edges, nodes, parts: assign_nodes(edges, nodes, parts, "coarsened"),
     "one pass": lambda edges, nodes, parts: fennel(edges, nodes, parts, 1),
     "three passes": lambda edges, nodes, parts: fennel(edges, nodes, parts, 3),

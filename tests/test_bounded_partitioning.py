@@ -18,6 +18,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.utils import is_undirected
 
 import pyg_sar
+from pyg_sar.kernels import ops
 from pyg_sar.partition import coarsening, merge_partitions
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.layout import make_layout, partition_statistics
@@ -248,20 +249,91 @@ def test_clusters_keep_to_their_size(tmp_path: Path) -> None:
     clique = torch.combinations(torch.arange(size)).t()
     edge_index = torch.cat([clique, clique + size], 1)
     scratch = Scratch(tmp_path, 2**30, lambda line: None)
-    blocks = coarsening._Blocks([(edge_index, 0, 0)], 2 * size, 16, scratch)
-    clusters = coarsening._Clusters(blocks, parts, 16)
+    blocks = coarsening.Blocks([(edge_index, 0, 0)], 2 * size, scratch)
+    clusters = coarsening.Clusters(blocks, parts)
     for _ in range(3):
-        for run in blocks.read("clustering"):
-            clusters.stream(*run)
+        clusters.stream("clustering")
     label, count = clusters.numbered(10**6)
     assert parts * coarsening.CLUSTERS <= count < 0.75 * 2 * size
     most = torch.tensor([2 * size, edge_index.size(1)]) // (parts * coarsening.CLUSTERS)
-    loads = torch.zeros(2, count).long()
-    loads.index_add_(1, label, torch.stack([torch.ones_like(label), blocks.indegree]))
-    assert bool((loads <= most[:, None]).all())
+    assert bool((blocks.loads(label, count) <= most).all())
     joined, fewer = clusters.numbered(7)
     assert fewer == 7 and joined.unique().tolist() == list(range(7))
     assert all(joined[label == k].unique().numel() == 1 for k in range(count))
+
+
+def loads_of(group: Tensor, weights: Tensor, count: int) -> Tensor:
+    return torch.zeros(count, weights.size(1)).long().index_add_(0, group, weights)
+
+
+@pytest.mark.skipif(not ops.built, reason="the C++ kernels were not built")
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("kinds", [2, 3])
+@pytest.mark.parametrize("seed", range(4))
+def test_kernels_decide_as_plain_loops_do(dtype: torch.dtype, kinds: int, seed: int) -> None:
+    """Also where no part has room, and where runs start behind the first node."""
+    torch.manual_seed(seed)
+    count, groups, parts = 300, 40, 5
+    degree = torch.randint(0, 9, (count,)) * torch.randint(0, 9, (count,))
+    offsets = torch.cat([torch.zeros(1).long(), degree.cumsum(0)])
+    adjacent = (torch.rand(int(degree.sum())).square() * count).to(dtype)
+    weights = torch.stack([torch.ones_like(degree), degree, (torch.rand(count) < 0.3).long()], 1)
+    weights = weights[:, :kinds].contiguous()
+    changed = 0
+    for size, share in ((groups, 1.3), (parts, 1.1), (parts, 0.9)):
+        start = torch.randint(0, size, (count,), dtype=dtype)
+        most = (share * weights.sum(0) / size).long() + 1
+        price = 3e4 * torch.rand(kinds, dtype=torch.double)
+        found = []
+        for native in (True, False):
+            group, loads = start.clone(), loads_of(start, weights, size)
+            for first, last in ((0, 170), (170, 300)):
+                low, high = offsets[[first, last]].tolist()
+                run = first, offsets[first : last + 1] - low, adjacent[low:high]
+                given = group, loads, weights[first:last], most
+                if size == groups:
+                    coarsening.join_clusters_(*given, *run, native=native)
+                else:
+                    coarsening.join_parts_(*given, price, *run, native=native)
+            assert torch.equal(loads, loads_of(group, weights, size))
+            found.append(group)
+        assert torch.equal(*found)
+        changed += int((found[0] != start).sum())
+    assert changed > count
+
+
+@pytest.mark.skipif(not ops.built, reason="the C++ kernels were not built")
+def test_kernels_refuse_what_would_be_read_outside() -> None:
+    def given(**other: Any) -> list[Any]:
+        usual = {
+            "part": torch.zeros(3, dtype=torch.int32),
+            "loads": torch.tensor([[3, 2], [0, 0]]),
+            "weights": torch.tensor([[1, 1], [1, 1], [1, 0]]),
+            "most": torch.tensor([9, 9]),
+            "price": torch.ones(2, dtype=torch.double),
+            "first": 0,
+            "offsets": torch.tensor([0, 1, 2, 2]),
+            "adjacent": torch.tensor([1, 0], dtype=torch.int32),
+        }
+        return list((usual | other).values())
+
+    coarsening.join_parts_(*given(), native=True)
+    for error, other in (
+        (IndexError, {"adjacent": torch.tensor([1, 3], dtype=torch.int32)}),
+        (IndexError, {"part": torch.tensor([0, 2, 0], dtype=torch.int32)}),
+        (IndexError, {"part": torch.tensor([0, -1, 0], dtype=torch.int32)}),
+        (IndexError, {"first": 1}),
+        (IndexError, {"first": -1}),
+        (ValueError, {"offsets": torch.tensor([0, 2, 1, 2])}),
+        (ValueError, {"offsets": torch.tensor([0, 1, 2, 3])}),
+        (ValueError, {"weights": torch.ones(3, 3).long()}),
+        (ValueError, {"weights": torch.ones(2, 3).long().t()}),
+        (ValueError, {"price": torch.ones(2)}),
+        (TypeError, {"adjacent": torch.tensor([1, 0])}),
+        (TypeError, {"loads": torch.zeros(2, 2)}),
+    ):
+        with pytest.raises(error, match="join_parts_: expected"):
+            coarsening.join_parts_(*given(**other), native=True)
 
 
 def test_balanced_becomes_coarsened_where_metis_does_not_fit(tmp_path: Path) -> None:

@@ -18,9 +18,10 @@ The adjacency lies in files, and is read node by node, in passes:
 with :math:`\gamma = 3/2`, :math:`m` edges, and what is balanced, :math:`c`: nodes
 (:math:`w_v = 1`), in-edges (the in-degree) and, if asked for, training nodes; their prices add up
 in equal shares. A part's load :math:`\ell_{ci}` is its sum of
-:math:`w_c` over the parts' average, :math:`\bar w_c` the nodes' average. Nodes come in batches,
-which decide at once. No part exceeds :data:`LIMIT` of nodes or of in-edges, or the in-edges of one
-node if these are more, where that can be kept.
+:math:`w_c` over the parts' average, :math:`\bar w_c` the nodes' average. Nodes decide one after
+another, and prices are rounded, so that kernel and plain loops find the same. No part exceeds
+:data:`LIMIT` of nodes or of in-edges, or the in-edges of one node if these are more, where that can
+be kept.
 
 Source: Meyerhenke, Sanders and Schulz, "Partitioning Complex Networks via Size-Constrained
 Clustering", SEA 2014; Tsourakakis et al., "FENNEL: Streaming Graph Partitioning for Massive Scale
@@ -29,12 +30,15 @@ Graphs", WSDM 2014; Nishimura and Ugander, "Restreaming Graph Partitioning", KDD
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
+from math import sqrt
 
 import torch
 from torch import Tensor
 
+from pyg_sar.kernels.ops import sort_edges, use_kernel
 from pyg_sar.partition.balance import LIMIT, METIS_EDGE, METIS_NODE, Coarse, metis_assignment
 from pyg_sar.partition.scratch import GroupedRows, Scratch, group_by_part, offsets_of
 
@@ -42,9 +46,8 @@ CLUSTERING, RESTREAMS, MOST_RESTREAMS = 3, 3, 8
 CLUSTERS = 100
 """Clusters in a part, at least, if the graph has as many nodes."""
 _GAMMA = 1.5
-_BATCHES = 16  # of nodes, for each part, at least
-_LARGEST = 8192  # nodes of a batch
-_ENTRIES = 2**22  # [nodes, parts] at a time
+_NODES = 2**20  # at a time
+_POINT = 2**16  # that prices are multiples of, under one neighbour
 
 Edges = Sequence[tuple[Tensor, int, int]]
 """``edge_index`` of each relation, and what is added to its sources and targets."""
@@ -71,54 +74,51 @@ def coarsened_assignment(
     Returns:
         The part of each node, int64, ``[N]``; the same for the same arguments.
     """
-    wanted = min(_LARGEST, max(num_nodes // (num_parts * _BATCHES), 1))
-    batch = max(min(wanted, _ENTRIES // num_parts), 1)
-    blocks = _Blocks(edges, num_nodes, batch, scratch, marked)
-    part = _coarse_assignment(blocks, num_parts, batch, seed, scratch)
-    state = _State(blocks, num_parts, batch, part)
+    blocks = Blocks(edges, num_nodes, scratch, marked)
+    part = _coarse_assignment(blocks, num_parts, seed, scratch)
+    state = Parts(blocks, num_parts, part)
     for number in range(MOST_RESTREAMS):
-        for run in blocks.read(f"restreaming, pass {number + 1}"):
-            state.stream(*run)
+        state.stream(f"restreaming, pass {number + 1}")
         if number + 1 >= RESTREAMS and state.fits:
             break
     return state.part.long()
 
 
-class _Blocks:
-    """The adjacency in runs of consecutive batches, each of which fits into memory, in files."""
+class Blocks:
+    """The adjacency in runs of consecutive nodes, each of which fits into memory, in files."""
 
     def __init__(
-        self,
-        edges: Edges,
-        num_nodes: int,
-        batch: int,
-        scratch: Scratch,
-        marked: Tensor | None = None,
+        self, edges: Edges, num_nodes: int, scratch: Scratch, marked: Tensor | None = None
     ) -> None:
         self.num_nodes, self._scratch, self._edges = num_nodes, scratch, edges
+        self.dtype = torch.int32 if num_nodes < 2**31 else torch.int64
         self._marked = marked
         self.indegree = torch.zeros(num_nodes, dtype=torch.long)
         degree = torch.zeros(num_nodes, dtype=torch.long)
         for source, target in self._pieces("degrees"):
             self.indegree += torch.bincount(target, minlength=num_nodes)
             degree += torch.bincount(source, minlength=num_nodes)
-        self._starts = offsets_of(degree + self.indegree)
+        self._starts = offsets_of(degree.add_(self.indegree))
         self.num_edges = int(self.indegree.sum())
         self.totals = [num_nodes, self.num_edges]
         self.totals += [] if marked is None else [int(marked.sum())]
-        # A run of pairs: 16 bytes each, and as much twice to sort them.
-        run = max(scratch.memory // 8 // 48, 1)
-        blocks = (self._starts[:-1:batch] // run).unique_consecutive(return_inverse=True)[1]
-        self._block = blocks.repeat_interleave(batch)[:num_nodes]
-        counts = torch.zeros(int(self._block[-1]) + 1, dtype=torch.long)
-        counts.index_add_(0, self._block, self._starts.diff())
-        empty = torch.empty(0, dtype=torch.long)
+        # A run of pairs, and twice as much to sort them.
+        run = max(scratch.memory // 8 // (6 * self.dtype.itemsize), 1)
+        by_edges = torch.searchsorted(self._starts, torch.arange(0, 2 * self.num_edges, run))
+        by_nodes = torch.arange(0, num_nodes, _NODES)
+        self._firsts = torch.cat([by_edges.clamp(max=num_nodes - 1), by_nodes]).unique()
+        bounds = torch.cat([self._firsts, torch.tensor([num_nodes])])
+        empty = torch.empty(0, dtype=self.dtype)
+        counts = self._starts[bounds].diff()
         self._ends = [GroupedRows(scratch, counts, empty) for _ in range(2)]
         for source, target in self._pieces("adjacency"):
-            node, other = torch.cat([source, target]), torch.cat([target, source])
-            order, bounds = group_by_part(self._block[node], counts.numel())
+            node = torch.cat([source, target]).to(self.dtype)
+            other = torch.cat([target, source]).to(self.dtype)
+            block = torch.bucketize(node, self._firsts[1:], right=True)
+            order, starts = group_by_part(block, counts.numel())
             for rows, values in zip(self._ends, (node, other), strict=True):
-                rows.put(values, order, bounds)
+                rows.put(values, order, starts)
+        self._bounds = bounds.tolist()
         self._sorted = [False] * counts.numel()
 
     def _pieces(self, what: str) -> Iterator[tuple[Tensor, Tensor]]:
@@ -127,187 +127,253 @@ class _Blocks:
                 source, target = edge_index[:, piece].long()
                 yield source + first, target + second
 
-    def weights(self, nodes: slice = slice(None)) -> Tensor:
-        """Returns what nodes count of all that is balanced, int64, ``[2 or 3, n]``."""
+    def weights(self, nodes: slice) -> Tensor:
+        """Returns what nodes count of all that is balanced, int64, ``[n, 2 or 3]``."""
         indegree = self.indegree[nodes]
-        rows = [torch.ones_like(indegree), indegree]
-        return torch.stack(rows if self._marked is None else [*rows, self._marked[nodes].long()])
+        kinds = [torch.ones_like(indegree), indegree]
+        kinds += [] if self._marked is None else [self._marked[nodes].long()]
+        return torch.stack(kinds, dim=1)
 
-    def read(self, what: str) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields runs: the first node, where each node's neighbours start, and these."""
-        sizes = torch.bincount(self._block)
-        firsts = offsets_of(sizes).tolist()
-        for block, (first, last) in enumerate(pairwise(firsts)):
+    def loads(self, group: Tensor, count: int) -> Tensor:
+        """Returns what each of the groups of nodes counts, ``[count, 2 or 3]``."""
+        loads = torch.zeros(count, len(self.totals), dtype=torch.long)
+        for first in range(0, self.num_nodes, _NODES):
+            nodes = slice(first, first + _NODES)
+            loads.index_add_(0, group[nodes], self.weights(nodes))
+        return loads
+
+    def read(self, what: str) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Yields runs: nodes, where the neighbours of each start, and these."""
+        for block, (first, last) in enumerate(pairwise(self._bounds)):
             node, other = (rows.part(block) for rows in self._ends)
             if not self._sorted[block]:
-                other = other[node.sort(stable=True).indices]
+                other = other[sort_edges(node.sub_(first), last - first)[0]]
                 self._ends[1].replace(block, other)
                 self._sorted[block] = True
             self._scratch.say(what, last, self.num_nodes)
-            yield first, self._starts[first : last + 1] - self._starts[first], other
+            yield slice(first, last), self._starts[first : last + 1] - self._starts[first], other
 
 
-def _coarse_assignment(
-    blocks: _Blocks, num_parts: int, batch: int, seed: int, scratch: Scratch
-) -> Tensor:
-    """Returns the part of each node that METIS gives to its cluster, int32."""
-    clusters = _Clusters(blocks, num_parts, batch)
+def _coarse_assignment(blocks: Blocks, num_parts: int, seed: int, scratch: Scratch) -> Tensor:
+    """Returns the part of each node that METIS gives to its cluster, of the blocks' dtype."""
+    clusters = Clusters(blocks, num_parts)
     for number in range(CLUSTERING):
-        for run in blocks.read(f"clustering, pass {number + 1} of {CLUSTERING}"):
-            clusters.stream(*run)
+        clusters.stream(f"clustering, pass {number + 1} of {CLUSTERING}")
     most = max(scratch.memory // (2 * METIS_NODE), num_parts * CLUSTERS)
     label, count = clusters.numbered(most)
     del clusters
-    size = torch.zeros(count, len(blocks.totals), dtype=torch.long)
-    for first in range(0, label.numel(), _ENTRIES):
-        some = slice(first, first + _ENTRIES)
-        size.index_add_(0, label[some], blocks.weights(some).t())
     rows = max((scratch.memory - METIS_NODE * count) // METIS_EDGE, 1)
     pairs, step = [], -(-blocks.num_edges // rows)
-    for first, starts, adjacent in blocks.read("the graph of the clusters"):
-        own = torch.repeat_interleave(label[first : first + starts.numel() - 1], starts.diff())
+    for nodes, starts, adjacent in blocks.read("the graph of the clusters"):
+        own = torch.repeat_interleave(label[nodes], starts.diff())
         other = label[adjacent]
         # Each edge is there twice, once from either end.
-        pairs.append((own * count + other)[own < other][::step])
-    key, weight = torch.cat(pairs).unique(return_counts=True)
+        pairs.append(torch.stack([own, other])[:, own < other][:, ::step])
+    low, high = torch.cat(pairs, dim=1)
     pairs.clear()
-    scratch.report(f"METIS cuts {count:,} clusters with {key.numel():,} edges between them")
-    graph = Coarse.of(torch.div(key, count, rounding_mode="floor"), key % count, weight, size)
-    return metis_assignment(graph, num_parts, seed).int()[label]
+    order = sort_edges(low, count, sort_edges(high, count)[0])[0]
+    key, weight = (low.long() * count + high)[order].unique_consecutive(return_counts=True)
+    low, high = torch.div(key, count, rounding_mode="floor"), key % count
+    scratch.report(f"METIS cuts {count:,} clusters with {weight.numel():,} edges between them")
+    graph = Coarse.of(low, high, weight, blocks.loads(label, count))
+    return metis_assignment(graph, num_parts, seed).to(blocks.dtype)[label]
 
 
-class _Clusters:
+class Clusters:
     """Disjoint sets of nodes that are near each other, none of them a large share of a part."""
 
-    def __init__(self, blocks: _Blocks, num_parts: int, batch: int) -> None:
-        self._batch = batch
-        self._label = torch.arange(blocks.num_nodes)
-        self._weights, self._loads = blocks.weights, blocks.weights()
-        most = [total // (num_parts * CLUSTERS) for total in blocks.totals]
-        self._most = torch.tensor(most).clamp(min=1)[:, None]
+    def __init__(self, blocks: Blocks, num_parts: int) -> None:
+        self._blocks = blocks
+        self.label = torch.arange(blocks.num_nodes, dtype=blocks.dtype)
+        self._loads = blocks.weights(slice(None))
+        most = [max(total // (num_parts * CLUSTERS), 1) for total in blocks.totals]
+        self._most = torch.tensor(most)
 
-    def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> None:
-        """Lets a run of nodes decide."""
-        for low in range(0, starts.numel() - 1, self._batch):
-            high = min(low + self._batch, starts.numel() - 1)
-            counts = starts[low : high + 1].diff()
-            there = self._label[adjacent[int(starts[low]) : int(starts[high])]]
-            self._decide(slice(first + low, first + high), counts, there)
-
-    def _decide(self, nodes: slice, counts: Tensor, there: Tensor) -> None:
-        """Moves nodes to the clusters of most of their neighbours, of which ``there`` are."""
-        number, all_nodes = counts.numel(), self._label.numel()
-        row = torch.repeat_interleave(torch.arange(number), counts)
-        key, near = (row * all_nodes + there).sort().values.unique_consecutive(return_counts=True)
-        row, cluster = torch.div(key, all_nodes, rounding_mode="floor"), key % all_nodes
-        own = self._label[nodes].clone()
-        weights = self._weights(nodes)
-        fits = (self._loads[:, cluster] + weights[:, row] <= self._most).all(0)
-        fits |= cluster == own[row]
-        row, cluster = row[fits], cluster[fits]
-        # Among equals any cluster will do, but not always the one with the least id.
-        gain = near[fits].double() + (cluster * 2654435761 % 1000003).double() / 1000004
-        best = gain.new_full((number,), -1.0).scatter_reduce(0, row, gain, "amax")
-        chosen = own.clone()
-        is_best = gain == best[row]
-        chosen[row[is_best]] = cluster[is_best]
-        moving = (chosen != own).nonzero().view(-1)
-        moving = moving[chosen[moving].sort(stable=True).indices]
-        to, taken = chosen[moving], weights[:, moving]
-        # Of those that want the same cluster the first ones fit.
-        _, place, sizes = to.unique_consecutive(return_inverse=True, return_counts=True)
-        total = torch.cat([torch.zeros_like(taken[:, :1]), taken.cumsum(1)], dim=1)
-        within = total[:, 1:] - total[:, offsets_of(sizes)[:-1]][:, place]
-        fits = (self._loads[:, to] + within <= self._most).all(0)
-        moving, to, taken = moving[fits], to[fits], taken[:, fits]
-        self._loads.index_add_(1, own[moving], -taken)
-        self._loads.index_add_(1, to, taken)
-        self._label[nodes.start + moving] = to
+    def stream(self, what: str) -> None:
+        """Lets each node decide, in order."""
+        for nodes, starts, adjacent in self._blocks.read(what):
+            weights = self._blocks.weights(nodes)
+            given = self.label, self._loads, weights, self._most, nodes.start, starts, adjacent
+            join_clusters_(*given)
 
     def numbered(self, most: int) -> tuple[Tensor, int]:
         """Returns the number of each node's cluster, and how many there are, at most ``most``."""
-        there = torch.zeros(self._label.numel(), dtype=torch.bool)
-        there[self._label] = True
+        there = torch.zeros(self.label.numel(), dtype=torch.bool)
+        there[self.label] = True
         number = there.cumsum(0).sub_(1)
-        label, count = number[self._label], int(there.sum())
-        if count <= most:
-            return label, count
-        return torch.div(label * most, count, rounding_mode="floor"), most
+        count = int(there.sum())
+        if count > most:
+            number, count = torch.div(number * most, count, rounding_mode="floor"), most
+        return number.to(self.label.dtype)[self.label], count
 
 
-class _State:
-    """Where nodes are, and the parts' loads: all that is balanced, over its average."""
+class Parts:
+    """Where nodes are, and the parts' loads.
 
-    def __init__(self, blocks: _Blocks, num_parts: int, batch: int, part: Tensor) -> None:
-        self.part = part
-        self._counts = blocks.weights
+    Args:
+        blocks: The adjacency.
+        num_parts: Parts P.
+        part: Of each node, of the blocks' dtype.
+    """
+
+    def __init__(self, blocks: Blocks, num_parts: int, part: Tensor) -> None:
+        self.part, self._blocks = part, blocks
         totals = torch.tensor(blocks.totals).double().clamp(min=1)
-        self._shares = (num_parts / totals)[:, None]
         # One node may weigh more, and an average need not be a whole number.
         largest = torch.tensor([1, int(blocks.indegree.max()), 1])[: len(totals)]
-        whole = torch.maximum(largest, (totals / num_parts).ceil())
-        self._most = (whole[:, None] * self._shares).clamp(min=LIMIT) + 1e-9
-        loads = torch.zeros(len(totals), num_parts, dtype=torch.long)
-        for first in range(0, blocks.num_nodes, _ENTRIES):
-            some = slice(first, first + _ENTRIES)
-            loads.index_add_(1, part[some], blocks.weights(some))
-        self._loads = loads * self._shares
-        # By the shares of a part's average that the weights are; an equal part of it for each load.
-        self._price = _GAMMA * blocks.num_edges / num_parts / len(totals)
-        self._batch = batch
+        mean = totals / num_parts
+        whole = torch.maximum(largest, mean.ceil().long())
+        self.most = torch.maximum(whole, (LIMIT * mean).floor().long())
+        self.loads = blocks.loads(part, num_parts)
+        # Of weight and root of the load, neither of them over its average.
+        even = _GAMMA * blocks.num_edges / num_parts / len(totals)
+        self.price = _POINT * even * mean**-1.5
 
     @property
     def fits(self) -> bool:
         """Says if no part is too large."""
-        return bool((self._loads <= self._most).all())
+        return bool((self.loads <= self.most).all())
 
-    def stream(self, first: int, starts: Tensor, adjacent: Tensor) -> None:
-        """Lets a run of nodes decide again."""
-        parts = self._loads.size(1)
-        for low in range(0, starts.numel() - 1, self._batch):
-            high = min(low + self._batch, starts.numel() - 1)
-            counts = starts[low : high + 1].diff()
-            row = torch.repeat_interleave(torch.arange(0, (high - low) * parts, parts), counts)
-            there = self.part.index_select(0, adjacent[int(starts[low]) : int(starts[high])])
-            near = torch.bincount(row.add_(there), minlength=(high - low) * parts).view(-1, parts)
-            nodes = slice(first + low, first + high)
-            weights = self._weights(nodes)
-            self._loads.index_add_(1, self.part[nodes], -weights)
-            self.part[nodes] = self._choose(near.double(), weights).int()
+    def stream(self, what: str) -> None:
+        """Lets each node decide again, in order."""
+        for nodes, starts, adjacent in self._blocks.read(what):
+            weights, limits = self._blocks.weights(nodes), (self.most, self.price)
+            join_parts_(self.part, self.loads, weights, *limits, nodes.start, starts, adjacent)
 
-    def _weights(self, nodes: slice) -> Tensor:
-        """Returns what nodes add to the loads, ``[2 or 3, n]``."""
-        return self._counts(nodes) * self._shares
 
-    def _choose(self, near: Tensor, weights: Tensor) -> Tensor:
-        """Returns the part of each node of a batch, and adds the nodes to the loads."""
-        price = weights.t() @ (self._price * self._loads.clamp(min=0) ** (_GAMMA - 1))
-        gain = near - price
-        chosen = torch.full((len(near),), -1)
-        left = torch.arange(len(near))
-        for _ in range(near.size(1)):
-            best, wanted = gain[left].max(1)
-            order = best.sort(descending=True, stable=True).indices
-            order = order[wanted[order].sort(stable=True).indices]
-            left, wanted = left[order], wanted[order]
-            fits = self._fitting(wanted, weights[:, left])
-            chosen[left[fits]] = wanted[fits]
-            self._loads.index_add_(1, wanted[fits], weights[:, left[fits]])
-            gain[left[~fits], wanted[~fits]] = -torch.inf
-            left = left[~fits]
-            if not left.numel():
-                return chosen
-        for some in left.split(near.size(1)):  # No part has room: the limit can't be kept.
-            parts = self._loads.max(0).values.argsort()[: some.numel()]
-            chosen[some] = parts
-            self._loads.index_add_(1, parts, weights[:, some])
-        return chosen
+# Nodes in order #############################################################################
 
-    def _fitting(self, wanted: Tensor, weights: Tensor) -> Tensor:
-        """Says which nodes, sorted by the part they want, still fit into it."""
-        total = weights.cumsum(1)
-        counts = torch.bincount(wanted, minlength=self._loads.size(1))
-        firsts = offsets_of(counts)[:-1]
-        before = torch.cat([torch.zeros_like(total[:, :1]), total], 1)[:, firsts]
-        within = total - before[:, wanted]
-        return (self._loads[:, wanted] + within <= self._most).all(0)
+
+def join_clusters_(
+    label: Tensor,
+    loads: Tensor,
+    weights: Tensor,
+    most: Tensor,
+    first: int,
+    offsets: Tensor,
+    adjacent: Tensor,
+    *,
+    native: bool | None = None,
+) -> None:
+    """Lets nodes join the cluster with room that most of their neighbours are in.
+
+    Args:
+        label: The cluster of each node, int32 or int64, ``[N]``; changed.
+        loads: What clusters count of each kind, int64, ``[clusters, C]``; changed.
+        weights: What the nodes that decide count, int64, ``[n, C]``.
+        most: What a cluster may count, int64, ``[C]``.
+        first: The first of the nodes.
+        offsets: Where the neighbours of each start, and at last their number, int64, ``[n + 1]``.
+        adjacent: The neighbours, of the dtype of ``label``.
+        native: Whether to use the kernel; ``None``: where it is there.
+    """
+    given = label, loads, weights, most, first, offsets, adjacent
+    if use_kernel(native, True):
+        torch.ops.pyg_sar.join_clusters_(*given)
+        return
+    where, held = memoryview(label.numpy()), _Loads(loads, most)  # type: ignore[arg-type]
+    for node, weight, near in _decisions(where, weights, first, offsets, adjacent):
+        own = where[node]
+        best, count, turn = own, -1, -1
+        for one, found in near.items():
+            # Among equals any cluster will do, but not always the one with the least number.
+            rank = found, one % 1000003 * 2654435761 % 1000003
+            if rank > (count, turn) and (one == own or held.fits(one, weight)):
+                best, (count, turn) = one, rank
+        if best != own:
+            held.add(own, weight, -1)
+            held.add(best, weight, 1)
+            where[node] = best
+
+
+def join_parts_(
+    part: Tensor,
+    loads: Tensor,
+    weights: Tensor,
+    most: Tensor,
+    price: Tensor,
+    first: int,
+    offsets: Tensor,
+    adjacent: Tensor,
+    *,
+    native: bool | None = None,
+) -> None:
+    r"""Lets nodes join the part with room that has most of their neighbours, less its price.
+
+    A neighbour is worth :math:`2^{16}`, and the price of part :math:`i` for node :math:`v` is
+    :math:`\sum_c w_{vc} [p_c \sqrt{L_{ic}}]`, of its loads and rounded. Where no part has room, the
+    node goes to the one that it takes least over its limits.
+
+    Args:
+        part: The part of each node, int32 or int64, ``[N]``; changed.
+        loads: What parts count of each kind, :math:`L`, int64, ``[P, C]``; changed.
+        weights: What the nodes that decide count, :math:`w`, int64, ``[n, C]``.
+        most: What a part may count, int64, ``[C]``.
+        price: Of each kind, :math:`p`, float64, ``[C]``.
+        first: The first of the nodes.
+        offsets: Where the neighbours of each start, and at last their number, int64, ``[n + 1]``.
+        adjacent: The neighbours, of the dtype of ``part``.
+        native: Whether to use the kernel; ``None``: where it is there.
+    """
+    given = part, loads, weights, most, price, first, offsets, adjacent
+    if use_kernel(native, True):
+        torch.ops.pyg_sar.join_parts_(*given)
+        return
+    where, held = memoryview(part.numpy()), _Loads(loads, most)  # type: ignore[arg-type]
+    prices = price.tolist()
+
+    def costs(one: int) -> list[int]:
+        return [round(p * sqrt(load)) for p, load in zip(prices, held.of(one), strict=True)]
+
+    cost = [costs(one) for one in range(len(loads))]
+    for node, weight, near in _decisions(where, weights, first, offsets, adjacent):
+        own = where[node]
+        held.add(own, weight, -1)
+        cost[own] = costs(own)
+        best, gain = -1, 0
+        for one in (own, *range(len(loads))):
+            found = near.get(one, 0) * _POINT
+            found -= sum(w * c for w, c in zip(weight, cost[one], strict=True))
+            if (best < 0 or found > gain) and held.fits(one, weight):
+                best, gain = one, found
+        if best < 0:  # No part has room: the limit can't be kept.
+            best = min(range(len(loads)), key=lambda one: held.excess(one, weight))
+        held.add(best, weight, 1)
+        cost[best] = costs(best)
+        where[node] = best
+
+
+class _Loads:
+    """Counts what groups hold of what is balanced, beside the most that they may."""
+
+    def __init__(self, loads: Tensor, most: Tensor) -> None:
+        self._held = memoryview(loads.view(-1).numpy())  # type: ignore[arg-type]
+        self._most: list[int] = most.tolist()
+
+    def of(self, group: int) -> memoryview:
+        kinds = len(self._most)
+        return self._held[group * kinds : (group + 1) * kinds]
+
+    def fits(self, group: int, weight: list[int]) -> bool:
+        held = self.of(group)
+        return all(h + w <= m for h, w, m in zip(held, weight, self._most, strict=True))
+
+    def excess(self, group: int, weight: list[int]) -> float:
+        """Returns how much further over its limits, as shares of them, a node takes a group."""
+        kinds = zip(self.of(group), weight, self._most, strict=True)
+        return sum((max(h + w - m, 0) - max(h - m, 0)) / m for h, w, m in kinds)
+
+    def add(self, group: int, weight: list[int], times: int) -> None:
+        held = self.of(group)
+        for kind, one in enumerate(weight):
+            held[kind] += times * one
+
+
+def _decisions(
+    where: memoryview, weights: Tensor, first: int, offsets: Tensor, adjacent: Tensor
+) -> Iterator[tuple[int, list[int], Counter[int]]]:
+    """Yields nodes, what each counts, and how many of its neighbours are in each group by now."""
+    others = memoryview(adjacent.numpy())  # type: ignore[arg-type]
+    bounds = pairwise(offsets.tolist())
+    for node, ((start, stop), weight) in enumerate(zip(bounds, weights.tolist(), strict=True)):
+        yield first + node, weight, Counter(map(where.__getitem__, others[start:stop]))
