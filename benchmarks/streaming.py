@@ -2,11 +2,11 @@
 
     python benchmarks/streaming.py --data ../shared/data --out docs/benchmarks/streaming.md
 
-``balanced``, METIS with even edges, too; ``coarsened`` (``pyg_sar/partition/coarsening.py``), all of
-it; and Fennel alone (Tsourakakis et
-al., WSDM 2014), which is its last stage: one pass that knows nothing before, and with two passes
-more (Nishimura and Ugander, KDD 2013). Rates are edges of the graph over the processor's seconds
-of one thread, adjacency included; small graphs say little about them, so there is a synthetic one.
+``balanced``, METIS with even edges, too; ``coarsened`` (``pyg_sar/partition/coarsening.py``), all
+of it; and Fennel alone (Tsourakakis et al., WSDM 2014), which is its last stage: one pass that
+knows nothing before, and with two passes more (Nishimura and Ugander, KDD 2013). Rates are edges of
+the graph over the processor's seconds of one thread, adjacency included; small graphs say little
+about them, so there is a synthetic one.
 """
 
 from __future__ import annotations

@@ -5,11 +5,11 @@
 #include <ATen/core/Tensor.h>
 #include <torch/library.h>
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <vector>
 
+#include "loads.h"
 #include "segments.h"
 #include "tensors.h"
 
@@ -22,32 +22,6 @@ struct Run {
   int64_t first, size, kinds;
   const int64_t *weights, *offsets;
   const Index* adjacent;
-};
-
-// Groups of nodes: what each holds of what is balanced, and the most that it may.
-struct Loads {
-  int64_t* held;  // [groups, kinds]
-  const int64_t* most;
-  int64_t kinds;
-
-  bool fits(int64_t group, const int64_t* weight) const {
-    for (int64_t k = 0; k < kinds; ++k)
-      if (held[group * kinds + k] + weight[k] > most[k]) return false;
-    return true;
-  }
-  void add(int64_t group, const int64_t* weight, int64_t times) {
-    for (int64_t k = 0; k < kinds; ++k) held[group * kinds + k] += times * weight[k];
-  }
-  // How much further over its limits, as shares of them, a node takes a group.
-  double excess(int64_t group, const int64_t* weight) const {
-    double sum = 0;
-    for (int64_t k = 0; k < kinds; ++k) {
-      const int64_t over = held[group * kinds + k] - most[k];
-      sum += static_cast<double>(std::max<int64_t>(over + weight[k], 0) - std::max<int64_t>(over, 0)) /
-             static_cast<double>(most[k]);
-    }
-    return sum;
-  }
 };
 
 // How many of a node's neighbours are in each group.

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
+from pyg_sar.kernels import ops
 from pyg_sar.partition import balance
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.partition.balance import LIMIT
@@ -232,17 +233,72 @@ def test_stages_are_reported():
     assign_nodes(edge_index, num_nodes, 2, "random", report=pytest.fail)
 
 
-@given(st.integers(2, 30), st.integers(1, 120), st.integers(2, 5), st.integers(0, 10_000))
-def test_savings_are_the_difference_of_halo_rows(num_nodes, num_edges, num_parts, seed):
+def sorted_ends(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, ...]:
+    """Targets by source and sources by target, with where those of each node start."""
+    found = []
+    for first, second in ((0, 1), (1, 0)):
+        order = (edge_index[first] * num_nodes + edge_index[second]).argsort()
+        counts = torch.bincount(edge_index[first], minlength=num_nodes)
+        offsets = torch.cat([torch.zeros(1).long(), counts.cumsum(0)])
+        found += [offsets, edge_index[second, order]]
+    return tuple(found)
+
+
+@given(
+    st.integers(2, 30), st.integers(1, 120), st.integers(2, 5), st.sampled_from([0.9, 1.2, 9.0]),
+    st.integers(0, 10_000),
+)  # fmt: skip
+def test_savings_are_the_difference_of_halo_rows(num_nodes, num_edges, num_parts, room, seed):
+    """By kernel and plain loops alike, with duplicates and loops, also where no part has room."""
     edge_index = random_graph(num_nodes, num_edges, seed)
-    graph = balance._Graph(edge_index, num_nodes, num_parts)
-    draw = np.random.default_rng(seed)
-    part, to = draw.integers(num_parts, size=(2, num_nodes))
-    readers = graph.readers(part)
-    rows = graph.halo_rows(part, readers)
-    assert rows == sum(measure(edge_index, torch.from_numpy(part), num_parts).halo)
-    saved = graph.savings(part, readers, to)
-    for v in range(num_nodes):
-        moved = part.copy()
-        moved[v] = to[v]
-        assert to[v] == part[v] or saved[v] == rows - graph.halo_rows(moved, graph.readers(moved))
+    ends = sorted_ends(edge_index, num_nodes)
+    start = torch.from_numpy(np.random.default_rng(seed).integers(num_parts, size=num_nodes))
+    degree = torch.bincount(edge_index[1], minlength=num_nodes)
+    weights = torch.stack([torch.ones_like(degree), degree], 1)
+    most = (room * weights.sum(0) / num_parts).long() + 1
+    found = []
+    for dtype in (torch.int32, torch.int64):
+        for native in (False, True)[: 1 + ops.built]:
+            part = start.to(dtype, copy=True)
+            loads = torch.zeros(num_parts, 2).long().index_add_(0, part, weights)
+            before, rows = loads.clone(), sum(measure(edge_index, part.long(), num_parts).halo)
+            typed = [t if t is ends[0] or t is ends[2] else t.to(dtype) for t in ends]
+            saved = balance.save_halo_rows_(part, loads, weights, most, *typed, native=native)
+            found.append(part.long())
+            assert sum(measure(edge_index, part.long(), num_parts).halo) == rows - saved
+            assert torch.equal(loads, torch.zeros_like(loads).index_add_(0, part, weights))
+            over, was = ((held - most).clamp(min=0).sum() for held in (loads, before))
+            assert over == 0 or was > 0
+            assert was > 0 or saved >= 0
+    assert all(torch.equal(found[0], other) for other in found[1:])
+
+
+@pytest.mark.skipif(not ops.built, reason="the C++ kernels were not built")
+def test_the_kernel_refuses_ends_that_are_not_those_of_one_graph():
+    def given(**other: Any) -> list[Any]:
+        usual = {
+            "part": torch.tensor([0, 0, 1]),
+            "loads": torch.tensor([[2, 1], [1, 2]]),
+            "weights": torch.tensor([[1, 1], [1, 0], [1, 2]]),
+            "most": torch.tensor([3, 3]),
+            "first_out": torch.tensor([0, 1, 2, 3]),
+            "target": torch.tensor([2, 2, 0]),
+            "first_in": torch.tensor([0, 1, 1, 3]),
+            "source": torch.tensor([2, 0, 1]),
+        }
+        return list((usual | other).values())
+
+    assert balance.save_halo_rows_(*given(), native=True) == 3
+    for error, other in (
+        (IndexError, {"target": torch.tensor([2, 3, 0])}),
+        (IndexError, {"source": torch.tensor([-1, 0, 1])}),
+        (IndexError, {"part": torch.tensor([0, 0, 2])}),
+        (ValueError, {"first_out": torch.tensor([0, 2, 1, 3])}),
+        (ValueError, {"first_in": torch.tensor([0, 1, 1, 2])}),
+        (ValueError, {"source": torch.tensor([1, 1, 1])}),
+        (ValueError, {"weights": torch.ones(3, 1).long()}),
+        (TypeError, {"source": torch.tensor([2, 0, 1]).int()}),
+        (TypeError, {"most": torch.tensor([3.0, 3.0])}),
+    ):
+        with pytest.raises(error, match="save_halo_rows_: expected"):
+            balance.save_halo_rows_(*given(**other), native=True)

@@ -129,8 +129,7 @@ def _assign(
     )
     if method == "metis":
         return metis(undirected_csr(whole, num_nodes), num_parts, seed)
-    random = blocks[torch.randperm(num_nodes, generator=generator)]
-    return balanced_assignment(whole, num_nodes, random, num_parts, seed, report, marked)
+    return balanced_assignment(whole, num_nodes, num_parts, seed, report, marked)
 
 
 def _coarsened(

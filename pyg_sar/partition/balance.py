@@ -2,11 +2,11 @@ r"""Parts with nearly the same number of nodes and of edges each, and few halo r
 
 METIS balances several weights of a node at once (Karypis and Kumar, "Multilevel Algorithms for
 Multi-Constraint Graph Partitioning", SC 1998); here a node weighs :math:`(1, d_i)` with its
-in-degree :math:`d_i`. What METIS finds is then improved: nodes move to the part that most of their
-neighbours are in, where that saves halo rows and no part gets too large.
+in-degree :math:`d_i`. METIS minimises cut edges; then nodes move, one after another, where that
+saves halo rows (:func:`save_halo_rows_`) and no part gets too large.
 
 METIS halves the graph, then the halves. Its k-way method for the fewest rows sent takes many times
-as long, the more so where nodes have many neighbours; with another seed halving is as good.
+as long, the more so where nodes have many neighbours.
 
 [Note: two constraints] ``pymetis.part_graph`` takes one weight per node. The library that it loads
 exports METIS's own functions, which take several, so they are called with :mod:`ctypes`. Limits go
@@ -18,7 +18,8 @@ from __future__ import annotations
 import ctypes
 import math
 import warnings
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,15 +28,16 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyg_sar.kernels.ops import sort_edges, use_kernel
+
 _Ints = NDArray[np.int64]
 
 LIMIT = 1.1
 """The most nodes, and the most edges, of a part over the mean."""
 _AIM = 1.06  # METIS's own limit: what is left of LIMIT is room to improve
-_ROUNDS = 16  # of improvement
-_MOST_ROUNDS = 200  # with those that take load off parts over the limit
-_BLOCK = 2**22  # entries of [nodes, parts] at a time
-_TWICE = 2**22  # edges up to which METIS runs with two seeds: one of them may be unlucky
+_TIGHT = 1.09  # for parts over LIMIT: single moves get no nearer than a percent to what they aim at
+_PASSES = 8  # over the nodes, at most, and none after one that saves little
+_LITTLE = 0.02  # of all that the passes have saved
 METIS_EDGE, METIS_NODE = 150, 200
 """Bytes of memory that METIS and what feeds it take for each edge and node."""
 _JUDGED = 1000  # nodes and edges per part: in smaller graphs a single node is a large share
@@ -44,7 +46,6 @@ _JUDGED = 1000  # nodes and edges per part: in smaller graphs a single node is a
 def balanced_assignment(
     edge_index: Tensor,
     num_nodes: int,
-    random: Tensor,
     num_parts: int,
     seed: int,
     report: Callable[[str], None],
@@ -55,8 +56,6 @@ def balanced_assignment(
     Args:
         edge_index: Edges (source, target), shape ``[2, E]``, E > 0.
         num_nodes: Nodes N, more than ``num_parts``.
-        random: A random assignment with even node counts, int64, ``[N]``. Where METIS's have more
-            halo rows, this one is balanced and improved instead.
         num_parts: Parts P.
         seed: METIS's seed.
         report: Called with a line of text before each stage.
@@ -66,23 +65,55 @@ def balanced_assignment(
         The part of each node, int64, ``[N]``. A limit that can't be kept, as a node has more edges
         than it, is exceeded as little as these steps allow, with a warning.
     """
-    graph = _Graph(edge_index, num_nodes, num_parts, marked)
-    coarse = Coarse(graph.starts, graph.adjacent, graph.size)
-    found = (math.inf, 0, random.numpy())
-    twice = edge_index.size(1) <= _TWICE  # To METIS seeds 0 and 1 are the same.
-    for other in (seed, (seed + 2) % 2**31)[: 1 + twice]:
-        report("METIS")
-        part = metis_assignment(coarse, num_parts, other).numpy()
-        report("improving METIS's parts")
-        found = min(found, _improve(graph, part), key=lambda one: one[:2])
-    start = random.numpy()
-    drawn = graph.halo_rows(start, graph.readers(start))
-    if found[:2] > (0.0, drawn):
-        report("improving a random assignment")
-        found = min(found, _improve(graph, start), key=lambda one: one[:2])
-    best = found[2]
-    _warn_if_uneven(graph, best)
-    return torch.from_numpy(best)
+    source, target = edge_index.to(torch.int32 if num_nodes < 2**31 else torch.int64)
+    report("METIS")
+    indegree = torch.bincount(target, minlength=num_nodes)
+    kinds = [torch.ones_like(indegree), indegree]
+    if marked is not None and bool(marked.any()):
+        kinds.append(marked.long())
+    weights = torch.stack(kinds, dim=1)
+    starts, adjacent = (values.numpy() for values in undirected_csr(edge_index, num_nodes))
+    graph = Coarse(starts, adjacent, weights.numpy())
+    part = metis_assignment(graph, num_parts, seed).to(source.dtype)
+    del graph, starts, adjacent
+    report("improving METIS's parts")
+    by_source, first_out = sort_edges(source, num_nodes)
+    by_target, first_in = sort_edges(target, num_nodes, by_source)
+    target, source = target[by_source], source[by_target]
+    del by_source, by_target
+    edges = first_out.long(), target, first_in.long(), source
+    loads = torch.zeros(num_parts, len(kinds), dtype=torch.long).index_add_(0, part, weights)
+    totals = weights.sum(0).tolist()
+    largest = weights.max(0).values.tolist()
+    most, tight = (limits(totals, largest, num_parts, limit) for limit in (LIMIT, _TIGHT))
+    saved = 0
+    for _ in range(_PASSES):
+        over = bool((loads > most).any())
+        now = save_halo_rows_(part, loads, weights, tight if over else most, *edges)
+        saved += now
+        if now <= _LITTLE * saved and not over:
+            break
+    _warn_if_uneven(loads, totals, int(indegree.max()))
+    return part.long()
+
+
+def limits(
+    totals: Sequence[int], largest: Sequence[int], num_parts: int, limit: float = LIMIT
+) -> Tensor:
+    """Returns the most that a part may have of each kind of what is balanced, int64, ``[C]``.
+
+    Args:
+        totals: What the graph has.
+        largest: What one node has, at most. A part may have as much, and also the average, rounded
+            up to a whole number.
+        num_parts: Parts P.
+        limit: The most over the mean, else.
+    """
+    found = []
+    for total, of_one in zip(totals, largest, strict=True):
+        mean = max(total, 1) / num_parts
+        found.append(max(of_one, math.ceil(mean), math.floor(limit * mean)))
+    return torch.tensor(found)
 
 
 def undirected_csr(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
@@ -95,21 +126,18 @@ def undirected_csr(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     )
     row, column = torch.cat([low, high]), torch.cat([high, low])
     del low, high
-    degree = torch.bincount(row, minlength=num_nodes)
-    order = row.sort(stable=True).indices
-    return torch.cat([degree.new_zeros(1), degree.cumsum(0)]), column[order]
+    order, starts = sort_edges(row, num_nodes)
+    return starts.long(), column[order]
 
 
 def unique_edges(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Returns sources and targets of the edges without duplicates and loops, sorted by source."""
-    source, target = edge_index
-    key = (source * num_nodes + target)[source != target].sort().values
-    if key.numel() > 0:
-        first = torch.ones_like(key, dtype=torch.bool)
-        torch.ne(key[1:], key[:-1], out=first[1:])
-        key = key[first]
-    source = torch.div(key, max(num_nodes, 1), rounding_mode="floor")
-    return source, key - source * num_nodes
+    source, target = edge_index[:, edge_index[0] != edge_index[1]]
+    order = sort_edges(source, num_nodes, sort_edges(target, num_nodes)[0])[0]
+    source, target = source[order], target[order]
+    first = torch.ones_like(source, dtype=torch.bool)
+    first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
+    return source[first], target[first]
 
 
 # METIS ###################################################################################
@@ -161,11 +189,8 @@ class Coarse:
     @classmethod
     def of(cls, low: Tensor, high: Tensor, weight: Tensor, size: Tensor) -> Coarse:
         """Returns a graph with these undirected edges, each given once."""
-        row, column = torch.cat([low, high]), torch.cat([high, low])
-        order = row.sort(stable=True).indices
-        degree = torch.bincount(row, minlength=len(size))
-        starts = torch.cat([degree.new_zeros(1), degree.cumsum(0)])
-        given = starts, column[order], size, weight.repeat(2)[order]
+        order, starts = sort_edges(torch.cat([low, high]), len(size))
+        given = starts.long(), torch.cat([high, low])[order], size, weight.repeat(2)[order]
         return cls(*(values.numpy() for values in given))
 
 
@@ -237,169 +262,128 @@ def _pointer(values: NDArray[Any]) -> ctypes.c_void_p:
     return ctypes.c_void_p(values.ctypes.data)
 
 
-# Improvement #############################################################################
+# Halo rows ################################################################################
 
 
-class _Graph:
-    """A graph that is to be partitioned, and counts over assignments of its nodes.
+class Loads:
+    """Counts what groups hold of what is balanced, beside the most that they may.
 
-    Attributes:
-        starts, adjacent: The undirected adjacency (:func:`undirected_csr`).
-        source, target: The directed edges without duplicates and loops, sorted by source.
-        size: 1, the in-degree, and 1 for marked nodes if there are any, int64, ``[N, 2 or 3]``.
-        most: The most of these that a part may have.
-        least: Their means over the parts, rounded up: some part has as many.
+    Args:
+        held: Of each group and kind, int64, ``[groups, C]``; changed by :meth:`add`.
+        most: Of each kind, int64, ``[C]``.
     """
 
-    def __init__(
-        self, edge_index: Tensor, num_nodes: int, num_parts: int, marked: Tensor | None = None
-    ) -> None:
-        self.num_nodes, self.num_parts = num_nodes, num_parts
-        self.starts, self.adjacent = (t.numpy() for t in undirected_csr(edge_index, num_nodes))
-        self.source, self.target = (t.numpy() for t in unique_edges(edge_index, num_nodes))
-        self.first_edge = np.searchsorted(self.source, np.arange(num_nodes + 1))
-        degree = torch.bincount(edge_index[1], minlength=num_nodes).numpy()
-        sizes = [np.ones_like(degree), degree]
-        if marked is not None and bool(marked.any()):
-            sizes.append(marked.numpy().astype(degree.dtype))
-        self.size = np.stack(sizes, axis=1)
-        self.mean = self.size.sum(0) / num_parts
-        # Where there are few edges per part, even their mean is no whole number of them.
-        self.least = np.ceil(self.mean)
-        self.most = np.maximum(LIMIT * self.mean, np.maximum(self.least, self.size.max(0)))
-        self._block = max(_BLOCK // num_parts, 1)
+    def __init__(self, held: Tensor, most: Tensor) -> None:
+        self._held = memoryview(held.view(-1).numpy())  # type: ignore[arg-type]
+        self._most: list[int] = most.tolist()
 
-    def load(self, part: _Ints) -> _Ints:
-        """Returns what each part has of all sizes, ``[P, 2 or 3]``."""
-        columns = [np.bincount(part, size, self.num_parts) for size in self.size.T]
-        return np.stack(columns, 1).astype(np.int64)
+    def of(self, group: int) -> memoryview:
+        """Returns what a group holds of each kind."""
+        kinds = len(self._most)
+        return self._held[group * kinds : (group + 1) * kinds]
 
-    def excess(self, load: _Ints) -> float:
-        """Returns the sum over parts of their excess over the limits, relative to these."""
-        return float(np.maximum(load / self.most - 1, 0).sum())
+    def fits(self, group: int, weight: list[int]) -> bool:
+        """Says if a group has room for a node that counts so much."""
+        held = self.of(group)
+        return all(h + w <= m for h, w, m in zip(held, weight, self._most, strict=True))
 
-    def blocks(self) -> list[tuple[int, int]]:
-        """Returns ranges of nodes whose ``[nodes, parts]`` is not too large at once."""
-        starts = range(0, self.num_nodes, self._block)
-        return [(start, min(start + self._block, self.num_nodes)) for start in starts]
+    def excess(self, group: int, weight: list[int]) -> float:
+        """Returns how much further over its limits, as shares of them, a node takes a group."""
+        kinds = zip(self.of(group), weight, self._most, strict=True)
+        return sum((max(h + w - m, 0) - max(h - m, 0)) / m for h, w, m in kinds)
 
-    def readers(self, part: _Ints) -> NDArray[np.uint8]:
-        """Counts the targets of each node in each part: 0, 1, or 2 for more; ``[N * P]``."""
-        counts = np.empty(self.num_nodes * self.num_parts, np.uint8)
-        for start, stop in self.blocks():
-            edges = slice(self.first_edge[start], self.first_edge[stop])
-            key = (self.source[edges] - start) * self.num_parts + part[self.target[edges]]
-            found = np.bincount(key, minlength=(stop - start) * self.num_parts)
-            counts[start * self.num_parts : stop * self.num_parts] = np.minimum(found, 2)
-        return counts
-
-    def halo_rows(self, part: _Ints, readers: NDArray[np.uint8]) -> int:
-        """Counts pairs of a node and another part that needs its row."""
-        own = readers[np.arange(self.num_nodes) * self.num_parts + part]
-        return int(np.count_nonzero(readers) - np.count_nonzero(own))
-
-    def destinations(self, part: _Ints, room: NDArray[Any], turn: int) -> _Ints:
-        """Returns the part with room where a node has most neighbours, or else its own."""
-        to, order = part.copy(), (np.arange(self.num_parts) + turn) % self.num_parts
-        for start, stop in self.blocks():
-            near = self.adjacent[self.starts[start] : self.starts[stop]]
-            row = np.repeat(np.arange(stop - start), np.diff(self.starts[start : stop + 1]))
-            size = (stop - start) * self.num_parts
-            count = np.bincount(row * self.num_parts + part[near], minlength=size)
-            count = count.reshape(-1, self.num_parts)
-            fits = (self.size[start:stop, None, :] <= room[None]).all(2)
-            count[~fits] = -1
-            count[np.arange(stop - start), part[start:stop]] = -1
-            best = order[count[:, order].argmax(1)]
-            open_ = count[np.arange(stop - start), best] >= 0
-            to[start:stop] = np.where(open_, best, part[start:stop])
-        return to
-
-    def savings(self, part: _Ints, readers: NDArray[np.uint8], to: _Ints) -> NDArray[Any]:
-        """Returns for each node the halo rows that are saved when it alone moves; ``[N]``."""
-        row, columns = np.arange(self.num_nodes) * self.num_parts, self.num_parts
-        own = (readers[row + to] > 0).astype(np.int64) - (readers[row + part] > 0)
-        here, there, home = part[self.target], to[self.target], part[self.source]
-        source = self.source * columns
-        saved = ((readers[source + here] == 1) & (home != here)).astype(np.float64)
-        saved -= (readers[source + there] == 0) & (home != there)
-        return own + np.bincount(self.target, saved, self.num_nodes)
+    def add(self, group: int, weight: list[int], times: int) -> None:
+        """Adds a node, or takes it away: ``times`` 1 or -1."""
+        held = self.of(group)
+        for kind, one in enumerate(weight):
+            held[kind] += times * one
 
 
-def _improve(graph: _Graph, part: _Ints) -> tuple[float, int, _Ints]:
-    """Moves nodes until no part is too large, and then while halo rows become fewer.
+def save_halo_rows_(
+    part: Tensor,
+    loads: Tensor,
+    weights: Tensor,
+    most: Tensor,
+    first_out: Tensor,
+    target: Tensor,
+    first_in: Tensor,
+    source: Tensor,
+    *,
+    native: bool | None = None,
+) -> int:
+    r"""Lets each node, in order, move to the part with room where that saves most halo rows.
+
+    Halo rows are pairs of a node and another part in which it has a target,
+
+    .. math::
+        \sum_v |\{\pi(t) : (v, t) \in E\} \setminus \{\pi(v)\}|.
+
+    A node whose part is over a limit moves also where that costs halo rows and, where no part has
+    room, to the part that it takes least over its limits.
+
+    Args:
+        part: The part of each node, int32 or int64, ``[N]``; changed.
+        loads: What parts count of each kind, int64, ``[P, C]``; changed.
+        weights: What nodes count, int64, ``[N, C]``.
+        most: What a part may count, int64, ``[C]``.
+        first_out: Where the targets of each node start, and at last E, int64, ``[N + 1]``.
+        target: The targets, of the dtype of ``part``, ``[E]``.
+        first_in: Where the sources of each node start, and at last E, int64, ``[N + 1]``.
+        source: The sources of the same edges; those of a node ascend, ``[E]``.
+        native: Whether to use the kernel; ``None``: where it is there.
 
     Returns:
-        What is over the limits (0: nothing), the halo rows, and the part of each node.
+        The halo rows that are saved.
     """
-    readers, load = graph.readers(part), graph.load(part)
-    rows, share, improved = graph.halo_rows(part, readers), 0.5, 0
-    for turn in range(_MOST_ROUNDS):
-        over = graph.excess(load) > 0
-        if not over and (improved >= _ROUNDS or share < 0.02):
-            break
-        room = np.maximum(graph.most - load, 0)
-        to = graph.destinations(part, room, turn)
-        moving = to != part
-        if over:
-            worst, kind = np.unravel_index((load / graph.most).argmax(), load.shape)
-            moving &= (part == worst) & (graph.size[:, kind] > 0)
-        saved = graph.savings(part, readers, to)
-        if not over:
-            moving &= saved > 0
-        nodes = np.flatnonzero(moving)
-        if over:
-            need = load[worst, kind] - graph.most[kind]
-            take = _lighten(nodes, saved[nodes], graph.size[nodes, kind], need, graph.mean[kind])
-        else:
-            improved += 1
-            order = nodes[np.argsort(-saved[nodes], kind="stable")]
-            take = order[: math.ceil(share * order.size)]
-        take = _fitting(graph, take, to, room)
-        if take.size == 0:
-            break
-        moved = part.copy()
-        moved[take] = to[take]
-        counts = graph.readers(moved)
-        fewer = graph.halo_rows(moved, counts)
-        if over or fewer < rows:
-            part, readers, load, rows = moved, counts, graph.load(moved), fewer
-        else:
-            share /= 2
-    return graph.excess(load), rows, part
+    given = part, loads, weights, most, first_out, target, first_in, source
+    if use_kernel(native, True):
+        return int(torch.ops.pyg_sar.save_halo_rows_(*given))
+    where, held, parts = part.tolist(), Loads(loads, most), range(len(loads))
+    out, into = (
+        [t.tolist() for t in x.split(f.diff().tolist())] for f, x in (given[4:6], given[6:])
+    )
+    readers = [Counter(where[t] for t in targets if t != v) for v, targets in enumerate(out)]
+    total = 0
+    for v, (sources, weight) in enumerate(zip(into, weights.tolist(), strict=True)):
+        own, edges = where[v], Counter(u for u in sources if u != v)
+        held.add(own, weight, -1)
+        left = sum(where[u] != own and readers[u][own] == n for u, n in edges.items())
+        left -= len(edges) + (own in readers[v])
+        there = Counter(readers[v].keys())
+        for u in edges:
+            there.update(readers[u].keys() | {where[u]})
+        best, saved = (own, 0) if held.fits(own, weight) else (-1, 0)
+        for p in parts:
+            found = left + there[p]
+            if p != own and (best < 0 or found > saved) and held.fits(p, weight):
+                best, saved = p, found
+        if best < 0:  # No part has room: the limit can't be kept.
+            best = min((own, *parts), key=lambda p: held.excess(p, weight))
+            saved = 0 if best == own else left + there[best]
+        held.add(best, weight, 1)
+        if best == own:
+            continue
+        for u, n in edges.items():
+            readers[u] += Counter({best: n})
+            readers[u] -= Counter({own: n})
+        where[v] = best
+        total += saved
+    part.copy_(torch.tensor(where))
+    return total
 
 
-def _lighten(
-    nodes: _Ints, saved: NDArray[Any], size: _Ints, need: float, mean: float
-) -> NDArray[np.int64]:
-    """Returns nodes whose moves cost few halo rows for the load that they take along."""
-    worth = np.where(saved < 0, saved / size, saved * size)
-    order = np.argsort(-worth, kind="stable")
-    enough = max(0.3 * need, min(need, 0.01 * mean))
-    return nodes[order][: int(np.searchsorted(size[order].cumsum(), enough)) + 1]
-
-
-def _fitting(graph: _Graph, nodes: _Ints, to: _Ints, room: NDArray[Any]) -> _Ints:
-    """Returns those of the nodes that fit into their new parts, in the order given."""
-    fits = np.zeros(nodes.size, bool)
-    for q in range(graph.num_parts):
-        here = np.flatnonzero(to[nodes] == q)
-        fits[here] = (graph.size[nodes[here]].cumsum(0) <= room[q]).all(1)
-    return nodes[fits]
-
-
-def _warn_if_uneven(graph: _Graph, part: _Ints) -> None:
-    load = graph.load(part)
-    most, least = load.max(0), np.maximum(LIMIT * graph.mean, graph.least)
-    if (most <= least).all() or graph.mean.sum() < _JUDGED:
+def _warn_if_uneven(loads: Tensor, totals: Sequence[int], most_edges: int) -> None:
+    num_parts, most = len(loads), loads.max(0).values.tolist()
+    means = [total / num_parts for total in totals]
+    even = all(m <= max(LIMIT * mean, math.ceil(mean)) for m, mean in zip(most, means, strict=True))
+    if even or sum(means) < _JUDGED:
         return
-    nodes, edges, *others = most / np.maximum(graph.mean, 1e-9)
+    nodes, edges, *others = (m / max(mean, 1e-9) for m, mean in zip(most, means, strict=True))
     more = "".join(f", and {other:.2f} times the mean of training nodes" for other in others)
     warnings.warn(
-        f"{graph.num_parts} parts can't all be within {LIMIT} of the mean: the largest have "
+        f"{num_parts} parts can't all be within {LIMIT} of the mean: the largest have "
         f"{most[0]:,} nodes ({nodes:.2f} times the mean) and {most[1]:,} edges ({edges:.2f} times "
-        f"the mean){more}, and one node alone has {graph.size[:, 1].max():,} in-edges of "
-        f"{graph.size[:, 1].sum():,}; the worker of the largest part sets the pace: fewer parts "
-        "waste less",
+        f"the mean){more}, and one node alone has {most_edges:,} in-edges of {totals[1]:,}; "
+        "the worker of the largest part sets the pace: fewer parts waste less",
         stacklevel=2,
     )

@@ -20,8 +20,8 @@ with :math:`\gamma = 3/2`, :math:`m` edges, and what is balanced, :math:`c`: nod
 in equal shares. A part's load :math:`\ell_{ci}` is its sum of
 :math:`w_c` over the parts' average, :math:`\bar w_c` the nodes' average. Nodes decide one after
 another, and prices are rounded, so that kernel and plain loops find the same. No part exceeds
-:data:`LIMIT` of nodes or of in-edges, or the in-edges of one node if these are more, where that can
-be kept.
+:data:`~pyg_sar.partition.balance.LIMIT` times the mean of nodes or of in-edges, or the in-edges of
+one node if these are more, where that can be kept.
 
 Source: Meyerhenke, Sanders and Schulz, "Partitioning Complex Networks via Size-Constrained
 Clustering", SEA 2014; Tsourakakis et al., "FENNEL: Streaming Graph Partitioning for Massive Scale
@@ -39,7 +39,14 @@ import torch
 from torch import Tensor
 
 from pyg_sar.kernels.ops import sort_edges, use_kernel
-from pyg_sar.partition.balance import LIMIT, METIS_EDGE, METIS_NODE, Coarse, metis_assignment
+from pyg_sar.partition.balance import (
+    METIS_EDGE,
+    METIS_NODE,
+    Coarse,
+    Loads,
+    limits,
+    metis_assignment,
+)
 from pyg_sar.partition.scratch import GroupedRows, Scratch, group_by_part, offsets_of
 
 CLUSTERING, RESTREAMS, MOST_RESTREAMS = 3, 3, 8
@@ -218,15 +225,12 @@ class Parts:
 
     def __init__(self, blocks: Blocks, num_parts: int, part: Tensor) -> None:
         self.part, self._blocks = part, blocks
-        totals = torch.tensor(blocks.totals).double().clamp(min=1)
-        # One node may weigh more, and an average need not be a whole number.
-        largest = torch.tensor([1, int(blocks.indegree.max()), 1])[: len(totals)]
-        mean = totals / num_parts
-        whole = torch.maximum(largest, mean.ceil().long())
-        self.most = torch.maximum(whole, (LIMIT * mean).floor().long())
+        largest = [1, int(blocks.indegree.max()), 1][: len(blocks.totals)]
+        self.most = limits(blocks.totals, largest, num_parts)
         self.loads = blocks.loads(part, num_parts)
         # Of weight and root of the load, neither of them over its average.
-        even = _GAMMA * blocks.num_edges / num_parts / len(totals)
+        mean = torch.tensor(blocks.totals).double().clamp(min=1) / num_parts
+        even = _GAMMA * blocks.num_edges / num_parts / len(mean)
         self.price = _POINT * even * mean**-1.5
 
     @property
@@ -271,7 +275,7 @@ def join_clusters_(
     if use_kernel(native, True):
         torch.ops.pyg_sar.join_clusters_(*given)
         return
-    where, held = memoryview(label.numpy()), _Loads(loads, most)  # type: ignore[arg-type]
+    where, held = memoryview(label.numpy()), Loads(loads, most)  # type: ignore[arg-type]
     for node, weight, near in _decisions(where, weights, first, offsets, adjacent):
         own = where[node]
         best, count, turn = own, -1, -1
@@ -319,7 +323,7 @@ def join_parts_(
     if use_kernel(native, True):
         torch.ops.pyg_sar.join_parts_(*given)
         return
-    where, held = memoryview(part.numpy()), _Loads(loads, most)  # type: ignore[arg-type]
+    where, held = memoryview(part.numpy()), Loads(loads, most)  # type: ignore[arg-type]
     prices = price.tolist()
 
     def costs(one: int) -> list[int]:
@@ -341,32 +345,6 @@ def join_parts_(
         held.add(best, weight, 1)
         cost[best] = costs(best)
         where[node] = best
-
-
-class _Loads:
-    """Counts what groups hold of what is balanced, beside the most that they may."""
-
-    def __init__(self, loads: Tensor, most: Tensor) -> None:
-        self._held = memoryview(loads.view(-1).numpy())  # type: ignore[arg-type]
-        self._most: list[int] = most.tolist()
-
-    def of(self, group: int) -> memoryview:
-        kinds = len(self._most)
-        return self._held[group * kinds : (group + 1) * kinds]
-
-    def fits(self, group: int, weight: list[int]) -> bool:
-        held = self.of(group)
-        return all(h + w <= m for h, w, m in zip(held, weight, self._most, strict=True))
-
-    def excess(self, group: int, weight: list[int]) -> float:
-        """Returns how much further over its limits, as shares of them, a node takes a group."""
-        kinds = zip(self.of(group), weight, self._most, strict=True)
-        return sum((max(h + w - m, 0) - max(h - m, 0)) / m for h, w, m in kinds)
-
-    def add(self, group: int, weight: list[int], times: int) -> None:
-        held = self.of(group)
-        for kind, one in enumerate(weight):
-            held[kind] += times * one
 
 
 def _decisions(
