@@ -31,7 +31,7 @@ from pyg_sar.tools import cli
 from pyg_sar.tools.rates import Rates
 from pyg_sar.train import NeighborSampling, TrainConfig, with_labels
 
-pytestmark = [*on_gpus, pytest.mark.filterwarnings("ignore:.*torch-scatter")]
+pytestmark = on_gpus
 SOME = ("alone", "two workers", "parts that wait on the host")
 
 
