@@ -27,6 +27,40 @@ class Placement:
     reason: str
 
 
+def device_of(device: torch.device | str | int) -> torch.device:
+    """Returns what the user gave as a device.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device such as 'cpu' or 'cuda:0'") from error
+
+
+def check_gpu(device: torch.device, rank: int, gpus: int) -> None:
+    """Raises ``ValueError`` on a GPU that this host hasn't.
+
+    Args:
+        device: What was asked for; other devices than GPUs are not looked at.
+        rank: Of the worker.
+        gpus: CUDA devices of this host that PyTorch sees.
+    """
+    if device.type != "cuda" or (device.index or 0) < gpus:
+        return
+    remedy = f"pass 'cuda:0' to 'cuda:{gpus - 1}', or leave 'device' out"
+    raise ValueError(
+        f"device='{device}' at rank {rank}, but this host has {gpus} CUDA device(s) that PyTorch "
+        f"sees: {remedy if gpus else 'leave it out, to compute on the CPU'}"
+    )
+
+
+def count_gpus() -> int:
+    """Returns the number of CUDA devices that PyTorch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def placement(
     info: WorkerInfo, backend: str | None, device: torch.device | None, gpus: int, nccl: bool
 ) -> Placement:
@@ -44,13 +78,10 @@ def placement(
             not set where it is needed.
     """
     if device is not None and device.type == "cuda":
+        check_gpu(device, info.rank, gpus)
         number = device.index
         if number is None:
-            number = (info.local_rank or 0) % max(gpus, 1)
-        if number >= gpus:
-            raise ValueError(
-                f"device='{device}' at rank {info.rank}, but this host has {gpus} CUDA device(s)"
-            )
+            number = (info.local_rank or 0) % gpus
         device = torch.device("cuda", number)
     if backend is not None:
         if backend == "nccl" and device is not None and device.type != "cuda":
@@ -82,8 +113,7 @@ def place(info: WorkerInfo, backend: str | None, device: torch.device | None) ->
     Raises:
         ValueError: See :func:`placement`.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = placement(info, backend, device, gpus, dist.is_nccl_available())
+    found = placement(info, backend, device, count_gpus(), dist.is_nccl_available())
     if info.rank == 0:
         logging.getLogger("pyg_sar.comm").info(
             "backend %s, device %s at rank 0 (%s)", found.backend, found.device, found.reason

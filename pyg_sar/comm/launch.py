@@ -30,7 +30,7 @@ import cloudpickle
 import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
-from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init
+from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init, is_open
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
@@ -169,7 +169,7 @@ def run(
     """
     _check_function(fn)
     hosting = Hosting.of(parts, memory, store)
-    device = None if hosting is None else hosting.device
+    device = None if hosting is None or is_open() else hosting.device
     comm = init(backend, timeout=timeout, device=device)
     if hosting is None:
         return [fn(*args)]

@@ -25,16 +25,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+import torch
+
 from pyg_sar.comm.group import current, init
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import PygSarError, WorkerError
 from pyg_sar.files import parse_bytes
 from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import PrivateFiles
 from pyg_sar.tools.script_graphs import Graphs, default_cache
-from pyg_sar.tools.script_models import Models
+from pyg_sar.tools.script_models import REMEDIES, Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
 from pyg_sar.tools.start import node_ids_of, tell_agent, was_launched
@@ -189,6 +191,7 @@ def _run_part(config: ScriptConfig, process: Process, main: _Main) -> int:
         together.check_states("its end")
         return max(comm.all_gather_object(code))
     except BaseException as error:
+        _note_device(error, comm.device)
         if config.folder and not is_consequence(error, comm.rank):
             _leave(config, f"failure-{comm.rank}", in_own_lines(error, config.script))
         raise
@@ -242,6 +245,15 @@ class _Main(types.ModuleType):
 
 
 # Failures ####################################################################
+
+
+def _note_device(error: BaseException, device: torch.device) -> None:
+    """Notes on PyTorch's error of tensors on the CPU and on a GPU that the script chose neither."""
+    text = str(error).lower()
+    apart = "same device" in text or ("cpu" in text and "cuda" in text)
+    if device.type == "cuda" and apart and isinstance(error, RuntimeError | TypeError):
+        if not isinstance(error, PygSarError):
+            error.add_note(f"The graph is on {device}: {REMEDIES[0]}")
 
 
 def in_own_lines(error: BaseException, script: str) -> str:
