@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 import pytest
 import torch
 from oracle import CHANNELS, CLASSES, make_graph
-from test_gpu_flows import WAYS, close
+from test_devices import table_of_gpus
+from test_gpu_flows import GPUS, WAYS, close
 from test_gpu_flows import pytestmark as on_gpus
 from test_script import GRAPH
 from torch import Tensor
@@ -203,16 +205,9 @@ def test_models_of_the_users_own(task: Any, root: Any):
 # Scripts ######################################################################
 
 
-@pytest.mark.parametrize(
-    ("device", "more"), [("cuda", []), ("cpu", ["--backend", "gloo"])], ids=["cuda", "cpu"]
-)
-def test_a_script_prints_what_it_prints_alone(
-    device: str, more: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any
-):
-    script = tmp_path / "script.py"
-    script.write_text(
-        GRAPH
-        + """
+SCRIPT = (
+    GRAPH
+    + """
 dataset = Graphs(transform=T.NormalizeFeatures())
 data = dataset[0].to("DEVICE")
 model = Net(GCNConv, dataset.num_features, dataset.num_classes).to("DEVICE").eval()
@@ -223,8 +218,18 @@ for epoch in range(3):
 pred = model(data.x, data.edge_index).argmax(-1)
 print(int((pred == data.y).sum()), pred[:3].tolist())
 torch.save(model.state_dict(), "state.pt")
-""".replace("DEVICE", device)
-    )
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "more"), [("cuda", []), ("cpu", ["--backend", "gloo"])], ids=["cuda", "cpu"]
+)
+def test_a_script_prints_what_it_prints_alone(
+    device: str, more: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any
+):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("DEVICE", device))
     monkeypatch.chdir(tmp_path)
     plain = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr
@@ -233,3 +238,34 @@ torch.save(model.state_dict(), "state.pt")
         found = capfd.readouterr()
         assert code == 0, found.err
         assert found.out == plain.stdout, workers
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "more", "text"),
+    [
+        ("DEVICE", "cpu", [], r"Net got a tensor of the graph on cpu.*run --backend gloo`"),
+        ("DEVICE", "cuda", ["--backend", "gloo"], r"Net has parameters on cuda:0.*VISIBLE_DEVICES"),
+        # Which chooses no device; PyTorch says what is apart, and a note what to do.
+        ("pred =", "data.x + torch.rand(40, 5)\npred =", [], r"on cuda:0: .*run --backend gloo`"),
+    ],
+    ids=["cpu", "cuda", "neither"],
+)
+def test_a_script_elsewhere_is_told_what_to_do(
+    old: str, new: str, more: list[str], text: str, tmp_path: Path, monkeypatch: Any, capfd: Any
+):
+    (tmp_path / "script.py").write_text(SCRIPT.replace(old, new).replace('.to("DEVICE")', ""))
+    monkeypatch.chdir(tmp_path)
+    if GPUS < 2 and not more:
+        pytest.skip("needs a GPU for each of two workers")
+    assert cli.main(["run", *more, "--workers", "2", "script.py"]) == 1
+    found = capfd.readouterr().err
+    assert re.search(text, found.splitlines()[-1]), found
+
+
+def test_the_benchmark_runs(tmp_path: Path, capsys: Any):
+    layer, whole, *parts = table_of_gpus("cuda", tmp_path)
+    assert all(float(number) > 0 for number in layer[1:-1])
+    for row in parts:
+        assert 0 < float(row[6]) < float(whole[6]) and float(row[7]) > 0, row  # peaks, bytes out
+    for row in (layer, *parts):
+        assert float(row[-1].strip("| ")) < 1e-5, row
