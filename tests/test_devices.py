@@ -110,7 +110,9 @@ def test_what_cannot_be_is_refused(
 def test_a_process_that_is_alone_is_refused_what_is_not_there(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    with pytest.raises(ValueError, match=r"device='cuda:9' at rank 0.*2 CUDA.*'cuda:0' to 'cuda:1'"):
+    with pytest.raises(
+        ValueError, match=r"device='cuda:9' at rank 0.*2 CUDA.*'cuda:0' to 'cuda:1'"
+    ):
         pyg_sar.init(device="cuda:9")
     with pytest.raises(ValueError, match=r"device='cudda' is no device such as"):
         pyg_sar.init(device="cudda")
@@ -318,11 +320,14 @@ def test_a_tensor_of_the_cpu_would_be_found():
 # The benchmark ################################################################
 
 
-def table_of_gpus(device: str, folder: Path) -> list[list[str]]:
+def table_of_gpus(
+    device: str, folder: Path, nodes: int = 300, edges: int = 1500
+) -> list[list[str]]:
     """Rows that benchmarks/gpu.py writes of a layer and a model on a tiny graph."""
     script = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
-    given = ["--device", device, "--nodes", "300", "--edges", "1500", "--parts", "3", "--rounds"]
-    given += ["1", "--compiler", "eager", "--layers", "GATConv 4x8", "--models", "sage", "--out"]
+    given = ["--device", device, "--nodes", str(nodes), "--edges", str(edges), "--parts", "3"]
+    given += ["--rounds", "1", "--compiler", "eager", "--layers", "GATConv 4x8"]
+    given += ["--models", "sage", "--out"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [str(script), *given, str(folder / "gpu.md")])
         patch.syspath_prepend(script.parent)

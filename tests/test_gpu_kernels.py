@@ -23,6 +23,7 @@ from attention_problems import looped, problem, shards_of
 from oracle import Job, Partitions, Sweep, make_graph
 from test_attention_ops import TOLERANCES as ATTENTION_TOLERANCES
 from test_attention_ops import computed, distance, worst
+from test_devices import table_of_gpus
 from test_ops import TOLERANCES, gathered
 from test_ops import looped as looped_sums
 from test_ops import problem as sums_problem
@@ -315,6 +316,13 @@ def test_layers_are_exact(tmp_path: Path):
         torch.manual_seed(0)
         sweep.add(name, Job(make().double(), root, policies=(SARPolicy(),)), data)
     sweep.check(backend="parts")
+
+
+@pytest.mark.skipif(ON_GPU, reason="tests/test_gpu_tools.py runs it on GPUs")
+def test_the_benchmark_of_gpus_runs_with_these_kernels(tmp_path: Path, capsys: Any):
+    layer, *models = table_of_gpus("cpu", tmp_path, 40, 80)
+    for row in (layer, *models):
+        assert float(row[-1].strip("| ")) < 1e-5, row
 
 
 # Bytes, and the compiler ######################################################

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
 import re
 import subprocess
@@ -106,6 +107,31 @@ def test_the_command_trains(more: list[str], tmp_path: Path):
     ]
     given += ["--report", str(tmp_path / "r"), "--checkpoint", str(tmp_path / "c"), *more]
     assert cli.main([*given, "--workers", "2"]) == 0
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        ["--store", "pinned"],
+        ["--store", "pinned", "--workers", "1"],
+        ["--workers", "2"],
+        ["--memory", "1GiB", "--workers", "2"],
+    ],
+)
+def test_the_command_trains_parts_that_take_turns(
+    more: list[str], root: Any, monkeypatch: Any, tmp_path: Path
+):
+    """On the GPUs, carried by gloo also where there is NCCL; or, with a limit, on the CPU."""
+    monkeypatch.setenv("PRETENDED_NCCL", "1")  # which could carry nothing
+    curves = []
+    for given in (["--memory", "1GiB", "--workers", "1"], more):
+        report = tmp_path / str(len(curves))
+        line = ["train", "--parts", str(root(3)), "--epochs", "2", "--hidden", "8", "--quiet"]
+        line += ["--seed", "1", "--dropout", "0", "--report", str(report), *given]
+        assert cli.main(line) == 0
+        epochs = (report / "metrics.jsonl").read_text().splitlines()
+        curves.append([json.loads(epoch)["loss"] for epoch in epochs])
+    assert len(curves[0]) == 2 and curves[1] == pytest.approx(curves[0], rel=1e-9)
 
 
 # Verify, plan, infer ##########################################################
@@ -223,7 +249,14 @@ torch.save(model.state_dict(), "state.pt")
 
 
 @pytest.mark.parametrize(
-    ("device", "more"), [("cuda", []), ("cpu", ["--backend", "gloo"])], ids=["cuda", "cpu"]
+    ("device", "more"),
+    [
+        ("cuda", []),
+        ("cuda", ["--parts", "3", "--store", "pinned"]),
+        ("cpu", ["--backend", "gloo"]),
+        ("cpu", ["--parts", "3", "--memory", "1GiB"]),
+    ],
+    ids=["cuda", "cuda, parts", "cpu", "cpu, parts"],
 )
 def test_a_script_prints_what_it_prints_alone(
     device: str, more: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any
@@ -233,6 +266,8 @@ def test_a_script_prints_what_it_prints_alone(
     monkeypatch.chdir(tmp_path)
     plain = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr
+    if "--parts" in more:
+        monkeypatch.setenv("PRETENDED_NCCL", "1")  # Parts are carried by gloo all the same.
     for workers in ("1", "2"):
         code = cli.main(["run", *more, "--workers", workers, "script.py"])
         found = capfd.readouterr()

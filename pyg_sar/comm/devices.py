@@ -62,7 +62,12 @@ def count_gpus() -> int:
 
 
 def placement(
-    info: WorkerInfo, backend: str | None, device: torch.device | None, gpus: int, nccl: bool
+    info: WorkerInfo,
+    backend: str | None,
+    device: torch.device | None,
+    gpus: int,
+    nccl: bool,
+    parts: bool = False,
 ) -> Placement:
     """Returns where a worker computes, and what carries its tensors.
 
@@ -72,6 +77,8 @@ def placement(
         device: The same. ``cuda`` without a number is ``cuda:LOCAL_RANK``, modulo the GPUs.
         gpus: CUDA devices of this host that PyTorch sees.
         nccl: This PyTorch has NCCL.
+        parts: The worker hosts parts, whose messages are put together in the CPU's memory: not by
+            NCCL, unless the user says so.
 
     Raises:
         ValueError: NCCL and a device that is no GPU, a GPU that isn't there, or ``LOCAL_RANK`` is
@@ -102,18 +109,21 @@ def placement(
         raise RuntimeError("Expected a device where each worker has a GPU")
     if device != own:
         return Placement("gloo", device, f"{count}; device='{device}' is not a worker's own GPU")
-    if nccl:
+    if nccl and not parts:
         return Placement("nccl", device, f"{count}, each its own")
-    return Placement("gloo", device, f"{count}; this PyTorch has no NCCL")
+    why = "parts are carried by gloo" if parts else "this PyTorch has no NCCL"
+    return Placement("gloo", device, f"{count}; {why}")
 
 
-def place(info: WorkerInfo, backend: str | None, device: torch.device | None) -> Placement:
+def place(
+    info: WorkerInfo, backend: str | None, device: torch.device | None, parts: bool = False
+) -> Placement:
     """Returns :func:`placement` on this machine; rank 0 writes it to the log ``pyg_sar.comm``.
 
     Raises:
         ValueError: See :func:`placement`.
     """
-    found = placement(info, backend, device, count_gpus(), dist.is_nccl_available())
+    found = placement(info, backend, device, count_gpus(), dist.is_nccl_available(), parts)
     if info.rank == 0:
         logging.getLogger("pyg_sar.comm").info(
             "backend %s, device %s at rank 0 (%s)", found.backend, found.device, found.reason

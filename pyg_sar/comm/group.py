@@ -310,6 +310,16 @@ def init(
         CommTimeoutError: Workers that did not come.
         LostWorkerError: A worker that came, and was killed before all had met.
     """
+    return join(backend, timeout, device)
+
+
+def join(
+    backend: str | None,
+    timeout: float,
+    device: torch.device | str | None = None,
+    parts: bool = False,
+) -> Communicator:
+    """:func:`init`, also of a worker that hosts ``parts``, which are not carried by NCCL."""
     check_init(backend, timeout)
     target = None if device is None else device_of(device)
     scope = _scope.get()
@@ -327,7 +337,7 @@ def init(
             )
         return scope.comm
     scope.generation += 1
-    scope.comm = _open(backend, timeout, target, scope.generation)
+    scope.comm = _open(backend, timeout, target, parts, scope.generation)
     return scope.comm
 
 
@@ -343,7 +353,7 @@ def check_init(backend: str | None, timeout: float) -> None:
 
 
 def _open(
-    backend: str | None, timeout: float, device: torch.device | None, generation: int
+    backend: str | None, timeout: float, device: torch.device | None, parts: bool, generation: int
 ) -> Communicator:
     if backend is not None:
         TRANSPORTS[backend].check()
@@ -362,7 +372,7 @@ def _open(
         elif device is not None:
             check_gpu(device, 0, count_gpus())
         return LocalCommunicator(None if device is None else numbered(device), timeout)
-    chosen = place(found, backend, device)
+    chosen = place(found, backend, device, parts)
     kind, device = TRANSPORTS[chosen.backend], chosen.device
     root = connect(found, timeout)
     again = found.agent_store and "TORCHELASTIC_RUN_ID" in os.environ

@@ -27,7 +27,8 @@ from typing import Any
 
 import torch
 
-from pyg_sar.comm.group import current, init
+from pyg_sar.comm.group import current, finalize, join
+from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
 from pyg_sar.errors import PygSarError, WorkerError
@@ -39,7 +40,7 @@ from pyg_sar.tools.script_graphs import Graphs, default_cache
 from pyg_sar.tools.script_models import REMEDIES, Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
-from pyg_sar.tools.start import node_ids_of, tell_agent, was_launched
+from pyg_sar.tools.start import default_workers, node_ids_of, tell_agent, was_launched
 
 EXIT_INTERRUPT = 130
 
@@ -114,7 +115,7 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
     """Runs a script in this process, one of torchrun's, and returns its exit code."""
     if _HASHES not in os.environ:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _HASHES: "0"})
-    with init(config.backend, timeout=config.timeout) as comm:
+    with join(config.backend, config.timeout, _device(config), hosts_parts(config)) as comm:
         try:
             return work(config)
         except BaseException as error:
@@ -132,6 +133,12 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
 def hosts_parts(config: ScriptConfig) -> bool:
     """Returns whether the workers take parts in turn, be it one each, so that these can wait."""
     return any(given is not None for given in (config.parts, config.memory, config.store))
+
+
+def _device(config: ScriptConfig) -> str | None:
+    """Returns where workers compute by where their parts wait, if that decides it."""
+    hosting = Hosting.of(1, config.memory, config.store) if hosts_parts(config) else None
+    return None if hosting is None else hosting.device
 
 
 def _with_folder(config: ScriptConfig, folder: str) -> ScriptConfig:
@@ -156,6 +163,11 @@ def _show(path: Path, before: str = "") -> bool:
 def work(config: ScriptConfig) -> int:
     """Runs a script in each part that this worker hosts, and returns its exit code. Collective."""
     comm, process = current(), Process()
+    device = _device(config)
+    unlike = device not in (None, comm.device.type) or comm.backend == "nccl" != config.backend
+    if hosts_parts(config) and unlike:  # Who started this worker did not know that it has parts.
+        finalize()
+        comm = join(config.backend, config.timeout, device, parts=True)
     main = _Main(config.script)
     before = sys.modules["__main__"], sys.argv, list(sys.path)
     sys.modules["__main__"], sys.argv = main, [config.script, *config.arguments]
@@ -251,9 +263,9 @@ def _note_device(error: BaseException, device: torch.device) -> None:
     """Notes on PyTorch's error of tensors on the CPU and on a GPU that the script chose neither."""
     text = str(error).lower()
     apart = "same device" in text or ("cpu" in text and "cuda" in text)
-    if device.type == "cuda" and apart and isinstance(error, RuntimeError | TypeError):
-        if not isinstance(error, PygSarError):
-            error.add_note(f"The graph is on {device}: {REMEDIES[0]}")
+    torchs = isinstance(error, RuntimeError | TypeError) and not isinstance(error, PygSarError)
+    if device.type == "cuda" and apart and torchs:
+        error.add_note(f"The graph is on {device}: {REMEDIES[0]}")
 
 
 def in_own_lines(error: BaseException, script: str) -> str:
@@ -379,7 +391,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")
     if was_launched(arguments.workers):
         return run_script_under_torchrun(config)
-    workers = arguments.workers if arguments.workers is not None else arguments.parts or _WORKERS
+    workers = default_workers(arguments.parts or _WORKERS, store)
+    workers = workers if arguments.workers is None else arguments.workers
     if workers < 1 or (config.parts is not None and not workers <= config.parts):
         raise ValueError(
             f"--workers {workers} must be from 1 to the number of parts ({config.parts or 'any'})"

@@ -140,6 +140,7 @@ def replace_functions() -> None:
             given = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
             return given.to(device).untyped_storage()
 
+    torch.distributed.is_nccl_available = lambda: "PRETENDED_NCCL" in os.environ
     torch.UntypedStorage.clone = cloned  # type: ignore[method-assign]
     torch.UntypedStorage.to = moved  # type: ignore[method-assign]
     torch.Tensor.record_stream = nothing  # type: ignore[method-assign]
