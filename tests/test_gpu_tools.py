@@ -119,19 +119,30 @@ def test_the_command_trains(more: list[str], tmp_path: Path):
     ],
 )
 def test_the_command_trains_parts_that_take_turns(
-    more: list[str], root: Any, monkeypatch: Any, tmp_path: Path
+    more: list[str], monkeypatch: Any, tmp_path: Path
 ):
     """On the GPUs, carried by gloo also where there is NCCL; or, with a limit, on the CPU."""
     monkeypatch.setenv("PRETENDED_NCCL", "1")  # which could carry nothing
-    curves = []
+    data, curves = graph(), []
+    data.x = data.x.float()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
     for given in (["--memory", "1GiB", "--workers", "1"], more):
         report = tmp_path / str(len(curves))
-        line = ["train", "--parts", str(root(3)), "--epochs", "2", "--hidden", "8", "--quiet"]
+        line = [
+            "train",
+            "--parts",
+            str(tmp_path / "parts"),
+            "--epochs",
+            "2",
+            "--hidden",
+            "8",
+            "--quiet",
+        ]
         line += ["--seed", "1", "--dropout", "0", "--report", str(report), *given]
         assert cli.main(line) == 0
         epochs = (report / "metrics.jsonl").read_text().splitlines()
         curves.append([json.loads(epoch)["loss"] for epoch in epochs])
-    assert len(curves[0]) == 2 and curves[1] == pytest.approx(curves[0], rel=1e-9)
+    assert len(curves[0]) == 2 and curves[1] == pytest.approx(curves[0], rel=1e-5)
 
 
 # Verify, plan, infer ##########################################################
@@ -281,7 +292,12 @@ def test_a_script_prints_what_it_prints_alone(
         ("DEVICE", "cpu", [], r"Net got a tensor of the graph on cpu.*run --backend gloo`"),
         ("DEVICE", "cuda", ["--backend", "gloo"], r"Net has parameters on cuda:0.*VISIBLE_DEVICES"),
         # Which chooses no device; PyTorch says what is apart, and a note what to do.
-        ("pred =", "data.x + torch.rand(40, 5)\npred =", [], r"on cuda:0: .*run --backend gloo`"),
+        (
+            "\npred =",
+            "\ndata.x + torch.rand(40, 5)\npred =",
+            [],
+            r"on cuda:0: .*run --backend gloo`",
+        ),
     ],
     ids=["cpu", "cuda", "neither"],
 )

@@ -97,9 +97,12 @@ def run_script(config: ScriptConfig, workers: int) -> int:
     if hosts_parts(config):
         env |= {name: os.environ.get(name, value) for name, value in _HOST.items()}
     options: dict[str, Any] = {"backend": config.backend, "timeout": config.timeout, "env": env}
+    start = work
+    if hosts_parts(config):
+        start, options["backend"] = work_as_host, config.backend or "gloo"
     with tempfile.TemporaryDirectory(prefix="pyg_sar-run-") as folder:
         try:
-            codes = launch(work, workers, _with_folder(config, folder), **options)
+            codes = launch(start, workers, _with_folder(config, folder), **options)
         except KeyboardInterrupt:
             _show(Path(folder) / "interrupt", "Traceback (most recent call last):\n")
             sys.stderr.write("KeyboardInterrupt\n")
@@ -160,14 +163,17 @@ def _show(path: Path, before: str = "") -> bool:
 # In a worker #################################################################
 
 
+def work_as_host(config: ScriptConfig) -> int:
+    """:func:`work` of a worker that was started without knowing that its parts take turns."""
+    if torch.cuda.is_available():
+        finalize()
+        join(config.backend, config.timeout, _device(config), parts=True)
+    return work(config)
+
+
 def work(config: ScriptConfig) -> int:
     """Runs a script in each part that this worker hosts, and returns its exit code. Collective."""
     comm, process = current(), Process()
-    device = _device(config)
-    unlike = device not in (None, comm.device.type) or comm.backend == "nccl" != config.backend
-    if hosts_parts(config) and unlike:  # Who started this worker did not know that it has parts.
-        finalize()
-        comm = join(config.backend, config.timeout, device, parts=True)
     main = _Main(config.script)
     before = sys.modules["__main__"], sys.argv, list(sys.path)
     sys.modules["__main__"], sys.argv = main, [config.script, *config.arguments]
