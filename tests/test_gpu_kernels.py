@@ -394,9 +394,10 @@ def blocks(offsets: Tensor, edges: int) -> int:
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
-@pytest.mark.parametrize(("dtype", "F"), [(torch.float32, 7), (torch.float64, 130)])
-def test_bytes_of_extrema(dtype: torch.dtype, F: int, moved: dict[str, int]):
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 7), (torch.float64, 130)])
+def test_bytes_of_extrema(dtype: torch.dtype, width: int, moved: dict[str, int]):
     """The formulas of docs/gpu.md."""
+    F = width
     given, w, s, times = sums_problem(F, dtype, 150), dtype.itemsize, 4, 1 + (F > 128)
     E, U, rows = 150, given["targets"].numel(), given["rows"].round()
     best = torch.full((45, F), -torch.inf, dtype=dtype)
