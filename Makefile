@@ -43,7 +43,7 @@ test: $(STAMPS)/test ## Run ruff, mypy and the tests
 test-full: override PYTEST_ARGS += --all
 test-full: $(STAMPS)/full test ## Install the extras sparse, ogb and triton (minutes, 1 GB), run all tests
 
-test-gpu: $(STAMPS)/full ## Run the kernels' and the contract's tests on the GPUs of this machine
+test-gpu: $(STAMPS)/gpu ## Run the kernels' and the contract's tests on the GPUs of this machine
 	@$(BIN)/python -c 'import torch; raise SystemExit(not torch.cuda.is_available())' || \
 		{ echo "PyTorch sees no GPU here: nothing was run. Set TORCH to a PyTorch for CUDA"; exit 1; }
 	TRITON_INTERPRET=0 $(BIN)/pytest tests/test_gpu_kernels.py tests/test_gpu_workers.py tests/test_gpu_flows.py tests/test_gpu_tools.py $(PYTEST_ARGS)
@@ -105,4 +105,10 @@ $(STAMPS)/docs: $(STAMPS)/test
 
 $(STAMPS)/full: $(STAMPS)/test
 	$(EXTRA) -e '.[test,sparse,ogb,triton]'
+	@touch $@
+
+# Without torch-scatter: where there is no compiler for CUDA it is built for CPUs alone, and PyG would
+# call it with tensors of a GPU.
+$(STAMPS)/gpu: $(STAMPS)/test
+	$(EXTRA) -e '.[test,triton]'
 	@touch $@

@@ -135,7 +135,7 @@ def test_paths_and_devices(tmp_path):
     with pytest.raises(ValueError, match="device='gpu' is no device such as 'cpu'"):
         pyg_sar.load_partition(tmp_path / "p", device="gpu")
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="device='cuda': PyTorch finds no GPU here"):
+        with pytest.raises(ValueError, match="device='cuda' at rank 0, but this host has 0"):
             pyg_sar.load_partition(tmp_path / "p", device="cuda")
     missing = tmp_path / "none"
     for start in (

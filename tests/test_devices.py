@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import runpy
 import sys
 import threading
 from pathlib import Path
@@ -106,6 +107,20 @@ def test_what_cannot_be_is_refused(
         placement(info, backend, device, gpus, True)
 
 
+def test_a_process_that_is_alone_is_refused_what_is_not_there(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    with pytest.raises(
+        ValueError, match=r"device='cuda:9' at rank 0.*2 CUDA.*'cuda:0' to 'cuda:1'"
+    ):
+        pyg_sar.init(device="cuda:9")
+    with pytest.raises(ValueError, match=r"device='cudda' is no device such as"):
+        pyg_sar.init(device="cudda")
+    assert pyg_sar.init(device="meta").device == META
+    with pytest.raises(ValueError, match=r"device='cpu' at rank 0.*already computes on meta"):
+        pyg_sar.init(device="cpu")
+
+
 def test_rank_0_says_which_in_one_line(caplog: pytest.LogCaptureFixture):
     with caplog.at_level(logging.INFO, "pyg_sar.comm"):
         place(worker(1, 2), "gloo", CPU)
@@ -171,6 +186,8 @@ def test_data_goes_where_the_worker_is(tmp_path: Path):
         )
     alone = Partitions(tmp_path / "alone")(make_graph(), 1, "random")
     assert asked(alone, "meta") == "meta"
+    pyg_sar.init(device="meta")  # Alone, too, on another device than the CPU.
+    assert "at rank 0, whose device is meta: leave 'device' out" in asked(alone, "cpu")
 
 
 # What is made on the way ######################################################
@@ -298,3 +315,34 @@ def test_a_tensor_of_the_cpu_would_be_found():
     with Apart():
         x.add(torch.arange(3).to(x.device))
         x.add(torch.arange(3, device=x.device))
+
+
+# The benchmark ################################################################
+
+
+def table_of_gpus(
+    device: str, folder: Path, nodes: int = 300, edges: int = 1500
+) -> list[list[str]]:
+    """Rows that benchmarks/gpu.py writes of a layer and a model on a tiny graph."""
+    script = Path(__file__).parent.parent / "benchmarks" / "gpu.py"
+    given = ["--device", device, "--nodes", str(nodes), "--edges", str(edges), "--parts", "3"]
+    given += ["--rounds", "1", "--compiler", "eager", "--layers", "GATConv 4x8"]
+    given += ["--models", "sage", "--out"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [str(script), *given, str(folder / "gpu.md")])
+        patch.syspath_prepend(script.parent)
+        runpy.run_path(str(script), run_name="__main__")
+    rows = [line.split(" | ") for line in (folder / "gpu.md").read_text().splitlines()]
+    return [row for row in rows if row[0].startswith(("| GATConv", "| sage"))]
+
+
+def test_the_benchmark_of_gpus_runs_without_one(tmp_path: Path, capsys: Any):
+    layer, *models = table_of_gpus("cpu", tmp_path)
+    assert [row[:3] for row in models] == [
+        ["| sage", "1", "-"],
+        *(["| sage", "3", mode] for mode in "123"),
+    ]
+    assert all(float(number) > 0 for number in layer[1:5])  # times
+    assert all(row[k] == "-" for row in models for k in (5, 6))  # Memory of a CPU is not known.
+    for row in (layer, *models):
+        assert float(row[-1].strip("| ")) < 1e-5, row

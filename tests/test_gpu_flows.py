@@ -31,6 +31,7 @@ pytestmark = [
     pytest.mark.skipif(GPUS == 0, reason="PyTorch sees no CUDA device"),
     pytest.mark.filterwarnings("ignore::pyg_sar.kernels.KernelWarning"),
     pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning"),
+    pytest.mark.filterwarnings("ignore:.*torch-scatter"),
 ]
 PARTS = 3
 

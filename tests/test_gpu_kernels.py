@@ -23,6 +23,7 @@ from attention_problems import looped, problem, shards_of
 from oracle import Job, Partitions, Sweep, make_graph
 from test_attention_ops import TOLERANCES as ATTENTION_TOLERANCES
 from test_attention_ops import computed, distance, worst
+from test_devices import table_of_gpus
 from test_ops import TOLERANCES, gathered
 from test_ops import looped as looped_sums
 from test_ops import problem as sums_problem
@@ -317,6 +318,13 @@ def test_layers_are_exact(tmp_path: Path):
     sweep.check(backend="parts")
 
 
+@pytest.mark.skipif(ON_GPU, reason="tests/test_gpu_tools.py runs it on GPUs")
+def test_the_benchmark_of_gpus_runs_with_these_kernels(tmp_path: Path, capsys: Any):
+    layer, *models = table_of_gpus("cpu", tmp_path, 40, 80)
+    for row in (layer, *models):
+        assert float(row[-1].strip("| ")) < 1e-5, row
+
+
 # Bytes, and the compiler ######################################################
 
 
@@ -352,25 +360,32 @@ def taken(moved: dict[str, int]) -> tuple[int, int, int]:
     return found
 
 
+COUNTED = pytest.mark.parametrize(
+    ("dtype", "index"),
+    [(torch.float32, torch.int32), (torch.bfloat16, torch.int32), (torch.float64, torch.int64)],
+)
+
+
 @pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_bytes_of_sums(dtype: torch.dtype, moved: dict[str, int]):
+@COUNTED
+def test_bytes_of_sums(dtype: torch.dtype, index: torch.dtype, moved: dict[str, int]):
     """The formulas of docs/gpu.md; columns beyond 128 are a second program of each target."""
-    b, w, s = dtype.itemsize, 4, 4
+    b, w, s = dtype.itemsize, max(dtype.itemsize, 4), index.itemsize
     for F in (7, 130):
-        given = sums_problem(F, dtype, 150)
+        given = sums_problem(F, dtype, 150, index=index)
         E, U, times = 150, given["targets"].numel(), 1 + (F > 128)  # the last one has no edge
         place = 2 * s + 8
         for weighted in (False, True):
             by_kernel(given, weighted)
-            index = times * (s + (w + s) * weighted)
-            read = E * (index + F * b) + U * (times * place + F * b)
+            per_edge = times * (s + (w + s) * weighted)
+            read = E * (per_edge + F * b) + U * (times * place + F * b)
             assert taken(moved) == (read, U * F * b, 0)
-        at = (given[n] for n in ("source", "offsets", "targets"))
-        ops.edge_dot(given["rows"], given["out"], *at)
+        at = [given[n] for n in ("source", "offsets", "targets")]
         runs = blocks(given["offsets"], min(2048 // min(-(-F // 8) * 8, 128), 32))
         read = E * (s + F * b) + U * place + runs * F * b
-        assert taken(moved) == (read, E * w, 0)
+        for numbers in ((), (given["edges"],)):
+            ops.edge_dot(given["rows"], given["out"], *at, *numbers)
+            assert taken(moved) == (read + E * s * len(numbers), E * w, 0)
 
 
 def blocks(offsets: Tensor, edges: int) -> int:
@@ -379,20 +394,22 @@ def blocks(offsets: Tensor, edges: int) -> int:
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
-def test_bytes_of_extrema(moved: dict[str, int]):
+@pytest.mark.parametrize(("dtype", "width"), [(torch.float32, 7), (torch.float64, 130)])
+def test_bytes_of_extrema(dtype: torch.dtype, width: int, moved: dict[str, int]):
     """The formulas of docs/gpu.md."""
-    given, w, s, F = sums_problem(7, torch.float32, 150), 4, 4, 7
+    F = width
+    given, w, s, times = sums_problem(F, dtype, 150), dtype.itemsize, 4, 1 + (F > 128)
     E, U, rows = 150, given["targets"].numel(), given["rows"].round()
-    best = torch.full((45, F), -torch.inf)
+    best = torch.full((45, F), -torch.inf, dtype=dtype)
     at = given["source"], given["offsets"], given["targets"]
     ops.extremum_(best, torch.zeros_like(best), rows, *at, True)
-    place = 2 * s + 8
-    assert taken(moved) == (E * (s + F * w) + U * (place + 2 * F * w), U * 2 * F * w, 0)
-    total = torch.zeros(45, F)
+    index = times * (E * s + U * (2 * s + 8))
+    assert taken(moved) == (index + E * F * w + U * 2 * F * w, U * 2 * F * w, 0)
+    total = torch.zeros(45, F, dtype=dtype)
     # The same edges, as if they were those of 45 sources that read 30 targets.
     hits = int(ops.extremum_backward_(total, best, rows, rows, *at))
-    read = E * (s + F * w) + hits * w + U * (place + 2 * F * w)
-    assert hits and taken(moved) == (read, U * (F * w + 8), 0)
+    read = index + E * F * w + hits * w + U * 2 * F * w
+    assert hits and taken(moved) == (read, U * (F * w + 8 * times), 0)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter counts")
@@ -439,6 +456,10 @@ def test_bytes_of_attention(kind: str, drop: str, moved: dict[str, int]):
         written += by_edge[1]
         added = E * H * w + count * D * W * w
     assert taken(moved) == (read, written, added)
+    for places in (torch.arange(7, dtype=torch.int32), torch.arange(7)):
+        lying = replace(attention, places=places)
+        attention_backward_sources_(AttentionGradients(**wanted), lying, cotangent, backward)
+        assert taken(moved) == (read + places.nbytes, written, added)
 
     attention_backward_targets_(AttentionGradients(**wanted), attention, cotangent, forward)
     if kind == "additive":

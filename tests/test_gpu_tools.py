@@ -6,7 +6,9 @@
 from __future__ import annotations
 
 import copy
+import json
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -15,7 +17,8 @@ from typing import Any
 import pytest
 import torch
 from oracle import CHANNELS, CLASSES, make_graph
-from test_gpu_flows import WAYS, close
+from test_devices import table_of_gpus
+from test_gpu_flows import GPUS, WAYS, close
 from test_gpu_flows import pytestmark as on_gpus
 from test_script import GRAPH
 from torch import Tensor
@@ -31,7 +34,7 @@ from pyg_sar.tools import cli
 from pyg_sar.tools.rates import Rates
 from pyg_sar.train import NeighborSampling, TrainConfig, with_labels
 
-pytestmark = [*on_gpus, pytest.mark.filterwarnings("ignore:.*torch-scatter")]
+pytestmark = on_gpus
 SOME = ("alone", "two workers", "parts that wait on the host")
 
 
@@ -104,6 +107,29 @@ def test_the_command_trains(more: list[str], tmp_path: Path):
     ]
     given += ["--report", str(tmp_path / "r"), "--checkpoint", str(tmp_path / "c"), *more]
     assert cli.main([*given, "--workers", "2"]) == 0
+
+
+def test_the_command_trains_parts_that_take_turns(monkeypatch: Any, tmp_path: Path):
+    """On the GPUs, carried by gloo also where there is NCCL; or, with a limit, on the CPU."""
+    monkeypatch.setenv("PRETENDED_NCCL", "1")  # which could carry nothing
+    data, curves = graph(), []
+    data.x = data.x.float()
+    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
+    for number, more in enumerate(
+        (
+            ["--memory", "1GiB", "--workers", "1"],
+            ["--store", "pinned"],
+            ["--store", "pinned", "--workers", "1"],
+            ["--workers", "2"],
+        )
+    ):
+        report = tmp_path / str(number)
+        line = ["train", "--parts", str(tmp_path / "parts"), "--epochs", "2", "--hidden", "8"]
+        line += ["--seed", "1", "--dropout", "0", "--quiet", "--report", str(report), *more]
+        assert cli.main(line) == 0
+        epochs = (report / "metrics.jsonl").read_text().splitlines()
+        curves.append([json.loads(epoch)["loss"] for epoch in epochs])
+        assert len(epochs) == 2 and curves[-1] == pytest.approx(curves[0], rel=1e-5), more
 
 
 # Verify, plan, infer ##########################################################
@@ -203,16 +229,9 @@ def test_models_of_the_users_own(task: Any, root: Any):
 # Scripts ######################################################################
 
 
-@pytest.mark.parametrize(
-    ("device", "more"), [("cuda", []), ("cpu", ["--backend", "gloo"])], ids=["cuda", "cpu"]
-)
-def test_a_script_prints_what_it_prints_alone(
-    device: str, more: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any
-):
-    script = tmp_path / "script.py"
-    script.write_text(
-        GRAPH
-        + """
+SCRIPT = (
+    GRAPH
+    + """
 dataset = Graphs(transform=T.NormalizeFeatures())
 data = dataset[0].to("DEVICE")
 model = Net(GCNConv, dataset.num_features, dataset.num_classes).to("DEVICE").eval()
@@ -223,13 +242,68 @@ for epoch in range(3):
 pred = model(data.x, data.edge_index).argmax(-1)
 print(int((pred == data.y).sum()), pred[:3].tolist())
 torch.save(model.state_dict(), "state.pt")
-""".replace("DEVICE", device)
-    )
+"""
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "more"),
+    [
+        ("cuda", []),
+        ("cuda", ["--parts", "3", "--store", "pinned"]),
+        ("cpu", ["--backend", "gloo"]),
+        ("cpu", ["--parts", "3", "--memory", "1GiB"]),
+    ],
+    ids=["cuda", "cuda, parts", "cpu", "cpu, parts"],
+)
+def test_a_script_prints_what_it_prints_alone(
+    device: str, more: list[str], tmp_path: Path, monkeypatch: Any, capfd: Any
+):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT.replace("DEVICE", device))
     monkeypatch.chdir(tmp_path)
     plain = subprocess.run([sys.executable, "script.py"], capture_output=True, text=True)
     assert plain.returncode == 0, plain.stderr
-    for workers in ("1", "2"):
+    if "--parts" in more:
+        monkeypatch.setenv("PRETENDED_NCCL", "1")  # Parts are carried by gloo all the same.
+    for workers in ("2",) if "--parts" in more else ("1", "2"):
         code = cli.main(["run", *more, "--workers", workers, "script.py"])
         found = capfd.readouterr()
         assert code == 0, found.err
         assert found.out == plain.stdout, workers
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "more", "text"),
+    [
+        ("DEVICE", "cpu", [], r"Net got a tensor of the graph on cpu.*run --backend gloo`"),
+        ("DEVICE", "cuda", ["--backend", "gloo"], r"Net has parameters on cuda:0.*VISIBLE_DEVICES"),
+        # Which chooses no device; PyTorch says what is apart, and a note what to do.
+        (
+            "\npred =",
+            "\ndata.x + torch.rand(40, 5)\npred =",
+            [],
+            r"on cuda:0: .*run --backend gloo`",
+        ),
+    ],
+    ids=["cpu", "cuda", "neither"],
+)
+def test_a_script_elsewhere_is_told_what_to_do(
+    old: str, new: str, more: list[str], text: str, tmp_path: Path, monkeypatch: Any, capfd: Any
+):
+    (tmp_path / "script.py").write_text(SCRIPT.replace(old, new).replace('.to("DEVICE")', ""))
+    monkeypatch.chdir(tmp_path)
+    if GPUS < 2 and not more:
+        pytest.skip("needs a GPU for each of two workers")
+    assert cli.main(["run", *more, "--workers", "2", "script.py"]) == 1
+    found = capfd.readouterr().err
+    assert re.search(text, found.splitlines()[-1]), found
+
+
+def test_the_benchmark_runs(tmp_path: Path, capsys: Any):
+    layer, _, *parts = table_of_gpus("cuda", tmp_path)
+    assert all(float(number) > 0 for number in layer[1:-1])
+    for row in parts:
+        assert float(row[5]) > 0 and float(row[7]) > 0, row  # peak, bytes out
+    for row in (layer, *parts):
+        assert float(row[-1].strip("| ")) < 1e-5, row

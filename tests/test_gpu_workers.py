@@ -7,7 +7,7 @@ share one. On a CPU the same test shows that workers may choose their device by 
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
@@ -80,3 +80,45 @@ def test_numbers_are_those_of_one_process(
     monkeypatch.setattr(pyg_sar, "launch", launched)
     sweep.check(backend="processes", network=False)
     assert all(where.split()[1].startswith(device) for where in seen) and len(seen) == world
+
+
+def told(call: Callable[[], Any]) -> str:
+    """What a call says of a device."""
+    try:
+        return str(call())
+    except ValueError as error:
+        return str(error)
+
+
+@NONE
+def test_a_device_that_is_not_the_workers_is_an_error(tmp_path: Path):
+    """Alone, too: else numbers of one device would meet those of another one in a layer."""
+    root = Partitions(tmp_path)(make_graph(), 1, "random")
+    none, missing = f"cuda:{GPUS}", "at rank 0, but this host has"
+    assert missing in told(lambda: pyg_sar.init(device=none))
+    assert missing in told(lambda: pyg_sar.load_partition(root, device=none))
+    assert told(lambda: pyg_sar.load_partition(root, device="cuda:0").x.device) == "cuda:0"
+    assert told(lambda: pyg_sar.init(device="cuda").device) == "cuda:0"
+    assert told(lambda: pyg_sar.init(device="cuda:0").device) == "cuda:0"
+    assert "already computes on cuda:0" in told(lambda: pyg_sar.init(device="cpu"))
+    assert told(lambda: pyg_sar.load_partition(root, device="cuda").x.device) == "cuda:0"
+    text = told(lambda: pyg_sar.load_partition(root, device="cpu"))
+    assert "device='cpu') at rank 0, whose device is cuda:0: leave 'device' out" in text
+    assert "this worker computes on cuda:0" in told(
+        lambda: pyg_sar.run(print, parts=1, memory="1GiB")
+    )
+
+
+@NONE
+def test_errors_name_arguments_that_are_elsewhere(tmp_path: Path):
+    """And those of dtypes that nothing adds up."""
+    pyg_sar.init(device="cuda")
+    data: Any = pyg_sar.load_partition(Partitions(tmp_path)(make_graph(), 1, "random"))
+    model = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
+    with pytest.raises(RuntimeError) as seen:
+        model(data.x, data.edge_index, torch.rand(data.num_edges).double())
+    assert "'edge_weight' is on cpu, and the edges on cuda:0: move it" in seen.value.__notes__
+    layer = pyg_sar.distribute(gnn.SimpleConv())
+    with pytest.raises(NotImplementedError) as refused:
+        layer(data.x.to(torch.float8_e4m3fn), data.edge_index)
+    assert any("'x' is torch.float8_e4m3fn" in note for note in refused.value.__notes__)

@@ -66,7 +66,8 @@ assert not torch.equal(state, torch.cuda.get_rng_state())
 import pyg_sar.kernels.ops
 calls = {
     "same device": lambda: x + torch.ones(3),
-    "on the CPU and on the pretended": lambda: torch.mm(x[None], torch.ones(3, 1)),
+    "at least two devices, cuda:0 and cpu": lambda: torch.mm(x[None], torch.ones(3, 1)),
+    "at least two devices, cuda:0 and cuda:1": lambda: torch.mm(x[None], x[:, None].to("cuda:1")),
     "index_select": lambda: x.index_select(0, torch.arange(2)),
     "can't convert cuda": lambda: x.numpy(),
 }

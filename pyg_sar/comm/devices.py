@@ -27,8 +27,47 @@ class Placement:
     reason: str
 
 
+def device_of(device: torch.device | str | int) -> torch.device:
+    """Returns what the user gave as a device.
+
+    Raises:
+        ValueError: It is none.
+    """
+    try:
+        return torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise ValueError(f"device={device!r} is no device such as 'cpu' or 'cuda:0'") from error
+
+
+def check_gpu(device: torch.device, rank: int, gpus: int) -> None:
+    """Raises ``ValueError`` on a GPU that this host hasn't.
+
+    Args:
+        device: What was asked for; other devices than GPUs are not looked at.
+        rank: Of the worker.
+        gpus: CUDA devices of this host that PyTorch sees.
+    """
+    if device.type != "cuda" or (device.index or 0) < gpus:
+        return
+    remedy = f"pass 'cuda:0' to 'cuda:{gpus - 1}', or leave 'device' out"
+    raise ValueError(
+        f"device='{device}' at rank {rank}, but this host has {gpus} CUDA device(s) that PyTorch "
+        f"sees: {remedy if gpus else 'leave it out, to compute on the CPU'}"
+    )
+
+
+def count_gpus() -> int:
+    """Returns the number of CUDA devices that PyTorch sees."""
+    return torch.cuda.device_count() if torch.cuda.is_available() else 0
+
+
 def placement(
-    info: WorkerInfo, backend: str | None, device: torch.device | None, gpus: int, nccl: bool
+    info: WorkerInfo,
+    backend: str | None,
+    device: torch.device | None,
+    gpus: int,
+    nccl: bool,
+    parts: bool = False,
 ) -> Placement:
     """Returns where a worker computes, and what carries its tensors.
 
@@ -38,19 +77,18 @@ def placement(
         device: The same. ``cuda`` without a number is ``cuda:LOCAL_RANK``, modulo the GPUs.
         gpus: CUDA devices of this host that PyTorch sees.
         nccl: This PyTorch has NCCL.
+        parts: The worker hosts parts, whose messages are put together in the CPU's memory: not by
+            NCCL, unless the user says so.
 
     Raises:
         ValueError: NCCL and a device that is no GPU, a GPU that isn't there, or ``LOCAL_RANK`` is
             not set where it is needed.
     """
     if device is not None and device.type == "cuda":
+        check_gpu(device, info.rank, gpus)
         number = device.index
         if number is None:
-            number = (info.local_rank or 0) % max(gpus, 1)
-        if number >= gpus:
-            raise ValueError(
-                f"device='{device}' at rank {info.rank}, but this host has {gpus} CUDA device(s)"
-            )
+            number = (info.local_rank or 0) % gpus
         device = torch.device("cuda", number)
     if backend is not None:
         if backend == "nccl" and device is not None and device.type != "cuda":
@@ -71,19 +109,21 @@ def placement(
         raise RuntimeError("Expected a device where each worker has a GPU")
     if device != own:
         return Placement("gloo", device, f"{count}; device='{device}' is not a worker's own GPU")
-    if nccl:
+    if nccl and not parts:
         return Placement("nccl", device, f"{count}, each its own")
-    return Placement("gloo", device, f"{count}; this PyTorch has no NCCL")
+    why = "parts are carried by gloo" if parts else "this PyTorch has no NCCL"
+    return Placement("gloo", device, f"{count}; {why}")
 
 
-def place(info: WorkerInfo, backend: str | None, device: torch.device | None) -> Placement:
+def place(
+    info: WorkerInfo, backend: str | None, device: torch.device | None, parts: bool = False
+) -> Placement:
     """Returns :func:`placement` on this machine; rank 0 writes it to the log ``pyg_sar.comm``.
 
     Raises:
         ValueError: See :func:`placement`.
     """
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    found = placement(info, backend, device, gpus, dist.is_nccl_available())
+    found = placement(info, backend, device, count_gpus(), dist.is_nccl_available(), parts)
     if info.rank == 0:
         logging.getLogger("pyg_sar.comm").info(
             "backend %s, device %s at rank 0 (%s)", found.backend, found.device, found.reason

@@ -30,7 +30,7 @@ from pyg_sar.comm.communicator import (
     GroupCommunicator,
     LocalCommunicator,
 )
-from pyg_sar.comm.devices import numbered, place
+from pyg_sar.comm.devices import check_gpu, count_gpus, device_of, numbered, place
 from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
@@ -266,6 +266,12 @@ def current() -> Communicator:
     return scope.fallback
 
 
+def is_open() -> bool:
+    """Returns whether :func:`init` has set up the current communicator."""
+    comm = _scope.get().comm
+    return comm is not None and not comm.closed
+
+
 def init(
     backend: str | None = None,
     *,
@@ -297,24 +303,41 @@ def init(
         The communicator.
 
     Raises:
-        ValueError: An unknown or missing backend; an environment that is incomplete, or says two
-            things (names the variables).
+        ValueError: An unknown or missing backend; a device that isn't there, or another one than
+            that of the current communicator; an environment that is incomplete, or says two things
+            (names the variables).
         PygSarError: Workers of one host that can't share memory, though they must.
         CommTimeoutError: Workers that did not come.
         LostWorkerError: A worker that came, and was killed before all had met.
     """
+    return join(backend, timeout, device)
+
+
+def join(
+    backend: str | None,
+    timeout: float,
+    device: torch.device | str | None = None,
+    parts: bool = False,
+) -> Communicator:
+    """:func:`init`, also of a worker that hosts ``parts``, which are not carried by NCCL."""
     check_init(backend, timeout)
+    target = None if device is None else device_of(device)
     scope = _scope.get()
-    if scope.comm is not None and not scope.comm.closed:
+    if scope.comm is not None and is_open():
         if scope.comm.world_size > 1 and backend not in (None, scope.comm.backend):
             raise ValueError(
                 f"backend={backend!r}, but this process already uses {scope.comm.backend!r}; "
                 f"call pyg_sar.comm.finalize() first"
             )
+        here = scope.comm.device
+        if target is not None and target not in (here, torch.device(here.type)):
+            raise ValueError(
+                f"device='{device}' at rank {scope.comm.rank}, but this worker already computes "
+                f"on {here}: leave it out, or call pyg_sar.comm.finalize() first"
+            )
         return scope.comm
     scope.generation += 1
-    target = None if device is None else torch.device(device)
-    scope.comm = _open(backend, timeout, target, scope.generation)
+    scope.comm = _open(backend, timeout, target, parts, scope.generation)
     return scope.comm
 
 
@@ -330,7 +353,7 @@ def check_init(backend: str | None, timeout: float) -> None:
 
 
 def _open(
-    backend: str | None, timeout: float, device: torch.device | None, generation: int
+    backend: str | None, timeout: float, device: torch.device | None, parts: bool, generation: int
 ) -> Communicator:
     if backend is not None:
         TRANSPORTS[backend].check()
@@ -346,8 +369,10 @@ def _open(
     if found is None or found.world_size == 1:
         if found is not None:
             device = place(found, backend, device).device
+        elif device is not None:
+            check_gpu(device, 0, count_gpus())
         return LocalCommunicator(None if device is None else numbered(device), timeout)
-    chosen = place(found, backend, device)
+    chosen = place(found, backend, device, parts)
     kind, device = TRANSPORTS[chosen.backend], chosen.device
     root = connect(found, timeout)
     again = found.agent_store and "TORCHELASTIC_RUN_ID" in os.environ

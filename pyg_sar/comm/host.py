@@ -73,9 +73,14 @@ class Hosting:
 
     @property
     def device(self) -> str | None:
-        """Where workers compute if nothing else was said: a store on disk has the CPU's tensors."""
-        on_disk = self.store not in (None, PINNED)
-        return "cpu" if on_disk or self.memory is not None else None
+        """Where workers compute if nothing else was said.
+
+        A store on disk has the CPU's tensors, pinned memory a GPU's, which workers share where
+        there are too few.
+        """
+        if self.store == PINNED:
+            return "cuda" if torch.cuda.is_available() else None
+        return None if self.store is None and self.memory is None else "cpu"
 
     @classmethod
     def of(

@@ -30,7 +30,7 @@ import cloudpickle
 import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
-from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, init
+from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, is_open, join
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
@@ -169,8 +169,8 @@ def run(
     """
     _check_function(fn)
     hosting = Hosting.of(parts, memory, store)
-    device = None if hosting is None else hosting.device
-    comm = init(backend, timeout=timeout, device=device)
+    device = None if hosting is None or is_open() else hosting.device
+    comm = join(backend, timeout, device, hosting is not None)
     if hosting is None:
         return [fn(*args)]
     check_parts(hosting.parts, comm.world_size, comm.backend)
@@ -407,7 +407,7 @@ def _worker_main(descriptor: int) -> None:
         gc.enable()
         threading.Thread(target=_end_with_parent, args=(pipe,), daemon=True).start()
         device = None if hosting is None else hosting.device
-        comm = init(backend, timeout=timeout, device=device)
+        comm = join(backend, timeout, device, hosting is not None)
         result = fn(*args) if hosting is None else host_parts(_unpacked, (task,), hosting, comm)
         message = _pack(("result", result), "the result", rank)
         finalize()

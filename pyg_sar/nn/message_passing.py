@@ -53,6 +53,7 @@ from pyg_sar.nn.propagation import (
     keeping_rows,
     kept_normalisation,
     known_size,
+    note_tensors,
     refuse_collectors,
     refuse_local_ids,
     reversed_call,
@@ -495,6 +496,7 @@ class DistMessagePassing(MessagePassing):
                 return super().__call__(*args, **kwargs)
         except Exception as error:
             note_place(error, f"{title_of(self)} at rank {plan.rank}")
+            note_tensors(error, self._bound(args, kwargs), edges[0].device)
             raise
         finally:
             self._one_shot_call = whole

@@ -48,6 +48,28 @@ def refuse_collectors(layer: Any) -> None:
             )
 
 
+def note_tensors(error: Exception, given: Mapping[str, Any], device: torch.device) -> None:
+    """Notes on a layer's error which of its arguments no layer takes: PyTorch names operators.
+
+    Args:
+        error: The error, which gets a note for each.
+        given: The layer's arguments by name.
+        device: That of the edges.
+    """
+    for name, value in given.items():
+        whole = list(value.values()) if isinstance(value, dict) else value
+        for one in whole if isinstance(whole, tuple | list) else [whole]:
+            if not isinstance(one, Tensor) or not one.dim():
+                continue
+            note = ""
+            if one.device != device:
+                note = f"'{name}' is on {one.device}, and the edges on {device}: move it"
+            elif "float8" in str(one.dtype):
+                note = f"'{name}' is {one.dtype}, of which PyTorch has no sums: give bfloat16, say"
+            if note and note not in getattr(error, "__notes__", ()):
+                error.add_note(note)
+
+
 @contextmanager
 def charged(edges: Sequence[DistEdgeIndex], layer: str) -> Iterator[None]:
     """Ledgers charge the layer for what these edges gather meanwhile, each tensor once."""

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import BaseTransform
 
+from pyg_sar.comm.devices import check_gpu, count_gpus, device_of
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.errors import DistributedIndexError, PartitionError
 from pyg_sar.exchange.cover import StoredCovers
@@ -145,7 +146,7 @@ def load_partition(
     Args:
         root: The folder that :func:`write_partitions` wrote.
         device: Where the tensors go: this worker's device (``comm.device``), which is the default.
-            A single process may choose any.
+            A single process on the CPU may choose any.
         verify: Compare the file's checksum.
         view: ``'local'``: this worker's rows, in its own numbering. ``'global'``: tensors of the
             whole graph, of which this worker holds its rows
@@ -159,7 +160,8 @@ def load_partition(
 
     Raises:
         ValueError: When ``view`` is none of these, or is ``'global'`` on workers that are threads;
-            when ``device`` is not that of one of several workers.
+            when ``device`` isn't there, or is another one than that of one of several workers, or
+            of a single one that computes on a GPU.
         PartitionError: On every worker alike, when any worker can't read its part, or the number
             of parts is not the number of workers.
     """
@@ -198,13 +200,9 @@ def _place(device: torch.device | str | None, comm: Communicator) -> torch.devic
     """Returns the device of the data, on which all that workers exchange with each other lies."""
     if device is None:
         return comm.device
-    try:
-        found = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise ValueError(f"device={device!r} is no device such as 'cpu' or 'cuda:0'") from error
-    if found.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device={device!r}: PyTorch finds no GPU here; leave 'device' out")
-    if comm.world_size == 1 or found == comm.device:
+    found = device_of(device)
+    check_gpu(found, comm.rank, count_gpus())
+    if found == comm.device or (comm.world_size == 1 and comm.device.type == "cpu"):
         return found
     if found.index is None and found.type == comm.device.type:
         return comm.device

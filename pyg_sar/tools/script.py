@@ -25,19 +25,22 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from pyg_sar.comm.group import current, init
+import torch
+
+from pyg_sar.comm.group import current, finalize, join
+from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import PygSarError, WorkerError
 from pyg_sar.files import parse_bytes
 from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import PrivateFiles
 from pyg_sar.tools.script_graphs import Graphs, default_cache
-from pyg_sar.tools.script_models import Models
+from pyg_sar.tools.script_models import REMEDIES, Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
-from pyg_sar.tools.start import node_ids_of, tell_agent, was_launched
+from pyg_sar.tools.start import default_workers, node_ids_of, tell_agent, was_launched
 
 EXIT_INTERRUPT = 130
 
@@ -94,9 +97,12 @@ def run_script(config: ScriptConfig, workers: int) -> int:
     if hosts_parts(config):
         env |= {name: os.environ.get(name, value) for name, value in _HOST.items()}
     options: dict[str, Any] = {"backend": config.backend, "timeout": config.timeout, "env": env}
+    start = work
+    if hosts_parts(config):
+        start, options["backend"] = work_as_host, config.backend or "gloo"
     with tempfile.TemporaryDirectory(prefix="pyg_sar-run-") as folder:
         try:
-            codes = launch(work, workers, _with_folder(config, folder), **options)
+            codes = launch(start, workers, _with_folder(config, folder), **options)
         except KeyboardInterrupt:
             _show(Path(folder) / "interrupt", "Traceback (most recent call last):\n")
             sys.stderr.write("KeyboardInterrupt\n")
@@ -112,7 +118,7 @@ def run_script_under_torchrun(config: ScriptConfig) -> int:
     """Runs a script in this process, one of torchrun's, and returns its exit code."""
     if _HASHES not in os.environ:
         os.execve(sys.executable, sys.orig_argv, {**os.environ, _HASHES: "0"})
-    with init(config.backend, timeout=config.timeout) as comm:
+    with join(config.backend, config.timeout, _device(config), hosts_parts(config)) as comm:
         try:
             return work(config)
         except BaseException as error:
@@ -132,6 +138,12 @@ def hosts_parts(config: ScriptConfig) -> bool:
     return any(given is not None for given in (config.parts, config.memory, config.store))
 
 
+def _device(config: ScriptConfig) -> str | None:
+    """Returns where workers compute by where their parts wait, if that decides it."""
+    hosting = Hosting.of(1, config.memory, config.store) if hosts_parts(config) else None
+    return None if hosting is None else hosting.device
+
+
 def _with_folder(config: ScriptConfig, folder: str) -> ScriptConfig:
     fields = {name: getattr(config, name) for name in config.__slots__}
     return ScriptConfig(**{**fields, "folder": folder})
@@ -149,6 +161,14 @@ def _show(path: Path, before: str = "") -> bool:
 
 
 # In a worker #################################################################
+
+
+def work_as_host(config: ScriptConfig) -> int:
+    """:func:`work` of a worker that was started without knowing that its parts take turns."""
+    if torch.cuda.is_available():
+        finalize()
+        join(config.backend, config.timeout, _device(config), parts=True)
+    return work(config)
 
 
 def work(config: ScriptConfig) -> int:
@@ -189,6 +209,7 @@ def _run_part(config: ScriptConfig, process: Process, main: _Main) -> int:
         together.check_states("its end")
         return max(comm.all_gather_object(code))
     except BaseException as error:
+        _note_device(error, comm.device)
         if config.folder and not is_consequence(error, comm.rank):
             _leave(config, f"failure-{comm.rank}", in_own_lines(error, config.script))
         raise
@@ -242,6 +263,15 @@ class _Main(types.ModuleType):
 
 
 # Failures ####################################################################
+
+
+def _note_device(error: BaseException, device: torch.device) -> None:
+    """Notes on PyTorch's error of tensors on the CPU and on a GPU that the script chose neither."""
+    text = str(error).lower()
+    apart = "same device" in text or ("cpu" in text and "cuda" in text)
+    torchs = isinstance(error, RuntimeError | TypeError) and not isinstance(error, PygSarError)
+    if device.type == "cuda" and apart and torchs:
+        error.add_note(f"The graph is on {device}: {REMEDIES[0]}")
 
 
 def in_own_lines(error: BaseException, script: str) -> str:
@@ -367,7 +397,8 @@ def run_command(arguments: argparse.Namespace) -> int:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")
     if was_launched(arguments.workers):
         return run_script_under_torchrun(config)
-    workers = arguments.workers if arguments.workers is not None else arguments.parts or _WORKERS
+    workers = default_workers(arguments.parts or _WORKERS, store)
+    workers = workers if arguments.workers is None else arguments.workers
     if workers < 1 or (config.parts is not None and not workers <= config.parts):
         raise ValueError(
             f"--workers {workers} must be from 1 to the number of parts ({config.parts or 'any'})"

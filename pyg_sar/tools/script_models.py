@@ -26,6 +26,14 @@ from pyg_sar.tensors import NodeMatrix, NodeTensor, mapped
 from pyg_sar.tools.script_files import called_by_package
 from pyg_sar.tools.script_together import Together
 
+REMEDIES = (
+    "where each worker has a GPU, 'pyg-sar run' loads graphs there. Move graph and model by "
+    '.to("cuda"), as for one GPU, or say `pyg-sar run --backend gloo`, to compute on the CPU',
+    "workers compute on the CPU where there are fewer GPUs than workers, or with --backend gloo. "
+    "Start as many workers as there are GPUs (--workers), or hide these from the script "
+    "(CUDA_VISIBLE_DEVICES='')",
+)
+"""Where workers compute on a GPU, and where on the CPU."""
 PLAIN = "_pyg_sar_plain"
 """Attribute of a distributed module, and of its copies: its class and attributes before."""
 
@@ -62,8 +70,8 @@ class Models:
             self.draw_for([module])
         if self._calls or called_by_package():  # as in the backward pass of a layer
             return self._called(real, module, args, kwargs)
-        given = [value for value in _flat((args, kwargs)) if isinstance(value, Tensor)]
-        whole_graph = any(isinstance(tensor, NodeTensor) for tensor in given)
+        whole_graph = [value for value in _flat((args, kwargs)) if isinstance(value, NodeTensor)]
+        self._check_device(whole_graph, f"{type(module).__name__} got a tensor of the graph")
         if whole_graph and not self.is_ready(module):
             for root in self._roots([module]):
                 self.prepare(root, (args, kwargs) if root is module else None)
@@ -158,6 +166,8 @@ class Models:
         for module in root.modules():
             if PLAIN not in module.__dict__:
                 module.__dict__[PLAIN] = type(module), frozenset(module.__dict__)
+        if self.together.comm.device.type == "cpu":  # From there a model is moved to a GPU.
+            self._check_device(root.parameters(), f"{type(root).__name__} has parameters")
         with torch.random.fork_rng(devices=[]):
             lazy = [m for m in root.modules() if any(map(is_lazy, _own(m)))]
             if lazy:
@@ -171,6 +181,18 @@ class Models:
             distribute(root, view="global")
         for module in root.modules():
             self._ready[id(module)] = weakref.ref(module)
+
+    def _check_device(self, tensors: Iterable[Tensor], what: str) -> None:
+        """Raises ``DistributedIndexError`` on tensors that are elsewhere than workers compute."""
+        comm = self.together.comm
+        for tensor in tensors:
+            if tensor.device == comm.device:
+                continue
+            gpu = comm.device.type == "cuda"
+            raise DistributedIndexError(
+                f"{what} on {tensor.device} (rank {comm.rank}), and this worker computes on "
+                f"{comm.device}: {REMEDIES[0] if gpu else REMEDIES[1]}"
+            )
 
     @torch.no_grad()
     def _find_widths(self, model: Module, args: Any, kwargs: Any) -> None:

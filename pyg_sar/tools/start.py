@@ -5,13 +5,15 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
-from pyg_sar.comm.environment import find_launcher
-from pyg_sar.comm.group import Communicator, init
+from pyg_sar.comm.devices import count_gpus
+from pyg_sar.comm.environment import find_launcher, read_environment
+from pyg_sar.comm.group import Communicator, join
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
@@ -27,7 +29,12 @@ def add_workers(command: argparse.ArgumentParser) -> Any:
     """Adds the options that :func:`on_workers` reads; returns what adds more to their group."""
     group = command.add_argument_group("workers").add_argument
     group("--parts", required=True, metavar="DIR", help="folder of the partition")
-    group("--workers", type=int, metavar="N", help="start N here (default: one per part)")
+    group(
+        "--workers",
+        type=int,
+        metavar="N",
+        help="start N here (default: one per part; pinned: per GPU)",
+    )
     group("--memory", metavar="SIZE", help="of each worker, for its parts: 2GiB, 500MB")
     group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
     group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
@@ -43,7 +50,8 @@ def on_workers(
     hosting = _hosting(arguments)
     if was_launched(arguments.workers):
         where = Hosting.of(1, hosting.get("memory"), hosting.get("store"))
-        with init(**options, device=None if where is None else where.device) as comm:
+        device, hosts = None if where is None else where.device, _hosts_parts(config.parts, hosting)
+        with join(arguments.backend, arguments.timeout, device, hosts) as comm:
             num_parts = _agreed_parts(config.parts, comm)
             if hosting or comm.world_size < num_parts:
                 result = run(work, config, parts=num_parts, **options, **hosting)[0]
@@ -51,7 +59,7 @@ def on_workers(
                 result = work(config)
             return result, comm.rank == 0
     num_parts = read_metadata(config.parts).num_parts
-    workers = num_parts if arguments.workers is None else arguments.workers
+    workers = arguments.workers or default_workers(num_parts, arguments.store)
     if not 1 <= workers <= num_parts:
         raise PartitionError(
             f"--workers {workers}: the folder {config.parts!r} has {num_parts} parts, of which "
@@ -61,6 +69,22 @@ def on_workers(
     if hosting or workers < num_parts:
         hosting["parts"] = num_parts
     return launch(work, workers, config, **options, **hosting)[0], True
+
+
+def default_workers(parts: int, store: str | None) -> int:
+    """Returns how many workers are started for parts: one for each, or for each GPU."""
+    gpus = count_gpus() if store == PINNED else 0
+    return min(parts, gpus) if gpus else parts
+
+
+def _hosts_parts(root: str, hosting: dict[str, Any]) -> bool:
+    """Returns whether a worker of a launcher takes parts in turn, as far as is known here."""
+    place = read_environment()
+    if hosting or place is None:
+        return bool(hosting)
+    with suppress(PartitionError):  # All workers raise it together, later.
+        return read_metadata(root).num_parts > place.world_size
+    return False
 
 
 def node_ids_of(text: str) -> dict[str, bool]:

@@ -246,6 +246,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       name, " has no kernel for the pretended GPU");
   Call call;
   bool host = false, device = false;
+  std::set<DeviceIndex> numbers;  // Of its GPUs.
   const auto given = [&](const Tensor& tensor) {
     if (!tensor.defined()) return tensor;
     if (!tensor.is_cuda()) {
@@ -254,6 +255,7 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
       return tensor;
     }
     device = true;
+    if (tensor.dim() > 0) numbers.insert(tensor.device().index());
     return call.to_host(tensor);
   };
   const auto count = schema.arguments().size(), first = stack->size() - count;
@@ -281,7 +283,12 @@ void on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
     }
   }
   TORCH_CHECK(!host || !device || MIXED.count(schema.name()),
-              name, " of tensors on the CPU and on the pretended GPU");
+              "Expected all tensors to be on the same device, but found at least two devices, cuda:",
+              int(call.index), " and cpu! (", name, ")");
+  TORCH_CHECK(numbers.size() < 2 || schema.name().rfind("aten::copy_", 0) == 0 ||
+                  schema.name().rfind("aten::_copy_from", 0) == 0,
+              "Expected all tensors to be on the same device, but found at least two devices, cuda:",
+              int(*numbers.begin()), " and cuda:", int(*numbers.rbegin()), "! (", name, ")");
   waits += WAITING.count(name) + (schema.name() == "aten::copy_" && host);
   op.redispatchBoxed(DispatchKeySet(DispatchKey::CPU), stack);
   call.settle();

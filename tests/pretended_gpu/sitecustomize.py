@@ -47,6 +47,24 @@ class Stream:
         pass
 
 
+class Device:
+    """Makes a device the current one until the block ends."""
+
+    def __init__(self, device: Any) -> None:
+        import torch
+
+        index = device if isinstance(device, int) else torch.device(device).index
+        self.ops: Any = torch.ops.pretended_gpu
+        self.before, self.index = self.ops.current(), index
+
+    def __enter__(self) -> None:
+        if self.index is not None and self.index >= 0:
+            self.ops.choose(self.index)
+
+    def __exit__(self, *failure: Any) -> None:
+        self.ops.choose(self.before)
+
+
 def replace_functions() -> None:
     """Has ``torch.cuda`` speak of the device."""
     import torch
@@ -81,8 +99,10 @@ def replace_functions() -> None:
         "is_initialized": lambda: True,
         "device_count": lambda: 4,
         "current_device": lambda: ops.current(),
+        "get_device_name": lambda device=None: "a GPU that isn't there",
+        "empty_cache": nothing,
         "set_device": chosen,
-        "device": lambda device: nullcontext(),
+        "device": Device,
         "_lazy_init": nothing,
         "_lazy_call": lambda call, **named: call(),
         "_is_in_bad_fork": lambda: False,
@@ -115,7 +135,14 @@ def replace_functions() -> None:
             given = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
             return given.clone().untyped_storage()
 
+    def moved(self: Any, *, device: Any, non_blocking: bool = False) -> Any:
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            given = torch.empty(0, dtype=torch.uint8, device=self.device).set_(self)
+            return given.to(device).untyped_storage()
+
+    torch.distributed.is_nccl_available = lambda: "PRETENDED_NCCL" in os.environ
     torch.UntypedStorage.clone = cloned  # type: ignore[method-assign]
+    torch.UntypedStorage.to = moved  # type: ignore[method-assign]
     torch.Tensor.record_stream = nothing  # type: ignore[method-assign]
     torch.UntypedStorage.resize_ = resized  # type: ignore[method-assign]
     for name, value in {**drawn, **others}.items():
