@@ -44,7 +44,7 @@ Pair = dict[str, Found]  # of "before" and "after"
 
 
 def wire(script: Any, folder: str, model: str, workers: str) -> Found:
-    """One worker with two threads; several with one each, by shared memory and by gloo."""
+    """40,000 nodes, 1,000,000 edges; one worker with two threads, several with one each."""
     many, root = int(workers), Path(folder, "parts")
     graph = script.power_law_graph(40_000, 1_000_000, 100)
     script.pyg_sar.write_partitions(graph, many, root, "random")
@@ -57,7 +57,7 @@ def wire(script: Any, folder: str, model: str, workers: str) -> Found:
 
 
 def hosts(script: Any, folder: str, model: str, number: str) -> Found:
-    """Epochs over links of 1 Gb/s, with all rows pulled and with covers.
+    """20,000 nodes, 500,000 edges; links of 1 Gb/s, all rows pulled, and with covers.
 
     Epochs with nothing sent are left out: that part of the script fails in commit 3c58639, where
     workers compare their parameters also then.
@@ -76,7 +76,7 @@ def hosts(script: Any, folder: str, model: str, number: str) -> Found:
 
 
 def memory(script: Any, folder: str, model: str, workers: str) -> Found:
-    """Peaks of the worker that needs most, over what it holds before it loads its part."""
+    """50,000 nodes, 1,000,000 edges; the largest peak of a worker, over that before it begins."""
     make, roots = script.SyntheticGraph, []
     for size in ({"nodes": 50_000, "edges": 1_000_000}, {"nodes": 400, "degree": 5}):
         graph = script.synthetic_graph(make(**size, features=100, classes=script.CLASSES))
@@ -91,7 +91,7 @@ def memory(script: Any, folder: str, model: str, workers: str) -> Found:
 
 
 def attention(script: Any, folder: str, *names: str) -> Found:
-    """Passes of layers on one worker, with their peaks; or attention and sums alone."""
+    """50,000 nodes, 1,000,000 edges; layers on one worker; then attention and sums alone."""
     torch.set_num_threads(2)
     kind = script.SyntheticGraph(nodes=50_000, edges=1_000_000, features=script.FEATURES)
     data, file, found = script.synthetic_graph(kind), f"{folder}/graph.pt", {}
@@ -103,23 +103,22 @@ def attention(script: Any, folder: str, *names: str) -> Found:
     torch.save((data.x, data.edge_index), file)
     for name in names:
         layer = script.pyg_sar.distribute(script.make(name))
-        work, rounds = script.Pass(layer, data.x, data.edge_index), 5 if name in MODELS else 21
+        work = script.Pass(layer, data.x, data.edge_index)
 
-        def processor(run: Callable[[], None] = work.run) -> float:
+        def passes(parts: Callable[[], tuple[float, float]] = work.parts) -> tuple[float, ...]:
             start = time.process_time()
-            run()
-            return time.process_time() - start
+            return (*parts(), time.process_time() - start)
 
-        (forward, backward), used = script.least(rounds, work.parts, processor)
-        found |= {f"{name}: forward, s": forward, f"{name}: backward, s": backward}
-        found[f"{name}: processor, s"] = used
+        (times,) = script.least(5 if name in MODELS else 21, passes)
+        for what, seconds in zip(("forward", "backward", "processor"), times, strict=True):
+            found[f"{name}: {what}, s"] = seconds
         peaks = [script.peak(name, True, file) for _ in range(3)]
         found[f"{name}: peak, MiB"] = statistics.median(peaks)
     return found
 
 
 def kernels(script: Any, folder: str, direction: str) -> Found:
-    """Sums of gathered rows."""
+    """100,000 nodes, 2,000,000 edges; sums of gathered rows."""
     torch.set_num_threads(2)
     graph = script.SyntheticGraph(nodes=100_000, edges=2_000_000, features=0)
     ends = script.synthetic_graph(graph).edge_index
@@ -244,20 +243,21 @@ def table(results: dict[str, list[Pair]]) -> list[str]:
 def document(args: argparse.Namespace, results: dict[str, list[Pair]]) -> str:
     command = ["git", "-C", str(args.before), "rev-parse", "--short", "HEAD"]
     commit = subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    return "\n".join(
-        [
-            f"# Benchmarks before and after: commit {commit} and this version",
-            "",
-            f"{date.today()}, `python benchmarks/before_after.py --before BEFORE`, "
-            f"{os.cpu_count()} cores, {platform.machine()}, torch {torch.__version__}, "
-            f"torch-geometric {torch_geometric.__version__}. Random parts, the same in both. "
-            "Figures are medians over the pairs; a ratio is one within a pair. Marked are medians "
-            + f"above {LIMITS['s']} (times) and {LIMITS['MiB']} (memory, bytes).",
-            "",
-            *table(results),
-            "",
-        ]
-    )
+    about = [f"* `{name}`: {run.__doc__.splitlines()[0]}" for name, run in BENCHMARKS.items()]
+    head = [
+        f"# Benchmarks before and after: commit {commit} and this version",
+        "",
+        f"{date.today()}, `python benchmarks/before_after.py --before BEFORE`, {os.cpu_count()} "
+        f"cores, {platform.machine()} ({torch.backends.cpu.get_cpu_capability()}), torch "
+        f"{torch.__version__}, torch-geometric {torch_geometric.__version__}. Random parts, the "
+        "same in both. Figures are medians over the pairs; a ratio is one within a pair, and its "
+        f"median stands beside its middle half. Marked are those above {LIMITS['s']} (times) and "
+        f"{LIMITS['MiB']} (memory, bytes).",
+        "",
+        *about,
+        "",
+    ]
+    return "\n".join([*head, *table(results), ""])
 
 
 def main() -> None:
