@@ -53,8 +53,7 @@ def assign_nodes(
         num_nodes: The number of nodes :math:`N`.
         num_parts: The number of parts :math:`P \geq 1`.
         method: ``'balanced'``: few halo rows, with at most 1.1 times the mean of nodes and of
-            edges in each part; an edge is in the part of its target. Where METIS's parts have more
-            halo rows than random ones, these are improved instead. A warning says where a limit
+            edges in each part; an edge is in the part of its target. A warning says where a limit
             can't be kept, as when one node has most edges (not in graphs with fewer than 1,000
             nodes and edges per part). ``'metis'``: few cut edges, parts of nearly equal node
             counts; where degrees are skewed one of them can have most edges. ``'coarsened'``: nodes
