@@ -59,7 +59,8 @@ def on_workers(
                 result = work(config)
             return result, comm.rank == 0
     num_parts = read_metadata(config.parts).num_parts
-    workers = arguments.workers or default_workers(num_parts, arguments.store)
+    workers = default_workers(num_parts, arguments.store)
+    workers = workers if arguments.workers is None else arguments.workers
     if not 1 <= workers <= num_parts:
         raise PartitionError(
             f"--workers {workers}: the folder {config.parts!r} has {num_parts} parts, of which "
