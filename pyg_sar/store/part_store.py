@@ -243,7 +243,7 @@ DROPOUT = {torch.dropout, torch.dropout_, F.dropout}
 
 _HOOKS_AROUND = getattr(torch._C._autograd, "_top_saved_tensors_default_hooks", None)
 CAN_SAVE_BITS = _HOOKS_AROUND is not None
-"""Whether this PyTorch says what else watches saved tensors (2.6 doesn't)."""
+"""True where PyTorch says what else watches saved tensors (2.6 doesn't)."""
 
 
 class SavedBits(TorchFunctionMode):
