@@ -323,7 +323,8 @@ class _Saved:
     )
 
     def __init__(self, tensor: Tensor, sign: bool) -> None:
-        self._tensor: Tensor | None = tensor
+        # PyTorch: what a hook returns must not hold the output itself, whose node holds it.
+        self._tensor: Tensor | None = tensor.detach()
         self._bits: Tensor | None = None
         self._version, self._sign = tensor._version, sign
         self._shape, self._dtype, self._value = tensor.shape, tensor.dtype, 1.0
