@@ -40,6 +40,7 @@ from pyg_sar.tools import load_graph
 
 GROUP, NEAR, EXPONENT = 2_000, 0.7, 2.5
 PIECE = 2_000_000  # edges, or values, drawn at a time
+ALONE = "METIS alone, with its adjacency"
 
 
 def make(folder: Path, nodes: int, edges: int, features: int) -> None:
@@ -124,13 +125,11 @@ def compare(graph: Path, out: Path, parts: int, method: str) -> None:
             data[name] = value.clone()
     size = sum(value.nbytes for value in data.to_dict().values() if torch.is_tensor(value))
     torch.set_num_threads(1)
-    begin = time.process_time()
-    if method == "METIS alone":
+    begin, start = time.process_time(), reset_peak_memory(CPU)
+    if method == ALONE:
         metis(undirected_csr(data.edge_index, data.num_nodes), parts, 0)
-        print(f"METIS alone, with its adjacency: {time.process_time() - begin:.1f} s", flush=True)
-        return
-    start = reset_peak_memory(CPU)
-    write_partitions(data, parts, out, method)
+    else:
+        write_partitions(data, parts, out, method)
     seconds, beyond = time.process_time() - begin, peak_memory(CPU) - start
     print(
         f"{method}: {seconds:.1f} s, {beyond / 1e6:.0f} MB beyond the graph of {size / 1e6:.0f} MB "
@@ -154,7 +153,7 @@ def main() -> None:
         graph = Path(folder) / "graph"
         make(graph, args.nodes, args.edges, args.features)
         if args.in_memory:
-            for method in ("METIS alone", *args.in_memory):
+            for method in (ALONE, *args.in_memory):
                 given = graph, Path(folder) / method, args.parts, method
                 process = multiprocessing.get_context("spawn").Process(target=compare, args=given)
                 process.start()

@@ -16,6 +16,10 @@ struct Loads {
       if (held[group * kinds + k] + weight[k] > most[k]) return false;
     return true;
   }
+  // Whether the group holds this node and nothing else.
+  bool is_alone(int64_t group, const int64_t* weight) const {
+    return std::equal(weight, weight + kinds, held + group * kinds);
+  }
   void add(int64_t group, const int64_t* weight, int64_t times) {
     for (int64_t k = 0; k < kinds; ++k) held[group * kinds + k] += times * weight[k];
   }

@@ -46,20 +46,36 @@ class Near {
   std::vector<Index> count_, groups_;
 };
 
+// The group with most of a node's neighbours. Among equals any will do, but not always the first.
+struct Favourite {
+  int64_t group = -1, count = -1, turn = -1;
+
+  void compare(int64_t other, int64_t others) {
+    const int64_t its = other % 1000003 * 2654435761 % 1000003;
+    if (others > count || (others == count && its > turn)) *this = {other, others, its};
+  }
+};
+
 template <class Index>
 void join_clusters(const Run<Index>& run, Loads loads, Index* label, int64_t groups) {
   Near<Index> near(groups);
+  // The cluster of those that a full one has no room for; the last: of those without neighbours.
+  std::vector<Index> waiting(groups + 1, -1);
   for (int64_t node = 0; node < run.size; ++node) {
     const int64_t* weight = run.weights + node * run.kinds;
     const Index own = label[run.first + node];
-    int64_t best = own, most = -1, first = -1;
+    Favourite wanted, roomy;
     for (const int64_t one : near.count(run, node, label)) {
-      // Among equals any cluster will do, but not always the one with the least number.
-      const int64_t count = near[one], turn = one % 1000003 * 2654435761 % 1000003;
-      if ((count > most || (count == most && turn > first)) &&
-          (one == own || loads.fits(one, weight))) {
-        best = one, most = count, first = turn;
-      }
+      wanted.compare(one, near[one]);
+      if (one == own || loads.fits(one, weight)) roomy.compare(one, near[one]);
+    }
+    int64_t best = roomy.group < 0 ? own : roomy.group;
+    if (best == own && wanted.group != own && loads.is_alone(own, weight)) {
+      Index& others = waiting[wanted.group < 0 ? groups : wanted.group];
+      if (others >= 0 && loads.fits(others, weight))
+        best = others;
+      else
+        others = own;
     }
     if (best == own) continue;
     loads.add(own, weight, -1);

@@ -262,6 +262,20 @@ def test_clusters_keep_to_their_size(tmp_path: Path) -> None:
     assert all(joined[label == k].unique().numel() == 1 for k in range(count))
 
 
+def test_leaves_of_a_hub_and_nodes_without_neighbours_go_together(tmp_path: Path) -> None:
+    """A cluster may have 5 of the edges: one in-edge for each leaf."""
+    leaves, alone = torch.arange(1, 1001), 500
+    edge_index = torch.stack([torch.zeros_like(leaves), leaves])
+    size = 1 + len(leaves) + alone
+    scratch = Scratch(tmp_path, 2**20, lambda line: None)
+    clusters = coarsening.Clusters(coarsening.Blocks([(edge_index, 0, 0)], size, scratch), 2)
+    clusters.stream("clustering")
+    label, count = clusters.numbered(size)
+    most = size // (2 * coarsening.CLUSTERS)
+    assert count <= 1 + len(leaves) / 5 + -(-alone // most) + 1
+    assert int(label.bincount().max()) <= most
+
+
 def loads_of(group: Tensor, weights: Tensor, count: int) -> Tensor:
     return torch.zeros(count, weights.size(1)).long().index_add_(0, group, weights)
 
@@ -280,8 +294,10 @@ def test_kernels_decide_as_plain_loops_do(dtype: torch.dtype, kinds: int, seed: 
     weights = torch.stack([torch.ones_like(degree), degree, (torch.rand(count) < 0.3).long()], 1)
     weights = weights[:, :kinds].contiguous()
     changed = 0
-    for size, share in ((groups, 1.3), (parts, 1.1), (parts, 0.9)):
+    for size, share in ((count, 4), (groups, 1.3), (parts, 1.1), (parts, 0.9)):
         start = torch.randint(0, size, (count,), dtype=dtype)
+        if size == count:
+            start = torch.arange(count, dtype=dtype)
         most = (share * weights.sum(0) / size).long() + 1
         price = 3e4 * torch.rand(kinds, dtype=torch.double)
         found = []
@@ -291,7 +307,7 @@ def test_kernels_decide_as_plain_loops_do(dtype: torch.dtype, kinds: int, seed: 
                 low, high = offsets[[first, last]].tolist()
                 run = first, offsets[first : last + 1] - low, adjacent[low:high]
                 given = group, loads, weights[first:last], most
-                if size == groups:
+                if size >= groups:
                     coarsening.join_clusters_(*given, *run, native=native)
                 else:
                     coarsening.join_parts_(*given, price, *run, native=native)

@@ -19,7 +19,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.engine.cuts import split_edges
-from pyg_sar.exchange.cover import SUMS, minimum_cover
+from pyg_sar.exchange.cover import COSTS, SUMS, minimum_cover
 from pyg_sar.exchange.halo_rows import HaloSource
 from pyg_sar.kernels import ops
 
@@ -59,7 +59,6 @@ def stars(seed: int = 0) -> Data:
 
 # The cover ###################################################################
 
-
 edges = st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5)), max_size=14)
 
 
@@ -72,14 +71,63 @@ def test_the_cover_is_the_cheapest(pairs: list[tuple[int, int]], costs: tuple[in
         for chosen in itertools.product([0, 1], repeat=6)
     )
     ends = torch.tensor(pairs, dtype=torch.long).view(-1, 2)
-    cover = minimum_cover(ends[:, 0], ends[:, 1], 6, 6, pull, push)
-    assert all(cover.pulled[j] or cover.pushed[i] for j, i in pairs)
-    assert cover.cost(pull, push) == cover.bound == best
+    for native in (True, False):
+        cover = minimum_cover(ends[:, 0], ends[:, 1], 6, 6, pull, push, native=native)
+        assert all(cover.pulled[j] or cover.pushed[i] for j, i in pairs)
+        assert cover.cost(pull, push) == cover.bound == best
 
 
-def test_costs_are_positive() -> None:
-    with pytest.raises(ValueError, match="push=0"):
-        minimum_cover(torch.tensor([0]), torch.tensor([0]), 1, 1, 1, 0)
+def chain(length: int) -> tuple[Tensor, Tensor]:
+    """Source i has targets i and i + 1, from the last to the first: ways through all of them."""
+    source = torch.arange(length).flip(0).repeat_interleave(2)
+    return source, source + torch.tensor([0, 1]).repeat(length)
+
+
+def crowded(length: int) -> tuple[Tensor, Tensor]:
+    """A few targets for many sources, most of them for some, and sources without any."""
+    draw = torch.Generator().manual_seed(length)
+    source = torch.randint(length // 2, (4 * length,), generator=draw)
+    target = torch.rand(4 * length, generator=draw).pow(4).mul(length + 1).long()
+    return source, target
+
+
+@pytest.mark.parametrize("costs", [*COSTS, (5, 3), (1, 7)], ids=str)
+@pytest.mark.parametrize("graph", [chain, crowded])
+def test_the_kernel_finds_the_same_cover(graph: Any, costs: tuple[int, int]) -> None:
+    """Of several cheapest ones, too: the files of a partition don't depend on the compiler."""
+    for length in (2, 7, 300, 5000):
+        ends = *graph(length), length, length + 1
+        plain, kernel = (minimum_cover(*ends, *costs, native=native) for native in (False, True))
+        assert torch.equal(plain.pulled, kernel.pulled)
+        assert torch.equal(plain.pushed, kernel.pushed)
+        assert plain.bound == kernel.bound == kernel.cost(*costs)
+
+
+def test_the_kernel_refuses_what_would_be_read_outside() -> None:
+    good = torch.tensor([0, 1, 2]), torch.tensor([1, 0], dtype=torch.int32), 2, 1, 1
+    call = torch.ops.pyg_sar.minimum_cover
+    assert call(*good)[2] == 2
+    for error, place, value in (
+        (IndexError, 1, torch.tensor([1, 2], dtype=torch.int32)),
+        (IndexError, 1, torch.tensor([-1, 0], dtype=torch.int32)),
+        (TypeError, 1, torch.tensor([1, 0])),
+        (TypeError, 0, torch.tensor([0, 1, 2], dtype=torch.int32)),
+        (ValueError, 0, torch.tensor([0, 2, 1])),
+        (ValueError, 0, torch.tensor([0, 3, 2])),
+        (ValueError, 0, torch.tensor([], dtype=torch.long)),
+        (ValueError, 3, 0),
+        (ValueError, 4, 2**16),
+    ):
+        given = [*good]
+        given[place] = value
+        with pytest.raises(error, match="minimum_cover: expected"):
+            call(*given)
+
+
+@pytest.mark.parametrize("push", [0, 2**16])
+def test_costs_are_in_range(push: int) -> None:
+    with pytest.raises(ValueError, match=f"push={push}"):
+        minimum_cover(torch.tensor([0]), torch.tensor([0]), 1, 1, 1, push)
 
 
 # Exactness ###################################################################

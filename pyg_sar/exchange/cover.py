@@ -19,6 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyg_sar.kernels.ops import sort_edges, use_kernel
+
 _Ints = NDArray[np.int64]
 Costs = tuple[int, int]
 """The costs of a pulled row and of a pushed one."""
@@ -100,8 +102,8 @@ def pulled_rows(
     owner = torch.bucketize(row, torch.tensor(offsets[1:]), right=True)
     key = owner * (int(target.max()) + 1 if target.numel() else 1) + target
     targets, number = torch.unique(key, return_inverse=True)
-    ends = row, number, offsets[-1], targets.numel()
-    return [minimum_cover(*ends, pull, push).pulled for pull, push in costs]
+    solve = _solver(row, number, offsets[-1], targets.numel(), None)
+    return [solve(pull, push).pulled for pull, push in costs]
 
 
 def nearest_costs(pull: int, push: int) -> Costs:
@@ -122,34 +124,57 @@ def nearest_costs(pull: int, push: int) -> Costs:
 
 
 def minimum_cover(
-    source: Tensor, target: Tensor, num_sources: int, num_targets: int, pull: int = 1, push: int = 1
+    source: Tensor,
+    target: Tensor,
+    num_sources: int,
+    num_targets: int,
+    pull: int = 1,
+    push: int = 1,
+    *,
+    native: bool | None = None,
 ) -> Cover:
-    """A cheapest vertex cover of a bipartite graph.
+    """A cheapest vertex cover of a bipartite graph: of several, the one with most sources.
 
     Args:
         source: One end of each edge, ``[E]``, in ``[0, num_sources)``.
         target: The other end, ``[E]``, in ``[0, num_targets)``.
         num_sources: Sources.
         num_targets: Targets.
-        pull: Cost of a source.
-        push: Cost of a target.
+        pull: Cost of a source, below 65,536.
+        push: Cost of a target, below 65,536.
+        native: Whether to use the kernel; ``None``: where it is there.
 
     Raises:
-        ValueError: When a cost is not positive.
+        ValueError: When a cost is out of range.
     """
-    if pull < 1 or push < 1:
-        raise ValueError(f"Expected positive costs (got pull={pull}, push={push})")
+    for name, cost in (("pull", pull), ("push", push)):
+        if not 1 <= cost < 2**16:
+            raise ValueError(f"Expected costs from 1 to 65,535 (got {name}={cost})")
+    return _solver(source.cpu(), target.cpu(), num_sources, num_targets, native)(pull, push)
+
+
+def _solver(
+    source: Tensor, target: Tensor, num_sources: int, num_targets: int, native: bool | None
+) -> Callable[[int, int], Cover]:
+    """Returns what finds a cover by the costs."""
+    if use_kernel(native, True):
+        order, starts = sort_edges(source, num_sources)
+        given = starts.long(), target.index_select(0, order).int(), num_targets
+        return lambda *costs: Cover(*torch.ops.pyg_sar.minimum_cover(*given, *costs))
     from scipy.sparse import csr_array  # type: ignore[import-untyped]  # seconds to import
 
-    j, i = source.cpu().numpy().astype(np.int64), target.cpu().numpy().astype(np.int64)
+    j, i = source.numpy().astype(np.int64), target.numpy().astype(np.int64)
     graph = csr_array((np.ones(j.size, np.int8), (j, i)), shape=(num_sources, num_targets))
     graph.sum_duplicates()
-    if graph.nnz == 0:
-        nothing = torch.zeros(num_sources, dtype=torch.bool)
-        return Cover(nothing, torch.zeros(num_targets, dtype=torch.bool), 0)
-    solve = _by_matching if pull == push else _by_flow
-    near, far, bound = solve(graph, pull, push)
-    return Cover(torch.from_numpy(~near), torch.from_numpy(far), bound)
+
+    def solve(pull: int, push: int) -> Cover:
+        if graph.nnz == 0:
+            nothing = torch.zeros(num_sources, dtype=torch.bool)
+            return Cover(nothing, torch.zeros(num_targets, dtype=torch.bool), 0)
+        near, far, bound = (_by_matching if pull == push else _by_flow)(graph, pull, push)
+        return Cover(torch.from_numpy(~near), torch.from_numpy(far), bound)
+
+    return solve
 
 
 def _by_matching(

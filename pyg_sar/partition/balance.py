@@ -79,7 +79,7 @@ def balanced_assignment(
     report("improving METIS's parts")
     by_source, first_out = sort_edges(source, num_nodes)
     by_target, first_in = sort_edges(target, num_nodes, by_source)
-    target, source = target[by_source], source[by_target]
+    target, source = target.index_select(0, by_source), source.index_select(0, by_target)
     del by_source, by_target
     edges = first_out.long(), target, first_in.long(), source
     loads = torch.zeros(num_parts, len(kinds), dtype=torch.long).index_add_(0, part, weights)
@@ -127,14 +127,14 @@ def undirected_csr(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     row, column = torch.cat([low, high]), torch.cat([high, low])
     del low, high
     order, starts = sort_edges(row, num_nodes)
-    return starts.long(), column[order]
+    return starts.long(), column.index_select(0, order)
 
 
 def unique_edges(edge_index: Tensor, num_nodes: int) -> tuple[Tensor, Tensor]:
     """Returns sources and targets of the edges without duplicates and loops, sorted by source."""
     source, target = edge_index[:, edge_index[0] != edge_index[1]]
     order = sort_edges(source, num_nodes, sort_edges(target, num_nodes)[0])[0]
-    source, target = source[order], target[order]
+    source, target = source.index_select(0, order), target.index_select(0, order)
     first = torch.ones_like(source, dtype=torch.bool)
     first[1:] = (source[1:] != source[:-1]) | (target[1:] != target[:-1])
     return source[first], target[first]
@@ -190,7 +190,8 @@ class Coarse:
     def of(cls, low: Tensor, high: Tensor, weight: Tensor, size: Tensor) -> Coarse:
         """Returns a graph with these undirected edges, each given once."""
         order, starts = sort_edges(torch.cat([low, high]), len(size))
-        given = starts.long(), torch.cat([high, low])[order], size, weight.repeat(2)[order]
+        other = torch.cat([high, low]).index_select(0, order)
+        given = starts.long(), other, size, weight.repeat(2).index_select(0, order)
         return cls(*(values.numpy() for values in given))
 
 
@@ -286,6 +287,10 @@ class Loads:
         """Says if a group has room for a node that counts so much."""
         held = self.of(group)
         return all(h + w <= m for h, w, m in zip(held, weight, self._most, strict=True))
+
+    def is_alone(self, group: int, weight: list[int]) -> bool:
+        """Says if a group holds a node that counts so much, and nothing else."""
+        return self.of(group).tolist() == weight
 
     def excess(self, group: int, weight: list[int]) -> float:
         """Returns how much further over its limits, as shares of them, a node takes a group."""

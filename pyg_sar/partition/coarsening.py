@@ -4,7 +4,9 @@ The adjacency lies in files, and is read node by node, in passes:
 
 1. **Clusters.** At first each node is a cluster. In :data:`CLUSTERING` passes each node goes to the
    cluster that most of its neighbours are in (label propagation), as long as no cluster has more
-   than a :data:`CLUSTERS`-th of a part's nodes or in-edges.
+   than a :data:`CLUSTERS`-th of a part's nodes or in-edges. Nodes that the same full cluster has
+   no room for, as the leaves of a hub, go together, and so do nodes without neighbours: METIS
+   would have as many clusters as nodes.
 2. **METIS** cuts the graph of the clusters. These weigh as many nodes and in-edges as they have,
    and a pair of them the edges between; of those every k-th is taken where all would not fit.
 3. **Restreaming.** In :data:`RESTREAMS` passes, or up to :data:`MOST_RESTREAMS` where parts are
@@ -24,8 +26,10 @@ another, and prices are rounded, so that kernel and plain loops find the same. N
 one node if these are more, where that can be kept.
 
 Source: Meyerhenke, Sanders and Schulz, "Partitioning Complex Networks via Size-Constrained
-Clustering", SEA 2014; Tsourakakis et al., "FENNEL: Streaming Graph Partitioning for Massive Scale
-Graphs", WSDM 2014; Nishimura and Ugander, "Restreaming Graph Partitioning", KDD 2013.
+Clustering", SEA 2014; LaSalle et al., "Improving Graph Partitioning for Modern Graphs and
+Architectures", IA3 2015 (leaves of a hub); Tsourakakis et al., "FENNEL: Streaming Graph
+Partitioning for Massive Scale Graphs", WSDM 2014; Nishimura and Ugander, "Restreaming Graph
+Partitioning", KDD 2013.
 """
 
 from __future__ import annotations
@@ -154,7 +158,8 @@ class Blocks:
         for block, (first, last) in enumerate(pairwise(self._bounds)):
             node, other = (rows.part(block) for rows in self._ends)
             if not self._sorted[block]:
-                other = other[sort_edges(node.sub_(first), last - first)[0]]
+                order, _ = sort_edges(node.sub_(first), last - first)
+                other = other.index_select(0, order)
                 self._ends[1].replace(block, other)
                 self._sorted[block] = True
             self._scratch.say(what, last, self.num_nodes)
@@ -179,7 +184,8 @@ def _coarse_assignment(blocks: Blocks, num_parts: int, seed: int, scratch: Scrat
     low, high = torch.cat(pairs, dim=1)
     pairs.clear()
     order = sort_edges(low, count, sort_edges(high, count)[0])[0]
-    key, weight = (low.long() * count + high)[order].unique_consecutive(return_counts=True)
+    key = (low.long() * count + high).index_select(0, order)
+    key, weight = key.unique_consecutive(return_counts=True)
     low, high = torch.div(key, count, rounding_mode="floor"), key % count
     scratch.report(f"METIS cuts {count:,} clusters with {weight.numel():,} edges between them")
     graph = Coarse.of(low, high, weight, blocks.loads(label, count))
@@ -261,6 +267,8 @@ def join_clusters_(
 ) -> None:
     """Lets nodes join the cluster with room that most of their neighbours are in.
 
+    A node that is alone, as no such cluster has room, joins those that want to be in the same one.
+
     Args:
         label: The cluster of each node, int32 or int64, ``[N]``; changed.
         loads: What clusters count of each kind, int64, ``[clusters, C]``; changed.
@@ -276,14 +284,18 @@ def join_clusters_(
         torch.ops.pyg_sar.join_clusters_(*given)
         return
     where, held = memoryview(label.numpy()), Loads(loads, most)  # type: ignore[arg-type]
+    waiting: dict[int, int] = {}
     for node, weight, near in _decisions(where, weights, first, offsets, adjacent):
         own = where[node]
-        best, count, turn = own, -1, -1
-        for one, found in near.items():
-            # Among equals any cluster will do, but not always the one with the least number.
-            rank = found, one % 1000003 * 2654435761 % 1000003
-            if rank > (count, turn) and (one == own or held.fits(one, weight)):
-                best, (count, turn) = one, rank
+        # Among equals any cluster will do, but not always the one with the least number.
+        ranks = {one: (found, one % 1000003 * 2654435761 % 1000003) for one, found in near.items()}
+        wanted = max(ranks, key=ranks.__getitem__, default=-1)
+        roomy = [one for one in ranks if one == own or held.fits(one, weight)]
+        best = max(roomy, key=ranks.__getitem__, default=own)
+        if best == own and wanted != own and held.is_alone(own, weight):
+            best = waiting.get(wanted, own)
+            if best == own or not held.fits(best, weight):
+                best = waiting[wanted] = own
         if best != own:
             held.add(own, weight, -1)
             held.add(best, weight, 1)

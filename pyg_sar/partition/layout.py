@@ -67,7 +67,8 @@ class Layout:
         if isinstance(self.edge_order, GroupedEdges):
             return self.edge_order.part(p)
         ids = self.edges(p)
-        return edge_index[0, ids], edge_index[1, ids], ids
+        source, target = (ends.index_select(0, ids) for ends in edge_index)
+        return source, target, ids
 
     def halo_counts(self, p: int) -> Tensor:
         """Returns the number of halo rows of part ``p`` per owner, ``[P]``."""
@@ -122,7 +123,8 @@ def make_layout(
         if isinstance(edge_order, GroupedEdges):
             source = edge_order.sources(p)
         else:
-            source = edge_index[0, edge_order[edge_offsets[p] : edge_offsets[p + 1]]]
+            ids = edge_order[edge_offsets[p] : edge_offsets[p + 1]]
+            source = edge_index[0].index_select(0, ids)
         remote = source[part[source] != p]
         edge_cut += remote.numel()
         ranks = node_rank[remote]

@@ -50,6 +50,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.exchange.cover import stored_covers
+from pyg_sar.kernels.ops import sort_edges
 from pyg_sar.partition.assignment import restore_adjacency
 from pyg_sar.partition.attributes import (
     Attribute,
@@ -173,17 +174,20 @@ def _part_edges(edge_index: Tensor, layout: Layout, p: int) -> tuple[Tensor, Ten
     source, target, e_id = layout.edge_rows(edge_index, p)
     halo = layout.halos[p]
     low, high = int(layout.node_offsets[p]), int(layout.node_offsets[p + 1])
-    rank, owner = layout.node_rank[source], layout.part[source]
+    rank, owner = (x.index_select(0, source) for x in (layout.node_rank, layout.part))
     targets = layout.target_offsets[p : p + 2].tolist()
-    target = layout.target_rank[target] - targets[0]
-    # Stable sorts, the last key first; ids ascend already. By rank is by (owner, source).
-    unit = (owner.long() - p) % layout.num_parts
-    order = rank.sort(stable=True).indices
-    order = order[(unit * max(targets[1] - targets[0], 1) + target)[order].sort(stable=True)[1]]
-    rank, target = rank[order], target[order]
-    local = (rank >= low) & (rank < high)
-    source = torch.where(local, rank - low, torch.searchsorted(halo, rank) + (high - low))
-    return torch.stack([source, target]), e_id[order]
+    target = layout.target_rank.index_select(0, target) - targets[0]
+    place = torch.empty(layout.node_rank.numel(), dtype=torch.int32)  # of halo rows only
+    place[halo] = torch.arange(high - low, high - low + halo.numel(), dtype=torch.int32)
+    source, remote = rank - low, (owner != p).nonzero().view(-1)
+    source[remote] = place[rank[remote]].long()
+    # Stable sorts, the last key first; ids ascend already. A part's own nodes come first.
+    order, _ = sort_edges(source, high - low + halo.numel())
+    order, _ = sort_edges(target, targets[1] - targets[0], order)
+    order, first = sort_edges(owner, layout.num_parts, order)
+    order = order.roll(-int(first[p]))
+    source, target, e_id = (x.index_select(0, order) for x in (source, target, e_id))
+    return torch.stack([source, target]), e_id
 
 
 def decode_attributes(

@@ -20,6 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyg_sar.kernels.ops import sort_edges
 from pyg_sar.partition.unfinished import Unfinished
 
 Unsigned = NDArray[np.uint64]
@@ -156,7 +157,7 @@ class GroupedRows:
         """Adds rows: ``order`` sorts them by part, whose runs then start at ``bounds``."""
         if not self._row:
             return
-        flat = rows[order].contiguous().view(-1).view(torch.uint8).numpy()
+        flat = rows.index_select(0, order).view(-1).view(torch.uint8).numpy()
         with self._path.open("r+b", buffering=0) as file:
             for p in bounds.diff().nonzero().view(-1).tolist():
                 first, last = (bounds[p : p + 2] * self._row).tolist()
@@ -190,12 +191,8 @@ def _write(descriptor: int, data: NDArray[np.uint8], at: int) -> None:
 
 def group_by_part(part: Tensor, num_parts: int) -> tuple[Tensor, Tensor]:
     """Sorts positions by part, stably, and returns ``(order, offsets)``."""
-    counts = torch.bincount(part, minlength=num_parts)
-    values = part.numpy()
-    if num_parts <= 2**16:
-        values = values.astype(np.uint16)  # NumPy's stable sort is a radix sort for 16 bits.
-    order = torch.from_numpy(np.argsort(values, kind="stable"))
-    return order, offsets_of(counts)
+    order, offsets = sort_edges(part, num_parts)
+    return order.long(), offsets.long()
 
 
 class GroupedEdges:
