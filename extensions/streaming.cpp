@@ -48,11 +48,11 @@ class Near {
 
 // The group with most of a node's neighbours. Among equals any will do, but not always the first.
 struct Favourite {
-  int64_t group = -1, count = -1, turn = -1;
+  int64_t group = -1, count = 0;
+  uint32_t turn = 0;
 
-  void compare(int64_t other, int64_t others) {
-    const int64_t its = other % 1000003 * 2654435761 % 1000003;
-    if (others > count || (others == count && its > turn)) *this = {other, others, its};
+  bool operator<(const Favourite& other) const {
+    return count < other.count || (count == other.count && turn < other.turn);
   }
 };
 
@@ -66,8 +66,9 @@ void join_clusters(const Run<Index>& run, Loads loads, Index* label, int64_t gro
     const Index own = label[run.first + node];
     Favourite wanted, roomy;
     for (const int64_t one : near.count(run, node, label)) {
-      wanted.compare(one, near[one]);
-      if (one == own || loads.fits(one, weight)) roomy.compare(one, near[one]);
+      const Favourite other{one, near[one], static_cast<uint32_t>(one) * 2654435761U};
+      if (wanted < other) wanted = other;
+      if (roomy < other && (one == own || loads.fits(one, weight))) roomy = other;
     }
     int64_t best = roomy.group < 0 ? own : roomy.group;
     if (best == own && wanted.group != own && loads.is_alone(own, weight)) {

@@ -123,9 +123,11 @@ def _assign(
         method = "coarsened"
     if method == "coarsened":
         return _coarsened(edges, num_nodes, num_parts, seed, scratch, report, marked)
-    whole = torch.cat(
-        [rows.long() + torch.tensor([[first], [second]]) for rows, first, second in edges], dim=1
-    )
+    whole = edges[0][0]  # METIS takes memory enough: no copy where none is needed
+    if len(edges) > 1 or edges[0][1:] != (0, 0) or whole.dtype != torch.long:
+        moved = [rows.long() + torch.tensor([[s], [t]]) for rows, s, t in edges]
+        whole = torch.cat(moved, dim=1)
+        del moved
     if method == "metis":
         return metis(undirected_csr(whole, num_nodes), num_parts, seed)
     return balanced_assignment(whole, num_nodes, num_parts, seed, report, marked)

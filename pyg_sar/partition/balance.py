@@ -65,18 +65,19 @@ def balanced_assignment(
         The part of each node, int64, ``[N]``. A limit that can't be kept, as a node has more edges
         than it, is exceeded as little as these steps allow, with a warning.
     """
-    source, target = edge_index.to(torch.int32 if num_nodes < 2**31 else torch.int64)
     report("METIS")
-    indegree = torch.bincount(target, minlength=num_nodes)
+    indegree = torch.bincount(edge_index[1], minlength=num_nodes)
     kinds = [torch.ones_like(indegree), indegree]
     if marked is not None and bool(marked.any()):
         kinds.append(marked.long())
     weights = torch.stack(kinds, dim=1)
     starts, adjacent = (values.numpy() for values in undirected_csr(edge_index, num_nodes))
     graph = Coarse(starts, adjacent, weights.numpy())
-    part = metis_assignment(graph, num_parts, seed).to(source.dtype)
+    part = metis_assignment(graph, num_parts, seed)
     del graph, starts, adjacent
     report("improving METIS's parts")
+    dtype = torch.int32 if num_nodes < 2**31 else torch.int64
+    source, target, part = edge_index[0].to(dtype), edge_index[1].to(dtype), part.to(dtype)
     by_source, first_out = sort_edges(source, num_nodes)
     by_target, first_in = sort_edges(target, num_nodes, by_source)
     target, source = target.index_select(0, by_source), source.index_select(0, by_target)

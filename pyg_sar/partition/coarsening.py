@@ -288,7 +288,7 @@ def join_clusters_(
     for node, weight, near in _decisions(where, weights, first, offsets, adjacent):
         own = where[node]
         # Among equals any cluster will do, but not always the one with the least number.
-        ranks = {one: (found, one % 1000003 * 2654435761 % 1000003) for one, found in near.items()}
+        ranks = {one: (found, one * 2654435761 % 2**32) for one, found in near.items()}
         wanted = max(ranks, key=ranks.__getitem__, default=-1)
         roomy = [one for one in ranks if one == own or held.fits(one, weight)]
         best = max(roomy, key=ranks.__getitem__, default=own)
