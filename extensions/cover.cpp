@@ -132,6 +132,8 @@ std::tuple<Tensor, Tensor, int64_t> minimum_cover_cpu(const Tensor& offsets, con
   TORCH_CHECK_VALUE(pull > 0 && push > 0 && pull < 1 << 16 && push < 1 << 16, op,
                     ": expected costs from 1 to 65535 (got ", pull, " and ", push, ")");
   const int64_t sources = offsets.numel() - 1;
+  TORCH_CHECK_VALUE(std::max(sources, num_targets) <= INT32_MAX, op, ": expected at most ", INT32_MAX,
+                    " sources and targets");
   const int64_t* first = offsets.const_data_ptr<int64_t>();
   TORCH_CHECK_VALUE(first[0] == 0 && first[sources] == target.numel() &&
                         ascends(first, sources + 1, false),

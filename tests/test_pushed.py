@@ -115,6 +115,7 @@ def test_the_kernel_refuses_what_would_be_read_outside() -> None:
         (ValueError, 0, torch.tensor([0, 2, 1])),
         (ValueError, 0, torch.tensor([0, 3, 2])),
         (ValueError, 0, torch.tensor([], dtype=torch.long)),
+        (ValueError, 2, 2**31),
         (ValueError, 3, 0),
         (ValueError, 4, 2**16),
     ):

@@ -157,7 +157,7 @@ def _solver(
     source: Tensor, target: Tensor, num_sources: int, num_targets: int, native: bool | None
 ) -> Callable[[int, int], Cover]:
     """Returns what finds a cover by the costs."""
-    if use_kernel(native, True):
+    if use_kernel(native, max(num_sources, num_targets) < 2**31):
         order, starts = sort_edges(source, num_sources)
         given = starts.long(), target.index_select(0, order).int(), num_targets
         return lambda *costs: Cover(*torch.ops.pyg_sar.minimum_cover(*given, *costs))
