@@ -7,6 +7,7 @@ parts: of parts of this process all that they publish, of others what this proce
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -247,7 +248,8 @@ class Tables:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
         self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
         self._rows: dict[int, list[Tensor]] = {}
-        self._leaving: dict[tuple[int, int], dict[int, Tensor]] = {}
+        self._leaving: dict[int, list[Tensor]] = {}
+        self._held = 0
         self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
         self._order, self._gathered = list(host.parts), 0
 
@@ -255,31 +257,38 @@ class Tables:
         """Takes in a part's table: rows of each message."""
         messages = [message.to(self.host.rows_on) for message in messages]
         for w, wanted in self.routes.leaving.items():
-            with self.host.unpaged(wanted[part].numel() * sum(self._row_bytes)):
-                for number, message in enumerate(messages):
-                    rows = message.index_select(0, wanted[part])
-                    self._leaving.setdefault((w, number), {})[part] = rows
+            sizes = [wanted[p].numel() for p in self.host.parts]
+            if w not in self._leaving:
+                with self._room(sum(sizes) * sum(self._row_bytes)):
+                    self._leaving[w] = [m.new_empty(sum(sizes), m.size(1)) for m in messages]
+            for rows, message in zip(self._leaving[w], messages, strict=True):
+                into = rows.split(sizes)[part - self.host.parts.start]
+                torch.index_select(message, 0, wanted[part], out=into)
         self._keep(part, messages)
+
+    def _room(self, size: int) -> AbstractContextManager[Any]:
+        """Makes tensors of ``size`` bytes that stay until all that arrives is taken in."""
+        self._held += size
+        self.host.hold(size)
+        return self.host.unpaged(size)
 
     def exchange(self) -> list[Any]:
         """Exchanges rows with other processes, when all parts of this one have published."""
         host, works = self.host, []
-        leaving = sum(rows.numel() for to in self.routes.leaving.values() for rows in to.values())
         arriving = sum(self.routes.sizes[q] for w in self.routes.leaving for q in host.hosted[w])
         for number, (dtype, width) in enumerate(self.kinds if self.routes.leaving else ()):
             sends: list[Tensor | None] = [None] * host.outer.world_size
             receives: list[Tensor | None] = [None] * host.outer.world_size
-            with host.unpaged((leaving + arriving) * self._row_bytes[number]):
+            with self._room(arriving * self._row_bytes[number]):
                 for w in self.routes.leaving:
-                    # Parts need not publish in their order: one may have waited elsewhere.
-                    pieces = self._leaving.pop((w, number))
-                    sends[w] = torch.cat([pieces[part] for part in host.parts])
+                    sends[w] = self._leaving[w][number]
                     sizes = [self.routes.sizes[q] for q in host.hosted[w]]
                     shape, device = (sum(sizes), width), host.rows_on
                     receives[w] = found = torch.empty(shape, dtype=dtype, device=device)
                     parts = zip(host.hosted[w], found.split(sizes), strict=True)
                     self._arriving[number] += parts
             works.append(host.outer.exchange_all(sends, receives, label=self.label))
+        self._leaving.clear()
         return works
 
     def _settle(self) -> None:
@@ -291,6 +300,8 @@ class Tables:
                 tables.setdefault(q, []).append(rows)
         for q in sorted(tables):
             self._keep(q, tables[q])
+        self.host.hold(-self._held)
+        self._held = 0
 
     def expects(self, part: int) -> bool:
         """True where a part may gather now."""
