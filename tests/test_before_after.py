@@ -2,19 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
-from pathlib import Path
-from typing import Any
-
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "before_after.py"
-
-
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("before_after", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from benchmark_scripts import benchmark
 
 
 def pair(seconds: tuple[float, float], mib: tuple[float, float]) -> dict[str, dict[str, float]]:
@@ -27,7 +15,10 @@ def pair(seconds: tuple[float, float], mib: tuple[float, float]) -> dict[str, di
 def test_ratios_are_within_pairs_and_what_is_above_the_goal_is_marked() -> None:
     pairs = [pair((2, 2.2), (100, 101)), pair((1, 1.06), (100, 99)), pair((4, 4), (100, 101))]
     results = {"wire, sage, 2": pairs, "attention": []}
-    rows = [[cell.strip() for cell in row.split("|")[1:-1]] for row in script().table(results)[2:]]
+    rows = [
+        [cell.strip() for cell in row.split("|")[1:-1]]
+        for row in benchmark("before_after").table(results)[2:]
+    ]
     # The ratio of the medians would be 1.10; where nothing was received there is no row.
     assert rows == [
         ["wire", "sage, 2", "epoch, s", "2", "2.2", "1.06", "1.03 to 1.08", "3", "above"],

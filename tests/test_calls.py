@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import importlib.util
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmark_scripts import benchmark
 from oracle import Partitions, assemble, make_graph, threads
 from torch import Tensor
 from torch_geometric.nn import MaxAggregation, SAGEConv
@@ -16,7 +16,6 @@ import pyg_sar
 from pyg_sar.kernels import ops
 from pyg_sar.tools import load_graph
 
-SCRIPT = Path(__file__).resolve().parent.parent / "benchmarks" / "calls.py"
 # files and functions of the package that are entered, and their calls, forward and backward
 BOUNDS = {
     ("SAGE", "local"): (13, 75, 145),
@@ -29,16 +28,8 @@ BOUNDS = {
 compiled = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
 
 
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("calls", SCRIPT)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 def measured(root: str, name: str, view: str) -> dict[str, int]:
-    calls = script()
+    calls = benchmark("calls")
     found: dict[str, int] = calls.summary(calls.steady_calls(root, name, 0, view))
     return found
 
@@ -58,7 +49,7 @@ def test_a_steady_call_runs_little_python(
 
 
 def test_the_engine_stays_small() -> None:
-    modules, _, core = script().size()
+    modules, _, core = benchmark("calls").size()
     assert modules <= 167 and core < 1000
 
 

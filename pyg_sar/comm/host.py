@@ -232,11 +232,6 @@ class Host:
         """Makes tensors that stay in memory, of ``size`` bytes: for all parts, and the network."""
         return nullcontext() if self.store is None else self.store.unpaged(size)
 
-    def hold(self, size: int) -> None:
-        """Counts bytes that were made so and stay for some turns; less than 0: that are gone."""
-        if self.store is not None:
-            self.store.hold(size)
-
     def close(self) -> None:
         """Waits until all that was sent has gone, and removes the store."""
         self.settle()

@@ -7,7 +7,6 @@ parts: of parts of this process all that they publish, of others what this proce
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import numpy as np
@@ -249,7 +248,6 @@ class Tables:
         self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
         self._rows: dict[int, list[Tensor]] = {}
         self._leaving: dict[int, list[Tensor]] = {}
-        self._held = 0
         self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
         self._order, self._gathered = list(host.parts), 0
 
@@ -259,18 +257,12 @@ class Tables:
         for w, wanted in self.routes.leaving.items():
             sizes = [wanted[p].numel() for p in self.host.parts]
             if w not in self._leaving:
-                with self._room(sum(sizes) * sum(self._row_bytes)):
+                with self.host.unpaged(sum(sizes) * sum(self._row_bytes)):
                     self._leaving[w] = [m.new_empty(sum(sizes), m.size(1)) for m in messages]
             for rows, message in zip(self._leaving[w], messages, strict=True):
                 into = rows.split(sizes)[part - self.host.parts.start]
                 torch.index_select(message, 0, wanted[part], out=into)
         self._keep(part, messages)
-
-    def _room(self, size: int) -> AbstractContextManager[Any]:
-        """Makes tensors of ``size`` bytes that stay until all that arrives is taken in."""
-        self._held += size
-        self.host.hold(size)
-        return self.host.unpaged(size)
 
     def exchange(self) -> list[Any]:
         """Exchanges rows with other processes, when all parts of this one have published."""
@@ -279,7 +271,7 @@ class Tables:
         for number, (dtype, width) in enumerate(self.kinds if self.routes.leaving else ()):
             sends: list[Tensor | None] = [None] * host.outer.world_size
             receives: list[Tensor | None] = [None] * host.outer.world_size
-            with self._room(arriving * self._row_bytes[number]):
+            with host.unpaged(arriving * self._row_bytes[number]):
                 for w in self.routes.leaving:
                     sends[w] = self._leaving[w][number]
                     sizes = [self.routes.sizes[q] for q in host.hosted[w]]
@@ -300,8 +292,6 @@ class Tables:
                 tables.setdefault(q, []).append(rows)
         for q in sorted(tables):
             self._keep(q, tables[q])
-        self.host.hold(-self._held)
-        self._held = 0
 
     def expects(self, part: int) -> bool:
         """True where a part may gather now."""

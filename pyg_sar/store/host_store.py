@@ -155,9 +155,6 @@ class HostStore:
         finally:
             self._noting = before
 
-    def hold(self, size: int) -> None:
-        """Nothing is limited."""
-
     # Storages ----------------------------------------------------------------
 
     def note(self, tensor: Tensor, known: set[int], arena: int) -> None:

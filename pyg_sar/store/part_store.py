@@ -86,7 +86,7 @@ class PartStore:
         self._start = resident_bytes()
         self._pager = Pager(parts, memory, directory)
         self._spare: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
-        self._slots, self._held, self._fixed = 0, 0, None  # type: int, int, int | None
+        self._slots, self._fixed = 0, None  # type: int, int | None
         self._arena: int | None = None
         self._saving: list[SavedBits] = []
 
@@ -128,7 +128,7 @@ class PartStore:
         """Leaves to the pager what nothing else of this process has taken."""
         self.check()
         if self._fixed is not None:
-            self._pager.budget = max(self._fixed - self._slots - self._held, 1)
+            self._pager.budget = max(self._fixed - self._slots, 1)
             return
         other = resident_bytes() - self._start - self._pager.counters().resident_bytes
         left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
@@ -185,10 +185,6 @@ class PartStore:
         finally:
             self._arena = arena
             self._pager.enter(arena)
-
-    def hold(self, size: int) -> None:
-        """Counts bytes beside the pager's for some turns. What is not fixed is measured anyway."""
-        self._held += size
 
     def make_room(self, size: int) -> None:
         """Takes bytes from the pager, for what others allocate in this turn. The next counts it."""
