@@ -5,7 +5,9 @@ Resident sets are those of fresh processes, beyond what they had when their part
 
 from __future__ import annotations
 
+import copy
 import gc
+import itertools
 import json
 import os
 import signal
@@ -239,29 +241,49 @@ def test_parts_without_edges_between_take_their_turns_in_order(tmp_path):
 # What is between workers, and what is computed again #########################
 
 
-def rooms_of_a_pass(root: str) -> list[int]:
-    """Bytes for which this worker's pager made room, for rows on their way, in one pass."""
+def rooms_of_a_step(root: str, cache: int | None) -> tuple[list[int], int, Tensor]:
+    """Bytes for which this worker's pager made room; exchanges with the other one; gradients."""
+    host: Any = current().host  # type: ignore[attr-defined]
+    store, outer = host.store, host.outer
+    if cache is not None:
+        store.fix(100 * MB, cache)
     data = pyg_sar.load_partition(root)
+    torch.manual_seed(0)
     model = pyg_sar.distribute(SAGEConv(FEATURES, FEATURES).double())
-    model(data.x, data.edge_index)
-    store: Any = current().host.store  # type: ignore[attr-defined]
+    x = data.x.clone().requires_grad_()
+    model(x, data.edge_index)
     if not hasattr(store, "rooms"):
         store.rooms, unpaged = [], store.unpaged
         store.unpaged = lambda size=0: (store.rooms.append(size), unpaged(size))[1]
-    model(data.x, data.edge_index)
-    return store.rooms
+        outer.number, exchange = itertools.count(), outer.exchange_all
+        outer.exchange_all = lambda *a, **how: (next(outer.number), exchange(*a, **how))[1]
+    out = model(x, data.edge_index)
+    (out * torch.arange(1, FEATURES + 1)).sum().backward()
+    found = x.grad, *(parameter.grad for parameter in model.parameters())
+    gradients = torch.cat([out.detach().view(-1), *(one.view(-1) for one in found)])
+    return [size for size in store.rooms if size], next(copy.copy(outer.number)), gradients
 
 
-def test_rows_between_workers_are_counted(tmp_path):
-    """A worker holds what it sends, and what it receives."""
+def test_rows_between_workers_go_a_few_at_a_time(tmp_path):
+    """Both ways together in half of a cache; bits are those of rows that go at once."""
     source, target = make_graph(TINY).edge_index
     worker = [ids * 2 // TINY for ids in (source, target)]
     cut = worker[0] != worker[1]
     sent = [torch.unique(source[cut & (worker[0] == w)]).numel() for w in (0, 1)]
-    given = {"parts": 4, "memory": 100 * MB, "store": tmp_path}
-    found = pyg_sar.launch(rooms_of_a_pass, 2, write(tmp_path, TINY, 4), **given)
-    for part in (0, 3):
-        assert sum(found[part]) == sum(sent) * FEATURES * 8
+    root, row = write(tmp_path, TINY, 4), FEATURES * 8
+    given: Any = {"parts": 4, "memory": 100 * MB, "store": tmp_path}
+    at_once = pyg_sar.launch(rooms_of_a_step, 2, root, None, **given)
+    by_threes = pyg_sar.launch(rooms_of_a_step, 2, root, 4 * 3 * row + 1, **given)
+    for part in range(4):
+        assert at_once[part][0][0] == 2 * max(sent) * row
+        assert set(by_threes[part][0]) == {2 * 3 * row}
+        assert at_once[part][1] == 2  # forward and backward
+        assert by_threes[part][1] == 2 * -(-max(sent) // 3)
+    by_twos = pyg_sar.launch(rooms_of_a_step, 3, root, 4 * 2 * 2 * row, **given)
+    for part in range(4):  # The workers have one part, one, and two.
+        assert set(by_twos[part][0]) == {2 * 2 * 2 * row}
+        assert torch.equal(by_twos[part][2], at_once[part][2])
+        assert torch.equal(by_threes[part][2], at_once[part][2])
 
 
 class Again(torch.nn.Module):

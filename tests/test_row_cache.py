@@ -310,7 +310,7 @@ def test_planning_takes_no_more_than_the_store_makes_room_for(capacity):
         ]
         for part in range(parts)
     }
-    routes = Routes([published] * parts, index, {})
+    routes = Routes([published] * parts, index, {}, None)
     host = SimpleNamespace(parts=range(parts), num_parts=parts, keep="belady")
     tracemalloc.start()
     try:

@@ -208,6 +208,11 @@ class Host:
         on_host = isinstance(self.store, HostStore)
         return torch.device("cpu") if on_host else self.outer.device
 
+    @property
+    def piece(self) -> int | None:
+        """Bytes of rows that may be on their way to other workers at once; ``None``: any."""
+        return self.store.cache_bytes // 2 if isinstance(self.store, PartStore) else None
+
     def _begin(self, part: int) -> None:
         if self.store is not None:
             self.store.begin(part - self.parts.start)

@@ -23,7 +23,7 @@ from pyg_sar.comm.host import Host, Started
 from pyg_sar.comm.messages import count, count_all
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.exchange.halo import HaloPlan
-from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, narrowed
+from pyg_sar.exchange.part_tables import Routes, StoredTables, Tables, exchange_rows, narrowed
 from pyg_sar.exchange.rows import (
     RowSink,
     RowSource,
@@ -140,7 +140,7 @@ def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) 
             [found[k].numel() for k in parts] if (found := leaving.get(w)) else []
             for w in range(outer.world_size)
         ]
-        counts = outer.all_gather_object(mine)
+        counts, pieces = zip(*outer.all_gather_object((mine, host.piece)), strict=True)
         outer.exchange_all(sends, receives, label=_PLAN).wait()
     for w, theirs in enumerate(host.hosted):
         received = receives[w]
@@ -152,7 +152,8 @@ def _agree(host: Host, brought: dict[int, tuple[list[Tensor], list[int], int]]) 
         for (q, k), part in zip(order, received.split(cuts), strict=True):
             index[k][q] = narrowed(part.clone()).to(where)
     away = {w: {k: rows.to(where) for k, rows in found.items()} for w, found in leaving.items()}
-    return Routes([sizes[q] for q in range(host.num_parts)], index, away)
+    piece = min((size for size in pieces if size is not None), default=None)
+    return Routes([sizes[q] for q in range(host.num_parts)], index, away, piece)
 
 
 # Rows come ####################################################################
@@ -293,8 +294,10 @@ class PartSink(RowSink):
         like = [torch.zeros(1, width, dtype=dtype, device=device) for dtype, width in layout.widths]
         widths = [self.wire.encode(row) for row in like]
 
+        piece = published_rows(plan).routes.piece
+
         def combine(brought: dict[int, Any]) -> Any:
-            return _return(comm.host, brought, widths, self.label)
+            return _return(comm.host, brought, widths, piece, self.label)
 
         form = ", ".join(f"{dtype} [*, {width}]" for dtype, width in layout.widths)
         thing = pieces, plan.send_counts
@@ -333,7 +336,9 @@ class PartSink(RowSink):
                 add_distinct_rows(total, index, part)
 
 
-def _return(host: Host, brought: dict[int, Any], widths: Sequence[Tensor], label: Label) -> Any:
+def _return(
+    host: Host, brought: dict[int, Any], widths: Sequence[Tensor], piece: int | None, label: Label
+) -> Any:
     """Messages by part that they come from and part that they are for."""
     outer = host.outer
     found: dict[tuple[int, int], Any] = {
@@ -341,27 +346,24 @@ def _return(host: Host, brought: dict[int, Any], widths: Sequence[Tensor], label
     }
     works = []
     for number, like in enumerate(widths) if outer.world_size > 1 else ():
-        sends: list[Tensor | None] = [None] * outer.world_size
-        receives: list[Tensor | None] = [None] * outer.world_size
+        sends, sizes, pairs = {}, {}, []
         for w, theirs in enumerate(host.hosted):
             if w == outer.rank:
                 continue
-            empty = like[:0]
-            messages = [
-                brought[k][0][q][number] if q in brought[k][0] else empty
+            sends[w] = [
+                brought[k][0][q][number] if q in brought[k][0] else like[:0]
                 for q in theirs
                 for k in host.parts
             ]
             order = [(q, k) for k in host.parts for q in theirs]  # as they were sent
-            sizes = [brought[k][1][q] for q, k in order]
-            rows = sum(sizes) + sum(message.size(0) for message in messages)
-            with host.unpaged(rows * _row_bytes([like])):
-                sends[w] = torch.cat(messages)
-                receives[w] = arrived = like.new_empty(sum(sizes), like.size(1))
-            for pair, part in zip(order, arrived.split(sizes), strict=True):
+            sizes[w] = [brought[k][1][q] for q, k in order]
+            pairs.append((w, order))
+        some, arrived = exchange_rows(host, sends, sizes, piece, label)
+        works += some
+        for w, order in pairs:
+            for pair, part in zip(order, arrived[w], strict=True):
                 if part.numel():
                     found.setdefault(pair, []).append(part)
-        works.append(outer.exchange_all(sends, receives, label=label))
     return Started(works, found)
 
 

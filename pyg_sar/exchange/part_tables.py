@@ -6,7 +6,7 @@ parts: of parts of this process all that they publish, of others what this proce
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_sar.comm.host import Host
+from pyg_sar.comm.issuer import Work
 from pyg_sar.exchange.row_plan import RowPlan, Turn, gap_of, joined_runs, plan_rows, spread
 from pyg_sar.ledger import Label
 from pyg_sar.store.part_store import PartStore
@@ -136,6 +137,73 @@ def _move(source: Tensor, rows: _Ints, target: Tensor, places: _Ints) -> None:
         target.index_copy_(0, where, source.index_select(0, index).to(target.device))
 
 
+def exchange_rows(
+    host: Host,
+    sends: Mapping[int, Sequence[Tensor]],
+    sizes: Mapping[int, Sequence[int]],
+    piece: int | None,
+    label: Label,
+) -> tuple[list[Work], dict[int, list[Tensor]]]:
+    """Exchanges rows of one dtype and width with other workers. Their sizes are known there.
+
+    Args:
+        host: The process. What is on its way stays in memory.
+        sends: By worker, the rows that go there: tensors ``[*, width]``, one after another.
+        sizes: By worker, the rows of each tensor that comes from there.
+        piece: Bytes that may be on their way at once, in both directions, the same on all workers.
+            The rest may wait in the store. ``None``: all rows.
+        label: Whom the ledgers charge.
+
+    Returns:
+        What to wait for, and by worker the tensors that come, which are there then.
+
+    Raises:
+        StoreError: There is no room for what is on its way.
+    """
+    outer, like = host.outer, next(iter(sends.values()))[0]
+    width, row = like.size(1), like.size(1) * like.element_size()
+    going = {w: sum(rows.size(0) for rows in tensors) for w, tensors in sends.items()}
+    coming = {w: sum(counts) for w, counts in sizes.items()}
+    everyone = range(outer.world_size)
+    out: dict[int, Tensor] = {}
+    if piece is None:
+        joins = sum(going[w] for w, tensors in sends.items() if len(tensors) > 1)
+        with host.unpaged((joins + sum(coming.values())) * row):
+            for w, tensors in sends.items():
+                out[w] = tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))
+            into = {w: like.new_empty(count, width) for w, count in coming.items()}
+        arrived = {w: list(into[w].split(list(counts))) for w, counts in sizes.items()}
+        ways = [out.get(w) for w in everyone], [into.get(w) for w in everyone]
+        return [outer.exchange_all(*ways, label=label)], arrived
+    arrived = {w: [like.new_empty(n, width) for n in counts] for w, counts in sizes.items()}
+    most = max([*going.values(), *coming.values()])
+    step = min(max(piece // (2 * len(sends) * max(row, 1)), 1), most)
+    with host.unpaged(2 * len(sends) * step * row):
+        buffers = {w: (like.new_empty(step, width), like.new_empty(step, width)) for w in sends}
+    for start in range(0, most, max(step, 1)):
+        into = {}
+        for w, (there, here) in buffers.items():
+            out[w] = there[: min(max(going[w] - start, 0), step)]
+            into[w] = here[: min(max(coming[w] - start, 0), step)]
+            _copy(sends[w], start, out[w], to=False)
+        ways = [out.get(w) for w in everyone], [into.get(w) for w in everyone]
+        outer.exchange_all(*ways, label=label).wait()
+        for w in sends:
+            _copy(arrived[w], start, into[w], to=True)
+    return [], arrived
+
+
+def _copy(tensors: Sequence[Tensor], start: int, buffer: Tensor, to: bool) -> None:
+    """Copies a buffer to rows of tensors that lie one after another, from a row on; or from them."""
+    stop, first = start + buffer.size(0), 0
+    for tensor in tensors:
+        low, high = max(start, first), min(stop, first + tensor.size(0))
+        if low < high:
+            rows, among = tensor[low - first : high - first], buffer[low - start : high - start]
+            (rows if to else among).copy_(among if to else rows)
+        first += tensor.size(0)
+
+
 PLANNING = 64, 16
 """Bytes that planning takes for each halo row, and for each published row."""
 
@@ -152,6 +220,7 @@ class Routes:
         sizes: Rows that each part publishes, or that are read of it here. ``[P]``.
         index: By part of this process and owner, where its halo rows are in the owner's table.
         leaving: By worker and part of this process, the rows of its table that go there.
+        piece: Bytes of rows that are on their way at once (:func:`exchange_rows`).
     """
 
     def __init__(
@@ -159,8 +228,10 @@ class Routes:
         sizes: Sequence[int],
         index: dict[int, list[Tensor]],
         leaving: dict[int, dict[int, Tensor]],
+        piece: int | None,
     ) -> None:
         self.sizes, self.index, self.leaving = list(sizes), index, leaving
+        self.piece = piece
         self._plans: dict[int, StoredPlan] = {}
 
     def has_plan(self, capacity: int) -> bool:
@@ -247,39 +318,38 @@ class Tables:
         self.host, self.routes, self.kinds, self.label = host, routes, kinds, label
         self._row_bytes = [width * dtype.itemsize for dtype, width in kinds]
         self._rows: dict[int, list[Tensor]] = {}
-        self._leaving: dict[int, list[Tensor]] = {}
+        self._leaving: dict[int, list[list[Tensor]]] = {}  # by worker, of each message
         self._arriving: list[list[tuple[int, Tensor]]] = [[] for _ in kinds]
         self._order, self._gathered = list(host.parts), 0
 
     def publish(self, part: int, messages: Sequence[Tensor]) -> None:
         """Takes in a part's table: rows of each message."""
         messages = [message.to(self.host.rows_on) for message in messages]
+        k, pieces = part - self.host.parts.start, self.routes.piece is not None
         for w, wanted in self.routes.leaving.items():
             sizes = [wanted[p].numel() for p in self.host.parts]
-            if w not in self._leaving:
+            if w not in self._leaving and pieces:
+                self._leaving[w] = [[m[:0]] * len(sizes) for m in messages]
+            elif w not in self._leaving:
                 with self.host.unpaged(sum(sizes) * sum(self._row_bytes)):
-                    self._leaving[w] = [m.new_empty(sum(sizes), m.size(1)) for m in messages]
+                    self._leaving[w] = [[m.new_empty(sum(sizes), m.size(1))] for m in messages]
             for rows, message in zip(self._leaving[w], messages, strict=True):
-                into = rows.split(sizes)[part - self.host.parts.start]
-                torch.index_select(message, 0, wanted[part], out=into)
+                if pieces:
+                    rows[k] = message.index_select(0, wanted[part])
+                else:
+                    torch.index_select(message, 0, wanted[part], out=rows[0].split(sizes)[k])
         self._keep(part, messages)
 
     def exchange(self) -> list[Any]:
         """Exchanges rows with other processes, when all parts of this one have published."""
         host, works = self.host, []
-        arriving = sum(self.routes.sizes[q] for w in self.routes.leaving for q in host.hosted[w])
-        for number, (dtype, width) in enumerate(self.kinds if self.routes.leaving else ()):
-            sends: list[Tensor | None] = [None] * host.outer.world_size
-            receives: list[Tensor | None] = [None] * host.outer.world_size
-            with host.unpaged(arriving * self._row_bytes[number]):
-                for w in self.routes.leaving:
-                    sends[w] = self._leaving[w][number]
-                    sizes = [self.routes.sizes[q] for q in host.hosted[w]]
-                    shape, device = (sum(sizes), width), host.rows_on
-                    receives[w] = found = torch.empty(shape, dtype=dtype, device=device)
-                    parts = zip(host.hosted[w], found.split(sizes), strict=True)
-                    self._arriving[number] += parts
-            works.append(host.outer.exchange_all(sends, receives, label=self.label))
+        sizes = {w: [self.routes.sizes[q] for q in host.hosted[w]] for w in self.routes.leaving}
+        for number in range(len(self.kinds) if sizes else 0):
+            sends = {w: self._leaving[w][number] for w in sizes}
+            some, arrived = exchange_rows(host, sends, sizes, self.routes.piece, self.label)
+            works += some
+            for w, tensors in arrived.items():
+                self._arriving[number] += zip(host.hosted[w], tensors, strict=True)
         self._leaving.clear()
         return works
 
@@ -387,11 +457,11 @@ class StoredTables(Tables):
             part = int(np.searchsorted(first, start, side="right")) - 1
             while start < stop:
                 end = min(stop, int(first[part + 1]))
-                if end > start:
+                size = (end - start) * row
+                if size and self.plan.written[part]:  # Else it lies between rows that are read.
                     place = self._places[number][part] + (start - int(first[part])) * row
-                    size = (end - start) * row
                     self._file.read(place, data[:size])
-                    data, start = data[size:], end
+                data, start = data[size:], end
                 part += 1
 
         return RowCache(self.plan.rows, slots, read, gap_of(row))

@@ -222,14 +222,16 @@ class InSpace(Tensor):
         made: OrderedDict[int, Any] = self.remember(("together", key), OrderedDict)
         plan, device = self.plan, self.device
         label = ("", "", "agreement")
-        only = next(iter(made)) if len(made) == 1 else 0
-        said = torch.tensor([only, plan.agreed.tokens], device=device)
+        newest, only = max(made, default=0), next(iter(made)) if len(made) == 1 else 0
+        said = torch.tensor([newest, -newest, only, plan.agreed.tokens], device=device)
         plan.comm.all_reduce(said, "max", label=label)
-        proposed, plan.agreed.tokens = (int(n) for n in said)
-        proposed = proposed or max(made, default=0)
+        most, least, proposed, plan.agreed.tokens = said.tolist()
+        if newest and most == -least:  # The same on all workers, as in most passes.
+            return made[newest]
+        proposed = proposed or newest
         said = torch.tensor([int(proposed not in made), proposed, -proposed], device=device)
         plan.comm.all_reduce(said, "max", label=label)
-        missing, most, least = (int(n) for n in said)
+        missing, most, least = said.tolist()
         return None if missing or most != -least else made[proposed]
 
     def keep_together(self, key: Any, value: Any) -> Any:
