@@ -199,17 +199,21 @@ class GradientSum(ParameterHook):
             self._points, self._passes = {}, {}
 
     def _before(self, parameter: Tensor, gradient: Tensor | None) -> Tensor | None:
-        self._called[id(parameter)] = torch._C._current_graph_task_id()
-        if gradient is None or _use(parameter) is None:
+        task = self._called[id(parameter)] = torch._C._current_graph_task_id()
+        one = None if gradient is None else self._opened(task)
+        node = None if one is None else one.nodes.get(id(parameter))
+        if node is None:
+            node = torch.autograd.graph.get_gradient_edge(parameter).node
+        if gradient is None or _use(node) is None:
             return gradient
-        name, node = getattr(parameter, MARK), torch.autograd.graph.get_gradient_edge(parameter)[0]
+        name = getattr(parameter, MARK)
         if torch.is_grad_enabled():
             refuse_second_derivative(
                 f"The gradient of parameter {name!r} at rank {self.comm.rank}",
                 "are not there, as it is summed over the workers; of inputs they are: "
                 "torch.autograd.grad(out, inputs, create_graph=True)",
             )
-        if id(parameter) not in self._known:
+        if one is None or id(parameter) not in self._known:
             raise PygSarError(
                 f"Parameter {name!r} was replaced, or the model was called with others "
                 "(functional_call), before this backward pass: run backward() before that"
@@ -220,10 +224,8 @@ class GradientSum(ParameterHook):
                 f"Parameter {name!r} has a sparse gradient at rank {self.comm.rank}; use "
                 "torch.nn.Embedding(..., sparse=False)"
             )
-        task = torch._C._current_graph_task_id()
         if self.comm.global_pass == task:
             raise other_view(f"The gradient of parameter {name!r}", self.comm.rank)
-        one = self._open(task)
         one.own[id(parameter)] = gradient
         one.points[id(parameter)] = self._points.get(task, 0)
         if one.captures:
@@ -241,12 +243,19 @@ class GradientSum(ParameterHook):
                 "saved_tensors_hooks: save parameter.detach() there, or take a newer PyTorch"
             )
 
-    def _open(self, task: int) -> _Pass:
-        """Returns the pass under way, whose end will call :meth:`_finish`."""
+    def _opened(self, task: int) -> _Pass | None:
+        """Returns the pass under way, whose end will call :meth:`_finish`.
+
+        ``None`` where it has no gradient of a parameter.
+        """
         if task not in self._passes:
+            wanted = [p for p in self.parameters if p.requires_grad]
+            nodes = {id(p): torch.autograd.graph.get_gradient_edge(p).node for p in wanted}
+            uses = {_use(node) for node in nodes.values()}
+            if uses <= {None}:
+                return None
             self._warned = self._warned or warn_of_local_mean(self.comm.device)
-            uses = [_use(p) for p in self.parameters if p.requires_grad]
-            self._passes[task] = _Pass(captures="captured" in uses)
+            self._passes[task] = _Pass("captured" in uses, nodes)
             callback = partial(self._finish, task)
             torch.autograd.Variable._execution_engine.queue_callback(callback)
         return self._passes[task]
@@ -259,8 +268,8 @@ class GradientSum(ParameterHook):
             return
         point = self._points.get(task, 0)
         self._points[task] = point + 1
-        if not point and any(_use(p) for p in self.parameters if p.requires_grad):
-            self._open(task)
+        if not point:
+            self._opened(task)
         bucket = (self._schedule or {}).get(point)
         if bucket is not None and task in self._passes:
             one = self._passes[task]
@@ -340,12 +349,11 @@ class GradientSum(ParameterHook):
         return one.captured[id(parameter)]
 
 
-def _use(parameter: Tensor) -> str | None:
-    """Returns whether the pass under way accumulates a gradient, or returns it.
+def _use(node: Any) -> str | None:
+    """Returns whether the pass under way accumulates a parameter's gradient, or returns it.
 
     ``None`` if it does neither, or returns it to another pass.
     """
-    node = torch.autograd.graph.get_gradient_edge(parameter).node
     try:
         return "accumulated" if torch._C._will_engine_execute_node(node) else None
     except RuntimeError:  # The engine's answer for a leaf in torch.autograd.grad().
@@ -356,13 +364,15 @@ def _use(parameter: Tensor) -> str | None:
 class _Pass:
     """A backward pass under way.
 
-    ``captures`` says that it is one of ``torch.autograd.grad``. ``own`` holds this worker's
+    ``captures`` says that it is one of ``torch.autograd.grad``. ``nodes`` holds what accumulates
+    each parameter's gradient, by ``id(parameter)``. ``own`` holds this worker's
     gradients by ``id(parameter)``, ``points`` says at which point each was there, ``captured``
     holds what autograd will return in its place. ``sent`` says which gradients are under way
     already, and whether there was one here.
     """
 
     captures: bool
+    nodes: dict[int, Any]
     own: dict[int, Tensor] = field(default_factory=dict)
     points: dict[int, int] = field(default_factory=dict)
     captured: dict[int, Tensor] = field(default_factory=dict)
