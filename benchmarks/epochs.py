@@ -16,6 +16,7 @@ import argparse
 import os
 import platform
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from datetime import date
@@ -148,8 +149,18 @@ def one_process(nodes: int, edges: int, rounds: int) -> list[str]:
 # Workers #####################################################################
 
 
-def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, float]:
-    """Seconds of steps at this worker; MiB kept between them, and at the peak."""
+KINDS = ("VmRSS", "VmHWM", "RssAnon", "RssFile", "RssShmem")
+
+
+def resident() -> list[float]:
+    """MiB resident now, the most so far, and of now: anonymous, of files, and shared."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return [int(status[name].split()[0]) / 1024 for name in KINDS]
+
+
+def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, list[float]]:
+    """Seconds of steps at this worker; MiB kept between them; what is resident at the peak."""
+    start = resident()
     data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
     step = step_of(pyg_sar.distribute(MODELS[model]()), data, pyg_sar.mean)
@@ -158,13 +169,20 @@ def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, flo
     for _ in range(rounds):
         comm.barrier()
         times.append(seconds(step))
-    return times, *memory()
+    kept, samples, over = resident(), [], threading.Event()
 
+    def watch() -> None:
+        while not over.wait(0.01):
+            samples.append(resident())
 
-def memory() -> tuple[float, float]:
-    """MiB resident now, and the most so far, shared pages by halves (PSS) where told."""
-    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
-    return tuple(int(status[name].split()[0]) / 1024 for name in ("VmRSS", "VmHWM"))  # type: ignore[return-value]
+    thread = threading.Thread(target=watch)
+    thread.start()
+    step()
+    over.set()
+    thread.join()
+    most = max(samples)
+    most[1] = resident()[1]
+    return times, kept[0] - start[0], [m - s for m, s in zip(most, start, strict=True)][1:]
 
 
 def workers(nodes: int, edges: int, counts: list[int], rounds: int) -> list[str]:
@@ -176,28 +194,34 @@ def workers(nodes: int, edges: int, counts: list[int], rounds: int) -> list[str]
         del data
         for model in MODELS:
             times: dict[int, list[float]] = {count: [] for count in counts}
-            sizes: dict[int, tuple[float, float]] = {}
+            sizes: dict[int, list[float]] = {}
             for _ in tqdm(range(rounds), desc=model):
                 for count in counts:
                     given = f"{folder}/{count}", model, 2
                     threads = 2 if count == 1 else 1
                     found = pyg_sar.launch(measure, count, *given, threads_per_worker=threads)
                     times[count] += [max(turn) for turn in zip(*(f[0] for f in found), strict=True)]
-                    sizes[count] = max(f[1] for f in found), max(f[2] for f in found)
-            first = min(times[1])
+                    sizes[count] = [max(f[1] for f in found), *max(f[2] for f in found)]
+            first, (_, most, own, *_) = min(times[1]), sizes[1]
             lines += [
                 f"| {model} | {count} | {min(spent):.2f} | {min(spent) / first:.2f} "
-                f"| {kept:.0f} | {peak:.0f} | {peak / sizes[1][1]:.2f} |"
-                for (count, spent), (kept, peak) in zip(times.items(), sizes.values(), strict=True)
+                f"| {kept:.0f} | {peak:.0f} | {peak / most:.2f} | {anonymous:.0f} "
+                f"| {anonymous / own:.2f} | {of_files:.0f} | {shared:.0f} |"
+                for (count, spent), (kept, peak, anonymous, of_files, shared) in zip(
+                    times.items(), sizes.values(), strict=True
+                )
             ]
     return [
         f"## Workers, {nodes:,} nodes, {edges:,} edges",
         "",
-        "The fastest step of the slowest worker. Memory: MiB resident in the largest worker, "
-        "between steps and at the peak, with about 250 of Python and its libraries.",
+        "The fastest step of the slowest worker. Memory: MiB resident in the largest worker "
+        "beyond its start, kept between steps, and at the peak, which are anonymous, pages of the "
+        "part's file (which the system takes back when it needs memory), and shared with other "
+        "workers (those of others that it reads, too, so that they count twice).",
         "",
-        "| model | workers | seconds | to one | kept | peak | to one |",
-        "|---|---|---|---|---|---|---|",
+        "| model | workers | seconds | to one | kept | peak | to one | anonymous | to one | file "
+        "| shared |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
         *lines,
         "",
     ]
