@@ -251,6 +251,7 @@ def _environment(
     # Frees large buffers to the system at once; glibc reads this when a process starts.
     common.setdefault("MALLOC_MMAP_THRESHOLD_", str(1 << 20))
     # Large buffers in pages of 2 MB where the system has them: a few faults each, not thousands.
+    # A third of the time on one machine, nothing on another (benchmarks/pages.py).
     common.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     if any(name == "lo" for _, name in socket.if_nameindex()):
         common.setdefault("GLOO_SOCKET_IFNAME", "lo")
