@@ -194,7 +194,7 @@ def exchange_rows(
 
 
 def _copy(tensors: Sequence[Tensor], start: int, buffer: Tensor, to: bool) -> None:
-    """Copies a buffer to rows of tensors that lie one after another, from a row on; or from them."""
+    """Copies a buffer to rows, from one on, of tensors that lie one after another; or from them."""
     stop, first = start + buffer.size(0), 0
     for tensor in tensors:
         low, high = max(start, first), min(stop, first + tensor.size(0))
