@@ -329,7 +329,7 @@ class Tables:
         for w, wanted in self.routes.leaving.items():
             sizes = [wanted[p].numel() for p in self.host.parts]
             if w not in self._leaving and pieces:
-                self._leaving[w] = [[m[:0]] * len(sizes) for m in messages]
+                self._leaving[w] = [[m.new_empty(0, m.size(1))] * len(sizes) for m in messages]
             elif w not in self._leaving:
                 with self.host.unpaged(sum(sizes) * sum(self._row_bytes)):
                     self._leaving[w] = [[m.new_empty(sum(sizes), m.size(1))] for m in messages]
