@@ -172,6 +172,7 @@ def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, lis
     kept, samples, over = resident(), [], threading.Event()
 
     def watch() -> None:
+        samples.append(resident())
         while not over.wait(0.01):
             samples.append(resident())
 

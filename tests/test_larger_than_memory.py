@@ -265,8 +265,9 @@ def rooms_of_a_step(root: str, cache: int | None) -> tuple[list[int], int, Tenso
 
 
 def test_rows_between_workers_go_a_few_at_a_time(tmp_path):
-    """Both ways together in half of a cache; bits are those of rows that go at once."""
-    source, target = make_graph(TINY).edge_index
+    """Both ways together in half of a cache; numbers are PyG's, and bits those of rows at once."""
+    graph = make_graph(TINY)
+    source, target = graph.edge_index
     worker = [ids * 2 // TINY for ids in (source, target)]
     cut = worker[0] != worker[1]
     sent = [torch.unique(source[cut & (worker[0] == w)]).numel() for w in (0, 1)]
@@ -279,6 +280,16 @@ def test_rows_between_workers_go_a_few_at_a_time(tmp_path):
         assert set(by_threes[part][0]) == {2 * 3 * row}
         assert at_once[part][1] == 2  # forward and backward
         assert by_threes[part][1] == 2 * -(-max(sent) // 3)
+    torch.manual_seed(0)
+    plain, x = SAGEConv(FEATURES, FEATURES).double(), graph.x.requires_grad_()
+    out = plain(x, graph.edge_index)
+    (out * torch.arange(1, FEATURES + 1)).sum().backward()
+    expected = torch.cat([p.grad.view(-1) for p in plain.parameters()])
+    parts = [found[2].split([TINY // 4 * FEATURES] * 2 + [expected.numel()]) for found in at_once]
+    rows = [torch.cat([part[k] for part in parts]).view(TINY, FEATURES) for k in (0, 1)]
+    torch.testing.assert_close(rows, [out.detach(), x.grad], rtol=1e-10, atol=1e-10)
+    for part in parts:
+        torch.testing.assert_close(part[2], expected, rtol=1e-10, atol=1e-10)
     by_twos = pyg_sar.launch(rooms_of_a_step, 3, root, 4 * 2 * 2 * row, **given)
     for part in range(4):  # The workers have one part, one, and two.
         assert set(by_twos[part][0]) == {2 * 2 * 2 * row}

@@ -293,7 +293,6 @@ class PartSink(RowSink):
         device = self.totals[0].device
         like = [torch.zeros(1, width, dtype=dtype, device=device) for dtype, width in layout.widths]
         widths = [self.wire.encode(row) for row in like]
-
         piece = published_rows(plan).routes.piece
 
         def combine(brought: dict[int, Any]) -> Any:

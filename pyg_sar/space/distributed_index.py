@@ -6,7 +6,8 @@ What may be done with them is in ``index_space.py``, which fills the table of ha
 kept with the edges. Edges that are found by their content may be those of two relations on one
 worker (none of both, say), and two lists on the next. So whatever is made together gets a number
 that all workers agree on, and is taken again only where each of them has that very number with its
-edges: then it was made of the same edges everywhere.
+edges: then it was made of the same edges everywhere. Each proposes its newest; where these differ,
+as they do when several were made of the same edges of one worker, a second sum settles it.
 """
 
 from __future__ import annotations
