@@ -16,24 +16,28 @@ Errors are in :mod:`pyg_sar.errors`; all other public names in the subpackages: 
 ``partition``, ``reduction``, ``nn``, ``train``, ``tools``, and ``functional``.
 """
 
-from pyg_sar import errors as errors
-from pyg_sar import functional as functional
-from pyg_sar.comm.group import init
-from pyg_sar.comm.launch import launch, run
-from pyg_sar.convert import distribute
-from pyg_sar.ledger import Ledger
-from pyg_sar.nn import DistMessagePassing
-from pyg_sar.partition.loading import load_partition
-from pyg_sar.partition.message_flow import message_flow_graphs
-from pyg_sar.partition.storage import write_partitions
-from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
-from pyg_sar.space.negative_sampling import negative_sampling
-from pyg_sar.tools.inference import infer, propagate_features
-from pyg_sar.tools.planning import plan
-from pyg_sar.tools.predict import load_model
-from pyg_sar.tools.verify import verify
-from pyg_sar.train.trainer import Trainer
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from pyg_sar import errors as errors
+    from pyg_sar import functional as functional
+    from pyg_sar.comm.group import init
+    from pyg_sar.comm.launch import launch, run
+    from pyg_sar.convert import distribute
+    from pyg_sar.ledger import Ledger
+    from pyg_sar.nn import DistMessagePassing
+    from pyg_sar.partition.loading import load_partition
+    from pyg_sar.partition.message_flow import message_flow_graphs
+    from pyg_sar.partition.storage import write_partitions
+    from pyg_sar.policy import SARPolicy
+    from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
+    from pyg_sar.space.negative_sampling import negative_sampling
+    from pyg_sar.tools.inference import infer, propagate_features
+    from pyg_sar.tools.planning import plan
+    from pyg_sar.tools.predict import load_model
+    from pyg_sar.tools.verify import verify
+    from pyg_sar.train.trainer import Trainer
 
 __version__ = "0.1.0"
 
@@ -59,3 +63,47 @@ __all__ = [
     "verify",
     "write_partitions",
 ]
+
+# The module of each name. PyTorch is imported when a name is used for the first time, so that
+# `pyg-sar --help` answers at once.
+_MODULES = {
+    "DistMessagePassing": "nn",
+    "Ledger": "ledger",
+    "SARPolicy": "policy",
+    "Trainer": "train.trainer",
+    "accuracy": "reduction.metrics",
+    "distribute": "convert",
+    "gather_nodes": "reduction.metrics",
+    "infer": "tools.inference",
+    "init": "comm.group",
+    "launch": "comm.launch",
+    "load_model": "tools.predict",
+    "load_partition": "partition.loading",
+    "mean": "reduction.metrics",
+    "message_flow_graphs": "partition.message_flow",
+    "negative_sampling": "space.negative_sampling",
+    "plan": "tools.planning",
+    "propagate_features": "tools.inference",
+    "run": "comm.launch",
+    "verify": "tools.verify",
+    "write_partitions": "partition.storage",
+}
+_SUBPACKAGES = (
+    *("comm", "errors", "functional", "nn", "partition", "reduction", "space", "tools", "train"),
+)
+
+
+def __getattr__(name: str) -> Any:
+    """Imports the module of a public name, or a subpackage, when it is used for the first time."""
+    if name in _MODULES:
+        value = getattr(import_module(f"pyg_sar.{_MODULES[name]}"), name)
+    elif name in _SUBPACKAGES:
+        value = import_module(f"pyg_sar.{name}")
+    else:
+        raise AttributeError(f"module 'pyg_sar' has no attribute {name!r}")
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__, *_SUBPACKAGES})

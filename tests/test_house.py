@@ -18,7 +18,7 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each wing (a folder of the package, or a module at its top) imports only wings before it.
 WINGS = (
-    *("errors", "files", "policy", "ledger", "kernels", "functional", "store"),
+    *("usage", "errors", "files", "policy", "ledger", "kernels", "functional", "store"),
     *(
         "comm",
         "exchange",
@@ -58,7 +58,7 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 # Wings whose docstrings say what comes out, in sentences.
 SENTENCES = (
-    *("errors", "files", "policy", "ledger", "store", "comm", "exchange", "space"),
+    *("usage", "errors", "files", "policy", "ledger", "store", "comm", "exchange", "space"),
     *("reduction", "partition", "message", "engine", "nn", "convert", "train", "tools"),
 )
 
@@ -346,6 +346,8 @@ def state():
 import safetensors.torch, tqdm, torch_geometric.transforms  # Have side effects of their own.
 before, modules = state(), set(sys.modules)
 import pyg_sar
+for name in dir(pyg_sar):
+    getattr(pyg_sar, name)
 after = state()
 changed = [name for name in before if before[name] != after[name]]
 own = {name for name in sys.modules if name.split(".")[0] == "pyg_sar"}
@@ -400,8 +402,13 @@ def test_the_names_at_the_top():
 
     assert set(pyg_sar.__all__) == TOP and len(pyg_sar.__all__) == len(TOP)
     modules = {name.split(".")[0] for name in MODULES}
-    public = {name for name in vars(pyg_sar) if not name.startswith("_")}
-    assert public - modules == TOP and {"errors", "functional"} <= public
+    public = {name for name in dir(pyg_sar) if not name.startswith("_")}
+    helpers = {"Any", "TYPE_CHECKING", "import_module"}
+    assert public - modules - helpers == TOP and {"errors", "functional"} <= public
+    for node in ast.walk(TREES["pyg_sar"]):  # What type checkers see is what is given.
+        if isinstance(node, ast.ImportFrom) and node.module.startswith("pyg_sar."):
+            for alias in node.names:
+                assert f"pyg_sar.{pyg_sar._MODULES[alias.name]}" == node.module, alias.name
     for name in TOP:
         assert callable(getattr(pyg_sar, name)), name
 
@@ -419,6 +426,26 @@ def test_errors_are_at_one_place():
 
 
 # Commands #####################################################################
+
+HELP = """
+import sys
+from pyg_sar.__main__ import main
+try:
+    main(sys.argv[1:])
+finally:
+    assert "torch" not in sys.modules and "numpy" not in sys.modules
+"""
+
+
+@pytest.mark.parametrize("option", ["--help", "--version", "--wrong"])
+def test_help_and_version_do_without_pytorch(option):
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, option], cwd=REPOSITORY, capture_output=True, text=True
+    )
+    assert "AssertionError" not in done.stderr, done.stderr
+    assert done.returncode == (2 if option == "--wrong" else 0), done.stderr
+    said = {"--help": "predict memory, bytes", "--version": "torch 2.", "--wrong": "usage: pyg-sar"}
+    assert said[option] in done.stdout + done.stderr
 
 
 def shell_lines(text: str) -> list[str]:

@@ -41,6 +41,7 @@ from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
+from pyg_sar.usage import COMMANDS, command_parser
 
 T = TypeVar("T")
 
@@ -361,24 +362,20 @@ def _demo(arguments: argparse.Namespace) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="pyg-sar",
-        description="Exact full-batch training of PyTorch Geometric models on several workers.",
-    )
+    parser = command_parser()
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     _add_partition(commands)
     _add_plan(commands)
     _add_train(commands)
-    add_run(
-        _command(commands, "run", run_command, "run a PyG script on several workers", RUN_EPILOG)
-    )
+    add_run(_command(commands, "run", run_command, RUN_EPILOG))
     _add_predict(commands)
     _add_verify(commands)
     _add_demo(commands)
     return parser
 
 
-def _command(commands: Any, name: str, run: Any, help: str, epilog: str) -> Any:
+def _command(commands: Any, name: str, run: Any, epilog: str) -> Any:
+    help = COMMANDS[name]
     command = commands.add_parser(
         name,
         help=help,
@@ -403,9 +400,7 @@ class _Formatter(argparse.RawDescriptionHelpFormatter):
 
 
 def _add_partition(commands: Any) -> None:
-    add = _command(
-        commands, "partition", _partition, "cut a graph into parts", _PARTITION_EPILOG
-    ).add_argument
+    add = _command(commands, "partition", _partition, _PARTITION_EPILOG).add_argument
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
     add("--parts", type=int, required=True, metavar="N", help="parts: one or more per worker")
     add("--out", required=True, metavar="DIR", help="folder to write")
@@ -423,9 +418,7 @@ def _add_partition(commands: Any) -> None:
 
 
 def _add_train(commands: Any) -> None:
-    command: argparse.ArgumentParser = _command(
-        commands, "train", _train, "train on a partitioned graph", _TRAIN_EPILOG
-    )
+    command: argparse.ArgumentParser = _command(commands, "train", _train, _TRAIN_EPILOG)
     group = add_workers(command)
     group("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     group("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
@@ -445,15 +438,12 @@ def _add_train(commands: Any) -> None:
 
 
 def _add_plan(commands: Any) -> None:
-    help = "predict memory, bytes and times of a training"
-    model = add_plan(_command(commands, "plan", plan_command, help, PLAN_EPILOG))
+    model = add_plan(_command(commands, "plan", plan_command, PLAN_EPILOG))
     _add_model(model, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
 
 
 def _add_predict(commands: Any) -> None:
-    command = _command(
-        commands, "predict", _predict, "write a model's outputs for all nodes", _PREDICT_EPILOG
-    )
+    command = _command(commands, "predict", _predict, _PREDICT_EPILOG)
     add = command.add_argument
     add("--checkpoint", required=True, metavar="FILE", help="the trained model")
     add("--out", required=True, metavar="FILE", help="a .npy file, a row per node in global order")
@@ -519,9 +509,7 @@ def _add_files(command: argparse.ArgumentParser) -> None:
 
 
 def _add_verify(commands: Any) -> None:
-    command = _command(
-        commands, "verify", _verify, "compare a model on workers with one process", _VERIFY_EPILOG
-    )
+    command = _command(commands, "verify", _verify, _VERIFY_EPILOG)
     add = command.add_argument
     add("source", nargs="?", default="synthetic", metavar="SOURCE", help="the graph, see below")
     add("--workers", type=int, default=3, metavar="N", help="threads of this process")
@@ -541,9 +529,7 @@ def _add_verify(commands: Any) -> None:
 
 
 def _add_demo(commands: Any) -> None:
-    add = _command(
-        commands, "demo", _demo, "compare 4 workers with one plain process, no download", ""
-    ).add_argument
+    add = _command(commands, "demo", _demo, "").add_argument
     default = DemoConfig()
     add("--nodes", type=int, default=default.nodes, metavar="N", help="of the synthetic graph")
     add("--workers", type=int, default=default.workers, metavar="N", help="and parts")
