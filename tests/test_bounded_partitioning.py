@@ -445,15 +445,14 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
         {"edge_index.npy": np.full((2, 1), 9), "num_nodes.npy": np.array(3)},
         "node ids 0 to 2",
     ),
-    "text": ({"edges.csv": "source,target\na,b\n"}, "'source' of .* to hold numbers"),
+    "text": (
+        {"edges.csv": "source,target\na,b\n", "num_nodes.npy": np.array(2)},
+        "'source' of .* holds text",
+    ),
     "empty": ({"edges.csv": "source,target\n1,\n"}, "'target' of .* rows without a value"),
     "names": ({"edges.csv": "from,to\n1,2\n"}, "one column named source or src or row"),
     "commas": ({"edges.csv": "source;target\n0;1\n"}, "with commas and no blanks between"),
     "twice": ({"edges.csv": "source,target,w,w\n0,1,2,3\n"}, "more than one column named 'w'"),
-    "order": (
-        {"edges.csv": "source,target\n0,1\n", "nodes.csv": "id,y\n1,5\n0,6\n"},
-        r"in the order of the nodes' ids.*row 0 has id=1",
-    ),
     "line without a value": (
         {"edges.csv": "source,target\n0,1\n", "nodes.csv": "y\n5\n\n6\n"},
         "'y' of .* rows without a value",

@@ -6,4 +6,4 @@ if [ -n "$HOSTS" ]; then
     export MASTER_ADDR="$HOST0" MASTER_PORT="${PORT:-29500}"
     set -- --host "$HOSTS" -x MASTER_ADDR -x MASTER_PORT
 fi
-mpirun -n "${WORKERS:-2}" "$@" python "$(dirname "$0")/train.py"
+mpirun -n "${WORKERS:-4}" "$@" python "$(dirname "$0")/train.py"

@@ -1,6 +1,7 @@
 """Trains on this worker's part, however the workers were started (docs/launching.md).
 
-``pyg-sar partition synthetic --parts 4 --out parts``, then one of this folder's files starts it.
+``pyg-sar partition synthetic --parts 4 --out parts``, then one of this folder's files starts a
+worker for each part.
 """
 
 import os

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.environment import find_launcher
 from pyg_sar.comm.processes import SignalNotice
@@ -55,6 +55,8 @@ _USAGE_ERRORS = ("UsageError", "PartitionError", "CheckpointError", "ReportError
 _CLEAR_ERRORS = ("DivergedError", "CommTimeoutError")
 
 _COURTESY = 2.0  # seconds
+_OF_FEATURES = "columns of a table that become x, in this order: age income 'f*'"
+_OF_ROWS = "a row per node: .npy, or .parquet, .csv with the ids of nodes"
 _OF_IDS = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
 
 _PARTITION_EPILOG = """\
@@ -63,6 +65,7 @@ sources:
   cora, photo, wikics, ...  a dataset of torch_geometric.datasets, or Class/Name
   ogbn-arxiv, ...           OGB's raw files in --data-root; ogb ('pyg_sar[ogb]') downloads them
   FILE.npz, FILE.pt         arrays (edge_index, num_nodes, x, y, train_mask, ...), a saved Data
+  FILE.parquet, FILE.csv    edges: columns source and target; :nodes=FILE has a row per node
   FOLDER                    edge_index.npy, x.npy, ..., or edges.parquet, nodes.csv: memory mapped,
                             so that with --memory it may be larger than the memory
 Options follow a colon:
@@ -94,7 +97,10 @@ to --checkpoint and end with code 75
 _PREDICT_EPILOG = """\
 The graph may be another one than that of the training. Under torchrun, and with fewer workers than
 parts, as pyg-sar train. The file gets its name once all rows are written.
+Tables (.parquet, .csv) have the columns id (what the graph's own tables call the node, else its
+number) and out_0, out_1, ...
   pyg-sar predict --checkpoint run.ckpt --parts parts --out predictions.npy
+  pyg-sar predict --checkpoint run.ckpt --parts parts --out predictions.parquet
   pyg-sar predict --checkpoint run.ckpt --parts parts --out z.npy --model net.py:make
 """
 
@@ -183,7 +189,7 @@ def _root_cause(error: WorkerError) -> tuple[str, bool]:
 def _partition(arguments: argparse.Namespace) -> int:
     if arguments.parts < 1:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")
-    data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
+    data = _graph(arguments)
     statistics = write_partitions(
         data,
         arguments.parts,
@@ -199,6 +205,12 @@ def _partition(arguments: argparse.Namespace) -> int:
     print(statistics)
     print(f"written to {arguments.out}")
     return 0
+
+
+def _graph(arguments: argparse.Namespace) -> Data | HeteroData:
+    """Returns the graph that a command's SOURCE names."""
+    options = {"features": " ".join(arguments.features)} if arguments.features else {}
+    return load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed, **options)
 
 
 def _train(arguments: argparse.Namespace) -> int:
@@ -222,7 +234,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     if not Path(arguments.out).absolute().parent.is_dir():
         raise ValueError(f"--out {arguments.out}: there is no such folder")
     if Path(arguments.out).is_dir():
-        raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a .npy file")
+        raise ValueError(f"--out {arguments.out!r} is a folder: give the name of a file")
     config = _settings(PredictConfig, arguments)
     shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:
@@ -318,7 +330,7 @@ def _accuracies(scores: Scores) -> str:
 
 
 def _verify(arguments: argparse.Namespace) -> int:
-    data = load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed)
+    data = _graph(arguments)
     if not isinstance(data, Data):
         raise ValueError(f"{arguments.source!r} is a heterogeneous graph, which can't be verified")
     torch.manual_seed(arguments.seed)
@@ -409,6 +421,7 @@ def _add_partition(commands: Any) -> None:
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
     add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
+    add("--features", nargs="+", metavar="NAME", help=_OF_FEATURES)
     of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
     add("--memory", metavar="SIZE", help=of_memory)
     of_training = "even training nodes too, by balanced or coarsened"
@@ -446,7 +459,12 @@ def _add_predict(commands: Any) -> None:
     command = _command(commands, "predict", _predict, _PREDICT_EPILOG)
     add = command.add_argument
     add("--checkpoint", required=True, metavar="FILE", help="the trained model")
-    add("--out", required=True, metavar="FILE", help="a .npy file, a row per node in global order")
+    add(
+        "--out",
+        required=True,
+        metavar="FILE",
+        help=_OF_ROWS,
+    )
     add("--weights", choices=("best", "last"), default="best", help="on validation, or the last")
     add("--model", metavar="MODEL", help="module:callable, where the checkpoint names no model")
     add_workers(command)
@@ -524,6 +542,7 @@ def _add_verify(commands: Any) -> None:
     add("--args", type=names_in, metavar="NAMES", help=of_args)
     add("--seed", type=int, default=0, help="of the sample and the parameters")
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
+    add("--features", nargs="+", metavar="NAME", help=_OF_FEATURES)
     group = command.add_argument_group("model").add_argument
     _add_model(group, metavar="MODEL", help=f"{', '.join(MODELS)}, or module:callable")
 

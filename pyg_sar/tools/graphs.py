@@ -11,18 +11,22 @@ source                                     graph
                                            ogb (needs the extra ``ogb``)
 ``FILE.npz``                               arrays (:func:`~pyg_sar.tools.graph_sources.load_npz`)
 ``FILE.pt``                                a saved ``Data``
+``FILE.parquet``, ``FILE.csv``             a table of edges, and of nodes:
+                                           ``edges.csv:nodes=nodes.csv``
 ``FOLDER``                                 arrays and tables, memory mapped
                                            (:mod:`~pyg_sar.tools.graph_folders`); or OGB's raw
                                            files, as in ``dataset/ogbn_arxiv``
 =========================================  =====================================================
 
 Options follow a colon, as in ``synthetic:nodes=200000,degree=50`` or ``wikics:split=3``. They are
-the fields of :class:`GraphOptions` and, for ``synthetic``, of ``SyntheticGraph``.
+the fields of :class:`GraphOptions` and, for ``synthetic``, of ``SyntheticGraph``; for a table of
+edges ``nodes``, a table of nodes.
 """
 
 from __future__ import annotations
 
 import difflib
+import fnmatch
 import inspect
 import os
 import pickle
@@ -40,7 +44,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import ToUndirected
 
 from pyg_sar.partition.assignment import check_graph, check_seed, count_nodes, edges_of_relations
-from pyg_sar.tools.graph_folders import is_graph_folder, load_folder
+from pyg_sar.tools.graph_folders import is_graph_folder, load_folder, load_table
 from pyg_sar.tools.graph_sources import (
     FILE_SUFFIXES,
     SyntheticGraph,
@@ -55,6 +59,7 @@ from pyg_sar.tools.ogb_folders import (
     load_ogb_folder,
     official_name,
 )
+from pyg_sar.tools.tables import TABLES
 
 DATASETS: dict[str, tuple[str, str | None]] = {
     "actor": ("Actor", None),
@@ -88,6 +93,13 @@ the dataset's name where one class holds several."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class TableOptions:
+    """The option of a table of edges: the table of nodes."""
+
+    nodes: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class GraphOptions:
     """The options that apply to any graph after it is read.
 
@@ -103,6 +115,9 @@ class GraphOptions:
         normalize: Scale each row of ``x`` to sum 1 (PyG's ``NormalizeFeatures``).
         sparse: Keep or make ``x`` a CSR matrix.
         random_features: So many standard normal features where the source has no ``x``.
+        features: Names of attributes with a number per node, or patterns (``f*``), separated by
+            blanks: they become the columns of ``x``, in this order and as float32, in place of
+            attributes of their own.
     """
 
     split: str = "auto"
@@ -111,6 +126,7 @@ class GraphOptions:
     normalize: bool = False
     sparse: bool = False
     random_features: int = 0
+    features: str = ""
 
     def __post_init__(self) -> None:
         if self.split not in ("auto", "random", "per_class") and not self.split.isdecimal():
@@ -155,6 +171,8 @@ def load_graph(
     allowed: list[type] = [GraphOptions]
     if name == "synthetic":
         allowed.append(SyntheticGraph)
+    if Path(name).suffix in TABLES:
+        allowed.append(TableOptions)
     common, *special = _choose(given, allowed, name)
     settings = GraphOptions(**common)
     data: Data | HeteroData
@@ -162,6 +180,8 @@ def load_graph(
         data = synthetic_graph(SyntheticGraph(**special[0]), seed)
     elif Path(name).suffix in FILE_SUFFIXES:
         data = load_npz(name) if Path(name).suffix == ".npz" else load_saved(name)
+    elif Path(name).suffix in TABLES:
+        data = load_table(name, TableOptions(**special[0]).nodes or None)
     elif is_graph_folder(Path(name)):
         data = load_folder(name)
     elif is_ogb_folder(Path(name)):
@@ -336,6 +356,8 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
     y = data.get("y")
     if isinstance(y, Tensor) and y.dim() == 2 and y.size(1) == 1:
         data.y = y.view(-1)
+    if options.features:
+        _stack_features(data, options.features.split(), num_nodes)
     if data.get("x") is None and options.random_features:
         x = rng.standard_normal((num_nodes, options.random_features), dtype=np.float32)
         data.x = torch.from_numpy(x)
@@ -353,6 +375,8 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
 
 def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> HeteroData:
     """Applies :class:`GraphOptions` to each node type and relation."""
+    if options.features:
+        raise ValueError(f"'features={options.features}' is of graphs with one type of nodes only")
     rng = np.random.default_rng([seed, 1])
     counts = {name: count_nodes(name, data[name]) for name in data.node_types}
     edges_of_relations(data, counts, whole=False)
@@ -373,6 +397,31 @@ def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> Hetero
                 for name in store.edge_attrs():
                     store[name] = store[name][..., kept] if "index" in name else store[name][kept]
     return ToUndirected(reduce="max")(data) if options.undirected else data
+
+
+def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
+    """Makes ``x`` of attributes that have a number per node."""
+    if data.get("x") is not None:
+        raise ValueError(f"'features={' '.join(patterns)}' would replace the graph's 'x'")
+    columns = [
+        name
+        for name, value in data.to_dict().items()
+        if isinstance(value, Tensor) and value.shape == (num_nodes,) and not value.is_complex()
+    ]
+    chosen: list[str] = []
+    for pattern in patterns:
+        matching = fnmatch.filter(columns, pattern)
+        if not matching:
+            raise ValueError(
+                f"'features' names {pattern!r}, and no attribute of that name has a number per "
+                f"node. Choose from {', '.join(map(repr, columns)) or 'none'}"
+            )
+        chosen += [name for name in matching if name not in chosen]
+    x = torch.empty(num_nodes, len(chosen))
+    for column, name in enumerate(chosen):
+        x[:, column] = data[name]
+        del data[name]
+    data.x = x
 
 
 def _prepare_features(x: Tensor, options: GraphOptions) -> Tensor:

@@ -44,8 +44,8 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
-from pyg_sar.tools.graph_folders import Array, ColumnFile, joined_ends
 from pyg_sar.tools.graph_sources import safe_data_classes
+from pyg_sar.tools.tables import Array, ColumnFile, joined_ends
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

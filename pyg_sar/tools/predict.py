@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -17,7 +18,9 @@ from pyg_sar.errors import CheckpointError, PygSarError
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.tools.inference import call_default, infer
 from pyg_sar.tools.models import StockModel, imported_model
+from pyg_sar.tools.prediction_table import write_table
 from pyg_sar.tools.run import UsageError, _features, call_of
+from pyg_sar.tools.tables import TABLES
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from pyg_sar.train.targets import find_targets
 
@@ -141,7 +144,7 @@ class PredictConfig:
     Args:
         checkpoint: The file.
         parts: A folder that :func:`pyg_sar.write_partitions` wrote.
-        out: The ``.npy`` file to write.
+        out: The file to write: ``.npy``, or a table, ``.parquet`` or ``.csv``.
         model: Builds the model, ``'module:callable'`` or ``'FILE.py:callable'``; by default the
             checkpoint tells.
         weights: The best weights, or the last.
@@ -186,7 +189,11 @@ def predict_worker(config: PredictConfig) -> list[int]:
         raise UsageError(str(error)) from error
     model = _loaded(config.checkpoint, found, model, config.weights).to(comm.device)
     try:
-        rows = infer(model, data, out=config.out, forward=forward)
+        if Path(config.out).suffix in TABLES:
+            rows = infer(model, data, forward=forward)
+            write_table(rows, data.n_id, data.get("node_name"), config.out)
+        else:
+            rows = infer(model, data, out=config.out, forward=forward)
     except OSError as error:
         raise UsageError(f"{error.strerror}: {error.filename!r}") from error
     counts = comm.all_gather_object(len(rows))
