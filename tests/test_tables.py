@@ -76,12 +76,12 @@ def test_without_a_table_of_nodes_they_are_those_of_the_edges(tmp_path):
 
 def test_columns_become_features(tmp_path):
     source = people(tmp_path, NAMES)
-    data = load_graph(source, features="income a*")
+    data = load_graph(source, feature_columns="income a*")
     assert data.x.dtype == torch.float32
     assert data.x.tolist() == [[0.0, 0.0], [2.0, 1.0], [4.0, 2.0], [6.0, 3.0]]
     assert "age" not in data and "income" not in data
-    with pytest.raises(ValueError, match=r"'features' names 'height'.*'y', 'age', 'income'"):
-        load_graph(source, features="height")
+    with pytest.raises(ValueError, match=r"'feature_columns' names 'height'.*'y', 'age', 'income'"):
+        load_graph(source, feature_columns="height")
 
 
 WRONG = {
@@ -125,7 +125,7 @@ def test_relations_with_text_are_refused(tmp_path):
 @pytest.mark.parametrize("suffix", [".csv", ".parquet"])
 @pytest.mark.parametrize("ids", [NAMES, [9, 5, 7, 1], None])
 def test_predictions_have_the_ids_of_the_tables(suffix, ids, tmp_path):
-    data = load_graph(people(tmp_path, ids or [0, 1, 2, 3]), features="age income")
+    data = load_graph(people(tmp_path, ids or [0, 1, 2, 3]), feature_columns="age income")
     pyg_sar.write_partitions(data, 2, tmp_path / "parts", "random")
     path = tmp_path / f"out{suffix}"
 

@@ -209,7 +209,7 @@ def _partition(arguments: argparse.Namespace) -> int:
 
 def _graph(arguments: argparse.Namespace) -> Data | HeteroData:
     """Returns the graph that a command's SOURCE names."""
-    options = {"features": " ".join(arguments.features)} if arguments.features else {}
+    options = {"feature_columns": " ".join(arguments.features)} if arguments.features else {}
     return load_graph(arguments.source, root=arguments.data_root, seed=arguments.seed, **options)
 
 

@@ -115,7 +115,7 @@ class GraphOptions:
         normalize: Scale each row of ``x`` to sum 1 (PyG's ``NormalizeFeatures``).
         sparse: Keep or make ``x`` a CSR matrix.
         random_features: So many standard normal features where the source has no ``x``.
-        features: Names of attributes with a number per node, or patterns (``f*``), separated by
+        feature_columns: Names of attributes with a number per node, or patterns (``f*``), separated by
             blanks: they become the columns of ``x``, in this order and as float32, in place of
             attributes of their own.
     """
@@ -126,7 +126,7 @@ class GraphOptions:
     normalize: bool = False
     sparse: bool = False
     random_features: int = 0
-    features: str = ""
+    feature_columns: str = ""
 
     def __post_init__(self) -> None:
         if self.split not in ("auto", "random", "per_class") and not self.split.isdecimal():
@@ -356,8 +356,8 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
     y = data.get("y")
     if isinstance(y, Tensor) and y.dim() == 2 and y.size(1) == 1:
         data.y = y.view(-1)
-    if options.features:
-        _stack_features(data, options.features.split(), num_nodes)
+    if options.feature_columns:
+        _stack_features(data, options.feature_columns.split(), num_nodes)
     if data.get("x") is None and options.random_features:
         x = rng.standard_normal((num_nodes, options.random_features), dtype=np.float32)
         data.x = torch.from_numpy(x)
@@ -375,8 +375,10 @@ def _finish(data: Data, options: GraphOptions, seed: int) -> Data:
 
 def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> HeteroData:
     """Applies :class:`GraphOptions` to each node type and relation."""
-    if options.features:
-        raise ValueError(f"'features={options.features}' is of graphs with one type of nodes only")
+    if options.feature_columns:
+        raise ValueError(
+            f"'feature_columns={options.feature_columns}' is of graphs with one type of nodes only"
+        )
     rng = np.random.default_rng([seed, 1])
     counts = {name: count_nodes(name, data[name]) for name in data.node_types}
     edges_of_relations(data, counts, whole=False)
@@ -402,7 +404,7 @@ def _finish_hetero(data: HeteroData, options: GraphOptions, seed: int) -> Hetero
 def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
     """Makes ``x`` of attributes that have a number per node."""
     if data.get("x") is not None:
-        raise ValueError(f"'features={' '.join(patterns)}' would replace the graph's 'x'")
+        raise ValueError(f"'feature_columns={' '.join(patterns)}' would replace the graph's 'x'")
     columns = [
         name
         for name, value in data.to_dict().items()
@@ -413,7 +415,7 @@ def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
         matching = fnmatch.filter(columns, pattern)
         if not matching:
             raise ValueError(
-                f"'features' names {pattern!r}, and no attribute of that name has a number per "
+                f"'feature_columns' names {pattern!r}, and no attribute of that name has a number per "
                 f"node. Choose from {', '.join(map(repr, columns)) or 'none'}"
             )
         chosen += [name for name in matching if name not in chosen]
