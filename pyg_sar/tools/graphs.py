@@ -115,9 +115,9 @@ class GraphOptions:
         normalize: Scale each row of ``x`` to sum 1 (PyG's ``NormalizeFeatures``).
         sparse: Keep or make ``x`` a CSR matrix.
         random_features: So many standard normal features where the source has no ``x``.
-        feature_columns: Names of attributes with a number per node, or patterns (``f*``), separated by
-            blanks: they become the columns of ``x``, in this order and as float32, in place of
-            attributes of their own.
+        feature_columns: Names of attributes with a number per node, or patterns (``f*``),
+            separated by blanks: they become the columns of ``x``, in this order and as float32, in
+            place of attributes of their own.
     """
 
     split: str = "auto"
@@ -415,8 +415,8 @@ def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
         matching = fnmatch.filter(columns, pattern)
         if not matching:
             raise ValueError(
-                f"'feature_columns' names {pattern!r}, and no attribute of that name has a number per "
-                f"node. Choose from {', '.join(map(repr, columns)) or 'none'}"
+                f"'feature_columns' names {pattern!r}, and no attribute of that name has a number "
+                f"per node. Choose from {', '.join(map(repr, columns)) or 'none'}"
             )
         chosen += [name for name in matching if name not in chosen]
     x = torch.empty(num_nodes, len(chosen))
