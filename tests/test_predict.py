@@ -355,7 +355,7 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         return ""
 
     def watched(hidden: Path, *args: Any) -> None:
-        assert not path.exists() and hidden.parent == tmp_path
+        assert not path.exists() and hidden.parent.parent == tmp_path
         write(hidden, *args)
 
     monkeypatch.setattr(rows_file, "_write_own", watched)

@@ -89,7 +89,7 @@ class StockModel:
                 f"it names {name!r}, and pyg-sar trains {', '.join(_CLASSES)}; pass the model's "
                 "class (load_model(checkpoint, MyModel))"
             )
-        known = _ARGUMENTS | _CLASSES[name]
+        known = {**_ARGUMENTS, **_CLASSES[name]}
         for argument, value in given.items():
             if argument not in known or not known[argument](value):
                 raise ValueError(
