@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 import errno
+import fcntl
+import hashlib
+import json
 import math
 import os
 import re
 import secrets
+import shutil
+import stat
+import tempfile
+import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -111,11 +118,6 @@ def explained(error: Exception, path: Path) -> Exception:
     return OSError(number, text, os.fspath(path))
 
 
-def beside(path: Path) -> Path:
-    """Returns an unused hidden name in the same folder, another one at each call."""
-    return path.with_name(f".{path.name[:100]}.tmp-{secrets.token_hex(8)}")
-
-
 def flush(path: Path) -> None:
     """Waits until a file's or a folder's content is on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -148,17 +150,200 @@ def replace_file(path: Path, write: Callable[[Path], object]) -> None:
     Raises:
         OSError: When it can't be written; see :func:`explained`.
     """
-    temporary = beside(path)
     try:
-        write(temporary)
-        flush(temporary)
-        temporary.replace(path)
-        flush(path.parent)
+        with TemporaryFolder.beside(path) as folder:
+            temporary = folder / "file"
+            write(temporary)
+            flush(temporary)
+            temporary.replace(path)
+            flush(path.parent)
     except (OSError, SafetensorError) as error:
         raise explained(error, path) from error
+
+
+def check_regular(path: str | os.PathLike[str]) -> None:
+    """Raises ``OSError`` on a FIFO or a device, which a reader would wait for; links are followed.
+
+    A folder passes: opening it is an error by itself.
+    """
+    mode = os.stat(path).st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise OSError(errno.EINVAL, "no regular file (a FIFO or a device)", os.fspath(path))
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def read_text(path: Path) -> str:
+    """Returns a regular file's text."""
+    check_regular(path)
+    return path.read_text(encoding="utf-8")
+
+
+# Temporary folders ############################################################
+#
+# [Note: temporary folders] What has no place yet, or is needed while a process runs only, lies in a
+# folder whose name nobody can foretell and which its owner alone may enter. The process holds a
+# lock (flock) on it, which the system gives up however the process ends. Who makes such a folder
+# first removes those beside it that nobody locks: killed processes left them. Removed is only what
+# has such a name, is this user's, is a folder and no link, and holds the marker, or nothing. Where
+# the file system has no such locks nothing is removed.
+
+_MARKER = ".pyg_sar"
+_REPLACED = "replaced"
+_TEMPORARY = re.compile(r"(?:pyg_sar-[a-z]+-|\.(.{1,100})\.tmp-)[0-9a-f]{16}", re.DOTALL)
+
+
+class TemporaryFolder:
+    """A new folder that is removed at the end, or by the next process if this one is killed.
+
+    Args:
+        prefix: How its name begins.
+        parent: Where it is made; by default in the folder of temporary files.
+
+    Attributes:
+        path: The folder.
+        close: Removes it; called at the latest when the object, or the process, ends.
+    """
+
+    def __init__(self, prefix: str, parent: Path | None = None) -> None:
+        parent = Path(tempfile.gettempdir()) if parent is None else parent
+        remove_leftovers(parent)
+        while True:
+            self.path = parent / f"{prefix}{secrets.token_hex(8)}"
+            self.path.mkdir(0o700)
+            found = lock_folder(self.path)  # None: it was taken for a leftover just now.
+            if found is not None:
+                break
+        self.close = weakref.finalize(self, _close, self.path, found[0], os.getpid())
+        (self.path / _MARKER).touch()
+
+    @classmethod
+    def beside(cls, path: Path) -> TemporaryFolder:
+        """Makes one on the file system of ``path``, from where a rename leads there."""
+        return cls(f".{path.name[:100]}.tmp-", path.parent)
+
+    def replace_folder(self, new: Path, place: Path) -> Path:
+        """Puts a folder of this one in the place of another, and returns where that is now."""
+        old = self.path / _REPLACED
+        place.rename(old)
+        try:
+            new.rename(place)
+        except BaseException:
+            old.rename(place)
+            raise
+        return old
+
+    def __enter__(self) -> Path:
+        return self.path
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _close(path: Path, descriptor: int, process: int) -> None:
+    with suppress(OSError):
+        if os.getpid() == process:  # Not in a process that was forked.
+            remove_folder(path, descriptor)
+    with suppress(OSError):
+        os.close(descriptor)
+
+
+def lock_folder(path: Path) -> tuple[int, bool] | None:
+    """Opens a folder of this user's, which is no link, and locks it.
+
+    Returns:
+        A descriptor, and if it has the lock, as long as it is open, which not all file systems
+        know. ``None``: another process has the lock, or the folder is gone.
+
+    Raises:
+        OSError: It is no folder (``ENOTDIR``; a link is none), or another user's (``EPERM``).
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
+    except FileNotFoundError:
+        return None
+    try:
+        if os.fstat(descriptor).st_uid != os.geteuid():
+            raise OSError(errno.EPERM, "another user's folder", os.fspath(path))
+        locked: bool | None = True
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            locked = None
+        except OSError:
+            locked = False
+        if locked is not None and _is_at(path, descriptor):
+            descriptor, found = -1, descriptor
+            return found, locked
+        return None
     finally:
+        if descriptor >= 0:
+            os.close(descriptor)
+
+
+def _is_at(path: Path, descriptor: int) -> bool:
+    """Says if an open folder still has this name."""
+    try:
+        return os.path.samestat(os.lstat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
+
+
+def remove_folder(path: Path, descriptor: int) -> None:
+    """Removes an open folder and what is in it, whatever has its name by now."""
+    empty_folder(descriptor)
+    if _is_at(path, descriptor):
+        path.rmdir()
+
+
+def empty_folder(descriptor: int) -> None:
+    """Removes what is in an open folder."""
+    # The marker goes last: what is left of it if this process is killed here is known by it.
+    for name in sorted(os.listdir(descriptor), key=lambda name: name == _MARKER):
+        mode = os.stat(name, dir_fd=descriptor, follow_symlinks=False).st_mode
+        if stat.S_ISDIR(mode):
+            shutil.rmtree(name, ignore_errors=True, dir_fd=descriptor)
+        else:
+            os.unlink(name, dir_fd=descriptor)
+
+
+def is_temporary(name: str) -> bool:
+    """Says if a name is one of a :class:`TemporaryFolder`."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def remove_leftovers(parent: Path) -> None:
+    """Removes what killed processes have left in a folder. See [Note: temporary folders]."""
+    names: list[str] = []
+    with suppress(OSError):
+        names = os.listdir(parent)
+    for match in filter(None, map(_TEMPORARY.fullmatch, names)):
         with suppress(OSError):
-            temporary.unlink(missing_ok=True)
+            path = parent / match[0]
+            found = lock_folder(path)
+            if found is None:
+                continue
+            descriptor, locked = found
+            try:
+                held = os.listdir(descriptor)
+                if not locked or (held and _MARKER not in held):
+                    continue
+                if match[1] and _REPLACED in held and not os.path.lexists(parent / match[1]):
+                    (path / _REPLACED).rename(parent / match[1])  # It was killed in between.
+                remove_folder(path, descriptor)
+            finally:
+                os.close(descriptor)
+
+
+def with_checksum(content: Mapping[str, Any]) -> str:
+    """Returns JSON as a file's text, with a checksum of the content."""
+    plain = json.dumps(content, indent=1) + "\n"
+    checksum = hashlib.sha256(plain.encode()).hexdigest()
+    return json.dumps({**content, "checksum": checksum}, indent=1) + "\n"
 
 
 # Python's values as JSON ######################################################

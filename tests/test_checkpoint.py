@@ -23,6 +23,7 @@ from torch import nn
 import pyg_sar
 from pyg_sar.errors import CheckpointError
 from pyg_sar.tools.models import build_model
+from pyg_sar.train import checkpoint as module
 from pyg_sar.train.callbacks import CheckpointEvery
 from pyg_sar.train.checkpoint import load_checkpoint, save_checkpoint
 from pyg_sar.train.config import EpochRecord, TrainConfig
@@ -144,6 +145,16 @@ def rewrite(path: Path, change: Callable[[dict[str, Any], dict[str, Any]], None]
     save_file(tensors, path, metadata={"pyg_sar": json.dumps(header)})
 
 
+def signed(path: Path, name: str, value: Any) -> None:
+    """Changes a field of the header as another program may, with its checksum."""
+
+    def change(tensors: dict[str, Any], header: dict[str, Any]) -> None:
+        header[name] = value
+        header["sha256"] = module._digest(module._Content(tensors, header))
+
+    rewrite(path, change)
+
+
 def truncate(path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
@@ -169,6 +180,15 @@ DAMAGES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "checksum is wrong",
     ),
     "foreign": (foreign, "not a checkpoint of pyg_sar"),
+    **{
+        f"other {name}": (lambda p, name=name, value=value: signed(p, name, value), message)
+        for name, value, message in (
+            ("state", [], r"header says state=\[\], not a dict"),
+            ("world_size", "1", "header says world_size='1'"),
+            ("owned", {"w": {"counts": 3, "by_id": True}}, r"header says owned\.w\.counts=3"),
+            ("optimizer", {"class": "Adam"}, r"header says optimizer\.groups=None"),
+        )
+    },
     "newer": (
         lambda p: rewrite(p, lambda t, h: h.update(version=2)),
         "format version 2, this package knows 1; update",

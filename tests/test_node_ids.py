@@ -20,8 +20,9 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import GCNConv, HeteroConv, SAGEConv
 
 import pyg_sar
+from pyg_sar.files import with_checksum
 from pyg_sar.partition.assignment import assign_nodes
-from pyg_sar.partition.metadata import METADATA, with_checksum
+from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.partition.storage import merge_partitions, write_partitions
 from pyg_sar.space.index_space import plain

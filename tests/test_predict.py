@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import errno
+import json
 import os
 import re
 import sys
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from pyg_sar.reduction import rows_file
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools import cli, inference
 from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.models import MODELS, NORMS, StockModel, stock_model
 from pyg_sar.train.callbacks import CheckpointEvery
 from pyg_sar.train.checkpoint import inspect_checkpoint, load_checkpoint
 
@@ -352,7 +355,7 @@ def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: p
         return ""
 
     def watched(hidden: Path, *args: Any) -> None:
-        assert not path.exists() and hidden.parent == tmp_path
+        assert not path.exists() and hidden.parent.parent == tmp_path
         write(hidden, *args)
 
     monkeypatch.setattr(rows_file, "_write_own", watched)
@@ -445,8 +448,10 @@ def test_checkpoints_of_which_no_model_can_be_built(tmp_path: Path):
     path = tmp_path / "run.ckpt"
     wrong: list[tuple[dict[str, Any], Any, str]] = [
         ({}, None, "does not say how its model is built: pass its class"),
-        ({"pyg": {"name": "GNC", "arguments": {}}}, None, "'GNC' is no class of torch_geometric"),
-        ({"pyg": {"name": "summary", "arguments": {}}}, None, "'summary' is no class"),
+        ({"pyg": {"name": "GNC", "arguments": {}}}, None, "names 'GNC', and pyg-sar trains GAT"),
+        ({"pyg": {"name": "summary", "arguments": {}}}, None, "names 'summary'"),
+        ({"pyg": {"name": ["GCN"], "arguments": {}}}, None, r"names \['GCN'\]"),
+        ({"pyg": {"name": "GCN", "arguments": []}}, None, "names 'GCN'"),
         ({"pyg": {"name": "GCN", "arguments": {"hidden": 3}}}, None, "Can't build the model of"),
         ({"arguments": {"width": 6}}, Mine, "Can't build the model of .*'width'"),
         ({"arguments": {"hidden": 7}}, Mine, "it is of another model"),
@@ -461,6 +466,45 @@ def test_checkpoints_of_which_no_model_can_be_built(tmp_path: Path):
         pyg_sar.load_model(path, weights="worst")  # type: ignore[arg-type]
     with pytest.raises(CheckpointError, match="there is no such file"):
         pyg_sar.load_model(tmp_path / "none.ckpt")
+
+
+STOCK = {"in_channels": FEATURES, "hidden_channels": 4, "num_layers": 2, "out_channels": CLASSES}
+
+
+def test_a_checkpoint_runs_no_code(tmp_path: Path, capsys, monkeypatch: pytest.MonkeyPatch):
+    """PyG's ``Sequential`` evaluates ``input_args``; others build what their arguments name."""
+    path, sign = tmp_path / "run.ckpt", tmp_path / "ran"
+    pyg_sar.write_partitions(small_graph(), 1, tmp_path / "parts", "random")
+    code = f"x: __import__('pathlib').Path({str(sign)!r}).touch() or x"
+    forged: list[tuple[str, dict[str, Any], str]] = [
+        ("Sequential", {"input_args": code, "modules": []}, "names 'Sequential'"),
+        ("MLP", {"channel_list": [FEATURES, CLASSES]}, "names 'MLP'"),
+        ("GCN", {**STOCK, "act": "Softplus"}, "GCN with act='Softplus'"),
+        ("GCN", {**STOCK, "aggr": "max"}, "GCN with aggr='max'"),
+        ("GCN", {**STOCK, "heads": 2}, "GCN with heads=2"),
+        ("GAT", {**STOCK, "norm": "GraphNorm"}, "GAT with norm='GraphNorm'"),
+        ("GIN", {**STOCK, "hidden_channels": "4"}, "GIN with hidden_channels='4'"),
+        ("GIN", {**STOCK, "num_layers": True}, "GIN with num_layers=True"),
+        ("GraphSAGE", {"in_channels": FEATURES}, "GraphSAGE without hidden_channels"),
+    ]
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    for name, arguments, message in forged:
+        state = {"extra": {"pyg": {"name": name, "arguments": arguments}}}
+        pyg_sar.train.save_checkpoint(path, nn.Linear(1, 1), state=state)
+        with pytest.raises(CheckpointError, match=message):
+            pyg_sar.load_model(path)
+        command = ["predict", "--checkpoint", str(path), "--parts", str(tmp_path / "parts")]
+        assert cli.main([*command, "--out", str(tmp_path / "o.npy")]) != 0
+        assert message in capsys.readouterr().err and not sign.exists()
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_what_the_trainer_writes_is_built(name: str):
+    """Every option of the command, with values of another type than their defaults."""
+    for norm in NORMS:
+        stock = stock_model(name, 3, 8, 2, layers=3, heads=4, dropout=0, norm=norm, cached=True)
+        assert StockModel.from_file(json.loads(json.dumps(asdict(stock)))) == stock
 
 
 def test_without_validation_nodes_the_last_weights_are_taken(tmp_path: Path):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import copy
-import tempfile
 import warnings
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,6 +14,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import to_edge_index, to_torch_coo_tensor, to_torch_csr_tensor
 
+from pyg_sar.files import TemporaryFolder
 from pyg_sar.partition.attributes import check_compressed
 from pyg_sar.partition.balance import (
     METIS_EDGE,
@@ -144,8 +143,8 @@ def _coarsened(
 ) -> Tensor:
     if scratch is not None:
         return coarsened_assignment(edges, num_nodes, num_parts, seed, scratch, marked)
-    with tempfile.TemporaryDirectory(prefix="pyg_sar-") as folder:
-        own = Scratch(Path(folder), _STREAMED, report)
+    with TemporaryFolder("pyg_sar-assign-") as folder:
+        own = Scratch(folder, _STREAMED, report)
         return coarsened_assignment(edges, num_nodes, num_parts, seed, own, marked)
 
 

@@ -8,7 +8,6 @@ wrote. So each field is read by its type, what two fields tell must agree, and t
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 import torch
 
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import from_json
+from pyg_sar.files import check_regular, from_json, with_checksum
 from pyg_sar.partition.attributes import RESERVED, Attribute, decode, stored_dtype
 from pyg_sar.partition.layout import (
     HeteroPartitionStatistics,
@@ -207,19 +206,6 @@ class PartitionMetadata:
         )
 
 
-def with_checksum(content: dict[str, Any]) -> str:
-    """Returns the file's text: the content with its checksum."""
-    return _dump({**content, "checksum": _checksum(content)})
-
-
-def _dump(content: dict[str, Any]) -> str:
-    return json.dumps(content, indent=1) + "\n"
-
-
-def _checksum(content: dict[str, Any]) -> str:
-    return hashlib.sha256(_dump(content).encode()).hexdigest()
-
-
 def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     """Reads and checks ``metadata.json``.
 
@@ -229,6 +215,7 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     root = Path(root)
     path = root / METADATA
     try:
+        check_regular(path)
         text = path.read_text()
     except FileNotFoundError:
         raise PartitionError(
@@ -249,8 +236,8 @@ def read_metadata(root: str | os.PathLike[str]) -> PartitionMetadata:
     if not isinstance(content, dict) or content.get("format") != FORMAT:
         raise PartitionError(f"'{path}' does not describe a {FORMAT}")
     _check_version(root, content.get("version"))
-    checksum = content.pop("checksum", None)
-    if checksum != _checksum(content) or text != _dump({**content, "checksum": checksum}):
+    content.pop("checksum", None)
+    if text != with_checksum(content):
         raise damaged
     return _parse(root, Fields(path, content))
 

@@ -16,11 +16,9 @@ without its metadata does not load, so no interrupted write does.
 from __future__ import annotations
 
 import errno
-import hashlib
 import json
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,12 +31,22 @@ from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import beside, check_path, check_type, explained, parse_bytes, save_tensors
+from pyg_sar.files import (
+    TemporaryFolder,
+    check_path,
+    check_type,
+    explained,
+    parse_bytes,
+    read_text,
+    save_tensors,
+    sha256_of,
+    with_checksum,
+)
 from pyg_sar.files import flush as _flush
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.attributes import RESERVED, encode, tensor_names
 from pyg_sar.partition.layout import PartitionStatistics
-from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata, with_checksum
+from pyg_sar.partition.metadata import METADATA, PartitionMetadata, read_metadata
 from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
 from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_lists, merge_parts
@@ -122,6 +130,7 @@ def write_partitions(
     report = progress or (lambda text: None)
     check_path("root", root)
     root = Path(root)
+    root = root.resolve() if root.is_symlink() or not root.name else root
     _check_target(root, overwrite)
     limit = None if memory is None else parse_bytes(memory, "memory")
     prepare = prepare_hetero if isinstance(data, HeteroData) else prepare_homogeneous
@@ -129,17 +138,24 @@ def write_partitions(
     given = data, num_parts, method, seed, report, node_ids, balance_training
     if limit is None:
         prepared = prepare(*given)
-    finished, grouped = beside(root), beside(root)
     unfinished: Unfinished | None = None
+    folder: TemporaryFolder | None = None
     try:
+        root.parent.mkdir(parents=True, exist_ok=True)
         if limit is not None:
             unfinished = _resumed(root, data, (*given[1:4], *given[5:], limit), report)
-            grouped = grouped if unfinished is None else unfinished.scratch
-            grouped.mkdir(parents=True)
+        if unfinished is None:
+            folder = TemporaryFolder.beside(root)
+            place = folder.path
+        else:
+            place = unfinished.folder
+        if limit is not None:
+            grouped = place / "scratch"
+            grouped.mkdir()
             prepared = prepare(*given, Scratch(grouped, limit, report, unfinished))
         header, statistics, tensors_of = prepared
-        target = finished if unfinished is None else unfinished.parts
-        target.mkdir(parents=True, exist_ok=True)
+        target = place / "parts"
+        target.mkdir(exist_ok=True)
         parts = []
         for p in range(num_parts):
 
@@ -147,16 +163,22 @@ def write_partitions(
                 report(f"writing part {p + 1} of {num_parts}")
                 return _write_part(folder, tensors_of(p), p, num_parts)
 
-            parts.append(write(target) if unfinished is None else unfinished.part(p, write))
-        if target != finished:
-            target.rename(finished)
-        _write_metadata(finished, {**header, "parts": parts})
-        _publish(finished, root)
+            name = part_file(p, num_parts)
+            parts.append(write(target) if unfinished is None else unfinished.part(name, write))
+        _write_metadata(target, {**header, "parts": parts})
+        folder = folder or TemporaryFolder.beside(root)
+        _publish(folder, target, root, overwrite)
+    except FileExistsError as error:
+        if unfinished is None:
+            raise
+        unfinished.keep = True
+        more = "what is done is kept: the same call takes it once the folder is empty"
+        raise FileExistsError(f"{error}; {more}") from None
     except (OSError, SafetensorError) as error:
         raise explained(error, root) from error
     finally:
-        shutil.rmtree(finished, ignore_errors=True)
-        shutil.rmtree(grouped, ignore_errors=True)
+        if folder is not None:
+            folder.close()
         if unfinished is not None:
             unfinished.close()
     return statistics
@@ -188,7 +210,7 @@ def _write_part(folder: Path, tensors: PartTensors, p: int, num_parts: int) -> d
     _flush(path)
     return {
         "file": path.name,
-        "sha256": _sha256(path),
+        "sha256": sha256_of(path),
         "bytes": path.stat().st_size,
         "num_nodes": _count(tensors, "n_id"),
         "num_edges": _count(tensors, "e_id"),
@@ -208,11 +230,6 @@ def _write_metadata(folder: Path, content: dict[str, Any]) -> None:
     _flush(folder)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def _check_target(root: Path, overwrite: bool) -> None:
     if not root.exists() or (root.is_dir() and not any(root.iterdir())):
         _check_writable(root)
@@ -223,13 +240,23 @@ def _check_target(root: Path, overwrite: bool) -> None:
         )
     if not (root / METADATA).is_file():
         raise FileExistsError(f"'{root}' is not a partition, so it is not overwritten; delete it")
-    ours = re.compile(rf"{METADATA}|part-\d+-of-\d+\.safetensors|\..*")
-    others = sorted(path.name for path in root.iterdir() if not ours.fullmatch(path.name))
+    others = _others(root)
     if others:
         raise FileExistsError(
             f"'{root}' holds {others[0]!r} too, which overwriting the partition would delete; move "
             "it elsewhere"
         )
+
+
+_OURS = re.compile(rf"{METADATA}|part-\d+-of-\d+\.safetensors|\.DS_Store|\.nfs[0-9a-f]+")
+
+
+def _others(root: Path) -> list[str]:
+    """Returns the names in a partition's folder of what is no file of a partition."""
+    regular = {entry.name for entry in os.scandir(root) if not entry.is_dir(follow_symlinks=False)}
+    return sorted(
+        name for name in os.listdir(root) if not (_OURS.fullmatch(name) and name in regular)
+    )
 
 
 def _check_writable(root: Path) -> None:
@@ -240,21 +267,31 @@ def _check_writable(root: Path) -> None:
         raise explained(OSError(number, os.strerror(number)), root)
 
 
-def _publish(scratch: Path, root: Path) -> None:
-    """Renames the finished folder to its place, and removes what it replaces."""
-    old = None
-    if root.exists() and any(root.iterdir()):
-        old = scratch.with_name(scratch.name + "-old")
-        root.rename(old)
-    try:
-        scratch.rename(root)
-    except BaseException:
-        if old is not None:
-            old.rename(root)
-        raise
+def _publish(folder: TemporaryFolder, finished: Path, root: Path, overwrite: bool) -> None:
+    """Renames a finished folder to its place; what it replaces is removed with ``folder``.
+
+    Raises:
+        FileExistsError: Something has come there since the work began.
+    """
+    if os.path.lexists(root):
+        _check_target(root, overwrite)
+    if overwrite and root.is_dir() and any(root.iterdir()):
+        old = folder.replace_folder(finished, root)
+        if others := _others(old):  # It came in just now.
+            saved = root.with_name(f"{root.name}-old")
+            saved = saved if not saved.exists() else root.with_name(f"{old.parent.name}-old")
+            old.rename(saved)
+            raise FileExistsError(
+                f"'{root}' got {others[0]!r} while it was replaced: what it held is in '{saved}'"
+            )
+    else:
+        try:
+            finished.rename(root)  # Of folders only onto an empty one.
+        except OSError as error:
+            if error.errno in (errno.ENOTEMPTY, errno.EEXIST):
+                _check_target(root, overwrite=False)
+            raise
     _flush(root.parent)
-    if old is not None:
-        shutil.rmtree(old)
 
 
 # Adding to it ############################################################################
@@ -284,12 +321,15 @@ def add_attributes(
         PartitionError: On every worker, where a part can't be read or written.
     """
     comm, out, scratch = current(), Path(out), ""
+    folder: TemporaryFolder | None = None
     problem = ""
     if comm.rank == 0:
         try:
             _check_target(out, overwrite)
-            scratch = os.fspath(beside(out))
-            Path(scratch).mkdir(parents=True)
+            out.parent.mkdir(parents=True, exist_ok=True)
+            folder = TemporaryFolder.beside(out)
+            scratch = os.fspath(folder.path / "parts")
+            Path(scratch).mkdir()
         except OSError as error:
             problem = str(explained(error, out))
     problem, scratch = comm.broadcast_object((problem, scratch))
@@ -317,20 +357,20 @@ def add_attributes(
     problem = next((text for text, _, _ in gathered if text), "")
     if not problem and any(shapes != described for _, _, shapes in gathered):
         problem = f"the workers' attributes differ in name, dtype or shape: {sorted(described)}"
-    if comm.rank == 0:
+    if folder is not None:
         try:
             if not problem:
-                content = json.loads((Path(root) / METADATA).read_text())
+                content = json.loads(read_text(Path(root) / METADATA))
                 content.pop("checksum")
                 content["attributes"] |= described
                 _write_metadata(
                     Path(scratch), content | {"parts": [part for _, part, _ in gathered]}
                 )
-                _publish(Path(scratch), out)
+                _publish(folder, Path(scratch), out, overwrite)
         except OSError as error:
             problem = str(explained(error, out))
         finally:
-            shutil.rmtree(scratch, ignore_errors=True)
+            folder.close()
     problem = comm.broadcast_object(problem)
     if problem:
         raise PartitionError(problem)
@@ -386,7 +426,7 @@ def read_part(
         size = path.stat().st_size
         if size != info.bytes:
             raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
-        if verify and _sha256(path) != info.sha256:
+        if verify and sha256_of(path) != info.sha256:
             raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118

@@ -3,33 +3,54 @@
 [Note: resuming] With a limit of memory, which means hours for large graphs, the assignment and each
 part are kept in a hidden folder beside the partition as soon as they are whole, under names that
 only a rename gives. The next call takes them if its arguments, and a digest of the whole graph, are
-the same to the bit; else it begins anew. The same arguments give the same bytes, so parts of two
-runs belong together. An error, or Ctrl-C, leaves nothing.
+the same to the bit, and checksums say that they were not altered; else it begins anew. The same
+arguments give the same bytes, so parts of two runs belong together. An error, or Ctrl-C, leaves
+nothing.
 """
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
+import re
 import shutil
+import stat
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from pyg_sar.files import replace_file
+from pyg_sar.files import (
+    empty_folder,
+    is_temporary,
+    lock_folder,
+    read_text,
+    remove_folder,
+    replace_file,
+    sha256_of,
+    with_checksum,
+)
 
 _PIECE = 1 << 24  # bytes that are read at a time
 _REQUEST = "request.json"
+_PART = r"part-\d+-of-\d+\.safetensors"
+_KNOWN = re.compile(rf"request\.json|assignment\.(?:npy|json)|(?:\d+|{_PART})\.json")
+_FOLDERS = {
+    "parts": re.compile(rf"{_PART}|metadata\.json"),
+    "scratch": re.compile(r"scratch-\d+"),
+}
 
 
 class Unfinished:
-    """The folder of a partitioning under way.
+    """The folder of a partitioning under way. See [Note: resuming].
+
+    Its name can be foretold, so it is looked at before anything of it is taken or removed: it is a
+    folder, no link, of this user, and holds what a partitioning leaves and nothing else.
 
     Args:
         root: The partition to be.
@@ -39,36 +60,80 @@ class Unfinished:
     Attributes:
         parts: The folder of finished parts.
         scratch: A folder for scratch files, which doesn't exist yet.
+        keep: Leave the folder to a next run.
 
     Raises:
         ValueError: Another process writes this partition.
+        OSError: Something else has the folder's name, or is in it.
     """
 
     def __init__(self, root: Path, request: Mapping[str, Any], report: Callable[[str], None]):
         self.folder = root.with_name(f".{root.name[:100]}.unfinished")
         self.parts, self.scratch = self.folder / "parts", self.folder / "scratch"
-        self.report = report
-        self.folder.mkdir(parents=True, exist_ok=True)
-        self._lock = os.open(self.folder, os.O_RDONLY)
+        self.report, self.keep = report, False
+        with suppress(FileExistsError):
+            self.folder.mkdir(0o700)
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError:
-            os.close(self._lock)
-            raise ValueError(
-                f"Another process is writing '{root}'; choose another folder"
-            ) from None
-        text = json.dumps(dict(request), sort_keys=True)
-        path = self.folder / _REQUEST
-        if not path.is_file() or path.read_text() != text:
-            for old in self.folder.iterdir():
-                shutil.rmtree(old) if old.is_dir() else old.unlink()
-            replace_file(path, lambda file: file.write_text(text))
-        shutil.rmtree(self.scratch, ignore_errors=True)
+            found = lock_folder(self.folder)
+        except OSError as error:
+            self._refuse(error.strerror or str(error))
+        if found is None:
+            raise ValueError(f"Another process is writing '{root}'; choose another folder")
+        self._descriptor = found[0]
+        try:
+            self._check_contents()
+            if self._saved(_REQUEST) != {"request": dict(request)}:
+                empty_folder(self._descriptor)
+                self._save(_REQUEST, {"request": dict(request)})
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        except BaseException:
+            os.close(self._descriptor)
+            raise
+
+    def _refuse(self, problem: str) -> NoReturn:
+        raise OSError(
+            f"'{self.folder}' has the name of what an unfinished partitioning leaves, and is not "
+            f"that ({problem}): move it elsewhere, or choose another folder"
+        )
+
+    def _check_contents(self) -> None:
+        for name in os.listdir(self._descriptor):
+            inner = self.folder / name
+            if name in _FOLDERS and inner.is_dir() and not inner.is_symlink():
+                paths, known = list(inner.iterdir()), _FOLDERS[name]
+            else:
+                paths, known = [inner], _KNOWN
+            for path in paths:
+                temporary = is_temporary(path.name) and not path.is_symlink()
+                if not temporary and not (known.fullmatch(path.name) and _is_regular(path)):
+                    self._refuse(f"it holds '{path.relative_to(self.folder)}'")
+
+    def _save(self, name: str, content: dict[str, Any]) -> None:
+        text = with_checksum(content)
+        replace_file(self.folder / name, lambda file: file.write_text(text))
+
+    def _saved(self, name: str) -> dict[str, Any] | None:
+        """Returns what was saved; ``None``: nothing, or it was altered since."""
+        with suppress(OSError, ValueError, TypeError, LookupError, RecursionError):
+            text = read_text(self.folder / name)
+            content = json.loads(text)
+            del content["checksum"]
+            return content if with_checksum(content) == text else None
+        return None
+
+    def _is_whole(self, path: Path, about: Mapping[str, Any] | None) -> bool:
+        """Says if a file is there as it was written."""
+        if about is None or not _is_regular(path) or path.stat().st_size != about["bytes"]:
+            return False
+        if sha256_of(path) == about["sha256"]:
+            return True
+        self.report(f"'{path.name}' of a run that did not end was altered: making it anew")
+        return False
 
     def assignment(self, make: Callable[[], Tensor]) -> Tensor:
         """Returns the part of each node, ``[num_nodes]``: as it was found before, or made now."""
         path = self.folder / "assignment.npy"
-        if path.is_file():
+        if self._is_whole(path, self._saved("assignment.json")):
             self.report("taking the assignment of a run that did not end")
             return torch.from_numpy(np.load(path, allow_pickle=False))
         found = make()
@@ -78,24 +143,37 @@ class Unfinished:
                 np.save(opened, found.numpy())
 
         replace_file(path, write)
+        about = {"sha256": sha256_of(path), "bytes": path.stat().st_size}
+        self._save("assignment.json", about)
         return found
 
-    def part(self, number: int, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
-        """Returns what is said of a part in the metadata; writes the part where it is missing."""
-        path = self.folder / f"{number}.json"
-        if path.is_file():
-            found: dict[str, Any] = json.loads(path.read_text())
-            file = self.parts / found["file"]
-            if file.is_file() and file.stat().st_size == found["bytes"]:
-                return found
-        found = write(self.parts)
-        replace_file(path, lambda file: file.write_text(json.dumps(found)))
-        return found
+    def part(self, name: str, write: Callable[[Path], dict[str, Any]]) -> dict[str, Any]:
+        """Returns what the metadata says of a part; writes the part where it isn't whole.
+
+        Args:
+            name: Its file.
+            write: Writes it to the folder that it gets, and returns what is said of it.
+        """
+        about = self._saved(f"{name}.json")
+        if about is not None and about["file"] == name and self._is_whole(self.parts / name, about):
+            return about
+        about = write(self.parts)
+        self._save(f"{name}.json", about)
+        return about
 
     def close(self) -> None:
-        """Removes the folder."""
-        shutil.rmtree(self.folder, ignore_errors=True)
-        os.close(self._lock)
+        """Removes the folder, unless ``keep``."""
+        if not self.keep:
+            with suppress(OSError):
+                remove_folder(self.folder, self._descriptor)
+        os.close(self._descriptor)
+
+
+def _is_regular(path: Path) -> bool:
+    try:
+        return stat.S_ISREG(os.lstat(path).st_mode)
+    except FileNotFoundError:
+        return False
 
 
 def digest(data: Any) -> str | None:

@@ -8,7 +8,6 @@ all of it. A full disk is an error before the first row, not a signal in the mid
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.group import Communicator, Label, current
-from pyg_sar.files import beside, explained, flush
+from pyg_sar.files import TemporaryFolder, explained, flush
 from pyg_sar.reduction.metrics import _agree, _places
 
 _LABEL: Label = ("", "", "rows file")
@@ -55,7 +54,7 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
         problem = str(error)
     total = sum(_agree(values, 0, problem, comm))
     _check_places(places, total, comm)
-    hidden, start = _reserve(path, (total, *rows.shape[1:]), rows.dtype, comm)
+    folder, hidden, start = _reserve(path, (total, *rows.shape[1:]), rows.dtype, comm)
     try:
         trouble: list[Any] | None = None
         try:
@@ -73,9 +72,8 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
                 trouble = _described(error, path)
         _raise_everywhere(comm, path, trouble)
     finally:
-        if comm.rank == 0:
-            with suppress(OSError):
-                hidden.unlink(missing_ok=True)
+        if folder is not None:
+            folder.close()
 
 
 def _check_places(places: Tensor, total: int, comm: Communicator) -> None:
@@ -103,16 +101,22 @@ def _check_places(places: Tensor, total: int, comm: Communicator) -> None:
 
 def _reserve(
     path: Path, shape: tuple[int, ...], dtype: np.dtype[Any], comm: Communicator
-) -> tuple[Path, int]:
-    """Has rank 0 make the hidden file; returns its name and where its rows begin. Collective."""
+) -> tuple[TemporaryFolder | None, Path, int]:
+    """Has rank 0 make the hidden file, and returns where it is. Collective.
+
+    Returns:
+        At rank 0 the folder that it is in; its name; where its rows begin.
+    """
     made: list[Any] = ["", 0, None]
+    folder = None
     if comm.rank == 0:
-        hidden = beside(path.absolute())
         try:
+            folder = TemporaryFolder.beside(path.absolute())
+            hidden = folder.path / "rows"
             made[:2] = [os.fspath(hidden), _make(hidden, shape, dtype)]
         except OSError as error:
-            with suppress(OSError):
-                hidden.unlink(missing_ok=True)
+            if folder is not None:
+                folder.close()
             made[2] = _described(error, path)
     name, start, trouble = comm.broadcast_object(made, label=_LABEL)
     if trouble is not None:
@@ -123,10 +127,10 @@ def _reserve(
         lost = f"rank {comm.rank} does not see the file that rank 0 has made beside it"
     found = [text for text in comm.all_gather_object(lost, label=_LABEL) if text]
     if found:
-        if comm.rank == 0:
-            hidden.unlink(missing_ok=True)
+        if folder is not None:
+            folder.close()
         raise OSError(None, f"{found[0]}: choose a folder that all hosts share", os.fspath(path))
-    return hidden, int(start)
+    return folder, hidden, int(start)
 
 
 def _make(hidden: Path, shape: tuple[int, ...], dtype: np.dtype[Any]) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import errno
 import os
-import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -28,7 +27,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute, plain_class
 from pyg_sar.errors import WorkerError
-from pyg_sar.files import check_folder, check_type, parse_bytes
+from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.loading import PartData, PartHeteroData, load_partition
 from pyg_sar.partition.storage import add_attributes, write_partitions
@@ -275,16 +274,17 @@ def _in_parts(
     policy: SARPolicy | None,
 ) -> Tensor:
     size = None if memory is None else parse_bytes(memory, "memory")
-    folder = store or (None if out is None else Path(out).absolute().parent)
+    place = store or (None if out is None else Path(out).absolute().parent)
+    folder = None if place is None else Path(place)
     graph = (_needed(data) if forward is None else copy.copy(data)).cpu()
-    with _put_aside(model), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with _put_aside(model), TemporaryFolder("pyg_sar-infer-", folder) as scratch:
         plain = _to_send(model)
         root, path = f"{scratch}/parts", out or f"{scratch}/rows.npy"
         for attempt in range(_TRIES):
             count = _cut(graph, model, root, size, parts, workers, attempt)
             hosting: dict[str, Any] = {"parts": count}
             if size is not None:
-                hosting |= {"memory": size, "store": scratch}
+                hosting |= {"memory": size, "store": str(scratch)}
             task = (plain, root, os.fspath(path), forward, node_type, policy)
             try:
                 launch(_infer_part, workers, *task, **hosting)

@@ -9,7 +9,6 @@ continues along a line like all else. Where the store refuses a sample, it would
 from __future__ import annotations
 
 import copy
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -27,6 +26,7 @@ from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.engine import analysis
 from pyg_sar.errors import WorkerError
+from pyg_sar.files import TemporaryFolder
 from pyg_sar.kernels import attention_terms
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
@@ -79,13 +79,13 @@ class Samples:
     ) -> None:
         share = min(1.0, rows / max(_rows(shapes), 1))
         self.sizes = [share] if share == 1.0 else [share, share / 4]
-        self._folder = tempfile.TemporaryDirectory(prefix="pyg_sar-plan-")
+        self._folder = TemporaryFolder("pyg_sar-plan-")
         self._parts, self._policies = len(shapes), policies
         if isinstance(model, nn.Module):  # Samples run on the CPU, in other processes.
             model = copy.deepcopy(model).cpu()
         self._given = []
         for number, size in enumerate(self.sizes):
-            out = str(Path(self._folder.name) / str(number))
+            out = str(self._folder.path / str(number))
             write_sample(root, shapes, size, Path(out))
             self._given.append((out, model, policies, call, size))
 
@@ -93,7 +93,7 @@ class Samples:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self._folder.cleanup()
+        self._folder.close()
 
     def apart(self) -> list[Runs]:
         """Runs a worker for each part; runs by policy."""

@@ -16,11 +16,9 @@ import argparse
 import os
 import re
 import sys
-import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
@@ -28,7 +26,7 @@ from torch_geometric.data import Data
 from tqdm import tqdm
 
 from pyg_sar.comm.group import current
-from pyg_sar.files import check_folder, check_type, parse_bytes
+from pyg_sar.files import TemporaryFolder, check_folder, check_type, parse_bytes
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
@@ -60,9 +58,9 @@ def _partitioned(data: Data | None, root: Partition | int) -> Iterator[Partition
         yield root
         return
     assert data is not None
-    with tempfile.TemporaryDirectory(prefix="pyg_sar-plan-") as folder:
-        write_partitions(data, root, Path(folder) / "parts")
-        yield Path(folder) / "parts"
+    with TemporaryFolder("pyg_sar-plan-") as folder:
+        write_partitions(data, root, folder / "parts")
+        yield folder / "parts"
 
 
 def plan(

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import torch_geometric.nn
 from torch import nn
 from torch_geometric.data import Data
 
@@ -40,12 +39,13 @@ def load_model(
         model = pyg_sar.load_model("run.ckpt")  # of pyg-sar train
         scores = pyg_sar.infer(model, data)
 
-    Checkpoints of ``pyg-sar train`` name a class of ``torch_geometric.nn`` and its arguments. One
-    that was trained with ``--labels`` takes labels as inputs, too::
+    Checkpoints of ``pyg-sar train`` name one of its models and its arguments; no other class is
+    taken from a file. One that was trained with ``--labels`` takes labels as inputs, too::
 
         data.x = pyg_sar.train.with_labels(data.x, data.y, data.train_mask, num_classes)
 
-    For a model of your own save the arguments, and give the class (no code is taken from a file)::
+    For a model of your own save the arguments, and give the class, which gets them as they stand in
+    the file (so it must not run them as code)::
 
         CheckpointEvery("run.ckpt", every=10, arguments={"hidden": 64})
         model = pyg_sar.load_model("run.ckpt", MyModel)  # MyModel(hidden=64)
@@ -92,7 +92,7 @@ def _build(
                     "pyg_sar.train.load_checkpoint(checkpoint, model)"
                 )
             built = stock.build()
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: no memory for it.
         if isinstance(error, PygSarError):
             raise
         raise CheckpointError(f"Can't build the model of {name!r}: {error}") from error
@@ -112,18 +112,12 @@ def _extra(found: Checkpoint) -> dict[str, Any]:
 def _stock(extra: dict[str, Any]) -> StockModel | None:
     """Returns the class of ``torch_geometric.nn`` and its arguments that a checkpoint holds."""
     said = extra.get("pyg")
-    if not isinstance(said, dict) or not isinstance(said.get("arguments"), dict):
+    if not isinstance(said, dict):
         return None
-    kind = getattr(torch_geometric.nn, str(said.get("name")), None)
-    if not isinstance(kind, type) or not issubclass(kind, nn.Module):
-        raise CheckpointError(
-            f"The checkpoint's model {said.get('name')!r} is no class of torch_geometric.nn here; "
-            "update PyG, or pass the model's class"
-        )
-    arguments = dict(said["arguments"])
-    if arguments.get("cached"):
-        arguments["cached"] = False  # The run had one graph; this model may be given others.
-    return StockModel(name=kind.__name__, arguments=arguments)
+    stock = StockModel.from_file(said)
+    if stock.arguments.get("cached"):
+        stock.arguments["cached"] = False  # The run had one graph; this model may be given others.
+    return stock
 
 
 def _loaded(

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import copy
 import os
-import tempfile
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -31,6 +30,7 @@ from pyg_sar.comm.launch import launch
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.convert import distribute
 from pyg_sar.errors import CheckpointError, PygSarError
+from pyg_sar.files import TemporaryFolder
 from pyg_sar.ledger import Ledger
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.message_flow import message_flow_graphs
@@ -328,8 +328,8 @@ def run_demo(config: DemoConfig) -> int:
     """
     out = Path(config.out)
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out) as folder:
-        parts = Path(folder) / "parts"
+    with TemporaryFolder("pyg_sar-demo-", out) as folder:
+        parts = folder / "parts"
         data = load_graph("synthetic", seed=config.seed, nodes=config.nodes, classes=CLASSES)
         print(f"synthetic graph: {data.num_nodes:,} nodes, {data.num_edges:,} edges")
         print(str(write_partitions(data, config.workers, parts, seed=config.seed)))

@@ -13,7 +13,6 @@ import io
 import os
 import signal
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -32,7 +31,7 @@ from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
 from pyg_sar.errors import PygSarError, WorkerError
-from pyg_sar.files import parse_bytes
+from pyg_sar.files import TemporaryFolder, parse_bytes
 from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import PrivateFiles
@@ -100,15 +99,15 @@ def run_script(config: ScriptConfig, workers: int) -> int:
     start = work
     if hosts_parts(config):
         start, options["backend"] = work_as_host, config.backend or "gloo"
-    with tempfile.TemporaryDirectory(prefix="pyg_sar-run-") as folder:
+    with TemporaryFolder("pyg_sar-run-") as folder:
         try:
-            codes = launch(start, workers, _with_folder(config, folder), **options)
+            codes = launch(start, workers, _with_folder(config, str(folder)), **options)
         except KeyboardInterrupt:
-            _show(Path(folder) / "interrupt", "Traceback (most recent call last):\n")
+            _show(folder / "interrupt", "Traceback (most recent call last):\n")
             sys.stderr.write("KeyboardInterrupt\n")
             return EXIT_INTERRUPT
         except WorkerError as error:
-            if not _show(Path(folder) / f"failure-{error.rank}"):
+            if not _show(folder / f"failure-{error.rank}"):
                 raise
             return 1
     return codes[0]

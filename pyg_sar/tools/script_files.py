@@ -10,10 +10,11 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import tempfile
 from collections.abc import Callable
 from types import FrameType
 from typing import Any
+
+from pyg_sar.files import TemporaryFolder
 
 REMOVED = ""
 """Where a file is that was removed."""
@@ -31,13 +32,14 @@ class PrivateFiles:
     """
 
     def __init__(self) -> None:
-        self.folder = tempfile.mkdtemp(prefix="pyg_sar-files-")
+        self._made = TemporaryFolder("pyg_sar-files-")
+        self.folder = str(self._made.path)
         self._places: dict[str, str] = {}
         self._partial: set[str] = set()
 
     def close(self) -> None:
         """Removes them."""
-        shutil.rmtree(self.folder, ignore_errors=True)
+        self._made.close()
 
     def place(self, path: Any, writes: bool = False) -> Any:
         """Returns where a file is for this rank: ``path`` itself unless this rank writes it.

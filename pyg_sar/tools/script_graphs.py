@@ -14,8 +14,6 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +27,7 @@ from torch_geometric.data import Data, HeteroData
 from torch_geometric.transforms import BaseTransform
 
 from pyg_sar.errors import DistributedIndexError, PartitionError
+from pyg_sar.files import TemporaryFolder
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import VERSION, read_metadata
 from pyg_sar.partition.node_lists import is_named
@@ -58,7 +57,7 @@ class Graphs:
     together: Together
     cache: Path
     node_ids: Mapping[str, bool] | None = None
-    temporary: str = ""
+    temporary: TemporaryFolder | None = None
     owners: dict[Any, Owners] = field(default_factory=dict)
     given: WeakKeyDictionary[Any, list[tuple[str, Any, Any]]] = field(
         default_factory=WeakKeyDictionary
@@ -66,8 +65,8 @@ class Graphs:
 
     def close(self) -> None:
         """Removes what is not kept."""
-        if self.temporary:
-            shutil.rmtree(self.temporary, ignore_errors=True)
+        if self.temporary is not None:
+            self.temporary.close()
 
     def share(self, make: Any, name: str, dataset: Any = None) -> Any:
         """Returns a graph that rank 0 makes, distributed: this worker's part. Collective.
@@ -160,8 +159,8 @@ class Graphs:
         if keep:
             parent = self.cache
         else:
-            self.temporary = self.temporary or tempfile.mkdtemp(prefix="pyg_sar-parts-")
-            parent = Path(self.temporary)
+            self.temporary = self.temporary or TemporaryFolder("pyg_sar-parts-")
+            parent = self.temporary.path
         root = parent / f"{found.hexdigest()[:32]}-{parts}"
         if not _is_partition(root):
             parent.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import copy
 import inspect
 import os
-import tempfile
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -28,7 +27,7 @@ from pyg_sar.comm.hosting import PartError, host_parts
 from pyg_sar.comm.launch import launch
 from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning, WorkerError
-from pyg_sar.files import check_folder, check_type
+from pyg_sar.files import TemporaryFolder, check_folder, check_type
 from pyg_sar.ledger import HALO_KINDS, Ledger
 from pyg_sar.partition.loading import PartData, load_partition
 from pyg_sar.partition.node_lists import PLACE, NodeIds, said_of, without_lists
@@ -134,7 +133,7 @@ def verify(
         plain = without_dropout(copy.deepcopy(model)).cpu().double()
         run = call or call_with(_required(plain, part))
         expected = _reference(plain, part, run)
-        with tempfile.TemporaryDirectory() as folder:
+        with TemporaryFolder("pyg_sar-verify-") as folder:
             root = os.path.join(folder, "parts")
             write_partitions(part, num_workers, root, method, seed, node_ids=node_ids)
             drawn = replace(policy or SARPolicy(), random=None)  # Dropout is off.

@@ -363,9 +363,9 @@ def _read(path: Path) -> _Content:
                 content.header = json.loads(header)
                 # Clones: the file may be replaced by the next checkpoint while it is mapped.
                 content.tensors = {k: file.get_tensor(k).clone() for k in file.keys()}  # noqa: SIM118
-    except (SafetensorError, OSError, ValueError) as error:
+    except (SafetensorError, OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"the file is truncated or damaged ({error})") from error
-    if content.header.get("format") != _FORMAT:
+    if not isinstance(content.header, dict) or content.header.get("format") != _FORMAT:
         raise CheckpointError("this is not a checkpoint of pyg_sar")
     version = content.header.get("version")
     if isinstance(version, int) and version > _VERSION:
@@ -374,8 +374,32 @@ def _read(path: Path) -> _Content:
         )
     if content.header.get("sha256") != _digest(content):
         raise CheckpointError("its checksum is wrong: the file was altered after it was written")
+    _check_header(content.header)
     content.has_best = any(name.startswith("extra/best/") for name in content.tensors)
     return content
+
+
+def _check_header(header: Mapping[str, Any]) -> None:
+    """Raises where a field is of another type: a checksum does not tell who wrote a file."""
+    fields = {"owned": {}, **header}
+    kinds: dict[str, Any] = {"state": dict, "world_size": int, "owned": dict}
+    if "optimizer" in header:
+        kinds["optimizer"] = dict
+        fields |= {f"optimizer.{k}": v for k, v in _items(header["optimizer"])}
+        kinds |= {"optimizer.class": str, "optimizer.groups": list, "optimizer.scalars": dict}
+    for name, about in _items(fields["owned"]):
+        fields |= {f"owned.{name}.{k}": v for k, v in _items(about)}
+        kinds |= {f"owned.{name}.counts": list, f"owned.{name}.by_id": bool}
+    for name, kind in kinds.items():
+        if not isinstance(fields.get(name), kind):
+            raise CheckpointError(
+                f"its header says {name}={fields.get(name)!r}, not a {kind.__name__}: another "
+                "program wrote it"
+            )
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 def _check(
