@@ -8,6 +8,7 @@ not (the hosts). ``RANK`` and ``WORLD_SIZE`` that a batch script has set must ag
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import zlib
@@ -17,6 +18,8 @@ from enum import Enum
 from typing import NoReturn
 
 import torch.distributed as dist
+
+from pyg_sar.comm.processes import stopped_processes
 
 REMEDY = (
     "Start the workers with torchrun or pyg_sar.launch(), or set RANK, WORLD_SIZE, MASTER_ADDR "
@@ -82,6 +85,26 @@ def find_launcher(env: Mapping[str, str] | None = None) -> Launcher | None:
         return Launcher.TORCHRUN
     inner = next((one for one in TASKS if _started(one, env)), None)
     return None if inner is None or env.get(inner.world) == "1" else inner
+
+
+def has_starter(env: Mapping[str, str] | None = None) -> bool:
+    """Returns whether a launcher is this worker's parent, without which the run is over."""
+    env = os.environ if env is None else env
+    launcher = find_launcher(env)
+    by_hand = launcher is Launcher.TORCHRUN and "TORCHELASTIC_RUN_ID" not in env
+    return launcher is not None and not by_hand
+
+
+def find_stopped(mine: WorkerInfo) -> set[int]:
+    """Returns the ranks of this host's stopped processes that are workers of this run."""
+    found = set()
+    for env in stopped_processes():
+        with contextlib.suppress(ValueError):  # Somebody else's.
+            info = read_environment(env)
+            run = info is not None and (info.world_size, info.address, info.port)
+            if info is not None and run == (mine.world_size, mine.address, mine.port):
+                found.add(info.rank)
+    return found
 
 
 def read_environment(env: Mapping[str, str] | None = None) -> WorkerInfo | None:

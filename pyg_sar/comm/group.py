@@ -11,13 +11,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from contextvars import ContextVar
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
@@ -35,7 +33,9 @@ from pyg_sar.comm.environment import WorkerInfo, adopted, read_environment
 from pyg_sar.comm.issuer import Work
 from pyg_sar.comm.meeting import meet_local_peers, read_switch, say
 from pyg_sar.comm.messages import COLLECTIVE, NoWatch, Outgoing, is_consequence
-from pyg_sar.comm.processes import addresses_from, is_loopback, this_process
+from pyg_sar.comm.processes import addresses_from, this_process
+from pyg_sar.comm.processes import place as place_of
+from pyg_sar.comm.store import AskedStore, connect, reconnect
 from pyg_sar.comm.watch import ASK, StoreWatch
 from pyg_sar.errors import CommTimeoutError, PygSarError
 from pyg_sar.ledger import Label
@@ -56,96 +56,7 @@ __all__ = [
 # Where the workers meet #######################################################
 
 
-def host_store(address: str, port: int, timeout: float = 300.0) -> dist.TCPStore:
-    """Hosts a store for workers, in which whoever reaches its port may write.
-
-    Args:
-        address: What the workers call this host. Where that is the loopback (``127.0.0.1``,
-            ``localhost``), no other host reaches the store; else it listens on all interfaces.
-        port: Its port; 0 takes a free one.
-        timeout: Seconds that an answer may take.
-
-    Raises:
-        OSError: The address is unknown.
-        DistError: The port is taken.
-    """
-    family, _, _, _, where = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
-    listener = None
-    if is_loopback(str(where[0])):
-        listener = socket.socket(family, socket.SOCK_STREAM)
-        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            listener.bind(where)
-            listener.listen(socket.SOMAXCONN)
-        except OSError:  # Maybe by a store of this very process, which is shared then.
-            listener.close()
-            listener = None
-    host = partial(
-        dist.TCPStore,
-        address,
-        port if listener is None else listener.getsockname()[1],
-        is_master=True,
-        timeout=timedelta(seconds=timeout),
-        wait_for_workers=False,
-        multi_tenant=True,
-        master_listen_fd=None if listener is None else listener.fileno(),
-    )
-    try:
-        store = host()
-    except NotImplementedError:  # libuv, the default, takes no socket in older versions of PyTorch.
-        store = host(use_libuv=False)
-    if listener is not None:
-        listener.detach()  # The store closes it.
-    return store
-
-
-def connect(info: WorkerInfo, timeout: float) -> dist.Store:
-    """Connects to the workers' store; rank 0 hosts it where no launcher does.
-
-    Raises:
-        CommTimeoutError: When it isn't reached within ``timeout`` seconds.
-        ValueError: When its address makes no sense, or its port is taken.
-    """
-    if info.rank != 0 or info.agent_store:
-        return reconnect(info, timeout)
-    address, port = info.address, info.port
-    try:
-        return host_store(address, port, timeout)
-    except OSError as error:
-        raise ValueError(f"MASTER_ADDR={address!r} can't be resolved: {error}") from error
-    except dist.DistError as error:
-        if "EADDRINUSE" not in str(error):
-            raise _unreached(info, timeout, error) from error
-        raise ValueError(
-            f"MASTER_PORT: {address}:{port} is taken by another program; choose another port"
-        ) from error
-
-
-def reconnect(info: WorkerInfo, timeout: float) -> dist.Store:
-    """Returns a connection to the workers' store, by which no other one is kept waiting.
-
-    Raises:
-        CommTimeoutError: When it isn't reached within ``timeout`` seconds.
-    """
-    address, port = info.address, info.port
-    limit = timedelta(seconds=timeout)
-    try:
-        return dist.TCPStore(address, port, is_master=False, timeout=limit)
-    except dist.DistError as error:
-        raise _unreached(info, timeout, error) from error
-
-
-def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTimeoutError:
-    address, port = info.address, info.port
-    who = "the launcher" if info.agent_store else "rank 0"
-    return CommTimeoutError(
-        f"Rank {info.rank} did not reach the store of the {info.world_size} workers, which "
-        f"{who} hosts at {address}:{port}, within {timeout:g} s ({_first_line(error)}). Is "
-        f"every worker started, with the same MASTER_ADDR and MASTER_PORT, and reachable?"
-    )
-
-
-def name_start(store: dist.Store, info: WorkerInfo, timeout: float) -> str:
+def name_start(store: AskedStore, info: WorkerInfo, timeout: float) -> str:
     """Returns the name of this start of the workers. See [Note: starts].
 
     Args:
@@ -174,18 +85,14 @@ def name_start(store: dist.Store, info: WorkerInfo, timeout: float) -> str:
     )
 
 
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0][:300]
-
-
-def claim_rank(store: dist.Store, rank: int) -> None:
+def claim_rank(store: AskedStore, rank: int) -> None:
     """Raises ``ValueError`` on a rank that two processes claim."""
     if store.add(f"claim/{rank}", 1) > 1:
         raise ValueError(f"RANK={rank} is taken by another process; every worker needs its own")
 
 
 def wait_for_workers(
-    store: dist.Store,
+    store: AskedStore,
     info: WorkerInfo,
     backend: str,
     timeout: float,
@@ -374,28 +281,36 @@ def _open(
         return LocalCommunicator(None if device is None else numbered(device), timeout)
     chosen = place(found, backend, device, parts)
     kind, device = TRANSPORTS[chosen.backend], chosen.device
-    root = connect(found, timeout)
     again = found.agent_store and "TORCHELASTIC_RUN_ID" in os.environ
-    start = name_start(root, found, timeout) if again else "start"
-    prefix = f"{start}/pyg_sar/{generation}"
-    store = dist.PrefixStore(prefix, root)
-    # A connection of its own: it must not queue behind a backend that waits for a key.
-    watch = StoreWatch(dist.PrefixStore(f"{prefix}/watch", reconnect(found, ASK)), found)
-
-    def meet(known: Mapping[int, Mapping[str, Any]]) -> None:
-        if again and found.rank == 0:
-            root.add(f"beat/{start}", 1)
-        watch.meet(known)
-
-    try:
-        claim_rank(store, found.rank)
-    except dist.DistError as error:
-        raise watch.diagnose(error, "the start") from error
+    watch = StoreWatch(None, found)
     watch.begin()
-    setting = Setting(
-        info=found, store=dist.PrefixStore("group", store), timeout=timeout, device=device
-    )
+
+    def check() -> None:
+        watch.hear()
+        watch.check()
+
+    root = AskedStore(partial(connect, found, timeout, check), watch.check, watch.hear)
+    store: AskedStore | None = None
     try:
+        start = name_start(root, found, timeout) if again else "start"
+        prefix = f"{start}/pyg_sar/{generation}"
+        shared = dist.PrefixStore(prefix, root.raw())
+        store = AskedStore(lambda: shared, watch.check, watch.hear)
+
+        def make() -> dist.Store:
+            # A connection of its own: it must not queue behind a backend that waits for a key.
+            own = reconnect(found, ASK, watch.hear)
+            return dist.PrefixStore(f"{prefix}/watch", own)
+
+        def meet(known: Mapping[int, Mapping[str, Any]]) -> None:
+            if again and found.rank == 0:
+                root.add(f"beat/{start}", 1)
+            watch.meet(known)
+
+        watch.use(make)
+        claim_rank(store, found.rank)
+        group = dist.PrefixStore("group", shared)
+        setting = Setting(info=found, store=group, timeout=timeout, device=device)
         return _join(store, kind, setting, switch, watch, meet)
     except BaseException as error:
         # A connection that broke: who was lost?
@@ -407,10 +322,14 @@ def _open(
         if cause is error:
             raise
         raise cause from error
+    finally:
+        root.close()
+        if store is not None:
+            store.close()
 
 
 def _join(
-    store: dist.Store,
+    store: AskedStore,
     kind: type[GroupTransport],
     setting: Setting,
     switch: str,
@@ -420,12 +339,11 @@ def _join(
     """Meets the others. Ends with the error of one that fails meanwhile."""
     info, timeout = setting.info, setting.timeout
     everyone = wait_for_workers(store, info, kind.name, timeout, meet)
-    if len({who["host"] for who in everyone}) > 1:
+    if len(set(map(place_of, everyone))) > 1:
         watch.serve_status(addresses_from(info.address))
     if setting.device.type != "cpu":
         switch = "0"  # Rows on a GPU are not for processes to read.
-    meeting = dist.PrefixStore("local peers", store)
-    local_peers = meet_local_peers(meeting, info, everyone, switch, timeout, watch.check)
+    local_peers = meet_local_peers(store, info, everyone, switch, timeout, watch.check)
     if setting.device.type == "cuda":
         torch.cuda.set_device(setting.device)  # Of this thread, too.
     made: Future[GroupTransport] = Future()

@@ -30,12 +30,13 @@ import cloudpickle
 import torch
 
 from pyg_sar.comm.communicator import GroupCommunicator
-from pyg_sar.comm.group import adopt, check_init, current, finalize, host_store, is_open, join
+from pyg_sar.comm.group import adopt, check_init, current, finalize, is_open, join
 from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
+from pyg_sar.comm.store import host_store
 from pyg_sar.errors import LostWorkerError, WorkerError
 from pyg_sar.files import check_folder
 from pyg_sar.store.host_store import PINNED
@@ -120,8 +121,8 @@ def launch(
     try:
         for rank in range(num_workers):
             workers.append(_Worker.start(rank, common))
-        for worker in workers:
-            worker.give(work)
+        for worker in workers:  # Beside each other: one that was stopped keeps nobody waiting.
+            threading.Thread(target=worker.give, args=(work,), daemon=True).start()
         results = _collect(workers)
         for worker in workers:
             worker.see_off()

@@ -23,10 +23,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from pyg_sar.comm.environment import WorkerInfo
+from pyg_sar.comm.processes import network
 from pyg_sar.comm.shared_memory import Link, Segment, SharedMemory, shares_memory
+from pyg_sar.comm.store import AskedStore
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 VARIABLE = "PYG_SAR_SHARED_MEMORY"
@@ -52,7 +53,7 @@ def read_switch(env: Mapping[str, str] | None = None) -> str:
 
 
 def say(
-    store: dist.Store,
+    store: AskedStore,
     rank: int,
     world: int,
     subject: str,
@@ -107,7 +108,7 @@ class _Meeting:
 
     def __init__(
         self,
-        store: dist.Store,
+        store: AskedStore,
         info: WorkerInfo,
         everyone: Sequence[Mapping[str, Any]],
         switch: str,
@@ -139,7 +140,7 @@ class _Meeting:
                     address = listener.getsockname()[1:].decode()
                 except (OSError, PygSarError) as error:
                     self.trouble = str(error)
-            mine = {"address": address, "token": token, "switch": self.switch, "net": _network()}
+            mine = {"address": address, "token": token, "switch": self.switch, "net": network()}
             self.said = self.say("memory", mine)
             dialled = []
             for peer in self._candidates():
@@ -277,7 +278,7 @@ class _Meeting:
 
 
 def meet_local_peers(
-    store: dist.Store,
+    store: AskedStore,
     info: WorkerInfo,
     everyone: Sequence[Mapping[str, Any]],
     switch: str,
@@ -371,14 +372,6 @@ def _read_greeting(connection: socket.socket) -> tuple[dict[str, Any], str]:
         finally:
             os.close(descriptor)
     return json.loads(packet), number
-
-
-def _network() -> str:
-    """Names the network namespace: abstract socket names belong to one."""
-    try:
-        return os.readlink("/proc/self/ns/net")
-    except OSError:
-        return ""
 
 
 def _link(peer: int, messages: socket.socket, releases: socket.socket) -> Link:

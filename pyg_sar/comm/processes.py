@@ -20,7 +20,7 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
 from typing import Any, NamedTuple
@@ -56,7 +56,23 @@ def find_process(pid: int) -> Process | None:
 
 def this_process() -> dict[str, Any]:
     """Returns what tells this process from every other: host, process id, time of start."""
-    return {"host": _host(), "pid": os.getpid(), "start": _started(os.getpid())}
+    pid = os.getpid()
+    return {"host": _host(), "net": network(), "pid": pid, "start": _started(pid)}
+
+
+def place(who: Mapping[str, Any]) -> tuple[Any, Any]:
+    """Returns where a process is: its host, and the network there."""
+    return who["host"], who.get("net")
+
+
+def stopped_processes() -> Iterator[dict[str, str]]:
+    """Yields the environments of this user's stopped processes (SIGSTOP) of this host."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        found = find_process(int(folder.name))
+        if found is not None and found.state == "T":
+            with contextlib.suppress(OSError):  # Another user's, or ended meanwhile.
+                entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
+                yield dict(entry.split("=", 1) for entry in entries if "=" in entry)
 
 
 def is_dead(who: Mapping[str, Any]) -> bool:
@@ -96,6 +112,14 @@ def _host() -> str:
     except OSError:
         space = boot = ""
     return f"{socket.gethostname()} {boot} {space}"
+
+
+def network() -> str:
+    """Names the network namespace."""
+    try:
+        return os.readlink("/proc/self/ns/net")
+    except OSError:
+        return ""
 
 
 # By which addresses ###########################################################

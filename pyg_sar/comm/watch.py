@@ -15,18 +15,27 @@ wait themselves, in other operations. For that a worker whose wait takes long wr
 what it has posted and waits for, once per wait; see [Note: waiting in vain] in messages.
 
 [Note: silence] Heartbeats stop where a worker was stopped, and also where it computes in code that
-keeps Python's lock: that is no reason to give it up. A silent worker is examined from outside: in
-``/proc`` on this host, by its status server elsewhere. A process that runs is waited for, as long
-as the timeout of the operation allows.
+keeps Python's lock: that is no reason to give it up. They all stop where the store is silent, as
+its host was stopped or can't be reached. So a silent worker is examined from outside, without the
+store: in ``/proc`` on this host, by its status server elsewhere. A process that runs is waited for,
+as long as the timeout of the operation allows. Each worker judges by its own clock, which stands
+still while it is stopped itself: it has not seen what the others did meanwhile.
 
-[Note: the start] The watch begins before the workers have met. Until then nobody may end: a dead
-process is a lost worker at once. Whoever comes later than the store is kept waits for its host.
+[Note: the start] The watch begins before the workers have met, and before the store is reached.
+Until they have met nobody may end: a dead process is a lost worker at once. One that was stopped
+before it has said who it is shows among this host's stopped processes, by its environment.
+Whoever comes later than the store is kept waits for its host.
+
+[Note: the starter] torchrun, ``mpirun`` and ``srun`` end their workers. One that was killed can't:
+its workers have another parent then, and end themselves. A process that was started by hand may
+outlive the shell that it was started from.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -35,7 +44,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from pyg_sar.comm.environment import WorkerInfo
+from pyg_sar.comm.environment import WorkerInfo, find_stopped, has_starter
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.messages import (
     LAUNCHER,
@@ -54,7 +63,8 @@ from pyg_sar.comm.messages import (
     to_text,
     unmatched,
 )
-from pyg_sar.comm.processes import RUNS, STOPPED, StatusServer, ask, is_dead, is_stopped
+from pyg_sar.comm.processes import RUNS, STOPPED, StatusServer, ask, is_dead, is_stopped, place
+from pyg_sar.comm.store import AskedStore
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 BEAT = 0.5  # Seconds between two heartbeats.
@@ -62,43 +72,75 @@ STUCK = 3.0  # Seconds without progress after which to ask whether it can still 
 STUCK_DEAD = 8.0  # The same, where a process ended without finalize().
 QUIET = 5.0  # Seconds without heartbeat that explain a failed transfer.
 SILENT = 20.0  # Seconds without heartbeat after which to check that a peer runs.
-UNKNOWN = 60.0  # Seconds without heartbeat after which it is lost where nobody can check.
+UNKNOWN = 30.0  # Seconds without heartbeat after which it is lost where nobody can check.
+VARIABLE = "PYG_SAR_SILENCE"
+"""The environment variable for other seconds than :data:`UNKNOWN`."""
+AWAY = 6.0  # Seconds from one look to the next; after more this process was stopped itself.
 INQUIRY = 8.0  # Seconds to find out why a transfer failed.
 LINGER = 5.0  # Seconds to keep the store for those who still have to read it.
 LATE = 15.0  # The same, where a worker was lost before all have met.
-ASK = 20.0  # Seconds that the store may take to answer.
+ASK = 20.0  # Seconds that the store may take to be reached.
+ANSWER = 5.0  # Seconds to wait for its answer.
 
 ENDED = "its process ended without a word (killed, out of memory, or crashed)"
+HALTED = "its process was stopped (SIGSTOP)"
 DESERTED = "its program had already ended (do all ranks run the same operations?)"
 START = "the start"  # What a worker does until all have met.
+
+
+def read_limits() -> tuple[float, float]:
+    """Returns the seconds without heartbeat: to look into, and to be lost where nobody can tell.
+
+    Raises:
+        ValueError: When the environment variable is no positive number.
+    """
+    text = os.environ.get(VARIABLE)
+    if not text:
+        return SILENT, UNKNOWN
+    with contextlib.suppress(ValueError):
+        if 0 < (seconds := float(text)) < float("inf"):
+            return seconds * SILENT / UNKNOWN, seconds
+    raise ValueError(
+        f"{VARIABLE}={text!r} must be a positive number of seconds, after which a worker that "
+        "doesn't answer is lost"
+    )
 
 
 class StoreWatch(Watch):
     """A watch through the workers' store.
 
     Args:
-        store: A connection to the store, for the watch alone.
+        store: A connection to the store, for the watch alone; ``None``: by :meth:`use`.
         info: This worker.
         everyone: What each rank is, from the rendezvous; by :meth:`meet` where that is to come.
     """
 
     def __init__(
-        self, store: dist.Store, info: WorkerInfo, everyone: Sequence[Mapping[str, Any]] = ()
+        self,
+        store: dist.Store | None,
+        info: WorkerInfo,
+        everyone: Sequence[Mapping[str, Any]] = (),
     ) -> None:
+        self.info = info
         self.rank, self.world_size = info.rank, info.world_size
         self.others = [rank for rank in range(info.world_size) if rank != info.rank]
         self.everyone: Mapping[int, Mapping[str, Any]] = dict(enumerate(everyone))
         self.host = None if info.agent_store else 0
-        self._store = store
+        self._store: AskedStore | None = None
         self._store_error: BaseException | None = None
         self._lock = threading.RLock()
         self._stop = threading.Event()
         self._record: dict[str, Any] | None = None
-        self._beats = {rank: (-1, time.monotonic()) for rank in self.others}
+        self._silent_after, self._lost_after = read_limits()
+        self._awake = 0.0  # This worker's clock: see [Note: silence].
+        self._looked = time.monotonic()
+        self._answered = 0.0  # When the store last answered, or was not there yet.
+        self._starter = os.getppid() if has_starter() else None
+        self._beats = dict.fromkeys(self.others, (-1, 0.0))
         self._notes: dict[int, dict[str, Any]] = {}
         self._deaths: dict[int, float] = {}
         self._count = 0
-        self._last_start = (0, time.monotonic())
+        self._last_start = (0, 0.0)
         self._told: PygSarError | None = None
         self._progress: GetProgress = lambda: Progress(0, 0, 1, START)
         self._on_failure: OnFailure = lambda error: None
@@ -107,9 +149,12 @@ class StoreWatch(Watch):
         self._states: dict[int, State] = {}
         self._suspected: dict[int, tuple[int, int]] = {}
         self._status_server: StatusServer | None = None
+        self._status: dict[int, Any] = {}
         # Not a daemon: ended inside the store's C++ by the interpreter's shutdown, it would abort
         # the process. It ends with the main thread instead.
         self._thread = threading.Thread(target=self._loop, name="pyg_sar watch", daemon=False)
+        if store is not None:
+            self.use(lambda: store)
 
     # The start: see its note -------------------------------------------------
 
@@ -117,11 +162,19 @@ class StoreWatch(Watch):
         """Watches the start."""
         self._thread.start()
 
+    def use(self, make: Callable[[], dist.Store]) -> None:
+        """Takes the store that ``make`` returns, as soon as it does."""
+        self._store = AskedStore(make, hear=self.hear, patience=ANSWER)
+
+    def hear(self) -> None:
+        """Takes in that the store answers, or that nobody hosts it yet."""
+        self._answered = self._awake
+
     def meet(self, known: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes in who has come so far; raises once one of them has failed."""
         with self._lock:
             for rank in known.keys() & self._beats.keys() - self.everyone.keys():
-                self._beats[rank] = self._beats[rank][0], time.monotonic()
+                self._beats[rank] = self._beats[rank][0], self._awake
             self.everyone = dict(known)
         self.check()
 
@@ -135,7 +188,20 @@ class StoreWatch(Watch):
         with contextlib.suppress(OSError):  # Without one, silence is all there is to see.
             self._status_server = StatusServer(addresses)
             text = json.dumps(self._status_server.where)
-            self._ask(lambda: self._store.set(f"status/{self.rank}", text))
+            self._ask(lambda store: store.set(f"status/{self.rank}", text))
+
+    def _learn_status(self) -> None:
+        """Reads who answers for the workers of other hosts, as long as the store tells it."""
+        for rank in self.others:
+            away = rank in self.everyone and not self._is_near(rank)
+            if away and self._ask(partial(AskedStore.check, keys=[f"status/{rank}"])):
+                text = self._ask(partial(AskedStore.get, key=f"status/{rank}"))
+                self._status[rank] = json.loads(text or "[]")
+
+    def _is_near(self, rank: int) -> bool:
+        """Returns whether a worker is in this host's network: it is reached where it runs."""
+        who = self.everyone[rank]
+        return bool(place(who) == place(self.everyone.get(self.rank, who)))
 
     def start(
         self, on_failure: OnFailure, progress: GetProgress, posts: Posts | None = None
@@ -144,6 +210,7 @@ class StoreWatch(Watch):
             self._on_failure, self._progress = on_failure, progress
             self._posts = posts or self._posts
             told = self._told
+        self._learn_status()
         if told is not None:
             on_failure(told)
         if not self._thread.is_alive():
@@ -153,7 +220,7 @@ class StoreWatch(Watch):
         main = threading.main_thread()
         while main.is_alive():
             record = self._poll()
-            if record is None and (suspect := self._stalled()) is not None:
+            if record is None and (suspect := self._left_alone() or self._stalled()) is not None:
                 record = self._publish(suspect)
             if record is not None:
                 self._acknowledge()
@@ -169,23 +236,32 @@ class StoreWatch(Watch):
 
     # What there is to see ----------------------------------------------------
 
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        """Asks the store; ``None`` once it is gone (it never comes back)."""
+    def _ask(self, question: Callable[[AskedStore], Any]) -> Any:
+        """Asks the store; ``None`` while it is silent, and once it is gone for good."""
         with self._lock:
-            if self._store_error is not None:
+            if self._store_error is not None or self._store is None:
                 return None
             try:
-                return question()
-            except dist.DistError as error:
+                return question(self._store)
+            except TimeoutError:
+                return None
+            except (dist.DistError, PygSarError) as error:
                 self._store_error = error
                 return None
+
+    def _pass_time(self) -> float:
+        """Returns the time by this worker's clock. See [Note: silence]."""
+        now = time.monotonic()
+        self._awake += min(now - self._looked, AWAY)
+        self._looked = now
+        return self._awake
 
     def _beat(self, left: bool = False) -> None:
         progress = self._progress()
         self._count += 1
         wait_number = self._tell_waits(progress.doing, left)
         note = {"beat": self._count, "left": left, "wait": wait_number, **progress._asdict()}
-        self._ask(lambda: self._store.set(f"beat/{self.rank}", json.dumps(note)))
+        self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(note)))
 
     def _tell_waits(self, doing: str, left: bool) -> int | None:
         """Writes what this worker waits for, once it waits long; returns the wait's number."""
@@ -193,25 +269,25 @@ class StoreWatch(Watch):
             return None
         state = self._posts.state(doing)
         if state.wait_number != self._published:
-            self._ask(lambda: self._store.set(f"waits/{self.rank}", to_text(state)))
+            self._ask(lambda store: store.set(f"waits/{self.rank}", to_text(state)))
             self._published = state.wait_number
         return state.wait_number
 
     def _poll(self) -> dict[str, Any] | None:
         """Beats, and reads everything once; returns the failure record, if any."""
         with self._lock:
-            now = time.monotonic()
+            now = self._pass_time()
             self._beat()
             # Deaths before notes: whoever is seen dead has written its last note by then.
             for rank in self.others:
                 who = self.everyone.get(rank)
                 if rank not in self._deaths and who is not None and is_dead(who):
                     self._deaths[rank] = now
-            if self._record is None and self._ask(lambda: self._store.check(["failure"])):
-                self._record = json.loads(self._ask(lambda: self._store.get("failure")) or "null")
+            if self._record is None and self._ask(lambda store: store.check(["failure"])):
+                self._record = json.loads(self._ask(lambda store: store.get("failure")) or "null")
             present = [r for r in self.others if r in self._notes or self._came(r)]
             keys = [f"beat/{rank}" for rank in present]
-            notes = self._ask(lambda: self._store.multi_get(keys)) if keys else None
+            notes = self._ask(lambda store: store.multi_get(keys)) if keys else None
             for rank, text in zip(present, notes or [], strict=False):
                 note = json.loads(text)
                 if note["beat"] != self._beats[rank][0]:
@@ -220,12 +296,19 @@ class StoreWatch(Watch):
             return self._record
 
     def _came(self, rank: int) -> bool:
-        return bool(self._ask(lambda: self._store.check([f"beat/{rank}"])))
+        return bool(self._ask(lambda store: store.check([f"beat/{rank}"])))
 
     def _left(self, rank: int) -> bool:
         return bool(self._notes.get(rank, {}).get("left"))
 
-    def _suspect(self, doing: str, limit: float = QUIET) -> dict[str, Any] | None:
+    def _left_alone(self) -> dict[str, Any] | None:
+        """Returns the record of a lost starter. See [Note: the starter]."""
+        if self._starter is None or os.getppid() == self._starter:
+            return None
+        how = f"the process that started this host's workers (pid {self._starter}) is gone"
+        return lost(LAUNCHER, how, self.rank, self._progress().doing)
+
+    def _suspect(self, doing: str, limit: float | None = None) -> dict[str, Any] | None:
         """Returns the record of who made a transfer fail by all that was seen, if anybody."""
         dead = [rank for rank in self._deaths if not self._left(rank)]
         dead.sort(key=lambda rank: (self._did_its_part(rank), self._deaths[rank]))
@@ -234,14 +317,29 @@ class StoreWatch(Watch):
             dead = [self.host]
         if dead:
             return lost(dead[0], ENDED, self.rank, doing)
-        return self._orphaned(doing) or self._silent(doing, limit)
+        return self._orphaned(doing) or self._silent(doing, QUIET if limit is None else limit)
+
+    def _begun(self) -> dict[str, Any] | None:
+        """Returns the record of a worker that is lost before all have met."""
+        if (suspect := self._suspect(START, self._silent_after)) is not None:
+            return suspect
+        missing = [rank for rank in self.others if rank not in self.everyone]
+        if missing and self._awake > self._silent_after:
+            for rank in find_stopped(self.info).intersection(missing):
+                return lost(rank, HALTED, self.rank, START)
+        host = LAUNCHER if self.host is None else self.host
+        waited = self._awake - self._answered
+        if host not in (LAUNCHER, *missing) or waited <= self._lost_after:
+            return None
+        how = f"the workers' store, which it hosts, has not answered for {waited:.0f} s"
+        return lost(host, f"{how}: it was stopped, or is unreachable", self.rank, START)
 
     def _stalled(self) -> dict[str, Any] | None:
         """Returns the record of a lost worker that the pending operation waits for in vain."""
-        now = time.monotonic()
+        now = self._awake
         progress = self._progress()
         if progress.doing == START:
-            return self._suspect(progress.doing, SILENT)
+            return self._begun()
         if progress.pending == 0 or progress.started != self._last_start[0]:
             self._last_start = (progress.started, now)
         since = now - self._last_start[1]
@@ -255,7 +353,7 @@ class StoreWatch(Watch):
         return (
             (self._orphaned(progress.doing) if orphaned else None)
             or self._in_vain(progress.doing)
-            or self._silent(progress.doing, SILENT)
+            or self._silent(progress.doing, self._silent_after)
         )
 
     def _did_its_part(self, rank: int) -> bool:
@@ -271,27 +369,27 @@ class StoreWatch(Watch):
 
     def _silent(self, doing: str, limit: float) -> dict[str, Any] | None:
         """Returns the record of a worker that gave no sign of life for ``limit`` seconds."""
-        if self._store_error is not None:
-            return None
-        for rank, (_, when) in self._beats.items():
-            silence = time.monotonic() - when
+        for rank, (beat, when) in list(self._beats.items()):
+            silence = self._awake - when
             if silence <= limit or self._left(rank) or rank not in self.everyone:
                 continue
             stopped = self._is_stopped(rank)
             if stopped:
-                return lost(rank, "its process was stopped (SIGSTOP)", self.rank, doing)
-            if stopped is None and (silence > UNKNOWN or limit <= QUIET):
-                return lost(rank, f"no sign of life for {silence:.0f} s", self.rank, doing)
+                return lost(rank, HALTED, self.rank, doing)
+            if stopped is False:
+                self._beats[rank] = beat, self._awake  # A sign of life.
+            elif silence > self._lost_after or limit <= QUIET:
+                host = str(self.everyone[rank]["host"]).partition(" ")[0]
+                how = f"it has not answered for {silence:.0f} s: stopped, or its host {host} is"
+                return lost(rank, f"{how} unreachable", self.rank, doing)
         return None
 
     def _is_stopped(self, rank: int) -> bool | None:
         """Returns whether a silent worker was stopped; ``None``: unknown. See [Note: silence]."""
         known = is_stopped(self.everyone[rank])
-        key = f"status/{rank}"
-        if known is not None or not self._ask(lambda: self._store.check([key])):
+        if known or (known is False and self._is_near(rank)):
             return known
-        answer = ask(json.loads(self._ask(lambda: self._store.get(key)) or "[]"))
-        return {STOPPED: True, RUNS: False}.get(answer or "")
+        return {STOPPED: True, RUNS: False}.get(ask(self._status.get(rank, [])) or "")
 
     def _in_vain(self, doing: str) -> dict[str, Any] | None:
         """Returns the record of workers that wait for what never comes."""
@@ -330,7 +428,7 @@ class StoreWatch(Watch):
             if wait_number is None:
                 continue
             if known is None or known.wait_number != wait_number:
-                text = self._ask(partial(self._store.get, f"waits/{rank}"))
+                text = self._ask(partial(AskedStore.get, key=f"waits/{rank}"))
                 known = None if text is None else from_text(text.decode())
             if known is not None and known.wait_number == wait_number:
                 found[rank] = self._states[rank] = known
@@ -342,22 +440,23 @@ class StoreWatch(Watch):
         """Writes the failure record; returns the one that was first."""
         with self._lock:
             if self._record is None:
-                text = self._ask(lambda: self._store.compare_set("failure", "", json.dumps(record)))
+                text = self._ask(lambda store: store.compare_set("failure", "", json.dumps(record)))
                 self._record = json.loads(text) if text else record
             return self._record
 
     def _acknowledge(self) -> None:
-        self._ask(lambda: self._store.set(f"seen/{self.rank}", "1"))
+        self._ask(lambda store: store.set(f"seen/{self.rank}", "1"))
         if self.host == self.rank:
             late = self._record is not None and self._record["kind"] == "lost"
             self._linger(self._has_seen, LATE if late else 0.0)
 
     def _has_seen(self, rank: int) -> bool:
-        return bool(self._ask(lambda: self._store.check([f"seen/{rank}"])))
+        return bool(self._ask(lambda store: store.check([f"seen/{rank}"])))
 
     def _linger(self, finished: Callable[[int], bool], late: float = 0.0) -> None:
         """Waits until all others that live, or come so late, are finished with the store."""
-        begin, waiting = time.monotonic(), list(self.others)
+        gone = None if self._record is None else self._record["rank"]
+        begin, waiting = time.monotonic(), [rank for rank in self.others if rank != gone]
         while waiting:
             waited = time.monotonic() - begin
             ends = {rank: LINGER if rank in self.everyone else late for rank in waiting}
@@ -438,7 +537,9 @@ class StoreWatch(Watch):
             self._status_server.close()
         if self._record is None and self.host == self.rank:
             self._linger(self._has_left)
+        if self._store is not None:
+            self._store.close()
 
     def _has_left(self, rank: int) -> bool:
-        text = self._ask(lambda: self._store.get(f"beat/{rank}")) if self._came(rank) else None
+        text = self._ask(lambda store: store.get(f"beat/{rank}")) if self._came(rank) else None
         return self._store_error is not None or bool(text and json.loads(text)["left"])
