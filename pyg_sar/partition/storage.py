@@ -65,6 +65,7 @@ def write_partitions(
     seed: int = 0,
     *,
     node_ids: NodeIds | None = None,
+    levels: Mapping[str, str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     memory: int | str | None = None,
@@ -95,6 +96,9 @@ def write_partitions(
         node_ids: Names of more attributes that hold node ids; or for each name whether it does,
             ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
             keeps an attribute's values as they are.
+        levels: For attributes of a ``Data`` whether their rows are nodes or edges, or neither:
+            ``{'weight': 'edge', 'degree': 'node', 'prior': 'graph'}``. Needed where a graph has as
+            many edges as nodes, and a name doesn't tell.
         overwrite: Replace an existing partition at ``root``.
         progress: Called with a line of text before each stage.
         memory: Bytes, or ``'2GiB'``, that this may take beside the graph. What has a row per edge
@@ -112,7 +116,8 @@ def write_partitions(
 
     Raises:
         ValueError: When an argument or an attribute of ``data`` can't be used, or may hold node
-            ids (integers with no row per node or edge) and nothing says so; when a part does not
+            ids (integers with no row per node or edge) and nothing says so, or a row per node or
+            per edge, of which there are as many; when a part does not
             fit into ``memory``: names a number of parts that does.
         TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
             not fit it.
@@ -128,15 +133,16 @@ def write_partitions(
     check_type("balance_training", balance_training, bool, "True or False")
     given = data, num_parts, method, seed, report, node_ids, balance_training
     if limit is None:
-        prepared = prepare(*given)
+        prepared = prepare(*given, levels=levels)
     finished, grouped = beside(root), beside(root)
     unfinished: Unfinished | None = None
     try:
         if limit is not None:
-            unfinished = _resumed(root, data, (*given[1:4], *given[5:], limit), report)
+            asked = (*given[1:4], *given[5:], dict(levels or {}), limit)
+            unfinished = _resumed(root, data, asked, report)
             grouped = grouped if unfinished is None else unfinished.scratch
             grouped.mkdir(parents=True)
-            prepared = prepare(*given, Scratch(grouped, limit, report, unfinished))
+            prepared = prepare(*given, Scratch(grouped, limit, report, unfinished), levels=levels)
         header, statistics, tensors_of = prepared
         target = finished if unfinished is None else unfinished.parts
         target.mkdir(parents=True, exist_ok=True)
