@@ -27,13 +27,21 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import PartitionError
-from pyg_sar.files import beside, check_path, check_type, explained, parse_bytes, save_tensors
+from pyg_sar.files import (
+    beside,
+    check_path,
+    check_type,
+    explained,
+    parse_bytes,
+    read_aligned,
+    save_aligned,
+)
 from pyg_sar.files import flush as _flush
 from pyg_sar.partition.assignment import Assignment
 from pyg_sar.partition.attributes import RESERVED, encode, tensor_names
@@ -190,7 +198,7 @@ def part_file(part: int, num_parts: int) -> str:
 
 def _write_part(folder: Path, tensors: PartTensors, p: int, num_parts: int) -> dict[str, Any]:
     path = folder / part_file(p, num_parts)
-    save_tensors(tensors, path)
+    save_aligned(tensors, path)
     _flush(path)
     return {
         "file": path.name,
@@ -394,8 +402,7 @@ def read_part(
             raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
         if verify and _sha256(path) != info.sha256:
             raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = read_aligned(path)
     except (SafetensorError, OSError, KeyError, AttributeError) as error:
         raise PartitionError(f"'{path}' can't be read: {error}; {remedy}") from error
     check_part(metadata, part, tensors, path)

@@ -57,6 +57,7 @@ __all__ = ["call_with", "sample_nodes", "verify"]
 
 Call = Callable[[nn.Module, Data], Any]
 _MOST_FAILURES = 50
+_TRIES = 8
 
 
 def verify(
@@ -132,7 +133,11 @@ def verify(
         check_levels(levels, data.keys())
         rest, _ = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
         levels = levels_of(rest, levels)
-        part = _doubled(sample_nodes(data, max_nodes, seed, node_ids, levels))
+        part = sample_nodes(data, max_nodes, seed, node_ids, levels)
+        for _ in range(_TRIES):  # Rows are told by their number, so it must be another of edges.
+            if part.num_nodes == part.num_edges and part.num_nodes > num_workers:
+                part = sample_nodes(data, part.num_nodes - 1, seed, node_ids, levels)
+        part = _doubled(part)
         if num_workers > part.num_nodes:
             raise ValueError(
                 f"'num_workers' is {num_workers}, of which some would have none of the "
