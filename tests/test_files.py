@@ -18,6 +18,7 @@ from small_graphs import CLASSES, FEATURES, small_graph
 import pyg_sar
 import pyg_sar.files as files
 from pyg_sar.errors import CheckpointError, ReportError
+from pyg_sar.partition import storage
 from pyg_sar.tools.models import build_model
 from pyg_sar.train import report
 from pyg_sar.train.config import TrainConfig
@@ -85,10 +86,11 @@ def no_access(*_: Any, **__: Any) -> None:
     raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), "/some/.hidden.tmp")
 
 
-FAILURES: dict[str, tuple[Any, str, Any, str]] = {
-    "full": (files, "save_file", full_disk, "No space left on device; free some space or choose"),
-    "broken": (os, "fsync", broken_disk, "Input/output error; check the disk or choose another"),
-    "closed": (files, "save_file", no_access, "Permission denied; allow writing there"),
+WRITES = [(files, "save_file"), (storage, "save_aligned")]
+FAILURES: dict[str, tuple[list[tuple[Any, str]], Any, str]] = {
+    "full": (WRITES, full_disk, "No space left on device; free some space or choose"),
+    "broken": ([(os, "fsync")], broken_disk, "Input/output error; check the disk or choose"),
+    "closed": (WRITES, no_access, "Permission denied; allow writing there"),
 }
 
 
@@ -100,8 +102,9 @@ def test_a_failed_write_names_the_path_and_leaves_what_was_there(
     pyg_sar.write_partitions(small_graph(), 2, root, "random")
     pyg_sar.train.save_checkpoint(path, model)
     before = content(tmp_path)
-    place, function, fail, text = FAILURES[name]
-    monkeypatch.setattr(place, function, fail)
+    places, fail, text = FAILURES[name]
+    for place, function in places:
+        monkeypatch.setattr(place, function, fail)
     with pytest.raises(OSError, match=f"{text}.*{root}'$") as caught:
         pyg_sar.write_partitions(small_graph(), 3, root, "random", overwrite=True)
     assert ".tmp" not in str(caught.value)

@@ -235,7 +235,8 @@ def write_part(root: Path, part: int, tensors: dict[str, Tensor]) -> None:
 
 def load_file(path: Path) -> dict[str, Tensor]:
     """A part's tensors, which do not change with the file."""
-    return {name: tensor.clone() for name, tensor in load(path.read_bytes()).items()}
+    tensors = load(path.read_bytes()).items()
+    return {name: tensor.clone() for name, tensor in tensors if not name.startswith("filler.")}
 
 
 def metadata_of(root: Path) -> dict[str, Any]:

@@ -227,8 +227,22 @@ class _Pickler(cloudpickle.Pickler):
         return super().reducer_override(obj)
 
 
+def _send_generated_by_value() -> None:
+    """Lets cloudpickle send the functions that PyG has generated for layers' classes by value.
+
+    PyG writes ``propagate`` and ``edge_updater`` of a class to a temporary file when a layer of it
+    is first built, and imports it under a name that no other process can import.
+    """
+    for name, module in list(sys.modules.items()):
+        if name.endswith(("_propagate", "_edge_updater")):
+            file = os.path.basename(getattr(module, "__file__", None) or "")
+            if file.startswith(f"{name}_"):
+                cloudpickle.register_pickle_by_value(module)
+
+
 def _pack(value: Any, what: str, rank: int) -> bytes:
     try:
+        _send_generated_by_value()
         buffer = io.BytesIO()
         _Pickler(buffer).dump(value)
         return buffer.getvalue()

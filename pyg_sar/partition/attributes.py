@@ -19,7 +19,6 @@ matrices are checked here, where they are made.
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -29,7 +28,6 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor
-from torch_geometric.data import Data
 from torch_geometric.typing import SparseTensor
 
 from pyg_sar.files import from_json, to_json
@@ -203,33 +201,6 @@ def tensor_names(name: str, attribute: Attribute) -> dict[str, str]:
 # Encoding ################################################################################
 
 
-def encode_attributes(data: Data, num_nodes: int) -> dict[str, Column]:
-    """Encodes every attribute of ``data``, of ``num_nodes`` nodes, but its edges and size.
-
-    The level is PyG's (``data.is_node_attr``, ``data.is_edge_attr``); sparse matrices are node-
-    or edge-level by their number of rows.
-
-    Raises:
-        ValueError: When an attribute can't be stored, has the wrong number of rows, or has a
-            reserved name.
-    """
-    data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
-    data.num_nodes, num_edges = num_nodes, data.num_edges
-    columns = {}
-    for name, value in data.to_dict().items():
-        if name in ("edge_index", "num_nodes") or value is None:
-            continue
-        if name in RESERVED:
-            raise ValueError(
-                f"The attribute '{name}' is the name of the global ids in a partition; rename it, "
-                f"for example data.orig_{name} = data.{name}; del data.{name}"
-            )
-        level = level_of(data, name, value, num_nodes, num_edges)
-        _check_level(name, value, level, num_nodes, num_edges)
-        columns[name] = encode(name, value, level)
-    return columns
-
-
 def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) -> dict[str, Column]:
     """Encodes the attributes of the nodes of one type, or of the edges of one relation.
 
@@ -254,7 +225,7 @@ def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) ->
             if name in RESERVED:
                 raise ValueError("is the name of the global ids in a partition; rename it")
             found = level if rows_of(name, value) == count else "graph"
-            if found == "graph" and (_is_sparse(value) or name in required):
+            if found == "graph" and (is_sparse(value) or name in required):
                 raise ValueError(
                     f"should have one row per {level}, {count} rows (got {type(value).__name__} "
                     f"of shape {list(getattr(value, 'shape', []))})"
@@ -269,55 +240,24 @@ def rows_of(name: str, value: Any) -> int:
     """Returns the number of nodes or edges that an attribute has rows for; -1: it is one value."""
     if isinstance(value, (list, tuple)):
         return len(value)
-    if _is_sparse(value):
+    if is_sparse(value):
         return int(value.size(0))
     if not isinstance(value, (Tensor, np.ndarray)) or value.ndim == 0:
         return -1
     return int(value.shape[-1 if "index" in name or name == "face" else 0])
 
 
-def _is_sparse(value: Any) -> bool:
+def is_sparse(value: Any) -> bool:
+    """Returns whether it is a sparse matrix."""
     if isinstance(value, SparseTensor):
         return True
     return isinstance(value, Tensor) and value.layout != torch.strided
 
 
-def level_of(data: Data, name: str, value: Any, num_nodes: int, num_edges: int) -> str:
-    """Returns ``'node'``, ``'edge'`` or ``'graph'``: what PyG takes an attribute's rows for."""
-    if _is_sparse(value):
-        rows = value.size(0)
-        if "adj" in name or rows not in (num_nodes, num_edges):
-            raise ValueError(
-                f"The sparse attribute '{name}' of shape [{value.size(0)}, {value.size(1)}] "
-                f"has no row per node ({num_nodes}) or edge ({num_edges}); keep edges in "
-                f"'edge_index', and delete '{name}'"
-            )
-        edge = rows == num_edges and (num_nodes != num_edges or "edge" in name)
-        return "edge" if edge else "node"
-    if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
-        return "graph"
-    if data.is_node_attr(name):
-        return "node"
-    return "edge" if data.is_edge_attr(name) else "graph"
-
-
-def _check_level(name: str, value: Any, level: str, num_nodes: int, num_edges: int) -> None:
-    for names, expected, number in (
-        (NODE_NAMES, "node", num_nodes),
-        (EDGE_NAMES, "edge", num_edges),
-    ):
-        if name in names and level != expected:
-            shape = list(getattr(value, "shape", []))
-            raise ValueError(
-                f"Expected '{name}' to have one row per {expected}, {number} rows (got "
-                f"{type(value).__name__} of shape {shape})"
-            )
-
-
 def encode(name: str, value: Any, level: str) -> Column:
     """Encodes an attribute; a ``ValueError`` names it when it can't be stored."""
     try:
-        if _is_sparse(value):
+        if is_sparse(value):
             return _encode_sparse(value, level)
         if isinstance(value, (Tensor, np.ndarray)):
             return _encode_dense(name, value, level)

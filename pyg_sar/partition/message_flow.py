@@ -242,17 +242,20 @@ def _turns(edges: DistEdgeIndex, hop: Tensor) -> Tensor:
 
 def _levels(data: Data, plan: HaloPlan) -> dict[str, str]:
     """Returns the attributes with a row per node or edge, on all workers."""
-    mine = {
-        name: "node" if data.is_node_attr(name) else "edge" if data.is_edge_attr(name) else ""
-        for name, value in data.to_dict().items()
-        if type(value) is Tensor and value.dim() and not is_named(name)
-    }
+    even = data.num_nodes == data.num_edges  # Here, where other workers may tell them apart.
+    mine: dict[str, list[str]] = {}
+    for name, value in data.to_dict().items():
+        if type(value) is Tensor and value.dim() and not is_named(name):
+            node, edge = data.is_node_attr(name), data.is_edge_attr(name)
+            fits = node or (even and edge), edge or (even and node)
+            mine[name] = [level for level, fit in zip(("node", "edge"), fits, strict=True) if fit]
     everywhere = plan.comm.all_gather_object(mine)
-    return {
-        name: level
-        for name, level in mine.items()
-        if level and all(found.get(name) == level for found in everywhere)
-    }
+    agreed: dict[str, str] = {}
+    for name in mine:
+        levels = [k for k in mine[name] if all(k in found.get(name, ()) for found in everywhere)]
+        if levels:
+            agreed[name] = "edge" if "edge" in name and "edge" in levels else levels[0]
+    return agreed
 
 
 def _rows(value: Tensor, rows: Tensor) -> Tensor:

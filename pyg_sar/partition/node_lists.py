@@ -26,9 +26,9 @@ from pyg_sar.partition.attributes import (
     Attribute,
     Column,
     encode,
-    level_of,
     rows_of,
 )
+from pyg_sar.partition.levels import level_of
 
 NodeIds = Sequence[str] | Mapping[str, bool]
 """Names of attributes that hold node ids; or for each name whether it does."""
@@ -363,14 +363,24 @@ def _aligned(
 
 
 def without_lists(
-    data: Data, num_nodes: int, said: Mapping[str, bool]
+    data: Data,
+    num_nodes: int,
+    said: Mapping[str, bool],
+    levels: Mapping[str, str] | None = None,
 ) -> tuple[Data, list[WholeList]]:
-    """Returns the graph without its lists of node ids, and these; ``said`` as of ``take_lists``."""
+    """Returns the graph without its lists of node ids, and these.
+
+    Args:
+        data: The graph.
+        num_nodes: Its nodes.
+        said: As of :func:`take_lists`.
+        levels: As of :func:`~pyg_sar.partition.levels.level_of`.
+    """
     data = copy.copy(data)  # Drops PyG's cache of levels, which may be stale.
     data.num_nodes, num_edges = num_nodes, data.num_edges
 
     def level(name: str, value: Any) -> str:
-        found = level_of(data, name, value, num_nodes, num_edges)
+        found = level_of(data, name, value, num_nodes, num_edges, levels)
         return (
             "graph of the batch" if found == "graph" and rows_of(name, value) == graphs else found
         )

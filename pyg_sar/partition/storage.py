@@ -25,7 +25,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
@@ -37,8 +37,9 @@ from pyg_sar.files import (
     check_type,
     explained,
     parse_bytes,
+    read_aligned,
     read_text,
-    save_tensors,
+    save_aligned,
     sha256_of,
     with_checksum,
 )
@@ -73,6 +74,7 @@ def write_partitions(
     seed: int = 0,
     *,
     node_ids: NodeIds | None = None,
+    levels: Mapping[str, str] | None = None,
     overwrite: bool = False,
     progress: Progress | None = None,
     memory: int | str | None = None,
@@ -103,6 +105,9 @@ def write_partitions(
         node_ids: Names of more attributes that hold node ids; or for each name whether it does,
             ``{'roots': True, 'cluster_idx': False}``. Of a dict of lists its name. ``False``
             keeps an attribute's values as they are.
+        levels: For attributes of a ``Data`` whether their rows are nodes or edges, or neither:
+            ``{'weight': 'edge', 'degree': 'node', 'prior': 'graph'}``. Needed where a graph has as
+            many edges as nodes, and a name doesn't tell.
         overwrite: Replace an existing partition at ``root``.
         progress: Called with a line of text before each stage.
         memory: Bytes, or ``'2GiB'``, that this may take beside the graph. What has a row per edge
@@ -120,7 +125,8 @@ def write_partitions(
 
     Raises:
         ValueError: When an argument or an attribute of ``data`` can't be used, or may hold node
-            ids (integers with no row per node or edge) and nothing says so; when a part does not
+            ids (integers with no row per node or edge) and nothing says so, or a row per node or
+            per edge, of which there are as many; when a part does not
             fit into ``memory``: names a number of parts that does.
         TypeError: When ``data`` is neither a ``Data`` nor a ``HeteroData``, or ``method`` does
             not fit it.
@@ -137,13 +143,14 @@ def write_partitions(
     check_type("balance_training", balance_training, bool, "True or False")
     given = data, num_parts, method, seed, report, node_ids, balance_training
     if limit is None:
-        prepared = prepare(*given)
+        prepared = prepare(*given, levels=levels)
     unfinished: Unfinished | None = None
     folder: TemporaryFolder | None = None
     try:
         root.parent.mkdir(parents=True, exist_ok=True)
         if limit is not None:
-            unfinished = _resumed(root, data, (*given[1:4], *given[5:], limit), report)
+            asked = (*given[1:4], *given[5:], dict(levels or {}), limit)
+            unfinished = _resumed(root, data, asked, report)
         if unfinished is None:
             folder = TemporaryFolder.beside(root)
             place = folder.path
@@ -152,7 +159,7 @@ def write_partitions(
         if limit is not None:
             grouped = place / "scratch"
             grouped.mkdir()
-            prepared = prepare(*given, Scratch(grouped, limit, report, unfinished))
+            prepared = prepare(*given, Scratch(grouped, limit, report, unfinished), levels=levels)
         header, statistics, tensors_of = prepared
         target = place / "parts"
         target.mkdir(exist_ok=True)
@@ -206,7 +213,7 @@ def part_file(part: int, num_parts: int) -> str:
 
 def _write_part(folder: Path, tensors: PartTensors, p: int, num_parts: int) -> dict[str, Any]:
     path = folder / part_file(p, num_parts)
-    save_tensors(tensors, path)
+    save_aligned(tensors, path)
     _flush(path)
     return {
         "file": path.name,
@@ -428,8 +435,7 @@ def read_part(
             raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
         if verify and sha256_of(path) != info.sha256:
             raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
-        with safe_open(path, framework="pt") as file:
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        tensors = read_aligned(path)
     except (SafetensorError, OSError, KeyError, AttributeError) as error:
         raise PartitionError(f"'{path}' can't be read: {error}; {remedy}") from error
     check_part(metadata, part, tensors, path)

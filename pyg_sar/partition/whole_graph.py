@@ -35,7 +35,12 @@ from pyg_sar.partition.assignment import (
     edges_of_relations,
     with_edges,
 )
-from pyg_sar.partition.attributes import Attribute, Column, encode_attributes, encode_rows, rows_of
+from pyg_sar.partition.attributes import (
+    Attribute,
+    Column,
+    encode_rows,
+    rows_of,
+)
 from pyg_sar.partition.layout import (
     HeteroPartitionStatistics,
     Layout,
@@ -45,6 +50,7 @@ from pyg_sar.partition.layout import (
     partition_statistics,
     rank_nodes,
 )
+from pyg_sar.partition.levels import check_levels, encode_attributes
 from pyg_sar.partition.node_lists import (
     NodeIds,
     NodeList,
@@ -333,13 +339,16 @@ def prepare_homogeneous(
     node_ids: NodeIds | None = None,
     balance_training: bool = False,
     scratch: Scratch | None = None,
+    *,
+    levels: Mapping[str, str] | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``Data``; arguments as of ``write_partitions``."""
+    check_levels(levels, data.keys())
     data = with_edges(data)
     edge_index, num_nodes = check_graph(data, whole=scratch is None)
     said = said_of(node_ids, data.keys())
-    data, lists = without_lists(data, num_nodes, said)
-    columns = encode_attributes(data, num_nodes)
+    data, lists = without_lists(data, num_nodes, said, levels)
+    columns = encode_attributes(data, num_nodes, levels)
     rows = _row_bytes(columns, "node"), _row_bytes(columns, "edge")
     if scratch is not None and isinstance(num_parts, int) and num_parts > 0:
         scratch.check_even(num_parts, num_nodes, edge_index.size(1), rows)
@@ -384,8 +393,12 @@ def prepare_hetero(
     node_ids: NodeIds | None = None,
     balance_training: bool = False,
     scratch: Scratch | None = None,
+    *,
+    levels: Mapping[str, str] | None = None,
 ) -> Prepared:
     """Encodes and partitions a ``HeteroData``; arguments as of ``write_partitions``."""
+    if levels:
+        raise ValueError("'levels' is for a Data: the stores of a HeteroData say what rows are")
     said = said_of(node_ids, {name for store in data.stores for name in store})
     graph = HeteroGraph(data, said, whole=scratch is None)
     total = sum(graph.num_nodes.values())

@@ -36,7 +36,7 @@ from pyg_sar.tools.run import (
     train_worker,
 )
 from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
-from pyg_sar.tools.start import add_workers, node_ids_of, on_workers, tell_agent
+from pyg_sar.tools.start import add_workers, levels_in, node_ids_of, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
 from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
@@ -58,6 +58,7 @@ _COURTESY = 2.0  # seconds
 _OF_FEATURES = "columns of a table that become x, in this order: age income 'f*'"
 _OF_ROWS = "a row per node: .npy, or .parquet, .csv with the ids of nodes"
 _OF_IDS = "attributes that hold node ids, or don't: roots,cluster_idx=no (see write_partitions)"
+_OF_LEVELS = "what rows of attributes are: weight=edge,degree=node (see write_partitions)"
 
 _PARTITION_EPILOG = """\
 sources:
@@ -197,6 +198,7 @@ def _partition(arguments: argparse.Namespace) -> int:
         arguments.method,
         arguments.seed,
         node_ids=arguments.node_ids,
+        levels=arguments.levels,
         overwrite=arguments.overwrite,
         progress=None if arguments.quiet else lambda line: print(line, file=sys.stderr),
         memory=arguments.memory,
@@ -358,6 +360,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         max_nodes=arguments.max_nodes,
         method=arguments.method,
         node_ids=arguments.node_ids,
+        levels=arguments.levels,
         seed=arguments.seed,
         memory=arguments.memory,
         store=arguments.store,
@@ -420,6 +423,7 @@ def _add_partition(commands: Any) -> None:
     add("--method", choices=METHODS, default="balanced", help=of_method)
     add("--seed", type=int, default=0, help="of the partitioner and of what is drawn")
     add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
+    add("--levels", type=levels_in, metavar="NAMES", help=_OF_LEVELS)
     add("--data-root", default=None, metavar="DIR", help="where datasets are, or are put")
     add("--features", nargs="+", metavar="NAME", help=_OF_FEATURES)
     of_memory = "memory to take beside the graph, such as 2GiB; a folder's graph may be larger"
@@ -536,6 +540,7 @@ def _add_verify(commands: Any) -> None:
     add("--mode", type=int, choices=(1, 2, 3), default=1, help="1: SAR, 2: keep, 3: one shot")
     add("--prefetch", type=int, default=1, choices=(0, 1), help="shards fetched ahead")
     add("--node-ids", type=node_ids_of, metavar="NAMES", help=_OF_IDS)
+    add("--levels", type=levels_in, metavar="NAMES", help=_OF_LEVELS)
     add("--memory", metavar="SIZE", help="limit: workers are then parts in turn, as in train")
     add("--store", metavar="DIR", help="folder for what parts that wait hold")
     of_args = "attributes that the model takes: x,edge_index,edge_attr"

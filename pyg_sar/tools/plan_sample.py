@@ -194,14 +194,16 @@ def write_sample(
     edges_of = [sum(piece.size(1) for piece in pieces[p * len(shapes) :][: len(shapes)])
                 for p in range(len(shapes))]  # fmt: skip
     if isinstance(root, PublishedPartition):
-        attributes = root.rows(sum(nodes))
+        attributes, levels = root.rows(sum(nodes)), {}
     else:
-        attributes = _attributes(read_metadata(root), nodes, edges_of)
+        metadata = read_metadata(root)
+        attributes = _attributes(metadata, nodes, edges_of)
+        levels = {name: metadata.attributes[name].level for name in attributes}
     for name, value in attributes.items():
         data[name] = value
     owner = torch.repeat_interleave(torch.tensor(nodes))
     none = dict.fromkeys(data.to_dict(), False)
-    write_partitions(data, len(shapes), out, owner, node_ids=none)
+    write_partitions(data, len(shapes), out, owner, node_ids=none, levels=levels)
 
 
 def _scaled(count: int, share: float) -> int:

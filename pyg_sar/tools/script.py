@@ -39,7 +39,7 @@ from pyg_sar.tools.script_graphs import Graphs, default_cache
 from pyg_sar.tools.script_models import REMEDIES, Models
 from pyg_sar.tools.script_patches import Process, Worker
 from pyg_sar.tools.script_together import Together
-from pyg_sar.tools.start import default_workers, node_ids_of, tell_agent, was_launched
+from pyg_sar.tools.start import default_workers, levels_in, node_ids_of, tell_agent, was_launched
 
 EXIT_INTERRUPT = 130
 
@@ -61,6 +61,7 @@ class ScriptConfig:
         store: Folder where parts wait.
         cache: Folder of partitions; by default in the user's cache.
         node_ids: Attributes that hold node ids, or don't.
+        levels: What rows of attributes are, where names don't tell.
         backend: As for :func:`pyg_sar.init`.
         timeout: Seconds that one operation between workers may take.
         folder: Where workers leave the tracebacks of their failures, if the parent shows them.
@@ -73,6 +74,7 @@ class ScriptConfig:
     store: str | None = None
     cache: str | None = None
     node_ids: Mapping[str, bool] | None = None
+    levels: Mapping[str, str] | None = None
     backend: str | None = None
     timeout: float = 1800.0
     folder: str = ""
@@ -195,7 +197,7 @@ def _run_part(config: ScriptConfig, process: Process, main: _Main) -> int:
     together = Together(comm)
     cache = default_cache() if config.cache is None else Path(config.cache)
     files = None if comm.rank == 0 else PrivateFiles()
-    graphs = Graphs(together, cache, config.node_ids)
+    graphs = Graphs(together, cache, config.node_ids, config.levels)
     space = main.space(comm.rank)
     try:
         together.seed_all()
@@ -364,6 +366,7 @@ def add_run(command: argparse.ArgumentParser) -> None:
         metavar="NAMES",
         help="attributes that hold node ids, or don't: a,b=no",
     )
+    group("--levels", type=levels_in, metavar="NAMES", help="what rows are: a=edge,b=node")
     command.add_argument("script", metavar="SCRIPT", help="a Python file")
     command.add_argument("arguments", nargs=argparse.REMAINDER, metavar="...", help="its arguments")
 
@@ -389,6 +392,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         store=store,
         cache=None if arguments.cache is None else os.path.abspath(arguments.cache),
         node_ids=arguments.node_ids or None,
+        levels=arguments.levels,
         backend=arguments.backend,
         timeout=arguments.timeout,
     )

@@ -52,11 +52,13 @@ class Graphs:
         together: The workers.
         cache: Folder of partitions that stay.
         node_ids: Names of attributes that hold node ids, for ``write_partitions``.
+        levels: What rows of attributes are, for ``write_partitions``.
     """
 
     together: Together
     cache: Path
     node_ids: Mapping[str, bool] | None = None
+    levels: Mapping[str, str] | None = None
     temporary: TemporaryFolder | None = None
     owners: dict[Any, Owners] = field(default_factory=dict)
     given: WeakKeyDictionary[Any, list[tuple[str, Any, Any]]] = field(
@@ -154,7 +156,9 @@ class Graphs:
         key = node_counts(data)
         owners = self.owners.get(key) if owners is None else owners
         found = hashlib.sha256()
-        add_to_digest(found, [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids])
+        add_to_digest(
+            found, [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids, self.levels]
+        )
         add_to_digest(found, data.to_dict())
         if keep:
             parent = self.cache
@@ -167,7 +171,13 @@ class Graphs:
             method = METHOD if owners is None else owners
             try:
                 write_partitions(
-                    data, parts, root, method, node_ids=self._said(data), overwrite=root.exists()
+                    data,
+                    parts,
+                    root,
+                    method,
+                    node_ids=self._said(data),
+                    levels={k: level for k, level in (self.levels or {}).items() if k in data},
+                    overwrite=root.exists(),
                 )
             except FileExistsError:  # by another run, meanwhile
                 if not _is_partition(root):

@@ -18,6 +18,7 @@ from pyg_sar.comm.host import Hosting
 from pyg_sar.comm.launch import launch, run
 from pyg_sar.errors import PartitionError
 from pyg_sar.files import parse_bytes
+from pyg_sar.partition.levels import LEVELS
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.graphs import names_in
@@ -101,6 +102,20 @@ def node_ids_of(text: str) -> dict[str, bool]:
             raise argparse.ArgumentTypeError(f"{text!r}: expected NAME or NAME=no, by commas")
         found[name] = not equals
     return found
+
+
+def levels_in(text: str) -> dict[str, str]:
+    """Returns what ``'weight=edge,degree=node'`` says, as ``write_partitions`` takes it.
+
+    Raises:
+        argparse.ArgumentTypeError: It says something else.
+    """
+    pairs = [name.partition("=") for name in names_in(text)]
+    if not all(name and equals and level in LEVELS for name, equals, level in pairs):
+        raise argparse.ArgumentTypeError(
+            f"{text!r}: expected NAME=node, NAME=edge or NAME=graph, by commas"
+        )
+    return {name: level for name, _, level in pairs}
 
 
 def was_launched(workers: int | None) -> bool:

@@ -29,6 +29,7 @@ from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning, WorkerError
 from pyg_sar.files import TemporaryFolder, check_folder, check_type
 from pyg_sar.ledger import HALO_KINDS, Ledger
+from pyg_sar.partition.levels import check_levels, levels_of
 from pyg_sar.partition.loading import PartData, load_partition
 from pyg_sar.partition.node_lists import PLACE, NodeIds, said_of, without_lists
 from pyg_sar.partition.parts import restricted
@@ -55,6 +56,7 @@ __all__ = ["call_with", "sample_nodes", "verify"]
 
 Call = Callable[[nn.Module, Data], Any]
 _MOST_FAILURES = 50
+_TRIES = 8
 
 
 def verify(
@@ -70,6 +72,7 @@ def verify(
     seed: int = 0,
     timeout: float = 300.0,
     node_ids: NodeIds | None = None,
+    levels: Mapping[str, str] | None = None,
     memory: int | str | None = None,
     store: str | os.PathLike[str] | None = None,
 ) -> VerifyReport:
@@ -101,6 +104,7 @@ def verify(
         seed: Of the sample.
         timeout: Seconds that an operation of a worker may take.
         node_ids: Attributes that hold node ids (see :func:`pyg_sar.write_partitions`).
+        levels: What rows of attributes are (see there).
         memory: The limit of memory of these parts, as of :func:`pyg_sar.run`. The report then says
             what they kept, computed again and moved.
         store: The directory where they wait, as of :func:`pyg_sar.run`.
@@ -124,7 +128,15 @@ def verify(
     check_folder("store", store)
     hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
     with _float64():
-        part = _doubled(sample_nodes(data, max_nodes, seed, node_ids))
+        # Of the graph: in a sample there may be as many edges as nodes.
+        check_levels(levels, data.keys())
+        rest, _ = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
+        levels = levels_of(rest, levels)
+        part = sample_nodes(data, max_nodes, seed, node_ids, levels)
+        for _ in range(_TRIES):  # Rows are told by their number, so it must be another of edges.
+            if part.num_nodes == part.num_edges and part.num_nodes > num_workers:
+                part = sample_nodes(data, part.num_nodes - 1, seed, node_ids, levels)
+        part = _doubled(part)
         if num_workers > part.num_nodes:
             raise ValueError(
                 f"'num_workers' is {num_workers}, of which some would have none of the "
@@ -135,9 +147,11 @@ def verify(
         expected = _reference(plain, part, run)
         with TemporaryFolder("pyg_sar-verify-") as folder:
             root = os.path.join(folder, "parts")
-            write_partitions(part, num_workers, root, method, seed, node_ids=node_ids)
+            write_partitions(
+                part, num_workers, root, method, seed, node_ids=node_ids, levels=levels
+            )
             drawn = replace(policy or SARPolicy(), random=None)  # Dropout is off.
-            task = _Task(plain, run, root, drawn, expected, _lists(part, node_ids))
+            task = _Task(plain, run, root, drawn, expected, _lists(part, node_ids, levels))
             report = VerifyReport(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,
@@ -195,7 +209,11 @@ def _required(model: nn.Module, data: Data) -> list[str]:
 
 
 def sample_nodes(
-    data: Data, max_nodes: int, seed: int = 0, node_ids: NodeIds | None = None
+    data: Data,
+    max_nodes: int,
+    seed: int = 0,
+    node_ids: NodeIds | None = None,
+    levels: Mapping[str, str] | None = None,
 ) -> Data:
     """Returns the subgraph of at most ``max_nodes`` nodes: a few random ones, grown along edges.
 
@@ -204,6 +222,7 @@ def sample_nodes(
         max_nodes: How many nodes to keep.
         seed: Of the draw.
         node_ids: See :func:`pyg_sar.write_partitions`; lists of node ids keep their kept nodes.
+        levels: See there.
 
     Returns:
         ``data`` itself where it is small enough.
@@ -227,8 +246,11 @@ def sample_nodes(
         # Where nothing is reached any more, another node is drawn.
         kept[(new if new.numel() else order[~kept[order]][:1])[:room]] = True
     nodes_kept = kept.nonzero().view(-1)
-    rest, lists = without_lists(data, nodes, said_of(node_ids, data.keys()))
+    rest, lists = without_lists(data, nodes, said_of(node_ids, data.keys()), levels)
     sample = rest.subgraph(nodes_kept.to(data.edge_index.device))
+    for name, level in (levels or {}).items():
+        if level == "edge" and rest.is_node_attr(name):  # to PyG, of as many edges as nodes
+            sample[name] = rest[name][kept[source] & kept[target]]
     return restricted(sample, lists, nodes_kept, nodes)
 
 
@@ -265,9 +287,11 @@ class _Task:
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def _lists(data: Data, node_ids: NodeIds | None) -> dict[int, tuple[str, str | None]]:
+def _lists(
+    data: Data, node_ids: NodeIds | None, levels: Mapping[str, str]
+) -> dict[int, tuple[str, str | None]]:
     """Returns names and keys of lists of node ids, by length where it tells them apart."""
-    _, lists = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()))
+    _, lists = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
     counts = [whole.ids.size(-1) for whole in lists]
     return {
         count: (whole.info.name, whole.info.key)
