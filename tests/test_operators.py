@@ -40,12 +40,13 @@ def operators() -> list[Any]:
     return [op for op in op_db if not any(name in op.name for name in RANDOM + SLOW)]
 
 
-def samples_of(op: Any, most: int) -> list[Any]:
+def samples_of(op: Any, most: int, kind: torch.dtype | None = None) -> list[Any]:
     kinds = op.supported_dtypes("cpu")
-    kind = next((k for k in (torch.float64, torch.int64) if k in kinds), None)
-    if kind is None:
+    kind = kind or next((k for k in (torch.float64, torch.int64) if k in kinds), None)
+    if kind not in kinds:
         return []
-    grad = kind == torch.float64 and op.supports_autograd
+    grad = kind.is_floating_point or kind.is_complex
+    grad = grad and op.supports_autograd and kind in op.supported_backward_dtypes("cpu")
     try:
         found = list(itertools.islice(op.sample_inputs("cpu", kind, requires_grad=grad), 40))
     except (RuntimeError, ValueError, ImportError):
@@ -105,6 +106,8 @@ def same_gradients(one: Any, other: Any) -> bool:
 
 def gradients(out: Tensor, inputs: list[Any]) -> tuple[Any, ...]:
     weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
+    if out.is_complex():
+        out, weights = torch.view_as_real(out.resolve_conj()), torch.stack([weights.real, 2 - weights.real], -1)
     wanted = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
     return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)
 
@@ -123,7 +126,7 @@ def tried(op: Any, sample: Any, rows: Rows, all_of_them: bool) -> str:
         out = op(found[0], *found[1], **found[2])
         if not equal(plain, out):
             return "other values"
-        learns = isinstance(plain, Tensor) and plain.requires_grad and plain.is_floating_point()
+        learns = isinstance(plain, Tensor) and plain.requires_grad
         if learns and not same_gradients(gradients(plain, given), gradients(out, found)):
             return "other gradients"
     except DistributedIndexError as error:

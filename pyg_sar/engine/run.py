@@ -222,7 +222,7 @@ class _Run(torch.autograd.Function):
         # where the loss is of a class of its own.
         try:
             with torch._C._EnableTorchFunction():
-                cotangent: Any = [gradient.contiguous() for gradient in gradients]
+                cotangent: Any = [g.resolve_conj().resolve_neg().contiguous() for g in gradients]
                 if kernel.reads_output:
                     out: Tensor = ctx.out
                     if out._version != ctx.version:
@@ -250,7 +250,7 @@ def run(kernel: Kernel, tensors: Sequence[Tensor], record: bool) -> Sequence[Ten
         tensors: Its inputs.
         record: Whether autograd shall record it.
     """
-    tensors = [tensor.resolve_neg() for tensor in tensors]  # memory is read as it is
+    tensors = [tensor.resolve_conj().resolve_neg() for tensor in tensors]  # memory is read as it is
     if record:
         out = _Run.apply(kernel, *tensors)
         return out if isinstance(out, tuple) else (out,)

@@ -133,10 +133,7 @@ class Labels:
         found = self._of.get(self.key(tensor))
         if found is None:
             return torch.zeros((), dtype=torch.int32).expand(tensor.shape)
-        flat, size = found
-        if size != tensor.element_size():  # the same memory as numbers of another width
-            mixed = MIXED if bool(flat.any()) else 0
-            return torch.full(tensor.shape, mixed, dtype=torch.int32)
+        flat = _of_width(*found, tensor.element_size())
         return flat.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
 
     def put(self, tensor: Tensor, labels: Tensor) -> None:
@@ -154,6 +151,17 @@ class Labels:
                 view.copy_(labels.expand(tensor.shape))
             elif bool(labels.any()):
                 flat.fill_(MIXED)
+
+
+def _of_width(flat: Tensor, size: int, wanted: int) -> Tensor:
+    """Returns labels of the same memory as numbers of another width (``view_as_real``, say)."""
+    if size > wanted:
+        return as_values(flat).repeat_interleave(size // wanted)
+    if size < wanted:
+        count = flat.numel() * size // wanted
+        parts = as_values(flat)[: count * (wanted // size)].view(count, wanted // size)
+        return combined(list(parts.unbind(1)))
+    return flat
 
 
 # Rules ########################################################################

@@ -403,7 +403,7 @@ def _post_totals(
             groups[parameter.dtype, parameter.device].append((parameter, gradient))
     posted = []
     for group in groups.values():
-        parts = [torch.zeros_like(p) if g is None else g for p, g in group]
+        parts = [torch.zeros_like(p) if g is None else g.resolve_conj() for p, g in group]
         present = parts[0].new_tensor([float(gradient is not None) for _, gradient in group])
         ours = marks([p for p, _ in group], comm, present)
         flat = torch.cat([*(part.reshape(-1) for part in parts), present, ours])

@@ -17,6 +17,10 @@ anywhere. To write into such a copy would not reach the tensor that it is a view
 into that one would not reach the copy. Both raise: the copy knows its origin, and how often was
 written into that. Writes are counted here, for all tensors that share memory: PyTorch's versions
 leave out those by ``x.data``, and those in inference mode.
+
+[Note: lazy bits] ``z.conj()`` is a view with a bit that operators look at, and so is the negative
+of an imaginary part. A worker's own rows carry these bits; the node tensor around them doesn't.
+PyTorch switches the look at them off where it calls a rule, so it is switched on again.
 """
 
 from __future__ import annotations
@@ -36,6 +40,9 @@ from pyg_sar.space.pyg_calls import pyg_call
 from pyg_sar.tensors.rows import Rows, Writes
 
 Rule = Callable[[Any, Any, Any], Any]
+
+_bits_are_read = torch._C._SetExcludeDispatchKeyGuard
+_BITS = (torch._C.DispatchKey.Conjugate, False), (torch._C.DispatchKey.Negative, False)
 
 RULES: dict[str, Rule] = {}
 """Rules by the operator's name without namespace and overload; ``pointwise``: torch says so."""
@@ -156,11 +163,13 @@ class NodeTensor(Tensor):
                     break
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
-        if not func.is_view:
-            return found(func, args, kwargs)
-        # In inference mode as well a view of a tensor from outside is no inference tensor.
-        with torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext():
-            return _viewed(func, args, kwargs, found(func, args, kwargs))
+        with _bits_are_read(*_BITS[0]), _bits_are_read(*_BITS[1]):
+            if not func.is_view:
+                return found(func, args, kwargs)
+            # In inference mode as well a view of a tensor from outside is no inference tensor.
+            outside = torch.is_inference_mode_enabled()
+            with torch.inference_mode(False) if outside else nullcontext():
+                return _viewed(func, args, kwargs, found(func, args, kwargs))
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(whole(self, "print()"))

@@ -97,7 +97,7 @@ def ids_of(source: NodeTensor, change: Callable[[Tensor], Tensor]) -> Callable[[
 @rule("view_as_real", "view_as_complex")
 def _complex_view(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
-    return wrap(func(source.local), source.rows, source.axis)
+    return wrap(func(source.local.resolve_conj().resolve_neg()), source.rows, source.axis)
 
 
 # Tensors like others ##########################################################

@@ -148,6 +148,8 @@ def _prod(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
 
 @reduction("logsumexp")
 def _logsumexp(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
+    if source.is_complex():  # without an order
+        return by_gathering(func, (source, dims, keepdim), {})
     local = _wide(source.local)
     top = extreme(_largest(local, dims, True, "max"), source.rows, "max")
     top = torch.where(top.isinf(), 0, top)
@@ -177,7 +179,7 @@ def _var(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
     correction = given.get("correction", int(given.get("unbiased", 1)))
     count, local = math.prod(source.size(d) for d in dims), _wide(source.local)
     mean = summed(local.sum(dims, True), source.rows) / count
-    squares = summed((local - mean).square().sum(dims, True), source.rows)
+    squares = summed((local - mean).abs().square().sum(dims, True), source.rows)
     left = count - (1 if correction is None else correction)
     var = _as_kind(squares / left if left > 0 else squares * float("nan"), source.dtype)
     return var if keepdim else var.squeeze(dims)
