@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from oracle import threads
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
 import pyg_sar
 from pyg_sar.comm import current
@@ -305,6 +306,93 @@ CASES: dict[str, Callable[[Values], Any]] = {
 }
 
 
+def inner(v: Values) -> Tensor:
+    """All pairs of nodes."""
+    return v.x @ v.x.t() + N * torch.eye(N, dtype=DOUBLE)
+
+
+def without_diagonal(v: Values) -> Tensor:
+    out = inner(v)
+    out.fill_diagonal_(0.5)
+    return out
+
+
+def lower(v: Values) -> Tensor:
+    out = v.x[:6] * 1
+    out.tril_()
+    return out
+
+
+def recurrent(kind: type, state: bool = False, **options: Any) -> Callable[[Values], Any]:
+    """A recurrent layer whose batch the nodes are: sequences ``[N, 2, 3]``, or ``[2, N, 3]``."""
+
+    def run(v: Values) -> Any:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            layer = kind(3, 4, **options).double()
+        steps = v.z if options.get("batch_first") else v.z.transpose(0, 1)
+        if not state:
+            return torch.cat([t.flatten() for t in tree_leaves(layer(steps))])
+        h = torch.stack([v.x[:, :4], v.x[:, 1:5] * v.w[:, 0].sum()])
+        out, last = layer(steps, (h, h * 2) if kind is torch.nn.LSTM else h)
+        return torch.cat([out.flatten(), *(t.flatten() for t in tree_leaves(last))])
+
+    return run
+
+
+def attention(merge: bool) -> Callable[[Values], Tensor]:
+    """All nodes attend to all others."""
+
+    def run(v: Values) -> Tensor:
+        with torch.random.fork_rng():
+            torch.manual_seed(3)
+            layer = torch.nn.TransformerEncoderLayer(6, 2, 8, 0.0, batch_first=True).double()
+        if merge:
+            return layer(torch.stack([v.x, v.x * 2]).transpose(0, 1))
+        return layer(v.x[None])
+
+    return run
+
+
+LSTM, GRU, RNN = torch.nn.LSTM, torch.nn.GRU, torch.nn.RNN
+CASES |= {
+    "diagonal": lambda v: inner(v).diagonal() + v.x[:, 0],
+    "diagonal of the transpose": lambda v: inner(v).t().diagonal(),
+    "another diagonal": lambda v: inner(v).diagonal(2),
+    "fill_diagonal_": without_diagonal,
+    "tril_": lower,
+    "rows and columns by a mask": lambda v: inner(v)[v.m][:, v.m],
+    "inverse": lambda v: inner(v).inverse() @ v.x,
+    "solve": lambda v: torch.linalg.solve(inner(v), v.x),
+    "pdist": lambda v: F.pdist(v.x),
+    "cross": lambda v: torch.linalg.cross(v.z, v.z.flip(1), dim=-1),
+    "glu": lambda v: F.glu(v.x),
+    # PyTorch's own backward pass is wrong where the weight is not contiguous.
+    "batch_norm": lambda v: F.batch_norm(v.x, None, None, *v.w.t()[:2].contiguous(), True),
+    "group_norm": lambda v: F.group_norm(v.x, 2, v.w[:, 0], v.w[:, 1]),
+    "instance_norm": lambda v: F.instance_norm(v.z),
+    "conv1d": lambda v: F.conv1d(v.z, v.w.view(4, 2, 3), v.w[0]),
+    "pools": lambda v: F.max_pool1d(v.z, 2) + F.avg_pool1d(v.z, 2) + F.lp_pool1d(v.z, 2, 2),
+    "unfold": lambda v: v.x.unfold(1, 2, 2),
+    "var_mean": lambda v: torch.cat(torch.var_mean(v.x, 0)),
+    "std_mean of rows": lambda v: torch.stack(torch.std_mean(v.x, 1)),
+    "fft": lambda v: torch.fft.rfft(v.x).abs(),
+    "fft along nodes": lambda v: torch.fft.fft(v.x, dim=0).abs(),
+    "pinv": lambda v: torch.linalg.pinv(v.x),
+    "merged": lambda v: v.z.transpose(0, 1).reshape(2 * N, 3) * 2,
+    "merged and parted": lambda v: F.linear(torch.stack([v.x, v.x * 2]), v.w.t(), v.w[0]),
+    "attention of all pairs": attention(False),
+    "attention of each node": attention(True),
+    "masked attention": lambda v: F.scaled_dot_product_attention(
+        *[v.z.transpose(0, 1)[None]] * 3, attn_mask=inner(v) > inner(v).mean()
+    ),
+    "lstm": recurrent(LSTM, batch_first=True, num_layers=2, bidirectional=True),
+    "lstm with a state": recurrent(LSTM, state=True, num_layers=2, bias=False),
+    "gru": recurrent(GRU, state=True, bidirectional=True, batch_first=True),
+    "rnn": recurrent(RNN, num_layers=2, nonlinearity="relu"),
+    "nodes as steps": lambda v: recurrent(GRU)(SimpleNamespace(z=v.z.transpose(0, 1))),
+    "lstm with projections": recurrent(LSTM, proj_size=2),
+}
 CASES |= {f"write {name}": written(write) for name, write in WRITES.items()}
 
 
@@ -364,10 +452,9 @@ def test_values_in_inference_mode() -> None:
 
 
 REFUSED: dict[str, Callable[[Values], Any]] = {
-    "statistics of batch_norm": lambda v: F.batch_norm(v.x, None, None, training=True),
-    "merged rows": lambda v: v.z.transpose(0, 1).reshape(2 * N, 3),
-    "fft": lambda v: torch.fft.fft(v.x),
-    "inverse": lambda v: torch.linalg.pinv(v.x),
+    "runs of memory": lambda v: v.x.as_strided((N, 2), (6, 1)),
+    "a shape that changes": lambda v: v.x.unsqueeze_(1),
+    "merged rows": lambda v: v.z.transpose(0, 1).reshape(3, 2 * N),
     "rows and a mask of columns": lambda v: put(v.x, (slice(2, 5), v.x[0] > 0), 1.0),
     "random numbers like a transpose": lambda v: torch.rand_like(v.x.t()),
     "out= of another shape": lambda v: torch.add(v.x, 1, out=torch.zeros(N, 5, dtype=DOUBLE)),
@@ -388,13 +475,23 @@ def test_others_are_refused_by_name(name: str) -> None:
         assert f"rank {rank}" in text and "shape" in text
 
 
+def _dropping(x: Tensor) -> list[Tensor]:
+    """Attention and recurrent layers that drop."""
+    steps = torch.stack([x + 1, x - 1])
+    out = [F.scaled_dot_product_attention(steps, steps, steps, dropout_p=0.5)]
+    for kind, by_nodes in ((torch.nn.LSTM, False), (torch.nn.GRU, True)):
+        layer = kind(6, 3, 3, dropout=0.5, bidirectional=True, batch_first=by_nodes).to(x.dtype)
+        out += tree_leaves(layer(steps.transpose(0, 1) if by_nodes else steps))
+    return out
+
+
 def _drawn() -> list[Tensor]:
     rows = _layout()
     x = wrap(torch.zeros(rows.count, 6, dtype=DOUBLE), rows, 0)
     torch.manual_seed(5)
     drawn = [F.dropout(x + 1, 0.5), torch.randn_like(x), torch.rand_like(x), F.gumbel_softmax(x)]
     drawn.append(F.alpha_dropout(x + 1, 0.3))
-    drawn.append(torch.bernoulli(x + 0.5))
+    drawn += [torch.bernoulli(x + 0.5), *_dropping(x)]
     return [whole(t, "test") for t in drawn] + [torch.rand(3)]
 
 
@@ -402,7 +499,8 @@ def test_random_numbers_are_those_of_one_process() -> None:
     torch.manual_seed(5)
     x = torch.zeros(N, 6, dtype=DOUBLE)
     expected = [F.dropout(x + 1, 0.5), torch.randn_like(x), torch.rand_like(x), F.gumbel_softmax(x)]
-    expected += [F.alpha_dropout(x + 1, 0.3), torch.bernoulli(x + 0.5), torch.rand(3)]
+    expected += [F.alpha_dropout(x + 1, 0.3), torch.bernoulli(x + 0.5), *_dropping(x)]
+    expected.append(torch.rand(3))
     for found in pyg_sar.launch(_drawn, 2):
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one)

@@ -71,8 +71,7 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
     if not isinstance(source, NodeTensor):
         return _index_plain(func, source, indices, named)
     if source.axis not in named:
-        if node_tensors(indices):
-            raise refusal(func, "by rows along another axis", source, *node_tensors(indices))
+        indices = [whole(index, "index") for index in indices]
         if source.edges is not None and indices[named[0]].tolist() == [1, 0]:
             return source.flip(0)
         return wrap(func(source.local, indices), source.rows, _axis_after(func, source, indices))
@@ -206,8 +205,7 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     out.edges = None
     axis = target.axis
     if axis not in named:
-        if node_tensors(indices):
-            raise refusal(func, "by rows along another axis", target, *node_tensors(indices))
+        indices = [whole(index, "index_put()") for index in indices]
         chosen_axes = [indices[k] for k in named]
         taken = sum(index.dim() if _is_mask(index) else 1 for index in chosen_axes)
         width = max(1 if _is_mask(index) else index.dim() for index in chosen_axes)

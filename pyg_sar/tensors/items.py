@@ -43,6 +43,23 @@ def _setitem(func: Any, args: Any, kwargs: Any) -> None:
         func(target, key, value)
 
 
+@method(Tensor.fill_diagonal_)
+def _fill_diagonal(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Writes by ids; torch does it by the tensor's place in memory."""
+    given = dict(zip(("self", "fill_value", "wrap"), args, strict=False)) | kwargs
+    target: Tensor = given["self"]
+    if target.dim() < 2 or (target.dim() > 2 and len(set(target.shape)) > 1):
+        raise RuntimeError(
+            f"fill_diagonal_ takes a matrix, or axes of one length, got {list(target.shape)}"
+        )
+    rows, columns = target.shape[:2]
+    count = rows if given.get("wrap") and target.dim() == 2 else min(rows, columns)
+    ids = torch.arange(0, count * columns, columns + 1, device=target.device)
+    places = [ids // columns, ids % columns, *[ids // columns] * (target.dim() - 2)]
+    target[tuple(places)] = given["fill_value"]
+    return target
+
+
 def _is_number(key: Any) -> bool:
     return isinstance(key, int | np.integer) and not isinstance(key, bool)
 

@@ -152,7 +152,7 @@ class NodeTensor(Tensor):
             out = func.decompose(*args, **(kwargs or {}))
             if out is not NotImplemented:
                 return out
-            found = RULES["pointwise"] if torch.Tag.pointwise in func.tags else refused
+            found = RULES["pointwise"] if torch.Tag.pointwise in func.tags else _without_rule(func)
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused
         kwargs = kwargs or {}
@@ -360,6 +360,39 @@ def by_gathering(func: Any, args: Any, kwargs: Any) -> Any:
     what = f"'{name_of(func)}'"
     take = lambda t: whole(t, what)  # noqa: E731
     return func(*mapped(take, args), **mapped(take, kwargs))
+
+
+_OWN = ("aten", "torch_nn")
+"""Namespaces of torch's own operators."""
+
+
+def _without_rule(func: Any) -> Rule:
+    """Returns how an operator of torch's own without a rule of its own is right: by all rows.
+
+    Those that change a tensor's shape, or write into several, and others' operators are refused.
+    """
+    if func.namespace not in _OWN or func is torch.ops.aten.as_strided.default:
+        return refused
+    if not func._schema.is_mutable:
+        return by_gathering
+    in_place = func._schema.name.endswith("_") and torch.Tag.inplace_view not in func.tags
+    return written_by_gathering if in_place else refused
+
+
+def written_by_gathering(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes into all rows of a tensor, gathered, and keeps those here."""
+    target = args[0]
+    if not isinstance(target, NodeTensor):
+        return (
+            into_plain(func, args, kwargs)
+            if isinstance(target, Tensor)
+            else refused(func, args, kwargs)
+        )
+    what = f"'{name_of(func)}'"
+    found = whole(target, what)
+    by_gathering(func, (found, *args[1:]), kwargs)
+    target.local.copy_(target.rows.cut(found, target.axis))
+    return target
 
 
 def into_plain(func: Any, args: Any, kwargs: Any) -> Any:

@@ -185,6 +185,16 @@ def _var(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
     return var if keepdim else var.squeeze(dims)
 
 
+@reduction("var_mean", "std_mean")
+def _spread_and_mean(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Any:
+    name = func._schema.name.rpartition("::")[2].partition("_")[0]
+    spread = getattr(torch.ops.aten, name).correction
+    return (
+        spread(source, dims, correction=given.get("correction"), keepdim=keepdim),
+        source.mean(dims, keepdim),
+    )
+
+
 @reduction("std")
 def _std(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
     return _var(func, given, source, dims, keepdim).sqrt()
@@ -197,6 +207,7 @@ def _std(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) ->
     *("_softmax", "_log_softmax", "_safe_softmax", "cumsum", "cumprod", "logcumsumexp", "sort"),
     *("topk", "argsort", "argmax", "argmin", "cummax", "cummin", "kthvalue", "median", "mode"),
     *("flip", "roll", "aminmax", "unique_dim", "_cummax_helper", "nanmedian", "glu"),
+    *("_fft_r2c", "_fft_c2c", "_fft_c2r"),
     *("trace", "tril", "triu"),
 )
 def _along(func: Any, args: Any, kwargs: Any) -> Any:
@@ -230,9 +241,24 @@ def _softmax_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(func(own(gradient, rows, axis), own(output, rows, axis), dim, kind), rows, axis)
 
 
-@rule("glu_backward", "logcumsumexp_backward")
-def _unsupported(func: Any, args: Any, kwargs: Any) -> Any:
-    raise refusal(func, "is not supported", *node_tensors(args, kwargs))
+@rule("glu_backward")
+def _glu_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, source, dim = args
+    first = next(iter(node_tensors(source, gradient)))
+    rows, axis = first.rows, first.axis
+    if dim % first.dim() == axis:
+        return by_gathering(func, args, kwargs)
+    return wrap(func(own(gradient, rows, axis), own(source, rows, axis), dim), rows, axis)
+
+
+@rule("linalg_cross")
+def _cross(func: Any, args: Any, kwargs: Any) -> Any:
+    """Products of vectors along an axis, which each row has whole."""
+    given = arguments(func, args, kwargs)
+    first = next(iter(node_tensors(args)))
+    along = given["dim"] % max(t.dim() for t in (given["self"], given["other"]))
+    gather = along == first.axis or given["self"].dim() != given["other"].dim()
+    return (by_gathering if gather else by_element)(func, args, kwargs)
 
 
 @rule(
@@ -363,7 +389,7 @@ def _nll_loss_backward(func: Any, args: Any, kwargs: Any) -> Any:
     gradient, scores, target, weight, how, ignored, total = args
     first = next(iter(node_tensors(scores, target, gradient)))
     rows = first.rows
-    if scores.dim() != 2:
+    if scores.dim() != 2 or (isinstance(scores, NodeTensor) and scores.axis != 0):
         return by_gathering(func, args, kwargs)
     if gradient.dim():
         gradient = own(gradient, rows, 0)

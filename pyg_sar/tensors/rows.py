@@ -289,6 +289,24 @@ class Rows:
         found = self._kept.get(("narrowed", width))
         return None if found is None else found[1]
 
+    def repeated(self, times: int) -> Rows:
+        """Returns the rows of a tensor in which these follow each other ``times`` times over."""
+
+        def ids() -> Tensor:
+            own = self.ids
+            first = torch.arange(times, device=own.device) * self.total
+            return (first.view(-1, 1) + own).view(-1)
+
+        make = lambda: Rows(self.comm, self.total * times, self.count * times, ids)  # noqa: E731
+        rows: Rows = self.keep(("times", times), None, make)
+        rows.keep(("once", times), None, lambda: self)
+        return rows
+
+    def once(self, times: int) -> Rows | None:
+        """Returns the rows that :meth:`repeated` made these of, if it did."""
+        found = self._kept.get(("once", times))
+        return None if found is None else found[1]
+
     def share(self, total: int) -> Rows:
         """Returns ``total`` rows in equal runs: what replicated rows become beside these."""
         world, rank = self.comm.world_size, self.comm.rank

@@ -41,7 +41,14 @@ def _new_rows(source: NodeTensor, shape: Sequence[int]) -> tuple[Rows, int] | No
             if total and size > total and size % total == 0 and inner % (size // total) == 0:
                 return source.rows.widened(size // total), axis
             narrow = source.rows.narrowed(total // size) if size and total % size == 0 else None
-            return None if narrow is None else (narrow, axis)
+            if narrow is not None:
+                return narrow, axis
+        times = size // total if total else 0
+        if times > 1 and size == times * total and step * times == before and len(shape) > 1:
+            return source.rows.repeated(times), axis
+        once = source.rows.once(step // before) if before and step > before else None
+        if once is not None and size == once.total and step % before == 0:
+            return once, axis
         step *= size
     return None
 
@@ -254,9 +261,47 @@ def _view_backward(func: Any, args: Any, kwargs: Any) -> Any:
     return wrap(out.index_copy_(dim, cut.source, own(gradient, cut, dim)), rows, dim)
 
 
-@rule("diagonal", "as_strided", "unfold", "im2col")
-def _never(func: Any, args: Any, kwargs: Any) -> Any:
-    raise refusal(func, "is not supported", *node_tensors(args))
+@rule("unfold")
+def _unfold(func: Any, args: Any, kwargs: Any) -> Any:
+    """Runs along an axis of each row, with a new last axis."""
+    source, dim, *rest = args
+    if dim % source.dim() == source.axis:
+        return by_gathering(func, args, kwargs)
+    return wrap(func(source.local, dim, *rest), source.rows, source.axis)
+
+
+@rule("diagonal")
+def _diagonal(func: Any, args: Any, kwargs: Any) -> Any:
+    """The axis of the diagonal comes last: each row's part of it is its own, where all have one."""
+    given = arguments(func, args, kwargs)
+    source = given["self"]
+    dims = [given[name] % source.dim() for name in ("dim1", "dim2")]
+    if source.axis not in dims:
+        axis = source.axis - sum(d < source.axis for d in dims)
+        return wrap(func(source.local, *args[1:], **kwargs), source.rows, axis)
+    other = next((d for d in dims if d != source.axis), source.axis)
+    if given["offset"] or source.size(other) < source.rows.total:
+        return by_gathering(func, args, kwargs)
+    local = source.local.movedim((source.axis, other), (0, 1))
+    ids = source.rows.ids
+    return wrap(
+        local[torch.arange(len(ids), device=ids.device), ids].movedim(0, -1), source.rows, -1
+    )
+
+
+@rule("diagonal_backward")
+def _diagonal_backward(func: Any, args: Any, kwargs: Any) -> Any:
+    gradient, sizes, offset, *dims = args
+    first, second = (d % len(sizes) for d in dims)
+    rows = gradient.rows
+    if gradient.axis != gradient.dim() - 1 or offset or sizes[first] != rows.total:
+        return by_gathering(func, args, kwargs)
+    shape = list(sizes)
+    shape[first] = rows.count
+    out = gradient.local.new_zeros(shape)
+    places = torch.arange(rows.count, device=out.device), rows.ids
+    out.movedim((first, second), (0, 1))[places] = gradient.local.movedim(-1, 0)
+    return wrap(out, rows, first)
 
 
 @rule("repeat")
