@@ -120,6 +120,29 @@ for edge_index in halves:
 halves[1].numpy()[1, :9] = 3
 print(f"{model(data.x, halves[1]).square().sum().item():.12f}")
 """,
+    "snapshots": """
+from pyg_sar.comm.group import current
+from torch_geometric.nn import ChebConv
+g = torch.Generator().manual_seed(2)
+lists = [torch.randint(30, (2, 80), generator=g).numpy() for _ in range(2)]
+x, y = torch.rand(5, 30, 4, generator=g), torch.rand(5, 30, generator=g)
+of_x, of_h, head = ChebConv(4, 12, 2), ChebConv(6, 12, 2), torch.nn.Linear(6, 1)
+model = torch.nn.ModuleList([of_x, of_h, head])
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+for epoch in range(2):
+    h, loss = torch.zeros(30, 6), 0
+    for k in range(5):
+        edge_index = torch.tensor(lists[k % 2])
+        z, new = (of_x(x[k], edge_index) + of_h(h, edge_index)).chunk(2, -1)
+        h = z.sigmoid() * h + (1 - z.sigmoid()) * new.tanh()
+        loss = loss + (head(h.relu()).squeeze(-1) - y[k]).square().mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+    print(f"{loss.item():.14f}")
+made = current().made_edges
+print(f"lists: {made and made.made}", file=sys.stderr)
+""",
     "transforms": """
 data = T.AddSelfLoops()(Graphs()[0])
 fill = T.FeaturePropagation(missing_mask=data.x > 0.5)
@@ -244,6 +267,11 @@ def test_prints_files_and_exit_codes(outcomes):
     assert (folder / "a.txt").read_text() == "one two"
     assert np.load(folder / "c.npy").tolist() == [1, 1]
     assert not (folder / "gone.txt").exists() and not list((folder / "made/here").iterdir())
+
+
+def test_equal_edges_of_snapshots_are_distributed_once(outcomes):
+    """Each of the five snapshots of each epoch has its edges as a new tensor."""
+    assert outcomes[1][0]["snapshots"][2] == "lists: 2\n"
 
 
 def test_a_graph_is_processed_once_and_partitioned_once(outcomes):

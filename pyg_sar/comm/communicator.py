@@ -72,6 +72,10 @@ class Communicator(ABC):
         """The process of a part that shares it with others (``host.py``); else ``None``."""
         self.global_pass = -1
         """The last backward pass in which an operator was given a node tensor."""
+        self.layouts: dict[int, Any] = {}
+        """Where nodes lie in the global view, by how many they are (``tensors/rows.py``)."""
+        self.made_edges: Any = None
+        """What is known of edges that were computed (``nn/made_edges.py``)."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0

@@ -31,6 +31,7 @@ from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_inputs import refuse_inner_hooks, with_hooks, without_matrix
+from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.space.distributed_index import DistEdgeIndex
@@ -59,17 +60,11 @@ class _Call:
         self.edge_tensors = [t for t in found if t.edges is not None]
         self.edges: list[Edges] = [t.edges for t in self.edge_tensors]
         layers = isinstance(module, MessagePassing)
-        lists = [t for t in found if t.edges is None and t.axis == 1 and t.dtype == torch.long]
-        if layers and not self.edges and any(t.dim() == 2 and t.size(0) == 2 for t in lists):
-            raise DistributedIndexError(
-                f"{type(module).__name__} got an 'edge_index' that was computed from the graph's "
-                f"(rank {self.comm.rank}): layers take data.edge_index, edges selected from it by "
-                "a mask, and edge_index.flip(0). Change the edges before the graph is partitioned"
-            )
         if layers and found and not self.edges:
             raise DistributedIndexError(
-                f"{type(module).__name__} got node tensors, but a plain 'edge_index' (rank "
-                f"{self.comm.rank}): pass data.edge_index"
+                f"{type(module).__name__} got node tensors, but no edges of which it is known "
+                f"between which of them they are (rank {self.comm.rank}): pass the nodes' tensor "
+                "as 'x' and the edges as int64 [2, E]"
             )
         refuse_inner_hooks(module, self.comm.rank)
         self.shared: list[Tensor] = []
@@ -95,7 +90,10 @@ class _Call:
             return to_local(value, rows, value.axis)
         groups = value.dim() == 1 and value.dtype == torch.long  # a norm's, or a readout's, batch
         if value.dim() and (self.edges or groups):
-            fits = [r for r in self.known if r.total == value.size(0)]
+            axis = int(getattr(self.module, "node_dim", 0)) if value.dim() > 2 else 0
+            if value.size(axis) not in [r.total for r in self.known]:
+                axis = 0
+            fits = [r for r in self.known if r.total == value.size(axis)]
             if len(fits) > 1:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
@@ -104,7 +102,7 @@ class _Call:
                     "zeros_like() or new_zeros(), say"
                 )
             if fits:
-                return to_local(value, fits[0], 0)
+                return to_local(value, fits[0], axis % value.dim())
             if self.edges and value.dim() > 1 and value.size(0) in [r.count for r in self.known]:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
@@ -348,6 +346,7 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_made_edges(self, args, kwargs)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -380,6 +379,7 @@ class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = with_made_edges(self, args, kwargs)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)

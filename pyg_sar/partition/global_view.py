@@ -75,6 +75,7 @@ def global_data(local: Data, metadata: PartitionMetadata, comm: Communicator) ->
         comm: The workers.
     """
     nodes = node_rows(comm, local.n_id, metadata.num_nodes)
+    comm.layouts.setdefault(nodes.total, nodes)
     edges = node_rows(comm, local.e_id, metadata.num_edges)
     data = Data()
     for name, value in local.to_dict().items():
@@ -115,6 +116,7 @@ def global_hetero_data(
     for info in schema.types:
         (name,) = info.name
         layouts[name] = node_rows(comm, local[name].n_id, info.count)
+        comm.layouts.setdefault(info.count, layouts[name])
         for key, value in local[name].items():
             data[name][key] = value
         _take_rows(data[name], info.attributes, layouts[name], None)

@@ -123,6 +123,7 @@ class Rows:
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
+        self._places: tuple[Tensor, Tensor] | None = None
 
     def __repr__(self) -> str:
         return f"Rows({self.count} of {self.total} at rank {self.comm.rank})"
@@ -196,11 +197,27 @@ class Rows:
     def gathered_ids(self, ids: Tensor) -> list[Tensor]:
         """Returns every worker's ids, in rank order. Collective."""
         comm = self.comm
-        counts = [int(n) for n in comm.all_gather(torch.tensor([ids.numel()]), label=_LABEL)]
+        counts = [int(n) for n in comm.all_gather(ids.new_tensor([ids.numel()]), label=_LABEL)]
         padded = ids.new_zeros(max([*counts, 1]))
         padded[: ids.numel()] = ids
         everyone = comm.all_gather(padded, label=_LABEL)
         return [part[:n] for part, n in zip(everyone, counts, strict=True)]
+
+    def places(self) -> tuple[Tensor, Tensor]:
+        """Returns the worker of each row of the whole, and its number there. Collective at first.
+
+        Both are int32 ``[total]``, on every worker.
+        """
+        if self._places is None:
+            with torch.inference_mode(False):
+                ids = self.ids
+                worker = torch.empty(self.total, dtype=torch.int32, device=ids.device)
+                number = torch.empty_like(worker)
+                for rank, theirs in enumerate(self.gathered_ids(ids)):
+                    worker[theirs] = rank
+                    number[theirs] = self._numbers(theirs).int()
+                self._places = worker, number
+        return self._places
 
     def taken(self, index: Tensor) -> Rows:
         """Returns the rows of the whole that ``index`` ``[K]``, alike on all workers, names.

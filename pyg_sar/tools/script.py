@@ -32,8 +32,8 @@ from pyg_sar.comm.launch import launch, run
 from pyg_sar.comm.messages import is_consequence
 from pyg_sar.errors import PygSarError, WorkerError
 from pyg_sar.files import TemporaryFolder, parse_bytes
+from pyg_sar.nn.made_edges import made_edges
 from pyg_sar.store.host_store import PINNED
-from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import PrivateFiles
 from pyg_sar.tools.script_graphs import Graphs, default_cache
 from pyg_sar.tools.script_models import REMEDIES, Models
@@ -201,9 +201,8 @@ def _run_part(config: ScriptConfig, process: Process, main: _Main) -> int:
     space = main.space(comm.rank)
     try:
         together.seed_all()
-        process.workers[comm.rank] = Worker(
-            together, graphs, MadeEdges(graphs), Models(together), files
-        )
+        process.workers[comm.rank] = Worker(together, graphs, Models(together), files)
+        made_edges(comm).all_plain = True
         if comm.rank == 0:
             process.first_thread = threading.get_ident()
         code = _execute(config.script, space)
@@ -216,6 +215,8 @@ def _run_part(config: ScriptConfig, process: Process, main: _Main) -> int:
         raise
     finally:
         process.workers.pop(comm.rank, None)
+        comm.made_edges = None
+        comm.layouts.clear()
         graphs.close()
         if files is not None:
             files.close()

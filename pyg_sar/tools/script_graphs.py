@@ -127,17 +127,6 @@ class Graphs:
         plain = gathered(data, keep=self.together.comm.rank == 0)
         return self.share(lambda: transform(plain), name)
 
-    def share_made(self, data: Graph, owners: Owners | None) -> Graph:
-        """Returns a graph that the script has made, distributed. Collective.
-
-        Args:
-            data: The graph, which every worker has.
-            owners: The worker of each node.
-        """
-        name = "an 'edge_index' that the script has made"
-        where = self.together.first(lambda: self._folder(data, False, name, owners))
-        return load_partition(where, view="global")
-
     # At rank 0 ---------------------------------------------------------------
 
     def _written(self, made: Any, keep: bool, name: str) -> Any:

@@ -26,13 +26,11 @@ import torch_geometric.loader
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch_geometric.data import Dataset, InMemoryDataset
-from torch_geometric.nn import MessagePassing
 from torch_geometric.transforms import BaseTransform
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_calls import GlobalCalls
-from pyg_sar.tools.script_edges import MadeEdges
 from pyg_sar.tools.script_files import Output, PrivateFiles, called_by_package
 from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
 from pyg_sar.tools.script_models import Models
@@ -47,7 +45,6 @@ class Worker:
 
     together: Together
     graphs: Graphs
-    edges: MadeEdges
     models: Models
     files: PrivateFiles | None
     """``None`` at rank 0, whose files are the script's."""
@@ -182,15 +179,6 @@ class Process:
                 if worker is None:
                     return real(module, *args, **kwargs)
                 worker.models.before_layer(module)
-                layer = isinstance(module, MessagePassing)
-                made = worker.edges.in_call(module, args, kwargs) if layer else {}
-                if made:
-                    self.tell(
-                        f"{type(module).__name__} got an 'edge_index' that the script has made: "
-                        "each one is partitioned on its way, which takes time"
-                    )
-                    args = tuple(made.get(id(value), value) for value in args)
-                    kwargs = {name: made.get(id(value), value) for name, value in kwargs.items()}
                 return real(module, *args, **kwargs)
 
             return call

@@ -1,0 +1,277 @@
+"""Edges that were made, not loaded: layers of the global view distribute them on their way in.
+
+[Note: made edges] Layers run on distributed edges. An ``edge_index`` that was computed
+(``dropout_edge``, ``coalesce``, ``cat``), or that every worker holds, stands for none. It is
+distributed between the nodes that the layer gets (``tensors/distributing.py``); edge tensors beside
+it have their rows in its order, so they fit. Distributed edges are kept, and found again for
+edges of equal content, which is compared: those of snapshots are a new tensor each time. A node
+tensor's content is compared by each worker for itself, and all must have found the same one.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+from torch_geometric.nn import MessagePassing
+
+from pyg_sar.comm.group import Communicator, current
+from pyg_sar.partition.assignment import assign_nodes
+from pyg_sar.space.distributed_index import InSpace
+from pyg_sar.tensors import NodeTensor, Rows, mapped, node_rows, node_tensors, whole
+from pyg_sar.tensors.distributing import distributed_edges
+from pyg_sar.tensors.rows import written
+
+METHOD = "balanced"
+"""The partitioner of nodes that have no places yet."""
+
+_FEW = 16  # lists of edges that are kept whatever they take
+_ROOM = 1 << 28  # bytes of others
+_BYTES = 40  # of an edge: as it was given, distributed, and its number
+_SAMPLE = 16  # edges by which lists are told apart before they are compared
+_LABEL = ("", "", "made edges")
+
+
+def with_made_edges(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
+    """Returns the arguments of a layer's call with distributed edges for made ones. Collective.
+
+    Args:
+        layer: The layer; of others than message passing layers nothing is changed.
+        args: What it is called with.
+        kwargs: The same by name.
+
+    Raises:
+        ValueError: Edges between nodes that are not there.
+    """
+    leaves = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
+    if not isinstance(layer, MessagePassing) or not any(map(_is_made, leaves)):
+        return args, kwargs
+    known = made_edges(current())
+    inner = any(isinstance(value, InSpace) for value in leaves)
+    if inner or not (node_tensors(args, kwargs) or known.all_plain):
+        return args, kwargs
+    found = {
+        id(made): known.distributed(type(layer).__name__, made, ends)
+        for made, ends in _with_ends(layer, args, kwargs)
+    }
+    take = lambda value: found.get(id(value), value)  # noqa: E731
+    return mapped(take, args), mapped(take, kwargs)
+
+
+def made_edges(comm: Communicator) -> MadeEdges:
+    """Returns what these workers know of made edges."""
+    if comm.made_edges is None:
+        comm.made_edges = MadeEdges(comm)
+    found: MadeEdges = comm.made_edges
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class _Kept:
+    """Distributed edges, and the content by which they are found again.
+
+    Attributes:
+        number: Which ones, alike on all workers.
+        content: The edges, ``[2, E]``; of a node tensor this worker's, and their numbers
+            ``[3, E_p]``.
+        found: The distributed edges.
+    """
+
+    number: int
+    content: Tensor
+    found: NodeTensor
+
+
+class MadeEdges:
+    """Made edges, at one rank. See [Note: made edges].
+
+    Args:
+        comm: The workers.
+
+    Attributes:
+        all_plain: Whether calls without any node tensor are distributed as well.
+        made: How many lists of edges were distributed.
+        room: Bytes that more than a few of them may take.
+    """
+
+    def __init__(self, comm: Communicator) -> None:
+        self.comm, self.all_plain, self.made, self.room = comm, False, 0, _ROOM
+        self._layouts: OrderedDict[int, Rows] = OrderedDict()
+        self._seen: OrderedDict[Any, tuple[Any, NodeTensor]] = OrderedDict()
+        # Apart: which plain ones are known is the same on all workers, without a message.
+        self._kept: dict[bool, OrderedDict[Any, _Kept]] = {k: OrderedDict() for k in (False, True)}
+
+    def distributed(self, title: str, made: Tensor, ends: Sequence[NodeTensor | int]) -> NodeTensor:
+        """Returns distributed edges for made ones. Collective.
+
+        Args:
+            title: The layer's name, for errors.
+            made: Edges ``[2, E]``.
+            ends: A tensor of the source nodes, or how many there are, and of the target nodes;
+                one if they are the same nodes.
+        """
+        if not isinstance(made, NodeTensor):
+            with torch.inference_mode(False), torch.no_grad():
+                return self._by_content(title, made, made.as_subclass(Tensor), ends)
+        rows = [end.rows if isinstance(end, NodeTensor) else end for end in ends]
+        key = id(made), written(made), *map(_id, rows)
+        if key not in self._seen:
+            with torch.inference_mode(False), torch.no_grad():
+                content = torch.cat([made.local, made.rows.ids.view(1, -1)])
+                # What is kept alive keeps its id its own.
+                self._seen[key] = (made, rows), self._by_content(title, made, content, ends)
+            if len(self._seen) > _FEW:
+                self._seen.popitem(last=False)
+        self._seen.move_to_end(key)
+        return self._seen[key][1]
+
+    def _by_content(
+        self, title: str, made: Tensor, content: Tensor, ends: Sequence[NodeTensor | int]
+    ) -> NodeTensor:
+        layouts = [self._layout(title, made, end, len(ends) > 1) for end in ends]
+        spread = isinstance(made, NodeTensor)
+        known, key = self._kept[spread], (*map(id, layouts), *_outline(content))
+        kept = known.pop(key, None)
+        if kept is not None and not torch.equal(kept.content, content):
+            kept = None
+        if spread:
+            number = 0 if kept is None else kept.number
+            facts = torch.tensor([number, -number, *_bounds(content)], device=self.comm.device)
+            most, least, *bounds = self.comm.all_reduce(facts, "max", label=_LABEL).tolist()
+            kept = kept if most == -least else None
+        elif kept is None:
+            bounds = _bounds(content)
+        if kept is None:
+            _check_ids(title, bounds, [rows.total for rows in layouts], self.comm.rank)
+            self.made += 1
+            found = distributed_edges(made.detach(), layouts[0], layouts[-1])
+            kept = _Kept(self.made, content if spread else content.clone(), found)
+        known[key] = kept
+        held = _BYTES * sum(kept.found.size(1) for kept in known.values())
+        while len(known) > _FEW and held > self.room:
+            held -= _BYTES * known.popitem(last=False)[1].found.size(1)
+        return kept.found
+
+    def _layout(self, title: str, made: Tensor, end: NodeTensor | int, bipartite: bool) -> Rows:
+        """Returns the layout of nodes: as they lie, as others of their number do, or a new one."""
+        known: dict[int, Rows] = self.comm.layouts
+        if isinstance(end, NodeTensor):
+            found = known.get(end.rows.total, end.rows)
+            return found if found.same(end.rows) else end.rows
+        if end in known:
+            return known[end]
+        if end not in self._layouts:
+            comm = self.comm
+            edges = whole(made.detach(), "an 'edge_index'").cpu()
+            owner = torch.empty(end, dtype=torch.long, device=comm.device)
+            if not bipartite:
+                _check_ids(title, _bounds(edges), [end], comm.rank)
+            if comm.rank == 0:
+                method = "contiguous" if bipartite else METHOD
+                owner.copy_(assign_nodes(edges, end, comm.world_size, method))
+            comm.broadcast(owner, label=_LABEL)
+            self._layouts[end] = node_rows(comm, (owner == comm.rank).nonzero().view(-1), end)
+            if len(self._layouts) > _FEW:
+                self._layouts.popitem(last=False)
+        self._layouts.move_to_end(end)
+        return self._layouts[end]
+
+
+def _id(value: Any) -> int:
+    return value if isinstance(value, int) else id(value)
+
+
+def _outline(content: Tensor) -> tuple[int, ...]:
+    """Returns what tells most lists of edges apart: their size, sums and a few of them."""
+    count = content.size(1)
+    columns = torch.linspace(0, max(count - 1, 0), min(_SAMPLE, count), device=content.device)
+    sample = content[:, columns.long()].flatten().tolist()
+    return (count, *content.sum(1).tolist(), *sample)
+
+
+def _bounds(edges: Tensor) -> list[int]:
+    """Returns the largest source and target, and the smallest ones with the other sign."""
+    if not edges.numel():
+        return [-1, -1, 0, 0]
+    low, high = edges[:2].aminmax(dim=1)
+    return [*high.tolist(), *(-low).tolist()]
+
+
+def _check_ids(title: str, bounds: Sequence[int], counts: Sequence[int], rank: int) -> None:
+    for row, name in enumerate(("source", "target")):
+        low, high, count = -bounds[2 + row], bounds[row], counts[min(row, len(counts) - 1)]
+        if low < 0 or high >= count:
+            raise ValueError(
+                f"{title} got an 'edge_index' with {name} nodes {min(low, high)} to {high}, and "
+                f"rows of nodes 0 to {count - 1} (rank {rank})"
+            )
+
+
+# Between which nodes edges are #################################################
+
+
+def _is_made(value: Any) -> bool:
+    if not isinstance(value, Tensor) or isinstance(value, InSpace) or value.dim() != 2:
+        return False
+    if value.size(0) != 2 or value.dtype != torch.long or value.layout != torch.strided:
+        return False
+    return not isinstance(value, NodeTensor) or (value.edges is None and value.axis == 1)
+
+
+def _with_ends(
+    layer: Any, args: Any, kwargs: Any
+) -> Iterator[tuple[Tensor, Sequence[NodeTensor | int]]]:
+    """Yields made edges of a call, and the nodes that they join, where these are known."""
+    names = [*inspect.signature(layer.forward).parameters, *map(str, range(len(args)))]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    ends = _ends(layer, given)
+    types = next((v for k, v in given.items() if isinstance(v, dict) and _is_of_types(v)), {})
+    for value in given.values():
+        if _is_made(value) and ends is not None:
+            yield value, ends
+        elif isinstance(value, dict):
+            for kind, made in value.items():
+                if _is_made(made) and isinstance(kind, tuple):
+                    source, target = types.get(kind[0]), types.get(kind[-1])
+                    if source is not None and target is not None:
+                        yield made, _joined(layer, source, target)
+
+
+def _is_of_types(value: dict[Any, Any]) -> bool:
+    return all(isinstance(key, str) for key in value)
+
+
+def _ends(layer: Any, given: dict[str, Any]) -> Sequence[NodeTensor | int] | None:
+    """Returns the nodes that a call's edges join, where its arguments tell."""
+    tensors = [v for v in given.values() if isinstance(v, Tensor) and not _is_made(v)]
+    nodes = [v for v in tensors if isinstance(v, NodeTensor) and v.edges is None]
+    x = given["x"] if "x" in given else next(iter([*nodes, *tensors]), None)
+    if x is None and isinstance(getattr(layer, "in_channels_l", None), int):
+        return [layer.in_channels_l]  # RGCNConv: a parameter's row for each node
+    if isinstance(x, Tensor):
+        return [_end(layer, x)]
+    if not isinstance(x, tuple | list) or len(x) != 2 or not isinstance(x[0], Tensor):
+        return None
+    target = x[1]
+    if target is None and given.get("size") is not None:
+        target = given["size"][1]
+    return None if target is None else _joined(layer, x[0], target)
+
+
+def _joined(layer: Any, source: Tensor, target: Any) -> Sequence[NodeTensor | int]:
+    ends = [_end(layer, source), _end(layer, target)]
+    rows = [end.rows if isinstance(end, NodeTensor) else None for end in ends]
+    same = source is target or (rows[0] is not None and rows[0] is rows[1])
+    return ends[:1] if same else ends
+
+
+def _end(layer: Any, x: Tensor | int) -> NodeTensor | int:
+    if isinstance(x, NodeTensor | int):
+        return x
+    return x.size(int(layer.node_dim) if x.dim() > 2 else 0)
