@@ -5,6 +5,7 @@ from pyg_sar.tensors import items as items
 from pyg_sar.tensors import pointwise as pointwise
 from pyg_sar.tensors import products as products
 from pyg_sar.tensors import reductions as reductions
+from pyg_sar.tensors import sparse as sparse
 from pyg_sar.tensors import views as views
 from pyg_sar.tensors.edges import Edges, NodeMatrix, adjacency, edge_tensor
 from pyg_sar.tensors.node_tensor import NodeTensor, mapped, node_tensors, whole
