@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,10 @@ from torch_geometric.typing import (
 
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors import NodeTensor, node_rows, whole, wrap
+from pyg_sar.tensors import node_rows, whole, wrap
+from pyg_sar.tensors import rows as rows_module
+from pyg_sar.tensors.sparse import unsorted_matrices
+from pyg_sar.tools.script_patches import _put
 
 N, E = 17, 70
 DOUBLE = torch.float64
@@ -251,6 +256,43 @@ def test_torch_scatter():
 @pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
 def test_torch_sparse():
     check(SPARSE)
+
+
+def attention(v: Values) -> list[Tensor]:
+    """A model's product with a matrix that it makes each time, by entries that it computes."""
+    value = v.v * v.x[v.row].sum(-1)
+    matrix = SparseTensor(row=v.row, col=v.col, value=value, sparse_sizes=(N, N))
+    return [torch_sparse.matmul(matrix, v.x), matrix.matmul(v.x * v.x, "max"), matrix @ v.w]
+
+
+@needs_both
+@pytest.mark.filterwarnings("ignore:The given NumPy array is not writable")
+def test_matrices_that_are_made_each_time_are_not_gathered(monkeypatch):
+    """As ``pyg-sar run`` has them: what asks for the entries' order gathers, products don't."""
+    with ExitStack() as stack:
+        unsorted_matrices(partial(_put, stack))
+        check(SPARSE)
+        CASES["attention"] = attention
+        monkeypatch.setattr(rows_module, "GATHER_LIMIT", 0)
+        for found in threads(_own_rows, 3):
+            assert not found
+    del CASES["attention"]
+
+
+def _own_rows() -> list[str]:
+    """Compares each worker's rows: nothing is gathered."""
+    expected, wrong = attention(Values(**_values())), []
+    v = _shared(3)
+    v.x.requires_grad_()
+    found = attention(v)
+    (mine,) = torch.autograd.grad(sum(t.sum() for t in found), [v.x])
+    alone = Values(**_values())
+    alone.x.requires_grad_()
+    (right,) = torch.autograd.grad(sum(t.sum() for t in attention(alone)), [alone.x])
+    for k, (one, other) in enumerate(zip([*found, mine], [*expected, right], strict=True)):
+        if not torch.allclose(one.local, one.rows.cut(other, 0), atol=1e-10, rtol=0):
+            wrong.append(f"result {k}")
+    return wrong
 
 
 def test_operators_of_other_packages_are_refused_by_name():

@@ -3,7 +3,7 @@
 [Note: complete gradients] Outside of layers every gradient is complete on every worker
 (:mod:`pyg_sar.tensors`). Inside, a worker's gradient of a parameter is what its rows contribute. So
 a layer's call gets its parameters, and whatever else is the same on all workers, through
-:class:`~pyg_sar.tensors.boundary.Shared`, whose backward pass sums over the workers: one message per call.
+:class:`_Shared`, whose backward pass sums over the workers: one message per call.
 """
 
 from __future__ import annotations
@@ -24,19 +24,114 @@ from torch_geometric.nn import (
     SuperGATConv,
 )
 from torch_geometric.nn.models.linkx import SparseLinear
+from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
-from pyg_sar.comm.group import current
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.nn.global_inputs import refuse_inner_hooks, with_hooks, without_matrix
+from pyg_sar.nn.global_inputs import (
+    refuse_inner_hooks,
+    with_edges_of_matrix,
+    with_hooks,
+    without_matrix,
+)
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
-from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors, wrap
 
 _LABEL = ("", "backward", "gradient sum")
+
+
+class _ToLocal(torch.autograd.Function):
+    """A tensor's rows here, as :func:`to_local` finds them. Its adjoint is :class:`_FromLocal`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, local: Tensor, rows: Rows, axis: int) -> Tensor:
+        ctx.place = rows, axis
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return _FromLocal.apply(gradient, *ctx.place), None, None, None
+
+
+class _FromLocal(torch.autograd.Function):
+    """Rows here as a node tensor. Its adjoint is :func:`to_local`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rows: Rows, axis: int) -> Tensor:
+        ctx.place = rows, axis
+        return wrap(local.detach(), rows, axis)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return to_local(gradient, *ctx.place), None, None
+
+
+class _Total(torch.autograd.Function):
+    """The sum over workers, which every worker then holds: its adjoint is the identity."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, comm: Communicator) -> Tensor:
+        return comm.all_reduce(x.detach().clone(), label=_LABEL)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Shared(torch.autograd.Function):
+    """Tensors that all workers hold, for computations with each worker's rows."""
+
+    @staticmethod
+    def forward(ctx: Any, comm: Communicator, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.comm, ctx.shapes = comm, [(v.shape, v.dtype, v.device) for v in values]
+        ctx.set_materialize_grads(False)
+        return tuple(v.view_as(v) for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        # Whether there is a gradient is the same for all workers, too: it is where one has one.
+        totals: list[Tensor | None] = [None] * len(gradients)
+        for kind in dict.fromkeys(kind for _, kind, _ in ctx.shapes):
+            places = [k for k, (_, found, _) in enumerate(ctx.shapes) if found == kind]
+            device = ctx.shapes[places[0]][2]
+            parts = []
+            for k in places:
+                given, shape = gradients[k], ctx.shapes[k][0]
+                empty = torch.zeros(shape.numel(), dtype=kind, device=device)
+                parts.append(empty if given is None else given.reshape(-1))
+            present = [float(gradients[k] is not None) for k in places]
+            parts.append(torch.tensor(present, dtype=kind, device=device))
+            total = _Total.apply(torch.cat(parts), ctx.comm)
+            *sums, holders = total.split([part.numel() for part in parts])
+            for k, part, count in zip(places, sums, holders.tolist(), strict=True):
+                totals[k] = part.view(ctx.shapes[k][0]) if count else None
+        return None, *totals
+
+
+def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
+    """Returns this worker's rows of a tensor of the whole graph, differentiable.
+
+    Args:
+        x: A node tensor, or a plain one, which all workers hold.
+        rows: The layout.
+        axis: The axis of the rows.
+    """
+    if not isinstance(x, NodeTensor):
+        local = rows.cut(x.detach(), axis)
+    elif x.axis == axis and x.rows.same(rows):
+        local = x.local
+    elif x.axis == axis:
+        local = x.rows.moved(x.local, axis, rows)
+    else:
+        raise DistributedIndexError(
+            f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
+            f"{axis} is asked for (rank {rows.comm.rank})"
+        )
+    return cast(Tensor, _ToLocal.apply(x, local, rows, axis))
 
 
 class _Call:
@@ -153,7 +248,7 @@ class _Call:
             yield
             return
         values = list(found.values())
-        swapped = dict(zip(found, Shared.apply(self.comm, *values), strict=True))
+        swapped = dict(zip(found, _Shared.apply(self.comm, *values), strict=True))
         for module in self.module.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
@@ -212,7 +307,7 @@ class _Call:
                 f"{type(self.module).__name__} gave a tensor of shape {list(value.shape)} for "
                 f"{rows.count} rows (rank {self.comm.rank}): it has no global view"
             )
-        return FromLocal.apply(value, rows, 0)
+        return _FromLocal.apply(value, rows, 0)
 
     def results(self, out: Any, args: Any, kwargs: Any) -> Any:
         """Returns the module's results as tensors of the whole graph."""
@@ -347,6 +442,10 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, MessagePassing):
+            args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
+            if matrix:
+                return torch.nn.Module.__call__(self, *args, **kwargs)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
@@ -370,7 +469,7 @@ def _sharing(call: _Call, args: Any, kwargs: Any) -> tuple[Any, Any]:
     """Lets plain arguments that need gradients have them summed over the workers."""
     if not call.shared or call.comm.world_size == 1:
         return args, kwargs
-    found = dict(zip(map(id, call.shared), Shared.apply(call.comm, *call.shared), strict=True))
+    found = dict(zip(map(id, call.shared), _Shared.apply(call.comm, *call.shared), strict=True))
     take = lambda t: found.get(id(t), t)  # noqa: E731
     return mapped(take, args), mapped(take, kwargs)
 
@@ -379,6 +478,9 @@ class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
+        if matrix:
+            return torch.nn.Module.__call__(self, *args, **kwargs)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
             return super().__call__(*args, **kwargs)
@@ -386,7 +488,7 @@ class GlobalPropagation(DistMessagePassing):
         return torch.nn.Module.__call__(self, *args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        if not node_tensors(edge_index, kwargs):
+        if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
         edge_index = self._given_edges(edge_index)
         call = _Call(self, (edge_index,), kwargs)

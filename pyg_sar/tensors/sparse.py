@@ -10,6 +10,7 @@ torch-scatter, and all that prepares a matrix, take all of its entries on every 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -196,7 +197,7 @@ def product(
     value: Tensor | None,
     mat: Tensor,
     is_sorted: bool = True,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor | None]:
     r"""Returns :math:`y_i = \bigoplus_{e: row_e = i} value_e \, mat_{col_e}`, differentiable.
 
     Args:
@@ -209,7 +210,8 @@ def product(
         is_sorted: Whether entries are sorted by row.
 
     Returns:
-        A node tensor ``[*, size, F]``; of ``'min'`` and ``'max'`` also which entry it was.
+        A node tensor ``[*, size, F]``; of ``'min'`` and ``'max'`` also which entry it was, as they
+        were given.
     """
     axis = mat.dim() - 2
     at_rows = isinstance(mat, NodeTensor) and mat.axis == axis
@@ -235,7 +237,7 @@ def product(
     out, *which = found if isinstance(found, tuple) else (found,)
     out = FromLocal.apply(out.narrow(axis, 0, targets.count), targets, axis)
     if not which:
-        return cast(Tensor, out)
+        return out, None
     ends = torch.cat([plan.entries.ids, plan.entries.ids.new_full((1,), plan.entries.total)])
     return out, wrap(ends[which[0].narrow(axis, 0, targets.count)], targets, axis)
 
@@ -245,7 +247,8 @@ def _spmm(func: Any, args: Any, kwargs: Any) -> Any:
     reduce = name_of(func).rpartition("_")[2]
     if reduce in ("sum", "mean"):
         args = args[1:]
-    rowptr, col, value, mat = *args[:3], args[-1]
+    rowptr, col, value = args[:3]
+    mat = args[-1]
     rowptr = whole(rowptr, "'torch_sparse.spmm'")
     row = col.__dict__.get("_row_of")
     if row is None:
@@ -253,4 +256,97 @@ def _spmm(func: Any, args: Any, kwargs: Any) -> Any:
         row = torch.searchsorted(rowptr, places.to(rowptr.device), right=True) - 1
         row = wrap(row, col.rows, 0) if isinstance(col, NodeTensor) else row
         col.__dict__["_row_of"] = row
-    return product(reduce, rowptr.numel() - 1, row, col, value, mat)
+    out, which = product(reduce, rowptr.numel() - 1, row, col, value, mat)
+    return out if which is None else (out, which)
+
+
+# Matrices #####################################################################
+
+_REDUCTIONS = {"add": "sum"} | {name: name for name in ("sum", "mean", "min", "max")}
+_IN_ORDER = ("_row", "_col", "_value", "_csr2csc", "_csc2csr")
+
+
+def edges_matrix(edge_index: NodeTensor, weight: NodeTensor | None) -> Any:
+    """Returns the ``SparseTensor`` of distributed edges: a row for each target.
+
+    Args:
+        edge_index: The edges, sorted by target and source. Layers are given these again.
+        weight: Its values; ``None``: it has none.
+    """
+    edges = edge_index.edges
+    size = edges.targets.total, edges.sources.total
+    col, row = edge_index.unbind(0)
+    make = sys.modules["torch_sparse"].SparseTensor
+    out = make(row=row, col=col, value=weight, sparse_sizes=size, is_sorted=True, trust_data=True)
+    out.storage.col().__dict__["_edges_of"] = edge_index
+    return out
+
+
+def edges_of_matrix(matrix: Any) -> NodeTensor | None:
+    """Returns the distributed edges that a ``SparseTensor`` was made of, if so."""
+    return cast(NodeTensor | None, matrix.storage.col().__dict__.get("_edges_of"))
+
+
+def is_shared_matrix(value: Any) -> bool:
+    """Returns whether ``value`` is a ``SparseTensor`` of node tensors."""
+    storage = getattr(value, "storage", None)
+    return hasattr(value, "sparse_sizes") and bool(node_tensors(dict(vars(storage))))
+
+
+def whole_matrix(matrix: Any) -> Any:
+    """Returns a ``SparseTensor`` with all entries, as plain tensors. Collective."""
+    row, col, value = (whole(part, "adj_t") for part in matrix.coo())
+    given = {"sparse_sizes": matrix.sparse_sizes(), "is_sorted": True, "trust_data": True}
+    return type(matrix)(row=row, col=col, value=value, **given)
+
+
+def unsorted_matrices(put: Callable[..., None]) -> None:
+    """Replaces what torch-sparse does when a matrix is made, so that models can make one each time.
+
+    It sorts the entries, for which they would be gathered. Those of node tensors are sorted when
+    something asks for their order; products don't.
+
+    Args:
+        put: Called with an owner, a name, and what makes the new attribute of the old one.
+    """
+    plain = sys.modules["torch_sparse.storage"].SparseStorage
+
+    def make(real: Callable[..., None]) -> Callable[..., None]:
+        def sort(storage: Any, name: str) -> Any:
+            if name not in _IN_ORDER:
+                raise AttributeError(name)
+            storage.__class__ = plain
+            row, col, value = storage.__dict__.pop("_given")
+            real(storage, row=row, col=col, value=value, sparse_sizes=storage._sparse_sizes)
+            return storage.__dict__[name]
+
+        unsorted = type(plain.__name__, (plain,), {"__getattr__": sort})
+
+        def init(storage: Any, *args: Any, **kwargs: Any) -> None:
+            names = ("row", "rowptr", "col", "value")
+            given = dict(zip(names, args, strict=False)) | kwargs
+            waits = len(args) <= len(names) and not given.get("is_sorted")
+            waits = waits and isinstance(given.get("col"), NodeTensor) and len(given["col"]) > 0
+            if not waits or given.get("row") is None:
+                real(storage, *args, **kwargs)
+                return
+            real(storage, **{**given, "is_sorted": True})
+            parts = [storage.__dict__.pop(name) for name in _IN_ORDER][:3]
+            storage.__class__, storage.__dict__["_given"] = unsorted, parts
+
+        return init
+
+    def multiply(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def spmm(src: Any, other: Tensor, reduce: str = "sum") -> Tensor:
+            given = src.storage.__dict__.get("_given")
+            row, col, value = given or (None, src.storage._col, src.storage._value)
+            if reduce not in _REDUCTIONS or not node_tensors(col, value, other):
+                return real(src, other, reduce)
+            row = src.storage.row() if row is None else row
+            size = src.sparse_size(0)
+            return product(_REDUCTIONS[reduce], size, row, col, value, other, given is None)[0]
+
+        return spmm
+
+    put(plain, "__init__", make)
+    put(sys.modules["torch_sparse.matmul"], "spmm", multiply)
