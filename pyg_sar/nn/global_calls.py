@@ -25,12 +25,18 @@ from torch_geometric.nn import (
     SuperGATConv,
 )
 from torch_geometric.nn.models.linkx import SparseLinear
+from torch_geometric.typing import SparseTensor
 from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.nn.global_inputs import refuse_inner_hooks, with_hooks, without_matrix
+from pyg_sar.nn.global_inputs import (
+    refuse_inner_hooks,
+    with_edges_of_matrix,
+    with_hooks,
+    without_matrix,
+)
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
@@ -346,6 +352,10 @@ class GlobalCalls:
     """
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(self, MessagePassing):
+            args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
+            if matrix:
+                return torch.nn.Module.__call__(self, *args, **kwargs)
         args, kwargs = with_made_edges(self, args, kwargs)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
@@ -379,6 +389,9 @@ class GlobalPropagation(DistMessagePassing):
     """Goes before a class whose ``forward`` works on all nodes, and aggregates in between."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs, matrix = with_edges_of_matrix(self, args, kwargs)
+        if matrix:
+            return torch.nn.Module.__call__(self, *args, **kwargs)
         args, kwargs = with_made_edges(self, args, kwargs)
         if not node_tensors(args, kwargs):
             _refuse_local(self, args, kwargs)
@@ -387,7 +400,7 @@ class GlobalPropagation(DistMessagePassing):
         return torch.nn.Module.__call__(self, *args, **kwargs)
 
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
-        if not node_tensors(edge_index, kwargs):
+        if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
         edge_index = self._given_edges(edge_index)
         call = _Call(self, (edge_index,), kwargs)

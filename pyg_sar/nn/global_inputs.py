@@ -10,10 +10,12 @@ import inspect
 import sys
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch_geometric.nn import (
     APPNP,
     ARMAConv,
@@ -23,15 +25,18 @@ from torch_geometric.nn import (
     GraphConv,
     LabelPropagation,
     LGConv,
+    MessagePassing,
     SGConv,
     SimpleConv,
     SSGConv,
     TAGConv,
 )
+from torch_geometric.typing import SparseTensor
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors import NodeMatrix
+from pyg_sar.tensors import NodeMatrix, NodeTensor, is_shared_matrix, node_tensors
+from pyg_sar.tensors.sparse import edges_of_matrix
 
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 _INNER_HOOKS = tuple(
@@ -116,20 +121,20 @@ def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     Raises:
         DistributedIndexError: PyG's layer would do something else with a matrix.
     """
-    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, NodeMatrix)]
+    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, NodeMatrix | SparseTensor)]
     if not matrices:
         return args, kwargs
     kind: Any = type(layer)
     matrix, title = matrices[0], f"{kind.__name__} (rank {current().rank})"
-    edges = matrix.places.flip(0)
+    edges, weight = _edges_and_weight(matrix)
     args = tuple(edges if v is matrix else v for v in args)
     kwargs = {name: edges if v is matrix else v for name, v in kwargs.items()}
     known = isinstance(layer, _TAKE_WEIGHTS) and kind.forward.__module__.startswith(_PYG)
-    if not matrix.ones and known:
+    if weight is not None and known:
         args, kwargs = (), dict(inspect.signature(layer.forward).bind(*args, **kwargs).arguments)
-        known = kwargs.get("edge_weight") is None
-        kwargs["edge_weight"] = matrix.entries
-    if len(matrices) > 1 or not (matrix.ones or known):
+        known = kwargs.get("edge_weight") is None and weight.dim() == 1
+        kwargs["edge_weight"] = weight
+    if len(matrices) > 1 or not (weight is None or known):
         raise DistributedIndexError(
             f"{title} got an 'adj_t' with weights, and may take them in another way than "
             "'edge_weight': leave ToSparseTensor out, and pass data.edge_index and weights"
@@ -137,13 +142,52 @@ def without_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     normalizes = getattr(layer, "normalize", True) and _uses_gcn_norm(kind)
     adds = getattr(layer, "add_self_loops", not isinstance(layer, _KEEP_LOOPS))
     if normalizes and adds:
-        target, source = matrix.places.unbind(0)
+        source, target = edges.unbind(0)
         if bool((target == source).any()):
             raise DistributedIndexError(
                 f"{title} would add self-loops to those of 'adj_t', and PyG does so in another way "
                 "for matrices than for edges: leave ToSparseTensor out, or pass normalize=False"
             )
     return args, kwargs
+
+
+def _edges_and_weight(matrix: Any) -> tuple[NodeTensor, Tensor | None]:
+    if isinstance(matrix, NodeMatrix):
+        return matrix.places.flip(0), None if matrix.ones else matrix.entries  # type: ignore
+    edges = edges_of_matrix(matrix)
+    if edges is None:
+        raise DistributedIndexError("a SparseTensor that was computed")
+    return edges, matrix.storage.value()
+
+
+def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, bool]:
+    """Returns the arguments of a call that has edges where it had a ``SparseTensor`` of the graph.
+
+    A layer does with a matrix what its ``message_and_aggregate`` says, where it has one. That and
+    what is done with other matrices is left to PyG's own ``propagate``, between tensors of the
+    whole graph: products are exact there, and each worker computes its rows of them.
+
+    Args:
+        layer: The layer.
+        args: What it is called with.
+        kwargs: The same by name.
+
+    Returns:
+        The arguments, and whether a matrix is left among them.
+    """
+    matrices = [v for v in (*args, *kwargs.values()) if isinstance(v, SparseTensor)]
+    if not any(is_shared_matrix(m) or node_tensors(args, kwargs) for m in matrices):
+        return args, kwargs, False
+    own, message = (_definer(type(layer), name) for name in ("message_and_aggregate", "message"))
+    if own.__module__.startswith(_PYG) and (own is MessagePassing or issubclass(own, message)):
+        with suppress(DistributedIndexError):
+            return *without_matrix(layer, args, kwargs), False
+    return args, kwargs, True
+
+
+def _definer(kind: type, name: str) -> type:
+    """Returns the class that defines a method of another."""
+    return next(base for base in kind.__mro__ if name in vars(base))
 
 
 @cache

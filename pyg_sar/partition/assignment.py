@@ -361,6 +361,8 @@ def _range(ids: Tensor) -> tuple[int, int]:
 
 _ADJACENCY = "the edges, as "
 _WEIGHTED = "weighted "
+OF_TORCH_SPARSE = "SparseTensor"
+"""How the form of an ``adj_t`` ends that is torch-sparse's, not torch's."""
 
 
 def with_edges(data: Any) -> Any:
@@ -380,7 +382,7 @@ def with_edges(data: Any) -> Any:
         return data
     if isinstance(adjacency, SparseTensor):
         target, source, values = adjacency.coo()
-        form = "SparseTensor"
+        form = OF_TORCH_SPARSE
     elif isinstance(adjacency, Tensor) and adjacency.layout in (torch.sparse_csr, torch.sparse_coo):
         check_compressed(adjacency)
         (target, source), values = to_edge_index(adjacency)
@@ -415,7 +417,7 @@ def restore_adjacency(data: Data, whole: bool) -> None:
         source, target = data.edge_index
         size = (data.num_nodes, data.num_nodes)
         weight = data.edge_weight if weighted else None
-        if form.endswith("SparseTensor"):
+        if form.endswith(OF_TORCH_SPARSE):
             data.adj_t = SparseTensor(row=target, col=source, value=weight, sparse_sizes=size)
         else:
             make = to_torch_csr_tensor if form.endswith("csr") else to_torch_coo_tensor
@@ -428,7 +430,7 @@ def restore_adjacency(data: Data, whole: bool) -> None:
 def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:
     """Returns the layout of the ``adj_t`` that a graph's edges were, and whether it had weights.
 
-    A ``SparseTensor`` of torch-sparse is taken for PyTorch's ``sparse_csr``.
+    A ``SparseTensor`` of torch-sparse is taken for PyTorch's ``sparse_csr``, where that is missing.
 
     Args:
         values: The graph's attributes that are no tensors.
@@ -441,7 +443,7 @@ def adjacency_of(values: Mapping[str, Any]) -> tuple[torch.layout, bool] | None:
         return None
     name = form.removeprefix(_ADJACENCY).removeprefix(_WEIGHTED)
     layouts = {str(layout): layout for layout in (torch.sparse_csr, torch.sparse_coo)}
-    layouts["SparseTensor"] = torch.sparse_csr
+    layouts[OF_TORCH_SPARSE] = torch.sparse_csr
     return None if name not in layouts else (layouts[name], _WEIGHTED in form)
 
 

@@ -10,18 +10,28 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import WITH_TORCH_SPARSE
 
 from pyg_sar.comm.devices import random_states, set_random_states
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PartitionError
 from pyg_sar.ledger import Label
-from pyg_sar.partition.assignment import adjacency_of
+from pyg_sar.partition.assignment import OF_TORCH_SPARSE, adjacency_of
 from pyg_sar.partition.attributes import Attribute
 from pyg_sar.partition.metadata import PartitionMetadata
 from pyg_sar.partition.node_lists import PLACE, NodeList
 from pyg_sar.partition.parts import put_list
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors import Edges, NodeTensor, Rows, adjacency, edge_tensor, node_rows, wrap
+from pyg_sar.tensors import (
+    Edges,
+    NodeTensor,
+    Rows,
+    adjacency,
+    edge_tensor,
+    edges_matrix,
+    node_rows,
+    wrap,
+)
 
 STATES: Label = ("", "", "random states")
 """The ledger's label of random states."""
@@ -89,7 +99,11 @@ def global_data(local: Data, metadata: PartitionMetadata, comm: Communicator) ->
     found = adjacency_of(metadata.values)
     if found is not None:
         form, weighted = found
-        data.adj_t = adjacency(index, data.edge_weight if weighted else None, form)
+        weight = data.edge_weight if weighted else None
+        if WITH_TORCH_SPARSE and str(metadata.values["adj_t"]).endswith(OF_TORCH_SPARSE):
+            data.adj_t = edges_matrix(index, weight)
+        else:
+            data.adj_t = adjacency(index, weight, form)
         del data.edge_index
         if weighted:
             del data.edge_weight

@@ -198,9 +198,15 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     target, indices, values = given["self"], list(given["indices"]), given["values"]
     accumulate = bool(given["accumulate"])
     writes = func._schema.name.endswith("_")
-    if not isinstance(target, NodeTensor):
-        return into_plain(func, args, kwargs) if writes else by_gathering(func, args, kwargs)
     named = [k for k, index in enumerate(indices) if index is not None]
+    if not isinstance(target, NodeTensor):
+        if accumulate and _is_row_by_row(indices, named, values):
+            added = torch.zeros_like(target)
+            own_indices = [own(index, values.rows, 0) for index in indices]
+            _PUT(added, own_indices, values.local, True)
+            total = summed(added, values.rows)
+            return target.add_(total) if writes else target + total
+        return into_plain(func, args, kwargs) if writes else by_gathering(func, args, kwargs)
     out: Any = target if writes else target.clone()
     out.edges = None
     axis = target.axis
@@ -241,6 +247,14 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
     else:
         out.local.index_put_((chosen.local,), values, accumulate)
     return out
+
+
+def _is_row_by_row(indices: list[Any], named: list[int], values: Tensor) -> bool:
+    """Returns whether each row of values has one id along each of the first axes."""
+    if not isinstance(values, NodeTensor) or values.axis or len(named) != len(indices):
+        return False
+    ids = (i for i in indices if not _is_mask(i))
+    return sum(i.dim() == 1 and i.size(0) == values.size(0) for i in ids) == len(indices)
 
 
 def _put_gathered(given: dict[str, Any], out: NodeTensor) -> NodeTensor:

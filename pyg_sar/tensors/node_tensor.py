@@ -12,6 +12,11 @@ refused.
 others are composed, so that nothing gets past them. DTensor works in the same way, but with rows
 cut into equal runs and torch's own process groups; here rows lie where the partition put them.
 
+[Note: operators of other packages] Those of torch-scatter, say, read memory above the rules: their
+kernels come before a tensor's class does. They are taken where they are called, by their full name
+(``OPERATORS``), and refused there where none is known, whatever an operator of torch by that name
+does.
+
 [Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
 anywhere. To write into such a copy would not reach the tensor that it is a view of, and to write
 into that one would not reach the copy. Both raise: the copy knows its origin, and how often was
@@ -32,6 +37,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
@@ -49,6 +55,20 @@ RULES: dict[str, Rule] = {}
 
 METHODS: dict[Any, Rule] = {}
 """Functions that are taken before autograd sees them: those that leave torch, and a few more."""
+
+
+OPERATORS: dict[str, Rule] = {}
+"""Rules of operators of other packages by their full names, called where autograd sees them."""
+
+
+def operator(*names: str) -> Callable[[Rule], Rule]:
+    """Registers the rule of operators of other packages: ``"torch_scatter::scatter_max"``."""
+
+    def register(found: Rule) -> Rule:
+        OPERATORS.update(dict.fromkeys(names, found))
+        return found
+
+    return register
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -134,6 +154,8 @@ class NodeTensor(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = METHODS.get(func)
+        if isinstance(func, OpOverload | OpOverloadPacket) and not _is_own(func):
+            found = OPERATORS.get(_full_name(func), refused)
         if found is not None:
             return found(func, args, kwargs or {})
         if isinstance((kwargs or {}).get("out"), Tensor):
@@ -146,7 +168,7 @@ class NodeTensor(Tensor):
         cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         name = func._schema.name.rpartition("::")[2]
-        found = RULES.get(name)
+        found = RULES.get(name) if _is_own(func) else refused
         if found is None:
             # In inference mode operators that are composed of others come as they are.
             out = func.decompose(*args, **(kwargs or {}))
@@ -286,9 +308,21 @@ def _shares(one: Tensor, other: Tensor) -> bool:
     return one.untyped_storage()._cdata == other.untyped_storage()._cdata
 
 
+def _full_name(func: Any) -> str:
+    """Returns an operator's name with its package: ``torch_scatter::scatter_max``."""
+    return str(func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name)
+
+
+def _is_own(func: Any) -> bool:
+    """Returns whether an operator is one of torch's, of which all of torch is composed."""
+    return _full_name(func).startswith("aten::")
+
+
 def name_of(func: Any) -> str:
     """Returns an operator's name for messages: ``aten.sort``."""
-    return str(func._schema.name).replace("::", ".") if hasattr(func, "_schema") else func.__name__
+    if isinstance(func, OpOverload | OpOverloadPacket):
+        return _full_name(func).replace("::", ".")
+    return str(func.__name__)
 
 
 def refusal(func: Any, why: str, *tensors: Any) -> DistributedIndexError:

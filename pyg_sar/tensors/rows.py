@@ -422,6 +422,14 @@ class Rows:
         return self.keep(("fetch", id(key), written(key)), key, lambda: self._fetch(ids))
 
     def _fetch(self, ids: Tensor) -> Fetch:
+        return Fetch(*self.homes(ids), self.count, self.comm)
+
+    def homes(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the worker of each row that this worker names, and its number there. Collective.
+
+        Args:
+            ids: Their places in the whole ``[K]``, none negative.
+        """
         comm, world = self.comm, self.comm.world_size
         # A row's home, by its place in the whole, knows where it lies: N / W entries each.
         if self._directory is None:
@@ -443,7 +451,7 @@ class Rows:
         found = torch.cat(all_to_all(answers, comm))
         places = torch.empty_like(found)
         places[order] = found
-        return Fetch(places[:, 0], places[:, 1], self.count, comm)
+        return places[:, 0], places[:, 1]
 
     def _numbers(self, ids: Tensor) -> Tensor:
         return torch.arange(ids.numel(), device=ids.device)

@@ -33,7 +33,14 @@ from pyg_sar.partition.metadata import VERSION, read_metadata
 from pyg_sar.partition.node_lists import is_named
 from pyg_sar.partition.storage import read_part, write_partitions
 from pyg_sar.partition.whole_graph import store_tensors
-from pyg_sar.tensors import NodeMatrix, NodeTensor, node_tensors, whole
+from pyg_sar.tensors import (
+    NodeMatrix,
+    NodeTensor,
+    is_shared_matrix,
+    node_tensors,
+    whole,
+    whole_matrix,
+)
 from pyg_sar.tensors.rows import Writes
 from pyg_sar.tools.script_together import Together, digest_of_states
 
@@ -266,6 +273,9 @@ def _plain(value: Any, what: str, keep: bool) -> Any:
         return found.contiguous() if keep else None
     if isinstance(value, NodeMatrix):
         matrix = value.whole()
+        return matrix if keep else None
+    if is_shared_matrix(value):
+        matrix = whole_matrix(value)
         return matrix if keep else None
     if isinstance(value, dict):
         return {key: _plain(one, what, keep) for key, one in value.items()}

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.nn import Module
 from torch.nn.parameter import is_lazy
 from torch_geometric.data import Data, HeteroData
+from torch_geometric.typing import SparseTensor
 
 from pyg_sar.convert import distribute
 from pyg_sar.errors import DistributedIndexError
@@ -198,7 +199,9 @@ class Models:
     def _find_widths(self, model: Module, args: Any, kwargs: Any) -> None:
         """Runs a model on a graph of one node of each type and one edge of each relation."""
 
-        def cut(value: Tensor) -> Tensor:
+        def cut(value: Any) -> Any:
+            if isinstance(value, SparseTensor):
+                return SparseTensor.eye(1, has_value=value.has_value(), dtype=value.dtype())
             if _is_pair(value) or isinstance(value, NodeMatrix):
                 return torch.zeros(2, 1, dtype=torch.long, device=value.device)
             if value.dim() == 0:
@@ -208,6 +211,8 @@ class Models:
         def small(value: Any) -> Any:
             if isinstance(value, Data | HeteroData):
                 return copy.copy(value).apply(cut)
+            if isinstance(value, SparseTensor):
+                return cut(value)
             return mapped(cut, value)
 
         def noted(module: Any) -> Callable[[], None]:

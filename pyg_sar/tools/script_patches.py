@@ -27,10 +27,12 @@ from torch.nn import Module
 from torch.optim import Optimizer
 from torch_geometric.data import Dataset, InMemoryDataset
 from torch_geometric.transforms import BaseTransform
+from torch_geometric.typing import WITH_TORCH_SPARSE
 
 from pyg_sar.comm.group import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.global_calls import GlobalCalls
+from pyg_sar.tensors.sparse import unsorted_matrices
 from pyg_sar.tools.script_files import Output, PrivateFiles, called_by_package
 from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
 from pyg_sar.tools.script_models import Models
@@ -86,6 +88,8 @@ class Process:
                 output = Output(getattr(sys, stream), self.is_first)
                 stack.callback(output.close)
                 put(sys, stream, lambda real, output=output: output)
+            if WITH_TORCH_SPARSE:
+                unsorted_matrices(put)
             for replace in (self._datasets, self._models, self._files, self._seeds, self._refused):
                 replace(put)
             yield

@@ -1,0 +1,352 @@
+"""Rules of torch-scatter's and torch-sparse's operators on tensors of the whole graph.
+
+[Note: rows of a product] A product of a ``SparseTensor`` and a dense matrix runs on each worker's
+rows of the result. The matrix' entries go to the workers of their rows once, three numbers each;
+then each product fetches the rows that a worker's entries name, each once, and calls torch-sparse's
+own kernel. So ties of maxima fall as in one process, and nobody holds all rows. Reductions by
+torch-scatter, and all that prepares a matrix, take all of its entries on every worker.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.tensors.node_tensor import (
+    NodeTensor,
+    mapped,
+    name_of,
+    node_tensors,
+    operator,
+    rule,
+    whole,
+)
+from pyg_sar.tensors.operands import own, summed, wrap
+from pyg_sar.tensors.rows import Fetch, Rows, all_to_all
+
+_PLACE_OF_OUT = {"gather_coo": 2, "gather_csr": 2} | {
+    f"{kind}_{op}{form}": 2 if form else 3
+    for kind, forms in (("scatter", ("",)), ("segment", ("_coo", "_csr")))
+    for form in forms
+    for op in ("sum", "mean", "mul", "min", "max")
+}
+"""Operators of torch-scatter that write into an argument, if given, and which."""
+
+
+class _Whole(torch.autograd.Function):
+    """All rows of a node tensor, on every worker. The gradient's rows go back to their workers."""
+
+    @staticmethod
+    def forward(ctx: Any, x: NodeTensor, what: str) -> Tensor:
+        ctx.place = x.rows, x.axis
+        return cast(Tensor, whole(x.detach(), what))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        rows, axis = ctx.place
+        return wrap(own(gradient, rows, axis), rows, axis), None
+
+
+class _WholeGradient(torch.autograd.Function):
+    """A copy. Its gradient is a plain tensor, as backward passes of other packages need it."""
+
+    @staticmethod
+    def forward(ctx: Any, out: Tensor, what: str) -> Tensor:
+        ctx.what = what
+        return out.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return cast(Tensor, whole(gradient, ctx.what)), None
+
+
+@operator(
+    *(f"torch_scatter::{name}" for name in _PLACE_OF_OUT),
+    *("torch_sparse::ptr2ind", "torch_sparse::non_diag_mask", "torch_sparse::random_walk"),
+    *("torch_sparse::saint_subgraph", "torch_sparse::sample_adj", "torch_sparse::partition"),
+)
+def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
+    """Gathers all rows and calls the operator on them: the same result on all workers."""
+    what = f"'{name_of(func)}'"
+    place = _PLACE_OF_OUT.get(what[1:-1].rpartition(".")[2], len(args))
+    take = lambda t: _Whole.apply(t, what) if isinstance(t, NodeTensor) else t  # noqa: E731
+    into = args[place] if place < len(args) else None
+    given = [t if into is None or t is not into else whole(t.detach(), what).clone() for t in args]
+    found = func(*mapped(take, given), **mapped(take, kwargs))
+    found = mapped(lambda t: _WholeGradient.apply(t, what) if t.requires_grad else t, found)
+    if into is None:
+        return found
+    into.copy_(found if isinstance(found, Tensor) else found[0])
+    return into if isinstance(found, Tensor) else (into, *found[1:])
+
+
+@rule("segment_reduce", "_segment_reduce_backward")
+def _segments(func: Any, args: Any, kwargs: Any) -> Any:
+    """Segments cross workers: all rows are gathered."""
+    take = lambda t: whole(t, f"'{name_of(func)}'")  # noqa: E731
+    return func(*mapped(take, args), **mapped(take, kwargs))
+
+
+@operator("torch_sparse::ind2ptr")
+def _pointers(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Returns where each of ``size`` rows begins among sorted row ids, int64 ``[size + 1]``."""
+    rows, size = args
+    counts = summed(torch.bincount(rows.local, minlength=size), rows.rows)
+    return torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+
+
+# Products #####################################################################
+
+
+@dataclass(frozen=True, slots=True)
+class _Product:
+    """What products of one matrix with rows of one layout share. See [Note: rows of a product].
+
+    Attributes:
+        targets: The layout of the result's rows.
+        entries: The layout of the entries, each at the worker of its row.
+        sources: This worker's columns, sorted; the product takes these rows.
+        matrix: torch-sparse's matrix between these.
+    """
+
+    targets: Rows
+    entries: Rows
+    sources: Tensor
+    matrix: Any
+    fetches: dict[int, tuple[Rows, Fetch]]
+
+    def fetch(self, rows: Rows, ids: Tensor) -> Fetch:
+        """Returns the plan that gets rows of a layout. Collective where there is none yet."""
+        found = self.fetches.get(id(rows))
+        if found is None:
+            found = self.fetches[id(rows)] = rows, Fetch(*rows.homes(ids), rows.count, rows.comm)
+        return found[1]
+
+    def taken(self, x: Tensor, ids: Tensor, axis: int) -> Tensor:
+        """Returns rows of ``x`` by their places in the whole, differentiable."""
+        if not isinstance(x, NodeTensor):
+            comm = self.targets.comm
+            if x.requires_grad and torch.is_grad_enabled() and comm.world_size > 1:
+                (x,) = Shared.apply(comm, x)
+            return x.index_select(axis, ids)
+        local = to_local(x, x.rows, axis).movedim(axis, 0)
+        return cast(Tensor, _Fetched.apply(local, self.fetch(x.rows, ids))).movedim(0, axis)
+
+
+class _Fetched(torch.autograd.Function):
+    """Rows of other workers; gradients of the same row are added up where it lies."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, fetch: Fetch) -> Tensor:
+        ctx.fetch = fetch
+        return fetch.get(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        out = gradient.new_zeros(ctx.fetch.num_local, *gradient.shape[1:])
+        return ctx.fetch.put(gradient, out, True), None
+
+
+def _make_product(row: Tensor, col: Tensor, targets: Rows, is_sorted: bool) -> _Product:
+    """Plans products of a matrix. Collective.
+
+    Args:
+        row: The entries' rows ``[E]``, a node tensor or a plain one.
+        col: Their columns.
+        targets: The layout of the result's rows.
+        is_sorted: Whether entries are in the matrix' own order; else they are put in it here.
+    """
+    given = next(iter(node_tensors(col, row)), None)
+    if given is None:
+        place = targets.local(row)
+        ids = (place >= 0).nonzero().view(-1)
+        place, col = place[ids], col[ids]
+    else:
+        rows = given.rows
+        row, col = own(row, rows, 0), own(col, rows, 0)
+        owner, place = targets.homes(row)
+        facts = torch.stack([place, col, rows.ids], 1)[owner.argsort(stable=True)]
+        counts = torch.bincount(owner, minlength=rows.comm.world_size).tolist()
+        facts = torch.cat(all_to_all(list(facts.split(counts)), rows.comm))
+        place, col, ids = facts[facts[:, 2].argsort()].unbind(1)
+    order = place.argsort(stable=True)
+    if not is_sorted:
+        order = col.argsort(stable=True)
+        order = order[place[order].argsort(stable=True)]
+    sources, col = col[order].unique(return_inverse=True)
+    total = row.numel() if given is None else given.rows.total
+    # A matrix without rows or columns divides torch-sparse's kernels by zero.
+    size = max(targets.count, 1), max(sources.numel(), 1)
+    make = sys.modules["torch_sparse"].SparseTensor
+    matrix = make(row=place[order], col=col, sparse_sizes=size, is_sorted=True, trust_data=True)
+    entries = Rows(targets.comm, total, ids.numel(), ids[order])
+    return _Product(targets, entries, sources, matrix, {})
+
+
+def product(
+    reduce: str,
+    size: int,
+    row: Tensor,
+    col: Tensor,
+    value: Tensor | None,
+    mat: Tensor,
+    is_sorted: bool = True,
+) -> tuple[Tensor, Tensor | None]:
+    r"""Returns :math:`y_i = \bigoplus_{e: row_e = i} value_e \, mat_{col_e}`, differentiable.
+
+    Args:
+        reduce: ``'sum'``, ``'mean'``, ``'min'`` or ``'max'``.
+        size: Rows of the result.
+        row: The entries' rows, int64 ``[E]``.
+        col: Their columns, int64 ``[E]``.
+        value: Their values ``[E]``; ``None``: all 1.
+        mat: The dense matrix ``[*, N, F]``.
+        is_sorted: Whether entries are sorted by row.
+
+    Returns:
+        A node tensor ``[*, size, F]``; of ``'min'`` and ``'max'`` also which entry it was, as they
+        were given.
+    """
+    axis = mat.dim() - 2
+    at_rows = isinstance(mat, NodeTensor) and mat.axis == axis
+    mat = mat if at_rows else whole(mat, "'torch_sparse.spmm'")
+    first = node_tensors(mat, col, row, value)[0].rows
+    targets = first if at_rows and first.total == size else first.share(size)
+    key = id(targets), id(row), is_sorted
+    kept = col.__dict__.get("_product")
+    if kept is None or kept[0] != key:
+        kept = key, _make_product(row, col, targets, is_sorted), (targets, row)
+        col.__dict__["_product"] = kept
+    plan = kept[1]
+    table = plan.taken(mat, plan.sources, axis)
+    if not plan.sources.numel():
+        shape = list(table.shape)
+        shape[axis] = 1
+        table = torch.cat([table, table.new_zeros(shape)], axis)
+    matrix = plan.matrix
+    if value is not None:
+        value = plan.taken(value, plan.entries.ids, 0).to(mat.dtype)
+        matrix = matrix.set_value(value, layout="coo")
+    found = getattr(sys.modules["torch_sparse.matmul"], f"spmm_{reduce}")(matrix, table)
+    out, *which = found if isinstance(found, tuple) else (found,)
+    out = FromLocal.apply(out.narrow(axis, 0, targets.count), targets, axis)
+    if not which:
+        return out, None
+    ends = torch.cat([plan.entries.ids, plan.entries.ids.new_full((1,), plan.entries.total)])
+    return out, wrap(ends[which[0].narrow(axis, 0, targets.count)], targets, axis)
+
+
+@operator(*(f"torch_sparse::spmm_{reduce}" for reduce in ("sum", "mean", "min", "max")))
+def _spmm(func: Any, args: Any, kwargs: Any) -> Any:
+    reduce = name_of(func).rpartition("_")[2]
+    if reduce in ("sum", "mean"):
+        args = args[1:]
+    rowptr, col, value = args[:3]
+    mat = args[-1]
+    rowptr = whole(rowptr, "'torch_sparse.spmm'")
+    row = col.__dict__.get("_row_of")
+    if row is None:
+        places = col.rows.ids if isinstance(col, NodeTensor) else torch.arange(col.numel())
+        row = torch.searchsorted(rowptr, places.to(rowptr.device), right=True) - 1
+        row = wrap(row, col.rows, 0) if isinstance(col, NodeTensor) else row
+        col.__dict__["_row_of"] = row
+    out, which = product(reduce, rowptr.numel() - 1, row, col, value, mat)
+    return out if which is None else (out, which)
+
+
+# Matrices #####################################################################
+
+_REDUCTIONS = {"add": "sum"} | {name: name for name in ("sum", "mean", "min", "max")}
+_IN_ORDER = ("_row", "_col", "_value", "_csr2csc", "_csc2csr")
+
+
+def edges_matrix(edge_index: NodeTensor, weight: NodeTensor | None) -> Any:
+    """Returns the ``SparseTensor`` of distributed edges: a row for each target.
+
+    Args:
+        edge_index: The edges, sorted by target and source. Layers are given these again.
+        weight: Its values; ``None``: it has none.
+    """
+    edges = edge_index.edges
+    size = edges.targets.total, edges.sources.total
+    col, row = edge_index.unbind(0)
+    make = sys.modules["torch_sparse"].SparseTensor
+    out = make(row=row, col=col, value=weight, sparse_sizes=size, is_sorted=True, trust_data=True)
+    out.storage.col().__dict__["_edges_of"] = edge_index
+    return out
+
+
+def edges_of_matrix(matrix: Any) -> NodeTensor | None:
+    """Returns the distributed edges that a ``SparseTensor`` was made of, if so."""
+    return cast(NodeTensor | None, matrix.storage.col().__dict__.get("_edges_of"))
+
+
+def is_shared_matrix(value: Any) -> bool:
+    """Returns whether ``value`` is a ``SparseTensor`` of node tensors."""
+    storage = getattr(value, "storage", None)
+    return hasattr(value, "sparse_sizes") and bool(node_tensors(dict(vars(storage))))
+
+
+def whole_matrix(matrix: Any) -> Any:
+    """Returns a ``SparseTensor`` with all entries, as plain tensors. Collective."""
+    row, col, value = (whole(part, "adj_t") for part in matrix.coo())
+    given = {"sparse_sizes": matrix.sparse_sizes(), "is_sorted": True, "trust_data": True}
+    return type(matrix)(row=row, col=col, value=value, **given)
+
+
+def unsorted_matrices(put: Callable[..., None]) -> None:
+    """Replaces what torch-sparse does when a matrix is made, so that models can make one each time.
+
+    It sorts the entries, for which they would be gathered. Those of node tensors are sorted when
+    something asks for their order; products don't.
+
+    Args:
+        put: Called with an owner, a name, and what makes the new attribute of the old one.
+    """
+    plain = sys.modules["torch_sparse.storage"].SparseStorage
+
+    def make(real: Callable[..., None]) -> Callable[..., None]:
+        def sort(storage: Any, name: str) -> Any:
+            if name not in _IN_ORDER:
+                raise AttributeError(name)
+            storage.__class__ = plain
+            row, col, value = storage.__dict__.pop("_given")
+            real(storage, row=row, col=col, value=value, sparse_sizes=storage._sparse_sizes)
+            return storage.__dict__[name]
+
+        unsorted = type(plain.__name__, (plain,), {"__getattr__": sort})
+
+        def init(storage: Any, *args: Any, **kwargs: Any) -> None:
+            names = ("row", "rowptr", "col", "value")
+            given = dict(zip(names, args, strict=False)) | kwargs
+            waits = len(args) <= len(names) and not given.get("is_sorted")
+            waits = waits and isinstance(given.get("col"), NodeTensor) and len(given["col"]) > 0
+            if not waits or given.get("row") is None:
+                real(storage, *args, **kwargs)
+                return
+            real(storage, **{**given, "is_sorted": True})
+            parts = [storage.__dict__.pop(name) for name in _IN_ORDER][:3]
+            storage.__class__, storage.__dict__["_given"] = unsorted, parts
+
+        return init
+
+    def multiply(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def spmm(src: Any, other: Tensor, reduce: str = "sum") -> Tensor:
+            given = src.storage.__dict__.get("_given")
+            row, col, value = given or (None, src.storage._col, src.storage._value)
+            if reduce not in _REDUCTIONS or not node_tensors(col, value, other):
+                return real(src, other, reduce)
+            row = src.storage.row() if row is None else row
+            size = src.sparse_size(0)
+            return product(_REDUCTIONS[reduce], size, row, col, value, other, given is None)[0]
+
+        return spmm
+
+    put(plain, "__init__", make)
+    put(sys.modules["torch_sparse.matmul"], "spmm", multiply)
