@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch_geometric.nn
 from safetensors.torch import load_file
+from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.errors import LostWorkerError, WorkerError
@@ -203,6 +204,49 @@ def test_fewer_workers_than_parts(parts, tmp_path, capsys):
     assert "4 epochs, last loss" in capsys.readouterr().out
     assert [len(m["sent_bytes"]) for m in read_metrics(report)] == [2, 2, 2, 1]
     assert (report / "report.png").exists()
+
+
+def test_a_checkpoint_is_not_overwritten_by_another_run(parts, tmp_path, capfd):
+    """One of many epochs was replaced by one of few, without a word."""
+    checkpoint, other = tmp_path / "c", tmp_path / "other"
+    train = ["train", "--parts", f"{parts}1", *SMALL, "--quiet", "--checkpoint", str(checkpoint)]
+    assert cli.main([*train, "--epochs", "5"]) == 0
+    assert "resumed" not in capfd.readouterr().err
+    before = checkpoint.read_bytes()
+    other.write_bytes(before)
+    for more in ([], ["--resume", str(other)]):
+        error = usage_error(capfd, *train, "--epochs", "3", *more)
+        assert "would replace it; go on from it (--resume)" in error and "--overwrite" in error
+        assert checkpoint.read_bytes() == before
+    for more in (["--resume"], ["--auto-resume"], ["--auto-resume", "--resume", "none"]):
+        checkpoint.write_bytes(before)
+        assert cli.main([*train, "--epochs", "6", *more]) == 0
+        found = capfd.readouterr()
+        assert f"resumed from {checkpoint} after epoch 5 of 6\n" in found.err
+        assert load_checkpoint(checkpoint).state["epoch"] == 6
+    assert cli.main([*train, "--epochs", "3", "--overwrite"]) == 0
+    assert load_checkpoint(checkpoint).state["epoch"] == 3
+
+
+def test_graphs_whose_features_or_labels_are_no_numbers(tmp_path, capsys):
+    for name, change, command, message in (
+        ("x", {"x": ["a", "b", "c"]}, "partition", "Expected 'x' to hold numbers, a row per node"),
+        ("y", {"y": ["a", "b", "c"]}, "train", "data.y is a list, no tensor of numbers"),
+        ("short", {"y": torch.tensor([0, 1])}, "train", "Expected 'data.y' to have a row for each"),
+    ):
+        mask = torch.tensor([True, True, False])
+        graph = Data(x=torch.ones(3, 2), edge_index=torch.tensor([[0, 1], [1, 2]]), num_nodes=3)
+        graph.y, graph.train_mask = torch.tensor([0, 1, 0]), mask
+        for key, value in change.items():
+            graph[key] = value
+        torch.save(graph.to_dict(), tmp_path / f"{name}.pt")
+        out = ["--out", str(tmp_path / name)]
+        cut = ["partition", str(tmp_path / f"{name}.pt"), "--parts", "1", *out, "--quiet"]
+        if command == "train":
+            assert cli.main(cut) == 0
+            capsys.readouterr()
+            cut = ["train", "--parts", str(tmp_path / name), *SMALL, "--quiet"]
+        assert message in usage_error(capsys, *cut)
 
 
 def test_torchrun_with_fewer_workers_than_parts(parts, tmp_path, capsys, monkeypatch):

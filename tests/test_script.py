@@ -10,6 +10,7 @@ import random
 import re
 import runpy
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -379,6 +380,59 @@ def test_parts_in_one_process(tmp_path, monkeypatch, capsys):
         torch.set_default_dtype(kept)
     found = capsys.readouterr().out
     assert numbers(found) == pytest.approx(numbers(expected), abs=1e-10)
+
+
+FIXED = """
+import torch
+from torch_geometric.data import Data, Dataset
+
+class Fixed(Dataset):
+    def len(self):
+        return 1
+
+    def get(self, idx):
+        return Data(x=torch.arange(40.0).view(20, 2), edge_index=torch.arange(20).repeat(2, 1))
+
+data = Fixed()[0]
+print(float((data.x ** 2).sum()))
+"""
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "altered: its SHA-256": lambda root: flip(next(root.glob("part-00001*"))),
+    "is missing": lambda root: next(root.glob("part-00000*")).unlink(),
+    "'metadata.json' is missing": lambda root: (root / "metadata.json").unlink(),
+}
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+
+
+def test_a_damaged_part_in_the_cache_is_made_anew(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("s.py").write_text(FIXED)
+    config = ScriptConfig(script="s.py", parts=2, cache="cache")
+    expected = f"{float((torch.arange(40.0) ** 2).sum())}\n"
+    try:
+        assert work(config) == 0 and capsys.readouterr().out == expected
+        (root,) = Path("cache").iterdir()
+        for message, damage in DAMAGES.items():
+            damage(root)
+            assert work(config) == 0
+            said = capsys.readouterr()
+            assert said.out == expected and list(Path("cache").iterdir()) == [root]
+            lines = said.err.splitlines()
+            assert len(lines) == 1 and "is partitioned again: " in lines[0] and message in lines[0]
+        assert work(config) == 0 and capsys.readouterr().err == ""
+        DAMAGES["is missing"](root)
+        (root / "mine").touch()
+        with pytest.raises(FileExistsError, match="'mine' is of no partition; move it elsewhere"):
+            work(config)
+        assert (root / "mine").exists()
+    finally:
+        finalize()
 
 
 def test_all_is_put_back(tmp_path, monkeypatch):

@@ -301,6 +301,19 @@ def _publish(folder: TemporaryFolder, finished: Path, root: Path, overwrite: boo
     _flush(root.parent)
 
 
+def remove_partition(root: Path) -> None:
+    """Removes a partition, a damaged one too.
+
+    Raises:
+        FileExistsError: It is a link or a file, or holds more than files of a partition.
+    """
+    others = [root.name] if root.is_symlink() or not root.is_dir() else _others(root)
+    if others:
+        raise FileExistsError(f"'{root}': {others[0]!r} is of no partition; move it elsewhere")
+    with TemporaryFolder.beside(root) as folder:
+        root.rename(folder / "parts")
+
+
 # Adding to it ############################################################################
 
 

@@ -526,7 +526,7 @@ def _add_files(command: argparse.ArgumentParser) -> None:
     group("--auto-resume", action="store_true", help="go on from --checkpoint if it exists")
     group("--allow-changes", action="store_true", help="resume with other settings")
     group("--report", metavar="DIR", help="write settings, metrics and a picture here")
-    group("--overwrite", action="store_true", help="replace another run's report")
+    group("--overwrite", action="store_true", help="replace another run's report and checkpoint")
     group("--quiet", action="store_true", help="no progress")
 
 

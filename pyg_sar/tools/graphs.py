@@ -31,6 +31,7 @@ import inspect
 import os
 import pickle
 import re
+import sys
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass, fields
@@ -280,6 +281,11 @@ def _load_dataset(name: str, root: Path) -> Data | HeteroData:
     arguments: dict[str, Any] = {"root": str(folder)} if "root" in parameters else {}
     if member:
         arguments["name"] = member
+    if "root" in arguments:
+        sys.stderr.write(
+            f"PyG's {family} reads '{folder}', and may unpickle files there, which can run code: "
+            "take them from a source that you trust\n"
+        )
     try:
         dataset = kind(**arguments)
     except ImportError as error:
@@ -426,7 +432,15 @@ def _stack_features(data: Data, patterns: list[str], num_nodes: int) -> None:
     data.x = x
 
 
-def _prepare_features(x: Tensor, options: GraphOptions) -> Tensor:
+def _prepare_features(x: Any, options: GraphOptions) -> Tensor:
+    if not isinstance(x, Tensor):
+        try:
+            x = torch.as_tensor(x)
+        except (TypeError, ValueError, RuntimeError):
+            raise ValueError(
+                "Expected 'x' to hold numbers, a row per node (got a "
+                f"{type(x).__name__}: {str(x)[:40]} ...); keep texts under another name"
+            ) from None
     if x.layout != torch.strided and not options.sparse:
         x = x.to_dense()
     if options.normalize and x.layout == torch.strided:

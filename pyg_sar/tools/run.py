@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import copy
 import os
+import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -96,10 +97,10 @@ class RunConfig:
         checkpoint: File for checkpoints.
         checkpoint_every: Epochs between them.
         resume: Checkpoint to go on from.
-        auto_resume: Go on from ``checkpoint`` where that file exists.
+        auto_resume: Go on from ``checkpoint`` where that file exists, else from ``resume``.
         allow_changes: Resume although settings differ.
         report: Folder for the report.
-        overwrite: Replace another run's report.
+        overwrite: Replace another run's report and checkpoint.
         progress: A bar, a line per evaluation, or nothing.
     """
 
@@ -141,6 +142,12 @@ def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainRe
 
 
 def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -> Trainer:
+    path = comm.broadcast_object(_checkpoint_to_resume(config) if comm.rank == 0 else None)
+    if path == "":
+        raise UsageError(
+            f"--checkpoint {config.checkpoint}: the file is there, and this run would replace it; "
+            "go on from it (--resume), give another file, or replace it (--overwrite)"
+        )
     data = load_partition(config.parts)
     if not isinstance(data, Data):
         raise UsageError(
@@ -166,15 +173,24 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
         sampler=config.sampler,
         callbacks=_callbacks(config, stock, stop),
     )
-    path = config.resume
-    if path is None and config.auto_resume and config.checkpoint is not None:
-        # Rank 0 wrote it, so rank 0 knows whether there is one.
-        path = (
-            config.checkpoint if comm.broadcast_object(os.path.isfile(config.checkpoint)) else None
-        )
     if path is not None:
         _resume(trainer, path, config)
     return trainer
+
+
+def _checkpoint_to_resume(config: RunConfig) -> str | None:
+    """Returns where the run goes on from; ``""``: it would replace a file without being told to.
+
+    Rank 0 writes the file, so rank 0 knows whether there is one.
+    """
+    if config.checkpoint is None or not os.path.lexists(config.checkpoint):
+        return config.resume
+    if config.auto_resume:
+        return config.checkpoint
+    named = config.resume is not None
+    if named and os.path.realpath(str(config.resume)) == os.path.realpath(config.checkpoint):
+        return config.resume
+    return config.resume if config.overwrite else ""
 
 
 def _features(data: Data) -> Tensor:
@@ -274,6 +290,9 @@ def _resume(trainer: Trainer, path: str, config: RunConfig) -> None:
             f"{path!r} was saved with another model: {', '.join(changes)}; give the same model"
         )
     trainer.resume(path, allow_changes=config.allow_changes)
+    if trainer.comm.rank == 0:
+        done = f"epoch {trainer.epoch} of {config.train.epochs}"
+        print(f"resumed from {path} after {done}", file=sys.stderr, flush=True)
 
 
 # The demo #####################################################################

@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import os
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -31,7 +32,12 @@ from pyg_sar.files import TemporaryFolder
 from pyg_sar.partition.loading import load_partition
 from pyg_sar.partition.metadata import VERSION, read_metadata
 from pyg_sar.partition.node_lists import is_named
-from pyg_sar.partition.storage import read_part, write_partitions
+from pyg_sar.partition.storage import (
+    merge_partitions,
+    read_part,
+    remove_partition,
+    write_partitions,
+)
 from pyg_sar.partition.whole_graph import store_tensors
 from pyg_sar.tensors import (
     NodeMatrix,
@@ -98,7 +104,16 @@ class Graphs:
             made = make()
             return self._written(made, digest_of_states() == before, name)
 
-        found = self._loaded(self.together.first(work))
+        owners = dict(self.owners)
+        where = self.together.first(work)
+        try:
+            found = self._loaded(where)
+        except PartitionError:
+            # On all workers alike. What is in the cache was made by the same calls: once more.
+            if not self.together.first(lambda: self._remove_damaged(where)):
+                raise
+            self.owners = owners
+            found = self._loaded(self.together.first(work))
         if dataset is not None:
             self._remember(dataset, found, name)
         return found
@@ -162,9 +177,12 @@ class Graphs:
             self.temporary = self.temporary or TemporaryFolder("pyg_sar-parts-")
             parent = self.temporary.path
         root = parent / f"{found.hexdigest()[:32]}-{parts}"
-        if not _is_partition(root):
+        known, problem = _owners_there(root, owners)
+        if known is None:
             parent.mkdir(parents=True, exist_ok=True)
             method = METHOD if owners is None else owners
+            if os.path.lexists(root):
+                _remove(root, problem)
             try:
                 write_partitions(
                     data,
@@ -173,14 +191,14 @@ class Graphs:
                     method,
                     node_ids=self._said(data),
                     levels={k: level for k, level in (self.levels or {}).items() if k in data},
-                    overwrite=root.exists(),
                 )
             except FileExistsError:  # by another run, meanwhile
-                if not _is_partition(root):
+                if _owners_there(root, owners)[0] is None:
                     raise
             except (TypeError, ValueError) as error:
                 raise type(error)(f"{name} can't be distributed: {error}") from error
-        self.owners.setdefault(key, owners_of(root) if owners is None else owners)
+            known = owners_of(root) if owners is None else owners
+        self.owners.setdefault(key, known)
         return str(root)
 
     def _said(self, data: Graph) -> dict[str, bool]:
@@ -193,6 +211,20 @@ class Graphs:
         return kept | {
             name: is_list for name, is_list in (self.node_ids or {}).items() if name in names
         }
+
+    def _remove_damaged(self, where: Any) -> bool:
+        """Removes partitions of the cache that can't be loaded; returns whether there was one."""
+        if not isinstance(where, str):
+            return sum(self._remove_damaged(one) for ones in where.values() for one in ones) > 0
+        root, problem = Path(where), ""
+        try:
+            merge_partitions(root)
+        except PartitionError as error:
+            problem = str(error)
+        if not problem or root.parent != self.cache:
+            return False
+        _remove(root, problem)
+        return True
 
     # At all ------------------------------------------------------------------
 
@@ -310,12 +342,26 @@ def _owners(count: int, n_ids: list[Tensor]) -> Tensor:
     return owner
 
 
-def _is_partition(root: Path) -> bool:
+def _owners_there(root: Path, owners: Owners | None) -> tuple[Owners | None, str]:
+    """Returns the owners of a partition's nodes; ``None`` and why where there is no whole one.
+
+    Args:
+        root: The partition.
+        owners: They, where they are known. Then the parts are not looked at.
+    """
     try:
+        if owners is None:
+            return owners_of(root), ""
         read_metadata(root)
-    except PartitionError:
-        return False
-    return True
+    except PartitionError as error:
+        return None, str(error)
+    return owners, ""
+
+
+def _remove(root: Path, problem: str) -> None:
+    """Removes a partition that can't be loaded, and says so."""
+    remove_partition(root)
+    sys.stderr.write(f"pyg-sar: the graph is partitioned again: {problem}\n")
 
 
 def add_to_digest(found: Any, value: Any) -> None:

@@ -75,7 +75,7 @@ def find_targets(
     """
     values = data.get(name)
     if not isinstance(values, Tensor) or values.dim() == 0:
-        raise _missing(name)
+        raise _missing(name, values)
     of_classes = of_classes and not (probabilities and values.is_floating_point())
     if of_classes:
         values = node_labels(data, name)
@@ -113,7 +113,7 @@ def node_labels(data: Data, name: str = "y") -> Tensor:
     """
     labels = data.get(name)
     if not isinstance(labels, Tensor):
-        raise _missing(name)
+        raise _missing(name, labels)
     if labels.dim() == 2 and labels.size(1) == 1:
         labels = labels.view(-1)
     if labels.dim() != 1 or labels.is_floating_point() or labels.dtype == torch.bool:
@@ -125,9 +125,10 @@ def node_labels(data: Data, name: str = "y") -> Tensor:
     return labels.long()
 
 
-def _missing(name: str) -> ValueError:
+def _missing(name: str, found: Any) -> ValueError:
     what = "node classification needs a label per node (-1: none)" if name == "y" else "the target"
-    return ValueError(f"data.{name} is missing: {what}")
+    state = "is missing" if found is None else f"is a {type(found).__name__}, no tensor of numbers"
+    return ValueError(f"data.{name} {state}: {what}")
 
 
 def _dim(data: Data, name: str) -> int:
@@ -159,6 +160,11 @@ def _rows(
                 f"each once; if it is a mask, data.{mask_name}.bool()"
             )
         return rows
+    if target == "y" and rows.dtype == torch.bool and len(rows) == data.num_nodes != len(values):
+        raise ValueError(
+            f"Expected 'data.y' to have a row for each of {len(rows)} nodes, as data.{mask_name} "
+            f"has (got {len(values)}); a node without a label has y=-1"
+        )
     if rows.dtype != torch.bool or rows.dim() not in (1, 2) or len(rows) != len(values):
         raise ValueError(
             f"Expected 'data.{mask_name}' to be bool of shape [{len(values)}] or "
