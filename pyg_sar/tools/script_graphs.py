@@ -74,7 +74,7 @@ class Graphs:
     levels: Mapping[str, str] | None = None
     temporary: TemporaryFolder | None = None
     owners: dict[Any, Owners] = field(default_factory=dict)
-    given: WeakKeyDictionary[Any, list[tuple[str, Any, Any]]] = field(
+    given: WeakKeyDictionary[Any, list[tuple[str, Writes, int]]] = field(
         default_factory=WeakKeyDictionary
     )
 
@@ -97,7 +97,7 @@ class Graphs:
             DistributedIndexError: The script has changed what the dataset gave before.
         """
         if dataset is not None:
-            self._check_unchanged(dataset, name)
+            self.check_unchanged(dataset, name)
 
         def work() -> Any:
             before = digest_of_states()
@@ -115,33 +115,25 @@ class Graphs:
             self.owners = owners
             found = self._loaded(self.together.first(work))
         if dataset is not None:
-            self._remember(dataset, found, name)
+            self.remember(dataset, found)
         return found
 
-    def _remember(self, dataset: Any, found: Any, name: str) -> None:
+    def remember(self, dataset: Any, found: Any) -> None:
         """Notes what a dataset gives: of its tensors how often they were written."""
         known = self.given.setdefault(dataset, [])
-        if not isinstance(found, Data | HeteroData):
-            return
-        for attribute, value in _attributes(found):
-            if isinstance(value, NodeTensor):
-                known.append((attribute, value.writes, value.writes.count))
-        if name.endswith(".data"):  # PyG gives the same object each time.
-            known.append(("", found, [(key, id(value)) for key, value in _attributes(found)]))
+        if isinstance(found, Data | HeteroData):
+            values = [(name, value) for store in found.stores for name, value in store.items()]
+            tensors = [(name, value) for name, value in values if isinstance(value, NodeTensor)]
+            known += [(name, value.writes, value.writes.count) for name, value in tensors]
 
-    def _check_unchanged(self, dataset: Any, name: str) -> None:
-        for attribute, what, before in self.given.get(dataset, ()):
-            if isinstance(what, Writes):
-                now: Any = what.count
-                change = f"{attribute!r} was written in place"
-            else:
-                now = [(key, id(value)) for key, value in _attributes(what)]
-                change = "'dataset.data' got other attributes"
-            if now != before:
+    def check_unchanged(self, dataset: Any, name: str) -> None:
+        """Raises ``DistributedIndexError`` where what a dataset gave before was written since."""
+        for attribute, writes, before in self.given.get(dataset, ()):
+            if writes.count != before:
                 raise DistributedIndexError(
-                    f"{name} after {change}, which may be in what PyG's dataset gives again, and "
-                    f"is not here (rank {self.together.comm.rank}): take the graph once, or "
-                    "change dataset[0].clone()"
+                    f"{name} after {attribute!r} was written in place, which may be in what PyG's "
+                    f"dataset gives again, and is not here (rank {self.together.comm.rank}): take "
+                    "the graph once, or change dataset[0].clone()"
                 )
 
     def transform(self, transform: Any, data: Any, name: str) -> Any:
@@ -234,10 +226,6 @@ class Graphs:
         (kind, roots) = next(iter(where.items()))
         loaded = [self._loaded(root) for root in roots]
         return tuple(loaded) if kind == "tuple" else loaded
-
-
-def _attributes(data: Graph) -> list[tuple[str, Any]]:
-    return [(name, value) for store in data.stores for name, value in store.items()]
 
 
 def default_cache() -> Path:

@@ -35,6 +35,7 @@ from pyg_sar.nn.global_calls import GlobalCalls
 from pyg_sar.tensors.sparse import unsorted_matrices
 from pyg_sar.tools.script_files import Output, PrivateFiles, called_by_package
 from pyg_sar.tools.script_graphs import Graphs, is_distributed, with_whole_tensors
+from pyg_sar.tools.script_loaders import of_whole_graph
 from pyg_sar.tools.script_models import Models
 from pyg_sar.tools.script_together import Together
 
@@ -114,7 +115,13 @@ class Process:
                 if worker is None or not number or len(dataset) != 1:
                     return real(dataset, index)
                 name = f"{type(dataset).__name__}[{int(index)}]"
-                return worker.graphs.share(lambda: real(dataset, index), name, dataset)
+                if not is_distributed(dataset.__dict__.get("_data")):
+                    return worker.graphs.share(lambda: real(dataset, index), name, dataset)
+                worker.graphs.check_unchanged(dataset, name)
+                found = real(dataset, index)
+                if dataset.transform is not None:
+                    worker.graphs.remember(dataset, found)
+                return found
 
             return get
 
@@ -124,14 +131,18 @@ class Process:
                 if worker is None or len(dataset) != 1:
                     return real.fget(dataset)
                 name = f"{type(dataset).__name__}.data"
-                return worker.graphs.share(lambda: real.fget(dataset), name, dataset)
+                worker.graphs.check_unchanged(dataset, name)
+                if not is_distributed(dataset._data):  # From now on it is, with all changes.
+                    dataset._data = worker.graphs.share(lambda: real.fget(dataset), name)
+                return dataset._data
 
             return real.getter(get)
 
         def number(real: Any) -> Any:
             def get(dataset: Any) -> Any:
                 worker = self.here()
-                if worker is None or len(dataset) != 1:
+                whole = worker is None or is_distributed(dataset.__dict__.get("_data"))
+                if worker is None or whole or len(dataset) != 1:
                     return real.fget(dataset)
                 return worker.together.first(lambda: int(real.fget(dataset)))
 
@@ -312,11 +323,25 @@ class Process:
 
             return refuse
 
-        batches = "the script trains on mini-batches or many graphs, which need no distributed "
-        batches += "graph. Run it with python, or on all of one graph"
+        def whole_graph(name: str, real: Function) -> Function:
+            def make(loader: Any, *args: Any, **kwargs: Any) -> None:
+                if self.here() is not None and "_of_whole_graph" not in loader.__dict__:
+                    given = of_whole_graph(real, loader, args, kwargs)
+                    if given is None:
+                        raise DistributedIndexError(
+                            f"'{name}' under 'pyg-sar run': the script trains on mini-batches or "
+                            "many graphs, which need no distributed graph. Run it with python, or "
+                            "on all of one graph"
+                        )
+                    args, kwargs = (), given
+                    loader.__dict__["_of_whole_graph"] = True
+                real(loader, *args, **kwargs)
+
+            return make
+
         for name, kind in vars(torch_geometric.loader).items():
             if isinstance(kind, type) and "__init__" in vars(kind):
-                put(kind, "__init__", partial(refused, name, batches))
+                put(kind, "__init__", partial(whole_graph, name))
         traced = "a distributed model can't be traced: leave the call out (of SummaryWriter: "
         traced += "add_graph)"
         put(torch.jit, "trace", partial(refused, "torch.jit.trace", traced))
