@@ -525,3 +525,16 @@ def test_the_command_shows_one_traceback_and_its_mistakes(tmp_path, capfd, monke
     ):
         assert cli.main(["run", *arguments]) == cli.EXIT_USAGE
         assert text in capfd.readouterr().err
+
+
+def test_a_cache_that_cannot_be_written_is_done_without(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("s.py").write_text(FIXED)
+    Path("file").write_text("no folder")
+    try:
+        assert work(ScriptConfig(script="s.py", parts=2, cache="file/cache")) == 0
+    finally:
+        finalize()
+    said = capsys.readouterr()
+    assert "the cache 'file/cache' can't be written" in said.err and "--cache DIR" in said.err
+    assert said.err.count("\n") == 1 and said.out

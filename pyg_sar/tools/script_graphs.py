@@ -163,15 +163,26 @@ class Graphs:
             found, [VERSION, parts, METHOD, type(data).__name__, owners, self.node_ids, self.levels]
         )
         add_to_digest(found, data.to_dict())
+        folder = f"{found.hexdigest()[:32]}-{parts}"
         if keep:
-            parent = self.cache
-        else:
-            self.temporary = self.temporary or TemporaryFolder("pyg_sar-parts-")
-            parent = self.temporary.path
-        root = parent / f"{found.hexdigest()[:32]}-{parts}"
+            try:
+                return self._partition(data, self.cache / folder, owners, name)
+            except FileExistsError:
+                raise  # What lies there is not of a cache.
+            except OSError as error:
+                sys.stderr.write(
+                    f"pyg-sar: this run alone has its partition: the cache '{self.cache}' can't be "
+                    f"written ({error}); --cache DIR chooses another\n"
+                )
+        self.temporary = self.temporary or TemporaryFolder("pyg_sar-parts-")
+        return self._partition(data, self.temporary.path / folder, owners, name)
+
+    def _partition(self, data: Graph, root: Path, owners: Owners | None, name: str) -> str:
+        """Partitions a graph, unless that was done before; returns the partition's folder."""
+        parts, key = self.together.comm.world_size, node_counts(data)
         known, problem = _owners_there(root, owners)
         if known is None:
-            parent.mkdir(parents=True, exist_ok=True)
+            root.parent.mkdir(parents=True, exist_ok=True)
             method = METHOD if owners is None else owners
             if os.path.lexists(root):
                 _remove(root, problem)
@@ -230,7 +241,7 @@ class Graphs:
 
 def default_cache() -> Path:
     """Returns the folder of the user's cache for partitions."""
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "pyg_sar" / "graphs"
 
 
