@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,7 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.group import current
-from pyg_sar.files import replace_file
+from pyg_sar.files import TemporaryFolder, replace_file
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tools.tables import arrow, names_of
 
@@ -41,27 +39,30 @@ def write_table(
     """
     comm, path = current(), Path(path).absolute()
     begun: list[Any] = ["", None]
+    folder: TemporaryFolder | None = None
     if comm.rank == 0:
         try:
             arrow(path)
-            begun[0] = tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent)
+            folder = TemporaryFolder.beside(path)
+            begun[0] = os.fspath(folder.path)
         except (ImportError, OSError) as error:
             begun[1] = _described(error)
-    folder, trouble = comm.broadcast_object(begun)
+    name, trouble = comm.broadcast_object(begun)
     _raise(trouble, path)
+    rows = Path(name)
     try:
-        write_rows(values.reshape(len(values), -1), places, Path(folder) / "rows.npy")
+        write_rows(values.reshape(len(values), -1), places, rows / "rows.npy")
         if names is not None:
-            write_rows(names, places, Path(folder) / "names.npy")
+            write_rows(names, places, rows / "names.npy")
         if comm.rank == 0:
             try:
-                replace_file(path, lambda file: _convert(Path(folder), file, path.suffix))
+                replace_file(path, lambda file: _convert(rows, file, path.suffix))
             except OSError as error:
                 trouble = _described(error)
         _raise(comm.broadcast_object(trouble), path)
     finally:
-        if comm.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
+        if folder is not None:
+            folder.close()
 
 
 def _described(error: Exception) -> list[Any]:
