@@ -130,6 +130,9 @@ def test_a_killed_run_is_taken_up(tmp_path: Path) -> None:
         return [line for line in said if line.startswith(("taking", "writing"))]
 
     assert partition(data)[1:] == ["writing part 4 of 5", "writing part 5 of 5"]
+    assert "to know if it is the one of the unfinished run" in said[0]
+    partition(data)
+    assert "can be taken up" in said[0]  # Nothing is unfinished this time.
     assert content(root) == content(whole)
     shutil.copytree(before, left)
     next((left / "parts").iterdir()).unlink()

@@ -52,7 +52,7 @@ from pyg_sar.partition.node_lists import NodeIds
 from pyg_sar.partition.part_checks import check_marks, check_part, part_marks
 from pyg_sar.partition.parts import PartTensors, decode_attributes, merge_lists, merge_parts
 from pyg_sar.partition.scratch import Scratch
-from pyg_sar.partition.unfinished import Unfinished, digest
+from pyg_sar.partition.unfinished import Unfinished, digest, unfinished_folder
 from pyg_sar.partition.whole_graph import (
     VERSION,
     merge_hetero,
@@ -199,7 +199,10 @@ def _resumed(
         request = json.dumps(arguments)
     except TypeError:  # An assignment of the user's.
         return None
-    report("reading the graph, to know whether it is the one of an unfinished run")
+    if unfinished_folder(root).exists():
+        report("reading the graph, to know if it is the one of the unfinished run")
+    else:
+        report("reading the graph, by whose digest a run that is killed can be taken up")
     known = digest(data)
     if known is None:
         return None

@@ -68,7 +68,7 @@ class Unfinished:
     """
 
     def __init__(self, root: Path, request: Mapping[str, Any], report: Callable[[str], None]):
-        self.folder = root.with_name(f".{root.name[:100]}.unfinished")
+        self.folder = unfinished_folder(root)
         self.parts, self.scratch = self.folder / "parts", self.folder / "scratch"
         self.report, self.keep = report, False
         with suppress(FileExistsError):
@@ -167,6 +167,11 @@ class Unfinished:
             with suppress(OSError):
                 remove_folder(self.folder, self._descriptor)
         os.close(self._descriptor)
+
+
+def unfinished_folder(root: Path) -> Path:
+    """Returns where a partitioning under way keeps what is done."""
+    return root.with_name(f".{root.name[:100]}.unfinished")
 
 
 def _is_regular(path: Path) -> bool:
