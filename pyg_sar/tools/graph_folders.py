@@ -31,6 +31,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_sar.files import check_regular
+
 Array = NDArray[Any]
 
 TABLES = (".parquet", ".csv")
@@ -113,6 +115,7 @@ def _attributes(folder: Path) -> dict[str, Any]:
 
 
 def _mapped(path: Path) -> Tensor:
+    check_regular(path)
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
         return torch.from_numpy(array)
@@ -185,6 +188,7 @@ def _pieces(path: Path) -> Iterator[dict[str, Array]]:
         raise ImportError(
             f"'{path}' needs pyarrow: pip install 'pyg_sar[tables]', or save arrays (.npy)"
         ) from error
+    check_regular(path)
     try:
         if path.suffix == ".csv":
             # A line without a value is a node without one, where there is one column.
