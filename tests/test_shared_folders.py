@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_graphs import small_graph
 
@@ -236,7 +237,8 @@ def test_only_regular_files_are_read(tmp_path: Path):
     """``metadata.json`` as a FIFO was waited for without end."""
     folder = tmp_path / "folder"
     folder.mkdir()
-    for path in (tmp_path / "metadata.json", tmp_path / "g.npz", folder / "edge_index.npy"):
+    np.save(folder / "edge_index.npy", np.array([[0, 1], [1, 0]]))
+    for path in (tmp_path / "metadata.json", tmp_path / "g.npz", folder / "x.npy"):
         os.mkfifo(path)
     with pytest.raises(PartitionError, match="can't be read: .*no regular file"):
         pyg_sar.load_partition(tmp_path)
