@@ -378,6 +378,7 @@ def test_other_rows_in_range_are_one_error_on_every_worker(name: str, tmp_path: 
 LISTS: dict[str, tuple[int, str, Any, str]] = {
     "the name of an attribute": (0, "name", "x", r"lists and rows of different names.*'x'"),
     "the name of a row": (0, "name", "edge_label", "lists and rows of different names"),
+    "a name of PyG's": (0, "name", "_mapping", "lists and rows of other names"),
     "the name of places": (1, "name", "train_idx_place", "lists and rows of different names"),
     "a key twice": (2, "key", "test", "one list for each key of 'split_idx'"),
     "a list among keys": (2, "key", None, "one list for each key of 'split_idx'"),
@@ -404,6 +405,19 @@ def test_lists_that_another_program_described(tmp_path: Path):
         with pytest.raises(PartitionError, match=text):
             merge_partitions(tmp_path / "parts")
             raise AssertionError(name)
+
+
+def test_attributes_are_not_those_of_the_object_that_holds_them(tmp_path: Path):
+    """PyG would set ``data._store._mapping``: all other attributes were gone, without a word."""
+    pyg_sar.write_partitions(make_graph(), 1, tmp_path / "parts")
+    content = metadata_of(tmp_path / "parts")
+    plain = {"level": "graph", "layout": "json", "dtype": "json", "shape": [], "dim": 0}
+    content["attributes"]["_mapping"] = {**plain, "form": "coded"}
+    content["values"]["_mapping"] = {"dict": []}
+    storage._write_metadata(tmp_path / "parts", content)
+    for read in (pyg_sar.load_partition, merge_partitions):
+        with pytest.raises(PartitionError, match="'attributes._mapping' to be .* another name"):
+            read(tmp_path / "parts")
 
 
 def test_features_of_another_dtype_are_named(tmp_path: Path):

@@ -11,13 +11,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from small_graphs import small_graph
 
 import pyg_sar
-from pyg_sar.errors import PartitionError
+from pyg_sar.errors import CheckpointError, PartitionError
 from pyg_sar.files import TemporaryFolder, remove_leftovers, replace_file
 from pyg_sar.partition.storage import merge_partitions
+from pyg_sar.tools.graphs import load_graph
+from pyg_sar.train import report
 
 FEW = {"method": "random", "memory": "64MiB"}
 
@@ -232,6 +235,26 @@ def test_an_altered_unfinished_run_gives_the_same_bytes(tmp_path: Path):
 
 def test_only_regular_files_are_read(tmp_path: Path):
     """``metadata.json`` as a FIFO was waited for without end."""
-    os.mkfifo(tmp_path / "metadata.json")
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    np.save(folder / "edge_index.npy", np.array([[0, 1], [1, 0]]))
+    for path in (tmp_path / "metadata.json", tmp_path / "g.npz", folder / "x.npy"):
+        os.mkfifo(path)
     with pytest.raises(PartitionError, match="can't be read: .*no regular file"):
         pyg_sar.load_partition(tmp_path)
+    for source in (tmp_path / "g.npz", folder):
+        with pytest.raises(OSError, match="no regular file"):
+            load_graph(str(source))
+    os.mkfifo(tmp_path / "c")
+    with pytest.raises(CheckpointError, match="there is no such file"):
+        pyg_sar.load_model(tmp_path / "c")
+
+
+def test_a_report_follows_no_link(tmp_path: Path):
+    """One that was put there in the middle of a run."""
+    target, link = tmp_path / "target", tmp_path / "metrics.jsonl"
+    target.write_text("mine\n")
+    link.symlink_to(target)
+    with pytest.raises(OSError, match="is a link, which this report did not make"):
+        report._append(link, "{}\n")
+    assert target.read_text() == "mine\n"

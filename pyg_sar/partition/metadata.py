@@ -392,7 +392,8 @@ def _attributes(
     values = dict(fields.inner("values").content)
     attributes = {}
     for name, row in fields.inner("attributes").items().items():
-        if name in (*RESERVED, "edge_index", "num_nodes"):
+        # Names that begin with "_" are those of the object that holds the attributes.
+        if name in (*RESERVED, "edge_index", "num_nodes") or name.startswith("_"):
             raise row.wrong("", "an attribute of another name", name)
         attributes[name] = _attribute(row, counts)
     plain = {name for name, attribute in attributes.items() if attribute.layout == "json"}
@@ -464,7 +465,10 @@ def _lists(
     for info in found:
         keys.setdefault(info.name, []).append(info.key)
     names = ["edge_index", "num_nodes", *RESERVED, *attributes]
-    names += [name for info in found for name in info.rows]
+    rows = [name for info in found for name in info.rows]
+    if hidden := [name for name in (*keys, *rows) if name.startswith("_")]:
+        raise fields.wrong("lists", "lists and rows of other names", hidden)
+    names += rows
     for name, known in keys.items():
         names += [name, f"{name}{PLACE}"]
         if len(set(known)) < len(known) or (None in known and len(known) > 1):

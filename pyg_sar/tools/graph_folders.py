@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_sar.files import check_regular
 from pyg_sar.tools.tables import TABLES, read_tables
 
 
@@ -139,6 +140,7 @@ def _attributes(folder: Path, *, alone: bool = False) -> dict[str, Any]:
 
 
 def _mapped(path: Path) -> Tensor:
+    check_regular(path)
     try:
         array = np.load(path, mmap_mode="c", allow_pickle=False)
         return torch.from_numpy(array)

@@ -47,6 +47,7 @@ from torch_geometric.data.storage import (
     NodeStorage,
 )
 
+from pyg_sar.files import check_regular
 from pyg_sar.partition.attributes import MASKS, ascends, coo_matrix
 
 # Files ########################################################################
@@ -80,6 +81,7 @@ def load_npz(path: str | os.PathLike[str]) -> Data | HeteroData:
         ValueError: When the file is not such an archive: names the key, and its dtype or value.
         OSError: When there is no such file.
     """
+    check_regular(path)
     try:
         with open(path, "rb") as opened, np.lib.npyio.NpzFile(opened) as file:
             arrays = {key: file[key] for key in file.files if key != "meta"}

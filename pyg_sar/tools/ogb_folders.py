@@ -44,6 +44,7 @@ import torch
 from torch import Tensor
 from torch_geometric.data import Data, HeteroData
 
+from pyg_sar.files import check_regular
 from pyg_sar.tools.graph_sources import safe_data_classes
 from pyg_sar.tools.tables import Array, ColumnFile, joined_ends
 
@@ -230,6 +231,7 @@ def _stem(path: Path) -> str:
 
 
 def _lines(path: Path) -> list[list[str]]:
+    check_regular(path)
     with gzip.open(path, "rt") as file:
         return [line.strip().split(",") for line in file if line.strip()]
 
@@ -256,6 +258,7 @@ def _rows(path: Path) -> Iterator[Array]:
         from pyarrow import csv
     except ImportError as error:
         raise ImportError(f"'{path}' needs pyarrow: pip install 'pyg_sar[ogb]'") from error
+    check_regular(path)
     with gzip.open(path, "rt") as file:
         names = [str(column) for column in range(file.readline().count(",") + 1)]
     try:
@@ -350,6 +353,7 @@ def _check_rows(path: Path, values: Tensor, expected: int | None) -> None:
 
 
 def _archive(path: Path) -> zipfile.ZipFile:
+    check_regular(path)
     try:
         return zipfile.ZipFile(path)
     except zipfile.BadZipFile as error:

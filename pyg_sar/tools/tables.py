@@ -21,6 +21,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from pyg_sar.files import check_regular
+
 Array = NDArray[Any]
 
 TABLES = (".parquet", ".csv")
@@ -247,6 +249,7 @@ def arrow(path: Path) -> tuple[Any, Any, Any]:
 
 def _pieces(table: Table) -> Iterator[dict[str, Array]]:
     pyarrow, csv, parquet = arrow(table.path)
+    check_regular(table.path)
     try:
         if table.path.suffix == ".csv":
             # A line without a value is a node without one, where there is one column.

@@ -20,6 +20,7 @@ else is written, with one warning, and :func:`draw_report` makes the picture lat
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import platform
@@ -37,7 +38,7 @@ import torch
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import ReportError
-from pyg_sar.files import explained, replace_file
+from pyg_sar.files import check_regular, explained, read_text, replace_file
 from pyg_sar.ledger import HALO_KINDS, Ledger, peak_memory
 from pyg_sar.train.config import EpochRecord, TrainResult
 from pyg_sar.train.hosted import HostedRun, describe_hosting
@@ -227,6 +228,10 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _append(path: Path, text: str) -> None:
     """Appends a line, or nothing where the disk is full: another may follow."""
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "is a link, which this report did not make", os.fspath(path))
+    if path.exists():
+        check_regular(path)
     with path.open("ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
         rest = memoryview(text.encode())
@@ -245,7 +250,7 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     A last line that a killed run left unfinished is dropped.
     """
     metrics: list[dict[str, Any]] = []
-    for line in (Path(folder) / _METRICS).read_text().splitlines(keepends=True):
+    for line in read_text(Path(folder) / _METRICS).splitlines(keepends=True):
         if line.endswith("\n"):
             metrics.append(json.loads(line))
     return metrics
@@ -254,7 +259,7 @@ def read_metrics(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
 def hosting_lines(folder: str | os.PathLike[str]) -> list[str]:
     """Returns a table of what hosted parts kept, computed again and moved; none without hosts."""
     try:
-        summary = json.loads((Path(folder) / _SUMMARY).read_text())
+        summary = json.loads(read_text(Path(folder) / _SUMMARY))
     except OSError:  # The report could not be written, of which it has warned.
         return []
     return describe_hosting(summary["hosting"]) if "hosting" in summary else []
