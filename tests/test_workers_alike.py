@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 import torch
 from oracle import Partitions, make_graph, threads
@@ -9,6 +11,9 @@ from torch_geometric.nn import GAT, GraphNorm
 
 import pyg_sar
 from pyg_sar.errors import WorkerError
+from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.run import RunConfig, say_kept, train_worker
+from pyg_sar.train.config import TrainConfig
 
 
 def change(root, where, name, value, learns):
@@ -30,6 +35,26 @@ def test_an_attribute_changed_on_one_worker(learns, tmp_path):
         message = f"'{where}.{name}: {value}' at rank 1, '{where}.{name}: "
         with pytest.raises(WorkerError, match=message):
             threads(change, 2, root, where, name, value, learns)
+
+
+def stops_in_a_debugger():
+    breakpoint()
+
+
+def test_a_breakpoint_in_a_worker_process_says_how_to_debug():
+    with pytest.raises(WorkerError, match=r"no terminal in a worker process.*backend='threads'"):
+        pyg_sar.launch(stops_in_a_debugger, 1, env={"PYTHONBREAKPOINT": "pdb.set_trace"})
+
+
+def test_what_an_interrupted_run_leaves(tmp_path):
+    path = str(tmp_path / "run.ckpt")
+    assert "nothing is kept" in say_kept(RunConfig(parts="p"))
+    assert f"there is no '{path}'" in say_kept(RunConfig(parts="p", checkpoint=path))
+    root = Partitions(tmp_path)(load_graph("synthetic:nodes=40,degree=4,features=4,classes=3"), 1)
+    train = TrainConfig(epochs=3)
+    config = RunConfig(parts=str(root), train=train, checkpoint=path, progress="none")
+    train_worker(config)
+    assert os.path.exists(path) and "the state after epoch 3" in say_kept(config)
 
 
 def means(swapped):
