@@ -21,7 +21,7 @@ import torch.distributed as dist
 import pyg_sar
 import pyg_sar.comm.watch as watch_module
 from pyg_sar.comm.backends import TransportError
-from pyg_sar.comm.environment import WorkerInfo
+from pyg_sar.comm.environment import WorkerInfo, find_stopped, has_starter
 from pyg_sar.comm.group import claim_rank, current, name_start, wait_for_workers
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch
@@ -204,9 +204,19 @@ RANKS = textwrap.dedent(
 
     def stopped(comm, kill):
         comm.barrier()
-        if comm.rank == 1:
-            os.kill(os.getpid(), signal.SIGSTOP)
+        kill(signal.SIGSTOP)
         comm.barrier()
+
+    def stopped_host(comm, kill):  # Of the store.
+        stopped(comm, kill)
+
+    def stopped_early(kill):  # Before it has said who it is.
+        if os.environ["RANK"] == "1":
+            watch_module.find_stopped = None
+            whole = comm_module.claim_rank
+            comm_module.claim_rank = lambda *args: (kill(signal.SIGSTOP), whole(*args))
+        else:
+            watch_module.find_stopped = lambda info: {1}
 
     def in_the_roll_call(kill):
         whole = comm_module.wait_for_workers
@@ -223,17 +233,17 @@ RANKS = textwrap.dedent(
         whole = GlooTransport.__init__
         GlooTransport.__init__ = lambda *args: (kill(), whole(*args))[1]
 
-    AT_START = in_the_roll_call, while_meeting, while_connecting
+    AT_START = in_the_roll_call, while_meeting, while_connecting, stopped_early
     # What is to take long takes a second or two.
     QUICK = (extra_sum, ends_before_a_letter, extra_layer, other_dtype, other_sum, slow,
-             holds_the_lock, stopped)
+             holds_the_lock, stopped, stopped_host, stopped_early)
 
     def worker(scenario, victim, timeout, folder):
         rank = int(os.environ["RANK"])
         told = "ended well"
-        def kill():
+        def kill(how=signal.SIGKILL):
             if rank == victim:
-                os.kill(os.getpid(), signal.SIGKILL)
+                os.kill(os.getpid(), how)
         play = globals()[scenario]
         if play in QUICK:
             watch_module.BEAT, watch_module.STUCK, watch_module.SILENT = 0.1, 0.3, 0.7
@@ -266,7 +276,7 @@ RANKS = textwrap.dedent(
                 os.dup2(sys.stderr.fileno(), 2)
                 return worker(scenario, victim, timeout, folder)
             pids.append(pid)
-        asleep = [pids.pop(victim)] if scenario == "stopped" else []
+        asleep = [pids.pop(victim)] if "stopped" in scenario else []
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         for pid in asleep:
             os.kill(pid, signal.SIGKILL)
@@ -432,14 +442,17 @@ def test_silent_workers(light, tmp_path):
     """One that computes with Python's lock held lives; one that was stopped is lost."""
     script = tmp_path / "ranks.py"
     script.write_text(RANKS)
-    scenarios = ["holds_the_lock:3:-1:600", "stopped:3:1:600"]
+    scenarios = ["holds_the_lock:3:-1:600"]
+    victims = {"stopped": 1, "stopped_host": 0, "stopped_early": 1}
+    scenarios += [f"{name}:3:{victim}:600" for name, victim in victims.items()]
     done = run([str(script), str(tmp_path), *scenarios], light)
     assert done.returncode == 0, done.stderr
     assert set(read_told(tmp_path, "holds_the_lock").values()) == {"ended well"}
-    told = read_told(tmp_path, "stopped")
-    assert told.codes == [1, 1]
-    for text in told.values():
-        assert text.startswith("LostWorkerError: Rank 1 was lost: its process was stopped"), text
+    for name, victim in victims.items():
+        told = read_told(tmp_path, name)
+        assert told.codes == [1, 1], name
+        for text in told.values():
+            assert text.startswith(f"LostWorkerError: Rank {victim} was lost: its process was st")
 
 
 def test_killed_rank_under_torchrun(light, tmp_path):
@@ -583,6 +596,62 @@ def test_silent_host_is_lost_while_something_waits_for_it(quick):
     assert isinstance(error, LostWorkerError)
     assert str(error).startswith("Rank 0 was lost: it has not answered for 0 s: stopped, or")
     seen.watch.close()
+
+
+class MuteStore:
+    """A store whose host was stopped: it never answers."""
+
+    def __getattr__(self, name):
+        return lambda *args, **kwargs: threading.Event().wait()
+
+
+def test_a_silent_store_keeps_no_watch_waiting(quick, monkeypatch):
+    monkeypatch.setattr(watch_module, "ANSWER", 0.1)
+    seen = Seen(MuteStore(), PENDING)
+    error = seen.errors.get(timeout=PATIENCE)
+    assert str(error).startswith("Rank 0 was lost: it has not answered for 0 s: stopped, or")
+    seen.watch.close()
+    begun = StoreWatch(MuteStore(), place_of(1, 3, agent_store=False))
+    begun.begin()
+    while begun._told is None:
+        pass
+    assert "Rank 0 was lost: the workers' store, which it hosts, has not an" in str(begun._told)
+    begun.close()
+
+
+def test_workers_whose_starter_is_gone(quick, monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
+    monkeypatch.setenv("RANK", "1")
+    seen = Seen(dist.HashStore(), PENDING._replace(pending=0))
+    with pytest.raises(queue.Empty):
+        seen.errors.get(timeout=0.2)
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert "The launcher was lost: the process that started" in str(seen.errors.get(timeout=9))
+    seen.watch.close()
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID")  # By hand: its shell may go, as with nohup.
+    monkeypatch.undo()
+    assert not has_starter({"RANK": "1", "WORLD_SIZE": "2"})
+    assert has_starter({"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"})
+
+
+def test_a_stopped_process_that_has_not_said_who_it_is():
+    run = {"WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    child = subprocess.Popen([sys.executable, "-S", "-c", "input()"], env={**run, "RANK": "2"},
+                             stdin=subprocess.PIPE)  # fmt: skip
+    with child:
+        os.kill(child.pid, signal.SIGSTOP)
+        os.waitpid(child.pid, os.WUNTRACED)
+        assert find_stopped(place_of(0, 3)) == {2}
+        assert find_stopped(place_of(0, 2)) == set()  # Another run.
+        child.kill()
+
+
+def test_the_limit_of_silence_is_the_users(monkeypatch):
+    monkeypatch.setenv(watch_module.VARIABLE, "90")
+    assert watch_module.read_limits() == (60, 90)
+    monkeypatch.setenv(watch_module.VARIABLE, "soon")
+    with pytest.raises(ValueError, match="PYG_SAR_SILENCE='soon' must be a positive number"):
+        watch_module.read_limits()
 
 
 def test_silence_harms_nobody_who_does_not_wait(quick):

@@ -22,6 +22,7 @@ from pyg_sar.comm.messages import (
     SUM,
     Outgoing,
     Watch,
+    called_from,
     count,
     count_all,
     decode,
@@ -355,12 +356,14 @@ class GroupCommunicator(Communicator):
     def _reduce(self, tensor: Tensor, op: str, label: Label) -> Work:
         ledgers = list(self.ledgers)
         shared = self.sharing
+        unnamed = not label[0] and label[1] == "forward"
+        where = f"{called_from(label) if unnamed else spoken(label)} ({op})"
 
         def task() -> None:
             carrier = shared if shared is not None and shared.reduces(tensor) else self._transport
             with _as_a_whole(tensor) as whole:
                 if whole.numel():
-                    carrier.all_reduce(whole, op, f"{spoken(label)} ({op})")
+                    carrier.all_reduce(whole, op, where)
             size = num_bytes(whole)
             count_all(ledgers, label, size, size, carrier.name)
 

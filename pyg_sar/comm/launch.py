@@ -7,6 +7,7 @@ isn't run again, and functions defined in it, or in a notebook's cell, travel by
 
 from __future__ import annotations
 
+import bdb
 import contextlib
 import gc
 import importlib
@@ -433,11 +434,24 @@ def _worker_main(descriptor: int) -> None:
         if isinstance(caught, PartError):
             error, rank = caught.error, caught.part
             part = rank
+        if isinstance(error, bdb.BdbQuit):
+            error = _no_terminal(error)
         current().report(error, part)
         pipe.send_bytes(_pack(("failure", *_describe(error, rank)), "the error", rank))
         _flush()
         # The ordinary end would wait for what hangs in the backend.
         os._exit(1)
+
+
+def _no_terminal(error: BaseException) -> BaseException:
+    """Returns the error for ``breakpoint()`` in a worker process, whose input is empty."""
+    reason = RuntimeError(
+        "breakpoint() has no terminal in a worker process of launch(). Debug with "
+        "launch(..., backend='threads'), whose workers are threads of the calling process, or with "
+        "pyg_sar.run(fn, parts=P) in a single process; or attach a debugger to the worker (its "
+        f"process id is {os.getpid()} in this run)"
+    )
+    return reason.with_traceback(error.__traceback__)
 
 
 def _unpacked(task: bytes) -> Any:

@@ -9,6 +9,8 @@ that a worker which is not in the set, as it computes, may post yet; go on until
 out. Whoever is left waits for a worker that is left, which posts no more: it waits in vain, however
 long the timeout is. Nobody who only computes is ever suspected, and nobody whose messages are slow.
 
+A mean over nodes has no layer's name: the line of the program that asks for it stands for it.
+
 The rule needs a moment at which all of them waited. Each state has a number that changes with
 every wait: all were waiting at once if each is found, later than all were found so for the first
 time, to wait still in the wait of that number.
@@ -21,6 +23,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
+import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -33,7 +37,7 @@ from torch import Tensor
 
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
-from pyg_sar.ledger import Label
+from pyg_sar.ledger import Label, spoken
 
 # Values as bytes ##############################################################
 
@@ -151,6 +155,21 @@ class State(NamedTuple):
     waits: Sequence[Post]
     posted: Mapping[tuple[str, int], tuple[int, int]]
     """Number and mark of the last post by channel and peer."""
+
+
+def called_from(label: Label) -> str:
+    """Returns a label in words, and the program's line that asks for it: ``'... at train.py:12'``.
+
+    For operations that no layer names: every worker must ask for them from the same line.
+    """
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _is_library(frame.f_globals.get("__name__", "")):
+        frame = frame.f_back
+    return f"{spoken(label)} at {os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+
+
+def _is_library(module: str) -> bool:
+    return module.partition(".")[0] in ("pyg_sar", "torch", "torch_geometric", "contextlib")
 
 
 @lru_cache(4096)

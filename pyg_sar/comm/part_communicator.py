@@ -17,6 +17,7 @@ from pyg_sar.comm.messages import (
     BROADCAST,
     GATHER,
     Outgoing,
+    called_from,
     count,
     count_all,
     failed,
@@ -70,7 +71,9 @@ class PartCommunicator(Communicator):
 
     def name_of(self, kind: str, label: Label, shape: str) -> str:
         """Names a meeting."""
-        return f"{kind}{f' [{spoken(label)}]' if any(label) else ''}, {shape}"
+        unnamed = not label[0] and label[1] == "forward"
+        what = called_from(label) if unnamed else spoken(label)
+        return f"{kind}{f' [{what}]' if what else ''}, {shape}"
 
     def _check(self) -> None:
         if self.closed:

@@ -34,6 +34,7 @@ from pyg_sar.comm.messages import num_bytes
 from pyg_sar.errors import DistributedIndexError, PygSarError, refuse_second_derivative
 from pyg_sar.reduction.parameters import (
     LIMBS,
+    attribute_rows,
     check_replicas,
     defer_hooks,
     differ,
@@ -69,6 +70,7 @@ class ParameterHook(ABC):
         self.comm = comm
         self._copying: tuple[dict[int, Any], list[Tensor]] | None = None
         self.parameters: list[Tensor] = []
+        self.settings: list[str] = []  # of the model's layers, in its last call
 
     @torch.compiler.disable
     def __call__(self, model: torch.nn.Module, *inputs: Any) -> None:
@@ -81,6 +83,7 @@ class ParameterHook(ABC):
         for name, _, rows in owned_parameters(model):
             setattr(rows, MARK, name)  # Their gradients are complete where they are.
         if torch.is_grad_enabled() or not inputs:
+            self.settings = attribute_rows(model, settings=True)
             self._set(shared_names(model))
         elif in_space(inputs):
             check_replicas(model, self.comm)  # No gradient sum will do it.
@@ -275,12 +278,13 @@ class GradientSum(ParameterHook):
             one = self._passes[task]
             one.sent |= {id(p): id(p) in one.own for p in bucket}
             own = [one.own.get(id(p)) for p in bucket]
-            one.under_way.append(_post_totals(bucket, own, self.comm))
+            one.under_way.append(_post_totals(bucket, own, self.comm, self.settings))
 
     def _sum(self, one: _Pass, task: int) -> dict[int, Tensor]:
         """Returns all sums of a pass, those under way and those of what is left."""
         left = [p for p in self.parameters if id(p) not in one.sent]
-        totals = _post_totals(left, [one.own.get(id(p)) for p in left], self.comm)()
+        mine = [one.own.get(id(p)) for p in left]
+        totals = _post_totals(left, mine, self.comm, self.settings)()
         for arrive in one.under_way:
             totals |= arrive()
         if one.sent:
@@ -381,7 +385,10 @@ class _Pass:
 
 
 def _post_totals(
-    parameters: Sequence[Tensor], own: Sequence[Tensor | None], comm: Communicator
+    parameters: Sequence[Tensor],
+    own: Sequence[Tensor | None],
+    comm: Communicator,
+    settings: Sequence[str] = (),
 ) -> Callable[[], dict[int, Tensor]]:
     """Begins to sum gradients over the workers, in one message per dtype.
 
@@ -391,6 +398,7 @@ def _post_totals(
         parameters: All parameters, alike on every worker.
         own: The gradients that count here, ``None`` in the places of the others.
         comm: The communicator.
+        settings: Of the model's layers, to compare.
 
     Returns:
         Waits for the sums and returns them by ``id(parameter)``, for those parameters to which
@@ -405,7 +413,7 @@ def _post_totals(
     for group in groups.values():
         parts = [torch.zeros_like(p) if g is None else g.resolve_conj() for p, g in group]
         present = parts[0].new_tensor([float(gradient is not None) for _, gradient in group])
-        ours = marks([p for p, _ in group], comm, present)
+        ours = marks([p for p, _ in group], comm, present, settings)
         flat = torch.cat([*(part.reshape(-1) for part in parts), present, ours])
         posted.append((group, flat, comm.all_reduce_async(flat, label=_LABEL)))
 
@@ -416,7 +424,7 @@ def _post_totals(
             tail = len(group) + LIMBS * comm.world_size
             holders, found = flat[-tail:].split([len(group), tail - len(group)])
             if differ(found.tolist()):
-                reconcile([(getattr(p, MARK), p) for p, _ in group], comm)
+                reconcile([(getattr(p, MARK), p) for p, _ in group], comm, settings)
             sums = flat[:-tail].split([p.numel() for p, _ in group])
             for (p, _), total, count in zip(group, sums, holders.tolist(), strict=True):
                 if count:
@@ -450,7 +458,8 @@ def sum_gradients(model: torch.nn.Module) -> None:
     parameters = shared_parameters(model)
     with torch.no_grad():
         own = [parameter.grad for parameter in parameters]
-        for key, total in _post_totals(parameters, own, comm)().items():
+        settings = attribute_rows(model, settings=True)
+        for key, total in _post_totals(parameters, own, comm, settings)().items():
             parameter = next(p for p in parameters if id(p) == key)
             if parameter.grad is None:
                 parameter.grad = total

@@ -9,7 +9,8 @@ of its rows, a module's rows are known under every partition. All other paramete
 the same whatever the order of summation. A checksum travels with the gradients as eight numbers
 below 256 in a place of its worker's own, where the others add 0: exact in every dtype. Only where
 checksums differ are the values compared. Rounding may differ between unlike processors: such
-differences are taken away, larger ones are an error.
+differences are taken away, larger ones are an error. The settings of the model's layers (plain
+attributes that their constructors take: ``negative_slope``, ``eps``) are part of the checksum.
 
 [Note: hooks on sums] Autograd calls a parameter's hooks when this worker's part of its gradient is
 there, in the middle of a backward pass. The sum over the workers is known at the end of the pass.
@@ -20,11 +21,14 @@ which autograd finds only what sums; the others run at the end, on the sum, in t
 from __future__ import annotations
 
 import hashlib
+import inspect
 import json
+import zlib
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from functools import cache
-from typing import Any
+from contextlib import suppress
+from functools import cache, lru_cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -155,10 +159,13 @@ def _checksum(tensor: Tensor) -> Tensor:
     return flat.view(words).sum(dtype=torch.int64)
 
 
-def marks(tensors: Sequence[Tensor], comm: Communicator, like: Tensor) -> Tensor:
+def marks(
+    tensors: Sequence[Tensor], comm: Communicator, like: Tensor, settings: Sequence[str] = ()
+) -> Tensor:
     """Returns this worker's checksum at its place among those of all: ``[world_size * LIMBS]``."""
     sums = torch.stack([_checksum(t) for t in tensors])
     total = (sums * torch.arange(1, 1 + len(tensors), device=sums.device)).sum()
+    total = total + zlib.crc32("\n".join(settings).encode())
     out = like.new_zeros(comm.world_size, LIMBS)
     out[comm.rank] = total.view(1).view(torch.uint8)
     return out.view(-1)
@@ -170,14 +177,24 @@ def differ(found: Sequence[Any]) -> bool:
 
 
 @torch.no_grad()
-def reconcile(named: Sequence[tuple[str, Tensor]], comm: Communicator) -> None:
-    """Compares tensors' values. Collective.
+def reconcile(
+    named: Sequence[tuple[str, Tensor]], comm: Communicator, settings: Sequence[str] = ()
+) -> None:
+    """Compares tensors' values, and settings of layers. Collective.
 
     Differences of a few roundings are replaced by the middle of the lowest and the highest value.
 
     Raises:
-        ValueError: on every worker, for larger ones, with the tensor's name and the ranks.
+        ValueError: on every worker, for larger ones, with the tensor's name and the ranks; for
+            a setting that differs, with its layer and the ranks.
     """
+    unlike = first_difference(settings, comm)
+    if unlike is not None:
+        rank, here, first = unlike
+        raise ValueError(
+            f"A layer's attribute differs between the workers: '{here}' at rank {rank}, '{first}' "
+            f"at rank 0 (this is rank {comm.rank}). Change it alike on every worker"
+        )
     own = [int(_checksum(tensor)) for _, tensor in named]
     everyone = comm.all_gather_object(own)
     for k, (name, tensor) in enumerate(named):
@@ -212,16 +229,19 @@ def check_replicas(model: torch.nn.Module, comm: Communicator) -> None:
     saved = model.state_dict(keep_vars=True)
     buffers = [(name, b) for name, b in model.named_buffers() if name in saved]
     named = [(name, t) for name, t in (*shared_names(model), *buffers) if t.numel()]
-    if not named:
+    settings = attribute_rows(model, settings=True)
+    if not named and not settings:
         return
-    sums = torch.stack([_checksum(t).to(comm.device) for _, t in named])
-    sizes = torch.tensor([t.numel() for _, t in named], device=comm.device)
+    number = torch.tensor(zlib.crc32("\n".join(settings).encode()), device=comm.device)
+    sums = torch.stack([*(_checksum(t).to(comm.device) for _, t in named), number])
+    sizes = torch.tensor([*(t.numel() for _, t in named), 1], device=comm.device)
     everyone = torch.stack(comm.all_gather(torch.stack([sizes, sums], dim=1), label=_REPLICAS))
     alike = (everyone == everyone[0]).all(0)
     # Buffers of another length belong to a worker's rows.
-    found = [named[k] for k, (size, value) in enumerate(alike.tolist()) if size and not value]
-    if found:
-        reconcile(found, comm)
+    *alike_tensors, (_, settings_alike) = alike.tolist()
+    found = [named[k] for k, (size, value) in enumerate(alike_tensors) if size and not value]
+    if found or not settings_alike:
+        reconcile(found, comm, settings)
 
 
 def in_space(inputs: Any) -> bool:
@@ -258,20 +278,32 @@ def plain(value: Any) -> str | None:
     return None
 
 
-def attribute_rows(model: torch.nn.Module) -> list[str]:
+@lru_cache(1024)
+def _arguments(kind: Any) -> frozenset[str]:
+    """Returns the names of the arguments that a class's constructors take."""
+    found: set[str] = set()
+    for base in kind.__mro__:
+        with suppress(KeyError, TypeError, ValueError):
+            found.update(inspect.signature(base.__dict__["__init__"]).parameters)
+    return frozenset(found)
+
+
+def attribute_rows(model: torch.nn.Module, settings: bool = False) -> list[str]:
     """Returns a line for each plain attribute of each module, except a worker's own.
 
     These begin with an underscore, are named ``rank``, ``local_rank``, ``device``, ``num_nodes``,
     ``verbose`` or ``debug``, or count something (``num_users``) in a module with rows that each
-    worker owns.
+    worker owns. With ``settings`` only those that a constructor takes: others may be anything that
+    a model keeps of its run.
     """
     owners = [name for name, _, _ in owned_parameters(model)]
     rows = []
     for prefix, module in model.named_modules():
-        start = f"{prefix}." if prefix else ""
+        start, kind = f"{prefix}." if prefix else "", cast(Any, type(module))
         owns = any(name.startswith(start) for name in owners)
         for name, value in sorted(vars(module).items()):
             local = name.startswith("_") or name in _LOCAL or (owns and name.startswith("num_"))
+            local = local or (settings and name not in _arguments(kind))
             text = None if local or isinstance(value, Tensor) else plain(value)
             if text is not None:
                 rows.append(f"{start}{name}: {text}")

@@ -33,6 +33,7 @@ from pyg_sar.tools.run import (
     RunConfig,
     classes_of,
     run_demo,
+    say_kept,
     train_worker,
 )
 from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
@@ -221,7 +222,12 @@ def _train(arguments: argparse.Namespace) -> int:
     with ExitStack() as stack:
         if config.checkpoint is not None and find_launcher() is not None:
             work = partial(train_worker, stop=stack.enter_context(SignalNotice()))
-        result, speaks = on_workers(arguments, work, config)
+        try:
+            result, speaks = on_workers(arguments, work, config)
+        except KeyboardInterrupt:
+            if _rank() == 0:
+                print(say_kept(config), file=sys.stderr)
+            raise
     if speaks:
         print(describe(result))
         for line in [] if config.report is None else hosting_lines(config.report):

@@ -121,6 +121,17 @@ class RunConfig:
     progress: Literal["bar", "lines", "none"] = "bar"
 
 
+def say_kept(config: RunConfig) -> str:
+    """Says what an interrupted run leaves."""
+    path = config.checkpoint
+    if path is None:
+        return "Interrupted: nothing is kept of this run (--checkpoint FILE keeps its state)"
+    if not os.path.exists(path):
+        return f"Interrupted before the first checkpoint: there is no {path!r}"
+    epoch = inspect_checkpoint(path).state["epoch"]
+    return f"Interrupted: {path!r} holds the state after epoch {epoch}; --resume goes on from there"
+
+
 def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainResult:
     """Loads this worker's part, trains, and returns the result. Collective.
 

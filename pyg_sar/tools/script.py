@@ -107,6 +107,7 @@ def run_script(config: ScriptConfig, workers: int) -> int:
         except KeyboardInterrupt:
             _show(folder / "interrupt", "Traceback (most recent call last):\n")
             sys.stderr.write("KeyboardInterrupt\n")
+            sys.stderr.write("pyg-sar run: interrupted; what the script has saved is kept\n")
             return EXIT_INTERRUPT
         except WorkerError as error:
             if not _show(folder / f"failure-{error.rank}"):

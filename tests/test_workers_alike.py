@@ -1,0 +1,74 @@
+"""What must be alike on all workers, and isn't: an error, where numbers would be wrong."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from oracle import Partitions, make_graph, threads
+from torch_geometric.nn import GAT, GraphNorm
+
+import pyg_sar
+from pyg_sar.errors import WorkerError
+from pyg_sar.tools.graphs import load_graph
+from pyg_sar.tools.run import RunConfig, say_kept, train_worker
+from pyg_sar.train.config import TrainConfig
+
+
+def change(root, where, name, value, learns):
+    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, norm=GraphNorm(4)).double())
+    with torch.set_grad_enabled(learns):
+        model(data.x, data.edge_index).sum()
+        if pyg_sar.comm.current().rank == 1:
+            setattr(model.get_submodule(where), name, value)
+        out = model(data.x, data.edge_index)
+        if learns:
+            out.square().sum().backward()
+
+
+@pytest.mark.parametrize("learns", [True, False])
+def test_an_attribute_changed_on_one_worker(learns, tmp_path):
+    root = Partitions(tmp_path)(make_graph(), 2)
+    for where, name, value in (("convs.1", "negative_slope", 0.5), ("norms.0", "eps", 0.1)):
+        message = f"'{where}.{name}: {value}' at rank 1, '{where}.{name}: "
+        with pytest.raises(WorkerError, match=message):
+            threads(change, 2, root, where, name, value, learns)
+
+
+def stops_in_a_debugger():
+    breakpoint()
+
+
+def test_a_breakpoint_in_a_worker_process_says_how_to_debug():
+    with pytest.raises(WorkerError, match=r"no terminal in a worker process.*backend='threads'"):
+        pyg_sar.launch(stops_in_a_debugger, 1, env={"PYTHONBREAKPOINT": "pdb.set_trace"})
+
+
+def test_what_an_interrupted_run_leaves(tmp_path):
+    path = str(tmp_path / "run.ckpt")
+    assert "nothing is kept" in say_kept(RunConfig(parts="p"))
+    assert f"there is no '{path}'" in say_kept(RunConfig(parts="p", checkpoint=path))
+    root = Partitions(tmp_path)(load_graph("synthetic:nodes=40,degree=4,features=4,classes=3"), 1)
+    train = TrainConfig(epochs=3)
+    config = RunConfig(parts=str(root), train=train, checkpoint=path, progress="none")
+    train_worker(config)
+    assert os.path.exists(path) and "the state after epoch 3" in say_kept(config)
+
+
+def means(swapped):
+    values = torch.arange(3.0), torch.arange(3.0) + pyg_sar.comm.current().rank
+    if swapped and pyg_sar.comm.current().rank == 1:
+        b = pyg_sar.mean(values[1])
+        a = pyg_sar.mean(values[0])
+    else:
+        a = pyg_sar.mean(values[0])
+        b = pyg_sar.mean(values[1])
+    return float(a), float(b)
+
+
+def test_means_in_another_order():
+    assert threads(means, 2, False) == [(1.0, 1.5)] * 2
+    with pytest.raises(WorkerError, match=r"mean at .*alike.py:\d+.*mean at .*alike.py:\d+"):
+        threads(means, 2, True)
