@@ -376,6 +376,7 @@ class Chooser:
                 linear = complete or reductions.linear
                 numbers = analyse(program, tile, reads, linear).encode()
                 rows, sets = program.out_rows, program.sets
+                _refuse_states_of_integers(reductions, rows)
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
             return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
@@ -407,6 +408,19 @@ class Chooser:
                     "a row, axes). Pass the same arguments on every worker"
                 )
         return all(knows for _, knows in everyone)
+
+
+def _refuse_states_of_integers(
+    reductions: Decomposition, rows: list[tuple[list[int], torch.dtype]]
+) -> None:
+    """Has PyG divide integers and booleans itself: the dtype of its result is another one.
+
+    Raises:
+        NeedsAllEdges: Where their partial states are none of their own dtype.
+    """
+    for group, (_, dtype) in zip(reductions.groups, rows, strict=True):
+        if not dtype.is_floating_point and {"mean", "var", "semi_var"}.intersection(group.kinds):
+            raise NeedsAllEdges(f"a mean of {dtype} is no {dtype}")
 
 
 def needs_sorted_edges(layer: Any) -> bool:

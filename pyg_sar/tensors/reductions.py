@@ -48,6 +48,17 @@ def _wrapped(out: Any, source: NodeTensor, axis: int) -> Any:
     return tuple(wrap(part, source.rows, axis) for part in out)
 
 
+def _kind_of(func: Any, given: Any, source: NodeTensor) -> torch.dtype | None:
+    """Returns a result's dtype where it may be another one; torch's own error where there is none.
+
+    It is asked of a few numbers: torch takes no mean of integers, say, and sums booleans as int64.
+    """
+    if source.is_floating_point() and given.get("dtype") is None:
+        return None
+    out = called(func, given, self=source.local.new_ones([2] * source.dim()))
+    return out.dtype if isinstance(out, Tensor) else None
+
+
 def reduction(*names: str) -> Any:
     """Registers how results of workers' rows are made into one of all."""
 
@@ -63,7 +74,9 @@ def reduction(*names: str) -> Any:
             if source.axis not in dims:
                 out = called(func, given, self=source.local)
                 return _wrapped(out, source, _kept_axis(source, dims, keepdim))
-            return combine(func, given, source, dims, keepdim)
+            kind = _kind_of(func, given, source)
+            out = combine(func, given, source, dims, keepdim)
+            return out if kind is None else out.to(kind)
 
         return combine
 
@@ -150,7 +163,8 @@ def _prod(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -
 def _logsumexp(func: Any, given: Any, source: NodeTensor, dims: Any, keepdim: bool) -> Tensor:
     if source.is_complex():  # without an order
         return by_gathering(func, (source, dims, keepdim), {})
-    local = _wide(source.local)
+    kept = source.is_floating_point()
+    local = _wide(source.local if kept else source.local.to(torch.get_default_dtype()))
     top = extreme(_largest(local, dims, True, "max"), source.rows, "max")
     top = torch.where(top.isinf(), 0, top)
     total = summed((local - top).exp().sum(dims, True), source.rows)
