@@ -639,3 +639,45 @@ def test_node_types(tmp_path: Path) -> None:
 
     for found in pyg_sar.launch(run, 2):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+
+
+STATIC: dict[str, Callable[[], torch.nn.Module]] = {
+    "gcn": lambda: gnn.GCNConv(8, 5),
+    "max": lambda: gnn.GraphConv(8, 5, aggr="max"),
+    "cheb": lambda: gnn.ChebConv(8, 5, 3),
+    "film": lambda: gnn.FiLMConv(8, 5),
+    "model": lambda: gnn.GCN(8, 5, 2),
+}
+
+
+def of_static_graphs(data: Data, view: dict[str, str]) -> dict[str, list[Tensor]]:
+    """Features ``[T, N, F]`` of several times, on the same edges."""
+    found = {}
+    for name, build in STATIC.items():
+        torch.manual_seed(0)
+        model = build().double()
+        if view:
+            model = pyg_sar.distribute(model, **view)
+        x = torch.stack([data.x, data.x * 2, data.x.sin()]).detach().requires_grad_()
+        out = model(x, data.edge_index)
+        weights = torch.linspace(1, 2, out.numel(), dtype=DOUBLE).view(out.shape)
+        gradients = torch.autograd.grad((out * weights).sum(), [x, *model.parameters()])
+        found[name] = [whole(t, "test").detach() for t in (out, *gradients)]
+    return found
+
+
+def static_work(root: str) -> dict[str, list[Tensor]]:
+    data = pyg_sar.load_partition(root, view="global")
+    for layer in (gnn.GATConv(8, 5), torch.nn.BatchNorm1d(8)):
+        model = pyg_sar.distribute(layer.double(), view="global")
+        edges = (data.edge_index,) if isinstance(layer, gnn.GATConv) else ()
+        with pytest.raises(DistributedIndexError, match="nodes along axis 1"):
+            model(torch.stack([data.x, data.x]), *edges)
+    return of_static_graphs(data, {"view": "global"})
+
+
+def test_static_graphs(roots: Callable[[int], str]) -> None:
+    expected = of_static_graphs(make_graph(), {})
+    for found in pyg_sar.launch(static_work, 2, roots(2)):
+        for name in STATIC:
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-10, atol=1e-10)

@@ -78,6 +78,22 @@ class _Call:
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
         self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        self.axis: int | None = None
+        batches = [t for t in found if t.axis and t.is_floating_point()]
+        if batches:
+            self.axis = self._axis_of(batches)
+
+    def _axis_of(self, batches: list[NodeTensor]) -> int:
+        """Returns the axis of the nodes, from the end, of tensors ``[T, N, F]`` (static graphs)."""
+        axis = int(getattr(self.module, "node_dim", 0))
+        for tensor in batches:
+            if axis >= 0 or tensor.axis != axis + tensor.dim():
+                raise DistributedIndexError(
+                    f"{type(self.module).__name__} got a tensor of shape {list(tensor.shape)} with "
+                    f"its nodes along axis {tensor.axis}, where it takes them along axis {axis} "
+                    f"(rank {self.comm.rank}): pass x.movedim({tensor.axis}, {axis})"
+                )
+        return axis
 
     def local(self, value: Any) -> Any:
         """Returns a tensor as what this worker's computation takes."""
@@ -212,12 +228,13 @@ class _Call:
         """Returns a result with a row per node as a tensor of the whole graph."""
         if not isinstance(value, Tensor):
             return value
-        if value.dim() == 0 or value.size(0) != rows.count:
+        axis = 0 if self.axis is None else self.axis + value.dim()
+        if value.dim() == 0 or axis < 0 or value.size(axis) != rows.count:
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a tensor of shape {list(value.shape)} for "
                 f"{rows.count} rows (rank {self.comm.rank}): it has no global view"
             )
-        return FromLocal.apply(value, rows, 0)
+        return FromLocal.apply(value, rows, axis)
 
     def results(self, out: Any, args: Any, kwargs: Any) -> Any:
         """Returns the module's results as tensors of the whole graph."""
@@ -409,6 +426,8 @@ class GlobalPropagation(DistMessagePassing):
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
             out = super().propagate(edges, **local)
+        if call.axis is not None:
+            return cast(Tensor, call.results(out, (), {}))
         axis = int(self.node_dim)
         return cast(Tensor, call.results(out.movedim(axis, 0), (), {})).movedim(0, axis)
 
