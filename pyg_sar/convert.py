@@ -45,14 +45,13 @@ def _dist_class(
         alone: One process, whose layers can be compiled; else each call is made between two graphs.
         by_kernel: Whether it is compiled by the kernels. See :mod:`pyg_sar.nn.compiled`.
     """
-    name = f"Dist{kind.__name__}"
     before = registry.mixin_of(kind)
     compiled = {"__call__": between_graphs(DistMessagePassing.__call__)}
     methods = {
-        "__module__": kind.__module__,
+        **registry.names_of(kind),
         **(methods_of(kind, by_kernel) if alone else compiled),
     }
-    return type(name, (*before, DistMessagePassing, kind), methods)
+    return type(kind.__name__, (*before, DistMessagePassing, kind), methods)
 
 
 def plain_class(kind: type) -> type:
@@ -153,7 +152,7 @@ def distribute(
                 _take_whole(module)
         elif name in seeing.rows and type(module) in NORMS:
             if not _as_it_is(module, comm):
-                module.__class__ = NORMS[type(module)]
+                module.__class__ = registry.named_as(NORMS[type(module)], type(module))
             if whole:
                 _take_whole(module)
         elif whole and type(module) in attention.MODULES:

@@ -401,4 +401,4 @@ def test_subclasses():
             pyg_sar.distribute(OtherGPS(CHANNELS, None))
         return [kind.__name__ for kind in type(own).__mro__[:3]]
 
-    assert threads(worker, 2) == [["DistOwnGPS", "DistGPSConv", "OwnGPS"]] * 2
+    assert threads(worker, 2) == [["OwnGPS", "OwnGPS", "DistGPSConv"]] * 2

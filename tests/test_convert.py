@@ -252,7 +252,7 @@ def test_idempotent(graph: Data, root: Path):
         mine = copy.deepcopy(model)
         for _ in range(3):
             pyg_sar.distribute(mine)
-        assert type(mine.first).__name__ == "DistGATConv" and hooks(mine) == 1
+        assert isinstance(mine.first, DistMessagePassing) and hooks(mine) == 1
         assert type(mine.first).__mro__.count(DistMessagePassing) == 1
         result = one_pass(mine, data, data.n_id, pyg_sar.mean)
         result.n_id, result.e_id = data.n_id, data.e_id

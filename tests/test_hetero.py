@@ -432,7 +432,7 @@ def transformer_worker(layer: Any, root: Any) -> Any:
             layer(data.x_dict, data.edge_index_dict)
     halo = [data[key].edge_index.plan.halo_counts for key in data.edge_types]
     shards = [sum(counts) for counts in zip(*halo, strict=True)]
-    peak = ledger.peak_resident_rows("DistHGTConv")
+    peak = ledger.peak_resident_rows("HGTConv")
     events = ledger.events("bucketing"), ledger.events("fused attention")
     moved = ledger.received_bytes(kind="fetch"), ledger.sent_bytes(kind="reduce")
     return events, moved, peak, shards

@@ -65,7 +65,7 @@ def random_data(num_nodes: int, num_edges: int, seed: int) -> Data:
     data.train_mask = torch.rand(num_nodes, 3) < 0.5
     data.edge_weight = torch.rand(num_edges)
     data.node_index = torch.randint(9, (2, num_nodes))  # PyG: nodes run along the last dimension.
-    data.titles = [f"nöde {i}" * (i % 3) for i in range(num_nodes)]
+    data.node_titles = [f"nöde {i}" * (i % 3) for i in range(num_nodes)]
     data.edge_numbers = tuple(float(i) for i in range(num_edges))
     data.edge_array = np.arange(num_edges, dtype=np.int16)
     data.scalar = torch.tensor(2.5)
@@ -191,7 +191,7 @@ def check_attributes(data: Data, metadata: Any, parts: list[dict[str, torch.Tens
         assert_equal(own["train_mask"], data.train_mask[n_id])
         assert_equal(own["edge_weight"], data.edge_weight[e_id])
         assert_equal(own["x"].to_dense(), data.x.to_dense()[n_id])
-        assert own["titles"] == [data.titles[i] for i in n_id]
+        assert own["node_titles"] == [data.node_titles[i] for i in n_id]
         assert_equal(own["graph_int8"], data.graph_int8)
         assert own["note"] == data.note
         # The names of the format, for those who read the file without this package.

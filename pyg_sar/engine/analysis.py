@@ -156,14 +156,14 @@ class _Analysis:
 
 def title_of(layer: Any) -> str:
     """A layer's class and name, for messages."""
-    name = f" '{layer.ledger_name}'" if layer.ledger_name else ""
-    return f"{type(layer).__name__}{name}"
+    kind = type(layer).__name__
+    return kind if layer.ledger_name in ("", kind) else f"{kind} '{layer.ledger_name}'"
 
 
 @lru_cache(1024)
 def titled(kind: str, name: str, rank: int) -> str:
     """A layer's class and name, and the rank, for messages."""
-    return f"{kind}{f' {name!r}' if name else ''} at rank {rank}"
+    return f"{kind}{f' {name!r}' if name not in ('', kind) else ''} at rank {rank}"
 
 
 def choices_of(layer: Any) -> Choices:
@@ -276,17 +276,22 @@ class Chooser:
                 break
         return replace(self._whole(reason), out_rows=known)
 
-    def check_edge_update(self) -> None:
-        """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone."""
+    def check_edge_update(self) -> tuple[str, ...]:
+        """Refuses an ``edge_update`` of all edges at once that doesn't treat each edge alone.
+
+        Returns:
+            The attributes that it leaves with a row per edge.
+        """
         key = ("edge_update", self.layer.policy, self.layer.call_key(self.kwargs)[0])
         choices = choices_of(self.layer)
         if key in choices:
-            return
+            return choices[key].sets
         self._agree_on_call(str(key))
         method = "edge_update"
         levels, nodes = row_levels(self.layer, self.edge_index, self.kwargs, False, method)
-        self.rows.agree(levels, nodes, method)
-        choices[key] = Choice("one_shot")
+        _, agreed = self.rows.agree(levels, nodes, method)
+        choices[key] = Choice("one_shot", sets=agreed.keeps)
+        return agreed.keeps
 
     def _whole(self, reason: str) -> Choice:
         if reason != "asked for" and not self.layer.__dict__.get("_warned", False):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -50,38 +50,73 @@ class TileValue(Tensor):
     """Stands for an attribute that ``message`` sets, of which each tile had its own value."""
 
     attribute: str
+    owner: str
+    whole: bool
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         value = next(v for v in tree_leaves((args, kwargs or {})) if isinstance(v, cls))
+        remedy = "Set `layer.policy = pyg_sar.SARPolicy(mode=3)` to have it"
+        if not value.whole:
+            remedy = (
+                "Compute it in forward(), where x[edge_index[0]] and x[edge_index[1]] are the rows "
+                "of the edges' ends; attention weights are returned by layers whose forward() "
+                "takes 'return_attention_weights'"
+            )
         raise DistributedIndexError(
-            f"'{value.attribute}' was set by message(), which ran for one part of the edges after "
-            "the other: there is no value for all of them. Set "
-            "`layer.policy = pyg_sar.SARPolicy(mode=3)` to have it"
+            f"'{value.attribute}' of {value.owner} was set by message() or edge_update(), which "
+            "runs for one part of the edges after the other, and on each worker for its own: "
+            f"there is no value for all of them. {remedy}"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TileValue('{self.attribute}')"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> TileValue:
-        return tile_value(self.attribute)
+        return tile_value(self.attribute, self.owner, self.whole)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return tile_value, (self.attribute,)
+        return tile_value, (self.attribute, self.owner, self.whole)
 
 
-def tile_value(name: str) -> TileValue:
-    """Returns a stand-in for an attribute that ``message`` sets."""
+def tile_value(name: str, owner: str, whole: bool) -> TileValue:
+    """Returns a stand-in for an attribute that ``message`` sets.
+
+    Args:
+        name: The attribute.
+        owner: How errors name the layer.
+        whole: One worker has all edges, so that there is a value with mode 3.
+    """
     out = torch.empty(0).as_subclass(TileValue)
-    out.attribute = name
+    out.attribute, out.owner, out.whole = name, owner, whole
     return out
+
+
+_NOTHING = object()  # There was no such attribute.
+
+
+def put_tile_values(layer: torch.nn.Module, names: Sequence[str], owner: str, whole: bool) -> None:
+    """Puts stand-ins in the place of attributes of a layer and its modules, by dotted names."""
+    kept = layer.__dict__.setdefault("_before_tiles", {})
+    for name in names:
+        path, _, attribute = name.rpartition(".")
+        module = layer.get_submodule(path)
+        before = module.__dict__.get(attribute, _NOTHING)
+        kept.setdefault(name, None if isinstance(before, TileValue) else before)
+        module.__dict__[attribute] = tile_value(name, owner, whole)
 
 
 def forget_tile_values(layer: torch.nn.Module) -> None:
     """Takes stand-ins away again: a message that looks for its attribute finds it as at first."""
-    for name, value in list(layer.__dict__.items()):
-        if isinstance(value, TileValue):
-            layer.__dict__[name] = None
+    for name, before in layer.__dict__.pop("_before_tiles", {}).items():
+        path, _, attribute = name.rpartition(".")
+        module = layer.get_submodule(path)
+        if not isinstance(module.__dict__.get(attribute), TileValue):
+            continue  # The layer has set it since.
+        if before is _NOTHING:
+            del module.__dict__[attribute]
+        else:
+            module.__dict__[attribute] = before
 
 
 @contextmanager
@@ -89,21 +124,20 @@ def preserved_attributes(layer: torch.nn.Module, buffers: bool) -> Iterator[list
     """Puts back tensor attributes that ``message`` set: nothing of a tile outlives its turn.
 
     Buffers too, when the message runs a second time. Yields a list that afterwards names the
-    layer's attributes that were ``None`` and were set.
+    attributes that were set, those of modules with dots.
     """
     names: list[str] = []
-    modules = list(layer.modules())
+    titles, modules = zip(*layer.named_modules(), strict=True)
     kept = [dict(module.__dict__) for module in modules]
     values = [(b, version_of(b), b.clone()) for b in layer.buffers()] if buffers else []
     try:
         yield names
     finally:
-        for module, before in zip(modules, kept, strict=True):
+        for title, module, before in zip(titles, modules, kept, strict=True):
             now = module.__dict__
             for name, value in list(now.items()):
                 if isinstance(value, Tensor) and value is not before.get(name):
-                    if module is layer and before.get(name, value) is None:
-                        names.append(name)
+                    names.append(f"{title}.{name}" if title else name)
                     if name in before:
                         now[name] = before[name]
                     else:
@@ -207,7 +241,10 @@ class AmbientState:
 
 _CONTAINERS = (list, dict, set, deque)
 _NUMBERS = (bool, int, float, complex, str, bytes, tuple, type(None))
-_OWN = frozenset({"_edge_type", "_identity", "_not_fused", "_choices", "_warned", "own_graphs"})
+_OWN = frozenset({
+    *("_before_tiles", "_choices", "_edge_sets", "_edge_type", "_identity", "_not_fused"),
+    *("_warned", "own_graphs"),
+})  # fmt: skip
 
 
 class Snapshot:
@@ -230,9 +267,17 @@ class Snapshot:
             for _, module in self._modules
         ]
         self._buffers = [dict(module._buffers) for _, module in self._modules]
+        plain = [
+            {
+                key: value
+                for key, value in kept.items()
+                if isinstance(value, Tensor) and not isinstance(value, TileValue)
+            }
+            for kept in self._attributes
+        ]
         self._values = {
-            id(b): (b, b.clone(), version_of(b))
-            for kept in self._buffers
+            id(b): (b, b.detach().clone(), version_of(b))
+            for kept in [*self._buffers, *plain]
             for b in kept.values()
             if b is not None
         }
@@ -251,8 +296,11 @@ class Snapshot:
                 if key in contents and value is before[key]:
                     if not _alike(value, contents[key]):
                         yield prefix + key, contents[key], _copied(value)
-                elif isinstance(value, Tensor) and value is not old:
-                    yield prefix + key, old, value
+                elif isinstance(value, Tensor):
+                    if value is not old:
+                        yield prefix + key, old, value
+                    elif id(value) in self._values and self._written(value):
+                        yield prefix + key, self._values[id(value)][1], value
                 elif isinstance(value, (*_NUMBERS, *_CONTAINERS)) and not _alike(value, old):
                     yield prefix + key, old, _copied(value)
             for key, buffer in module._buffers.items():
@@ -278,7 +326,7 @@ class Snapshot:
             module._buffers.update(buffers)
         for buffer, saved, _ in self._values.values():
             if self._written(buffer):
-                buffer.copy_(saved)
+                buffer.detach().copy_(saved)
 
     def _written(self, buffer: Tensor) -> bool:
         """Says if somebody wrote into a buffer."""
@@ -333,11 +381,13 @@ class Changes:
 
     Attributes:
         updates: What it changed alike in both: counters of calls.
+        rows: Tensors with a row per edge that it left.
         refused: What depends on the edges, and is another on every worker.
     """
 
     def __init__(self) -> None:
         self.updates: list[str] = []
+        self.rows: list[str] = []
         self.refused = ""
 
     def judge(
@@ -359,8 +409,10 @@ class Changes:
             if "mixed" in kinds:
                 self.refused = name
             elif kinds == {"rows"}:
-                if isinstance(now, _CONTAINERS):
-                    self.updates.append(name)
+                if isinstance(now, Tensor):
+                    self.rows.append(name)
+                else:
+                    self.refused = name
             elif not _alike(first.get(name), now):
                 self.refused = name
             elif not isinstance(now, Tensor) or before is not None:

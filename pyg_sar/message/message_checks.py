@@ -135,7 +135,11 @@ class RowAgreement:
         edges, mine = self.edges, None
         if edges.size(1):
             mine = self.look(levels, nodes, method)
-        said = None if mine is None else [mine.refused, list(mine.updates), mine.numbers]
+        said = (
+            None
+            if mine is None
+            else [mine.refused, list(mine.updates), mine.numbers, list(mine.keeps)]
+        )
         row = None if mine is None or mine.rows is None else mine.rows
         shape = None if row is None else [list(row.shape[1:]), str(row.dtype)]
         everyone = self.comm.all_gather_object([said, shape])
@@ -150,6 +154,7 @@ class RowAgreement:
         agreed = RowWise(
             refused=next((found[0] for found in known if found[0]), ""),
             updates=tuple(sorted({name for found in known for name in found[1]})),
+            keeps=tuple(sorted({name for found in known for name in found[3]})),
             numbers=bool(known) and all(found[2] for found in known),
             rows=rows,
         )

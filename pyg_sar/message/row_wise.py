@@ -67,10 +67,12 @@ class RowWise:
         updates: Attributes and buffers that it changes by itself: it must run once per call.
         numbers: Whether sizes are numbers to it, and lengths of no tensor.
         rows: The messages, without rows ``[0, *]``, where they are one tensor.
+        keeps: Attributes that it leaves with a row per edge.
     """
 
     refused: str = ""
     updates: tuple[str, ...] = ()
+    keeps: tuple[str, ...] = ()
     numbers: bool = False
     rows: Tensor | None = None
 
@@ -177,7 +179,8 @@ class RowCheck:
         if self.own_aggregate and isinstance(rows, Tensor) and rows.size(0) == 0 and not reason:
             reason, more = self._aggregate(rows)
             updates |= set(more)
-        return RowWise(reason, tuple(sorted(updates)), numbers is not None, rows)
+        keeps = tuple(sorted(changes.rows))
+        return RowWise(reason, tuple(sorted(updates)), keeps, numbers is not None, rows)
 
     def _aggregate(self, rows: Tensor) -> tuple[str, tuple[str, ...]]:
         """Tries the layer's own aggregation."""

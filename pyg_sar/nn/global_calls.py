@@ -40,6 +40,7 @@ from pyg_sar.nn.global_inputs import (
 from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
+from pyg_sar.nn.registry import names_of
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
@@ -471,5 +472,5 @@ def global_class(kind: type) -> type:
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
     if issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
-        return type(kind.__name__, (before, own), {"__module__": kind.__module__})
-    return type(kind.__name__, (GlobalCalls, kind), {"__module__": kind.__module__})
+        return type(kind.__name__, (before, own), names_of(kind))
+    return type(kind.__name__, (GlobalCalls, kind), names_of(kind))

@@ -97,7 +97,8 @@ def distributed_class(kind: type) -> type | None:
 def class_after(kind: type) -> type:
     """Returns the class that a module of class ``kind`` has after :func:`pyg_sar.distribute`."""
     try:
-        return distributed_class(kind) or kind
+        found = distributed_class(kind)
+        return kind if found is None else named_as(found, kind)
     except ValueError:  # Got past check_modules(): one process, which needs no other class.
         return kind
 
@@ -112,7 +113,21 @@ def _joined(kind: type, base: type, dist: type) -> type:
             f"it overrides {', '.join(clash)} of {base.__name__}, which over workers must reduce "
             f"over all their nodes; derive it from {dist.__module__}.{dist.__name__} and do so"
         )
-    return type(f"Dist{kind.__name__}", (dist, kind), {"__module__": kind.__module__})
+    return type(kind.__name__, (dist, kind), names_of(kind))
+
+
+def names_of(kind: type) -> dict[str, Any]:
+    """Returns what a class that takes the place of another one has by its body: its names.
+
+    So a model prints as PyG's, and errors name the user's class. ``isinstance`` tells.
+    """
+    return {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
+
+
+@cache
+def named_as(dist: type, kind: type) -> type:
+    """Returns ``dist``, which takes the place of ``kind``, under the name of that."""
+    return type(kind.__name__, (dist,), names_of(kind))
 
 
 # Which modules see nodes #####################################################

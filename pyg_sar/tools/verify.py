@@ -474,7 +474,7 @@ def _layer(name: str, layer: Any, ledger: Ledger, halo: int) -> LayerReport:
     label = layer.ledger_name
     return LayerReport(
         name=name,
-        kind=type(layer).__name__.removeprefix("Dist"),
+        kind=type(layer).__name__,
         strategy=", ".join(sorted({choice.strategy for choice in choices})) or "not called",
         case=backward_case(layer),
         received_bytes=sum(ledger.received_bytes(layer=label, kind=kind) for kind in HALO_KINDS),

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from pyg_sar.engine.analysis import titled
 from pyg_sar.engine.chunks import Chunks
 from pyg_sar.engine.reducers import Reducer, make_reducer
 from pyg_sar.engine.run import Kernel, Pass
@@ -123,8 +124,7 @@ class Messages(Kernel):
         named = program.layer.named_parameters()
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.graphs: list[_Graph] = []
-        rank = schedule.plan.rank
-        self.title = f"{type(program.layer).__name__} '{name}' at rank {rank}"
+        self.title = titled(type(program.layer).__name__, name, schedule.plan.rank)
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
 
     def tensors(self) -> list[Tensor]:

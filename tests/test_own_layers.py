@@ -1,0 +1,247 @@
+"""Layers of the user: their classes travel, keep their names, and leave nothing of some edges."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from oracle import TOLERANCE, Partitions, error, make_graph, threads
+from torch import Tensor
+from torch_geometric import nn as gnn
+from torch_geometric.data import Data
+from torch_geometric.nn import MessagePassing
+
+import pyg_sar
+from pyg_sar import DistMessagePassing, SARPolicy
+from pyg_sar.errors import DistributedIndexError, WorkerError
+
+CHANNELS, WORLD = 6, 2
+
+
+@pytest.fixture(scope="module")
+def graph() -> Data:
+    return make_graph(30)
+
+
+@pytest.fixture(scope="module")
+def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Partitions(tmp_path_factory.mktemp("own"))(graph, WORLD, "random")
+
+
+# Classes travel ##############################################################
+
+
+def own_classes() -> dict[str, type[MessagePassing]]:
+    """Classes that no other process can import, as those of ``__main__`` and of notebooks."""
+
+    class Plain(MessagePassing):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            return self.propagate(edge_index, x=x)
+
+        def message(self, x_j: Tensor) -> Tensor:
+            return 2 * x_j
+
+    class Updating(Plain):
+        def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+            weight = self.edge_updater(edge_index, x=x)
+            return self.propagate(edge_index, x=x, weight=weight)
+
+        def edge_update(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+            return (x_i * x_j).sum(-1, keepdim=True)
+
+        def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+            return x_j * weight
+
+    class OfGCN(gnn.GCNConv):
+        def __init__(self) -> None:
+            super().__init__(CHANNELS, 3)
+
+        def message(self, x_j: Tensor, edge_weight: Tensor) -> Tensor:
+            return 3 * edge_weight.view(-1, 1) * x_j
+
+    return {"plain": Plain, "updating": Updating, "of GCN": OfGCN}
+
+
+def test_layers_that_were_built_in_the_parent_run_in_workers(graph: Data, root: Path):
+    """Their classes are of functions, and closures, arguments and results hold them."""
+    built = {name: kind().double() for name, kind in own_classes().items()}
+    expected = {
+        name: layer(graph.x, graph.edge_index).detach() for name, layer in built.items()
+    }  # once in one process, as everyone does
+
+    def work(given: dict[str, MessagePassing]) -> Any:
+        data = pyg_sar.load_partition(root)
+        found = []
+        for name, kind in own_classes_of(built).items():
+            again = kind().double()
+            again.load_state_dict(given[name].state_dict())
+            for layer in (given[name], built[name], again):
+                plain = layer(torch.ones(2, CHANNELS).double(), torch.tensor([[0, 1], [1, 0]]))
+                out = pyg_sar.distribute(layer)(data.x, data.edge_index)
+                found.append((name, out.detach(), plain.detach()))
+        return data.n_id, found, given["of GCN"].lin
+
+    for n_id, found, lin in pyg_sar.launch(work, WORLD, built):
+        assert len(found) == 3 * len(built) and torch.equal(lin.weight, built["of GCN"].lin.weight)
+        for name, out, _ in found:
+            assert error(out, expected[name][n_id]) <= TOLERANCE, name
+
+
+def own_classes_of(built: dict[str, MessagePassing]) -> dict[str, type[MessagePassing]]:
+    return {name: type(layer) for name, layer in built.items()}
+
+
+# What a message leaves #######################################################
+
+
+class Keeping(MessagePassing):
+    """Its message keeps something by ``keep``, and its forward reads it by ``read``."""
+
+    saved: Any = None
+
+    def __init__(self, keep: Callable[..., Any], read: Callable[..., Any]) -> None:
+        super().__init__()
+        self.keep, self.read = keep, read
+        self.items: list[Any] = []
+        self.table: dict[str, Any] = {}
+        self.total = torch.zeros(CHANNELS, dtype=torch.float64)
+        self.kept: Tensor | None = torch.zeros(1)
+        self.inner = torch.nn.Identity()
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.propagate(edge_index, x=x) + self.read(self)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        out = x_j * x_i.sigmoid()
+        self.keep(self, out)
+        return out
+
+
+class KeepingEdges(Keeping):
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        weight = self.edge_updater(edge_index, x=x)
+        return self.propagate(edge_index, x=x, weight=weight) + self.read(self)
+
+    def edge_update(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        weight = (x_i * x_j).sum(-1, keepdim=True).tanh()
+        self.keep(self, weight)
+        return weight
+
+    def message(self, x_j: Tensor, weight: Tensor) -> Tensor:
+        return x_j * weight
+
+
+def put(name: str, of: Callable[[Tensor], Any] = lambda m: m) -> Callable[..., Any]:
+    return lambda layer, message: setattr(layer, name, of(message))
+
+
+KEEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
+    "of the class": (put("saved"), lambda layer: layer.saved.mean()),
+    "new": (put("fresh"), lambda layer: layer.fresh.mean()),
+    "in the place of another": (put("kept"), lambda layer: layer.kept.sum()),
+    "of a module": (lambda s, m: setattr(s.inner, "saved", m), lambda s: s.inner.saved[0].sum()),
+    "tuple": (put("pair", lambda m: (m, m)), lambda layer: layer.pair[0].mean()),
+    "list": (put("pair", lambda m: [m]), lambda layer: layer.pair[0].mean()),
+    "appended": (lambda s, m: s.items.append(m), lambda s: s.items[-1].mean()),
+    "in a dict": (lambda s, m: s.table.update(m=m), lambda s: s.table["m"].mean()),
+    "sum": (put("saved", lambda m: m.sum()), lambda layer: layer.saved),
+    "number": (put("saved", lambda m: float(m.detach().sum())), lambda layer: layer.saved),
+    "count": (put("saved", lambda m: m.size(0)), lambda layer: layer.saved),
+    "in place": (lambda s, m: s.total.add_(m.detach().sum(0)), lambda s: s.total),
+}
+
+
+def test_what_a_message_keeps_of_its_edges_is_refused_where_it_is_read(graph: Data, root: Path):
+    def worker(kind: type[Keeping], name: str, policy: SARPolicy) -> Any:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(kind(*KEEPS[name]), policy)
+        attribute = r"'(inner\.)?(saved|fresh|kept|pair|items|table|total)'"
+        for _ in range(2):  # as at first
+            with pytest.raises(DistributedIndexError, match=attribute) as caught:
+                layer(data.x, data.edge_index)
+            assert kind.__name__ in str(caught.value) and "mode=3" not in str(caught.value)
+
+    for name in KEEPS:
+        for policy in (SARPolicy(), SARPolicy(mode=2), SARPolicy(mode=3)):
+            threads(worker, WORLD, Keeping, name, policy)
+    for policy in (SARPolicy(), SARPolicy(mode=3)):
+        threads(worker, WORLD, KeepingEdges, "new", policy)
+    expected = {name: Keeping(*KEEPS[name])(graph.x, graph.edge_index) for name in KEEPS}
+    assert all(bool(out.isfinite().all()) for out in expected.values())
+
+
+def test_what_nobody_reads_may_be_kept(graph: Data, root: Path):
+    def worker(policy: SARPolicy) -> Any:
+        data = pyg_sar.load_partition(root)
+        layer = pyg_sar.distribute(Keeping(KEEPS["new"][0], lambda s: 0), policy)
+        x = data.x.clone().requires_grad_()
+        out = layer(x, data.edge_index)
+        out.square().sum().backward()
+        again = layer(x, data.edge_index).detach()
+        return data.n_id, out.detach(), x.grad, again
+
+    x = graph.x.clone().requires_grad_()
+    expected = Keeping(KEEPS["new"][0], lambda s: 0)(x, graph.edge_index)
+    expected.square().sum().backward()
+    for policy in (SARPolicy(), SARPolicy(mode=3)):
+        for n_id, out, gradient, again in threads(worker, WORLD, policy):
+            assert error(out, expected.detach()[n_id]) <= TOLERANCE
+            assert error(again, expected.detach()[n_id]) <= TOLERANCE
+            assert error(gradient, x.grad[n_id]) <= TOLERANCE
+
+
+# Names #######################################################################
+
+
+class Own(gnn.GCNConv):
+    pass
+
+
+def named_model() -> torch.nn.Module:
+    own = torch.nn.Module()
+    own.conv1, own.own = gnn.GCNConv(CHANNELS, 4), Own(4, 4)
+    own.gat, own.super = gnn.GATConv(4, 4, heads=2), gnn.SuperGATConv(8, 4)
+    own.norm, own.batch = gnn.BatchNorm(4), torch.nn.BatchNorm1d(4)
+    own.graph_norm, own.pool = gnn.GraphNorm(4), gnn.aggr.SumAggregation()
+    own.gps = gnn.GPSConv(4, gnn.GINConv(gnn.MLP([4, 4, 4])), heads=2)
+    own.stock = gnn.GraphSAGE(4, 4, 2, norm="BatchNorm")
+    own.arma, own.gae = gnn.ARMAConv(4, 4), gnn.GAE(gnn.GCNConv(4, 4))
+    return own
+
+
+@pytest.mark.parametrize("view", ["local", "global"])
+@pytest.mark.parametrize("world", [1, WORLD])
+def test_a_model_prints_as_that_of_pyg(view: Any, world: int):
+    expected = named_model()
+
+    def worker() -> None:
+        model = named_model()
+        pyg_sar.distribute(model, view=view)
+        assert repr(model) == repr(expected)
+        for mine, plain in zip(model.modules(), expected.modules(), strict=True):
+            for part in ("__name__", "__qualname__", "__module__"):
+                assert getattr(type(mine), part) == getattr(type(plain), part)
+        assert list(model.state_dict()) == list(expected.state_dict())
+        assert isinstance(model.conv1, DistMessagePassing)
+        assert isinstance(model.conv1, gnn.GCNConv)
+        assert repr(pyg_sar.distribute(model, view=view)) == repr(expected)  # once more
+
+    if view == "global":  # whose random numbers are those of one process: not for threads
+        pyg_sar.run(worker, parts=world)
+    else:
+        threads(worker, world)
+
+
+def test_errors_name_the_class_of_the_user(root: Path):
+    def worker() -> None:
+        data = pyg_sar.load_partition(root)
+        pyg_sar.distribute(Own(CHANNELS, 4).double())(data.x[:3], data.edge_index)
+
+    with pytest.raises(WorkerError) as caught:
+        threads(worker, WORLD)
+    notes = "\n".join(getattr(caught.value.__cause__, "__notes__", []))
+    text = f"{caught.value}\n{notes}"
+    assert "Own" in text and "DistOwn" not in text and "Own 'Own'" not in text
