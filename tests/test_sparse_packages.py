@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +13,10 @@ import pytest
 import torch
 from oracle import threads
 from torch import Tensor
+from torch_geometric import nn as gnn
 from torch_geometric import utils
+from torch_geometric.data import Data
+from torch_geometric.transforms import ToSparseTensor
 from torch_geometric.typing import (
     WITH_TORCH_SCATTER,
     WITH_TORCH_SPARSE,
@@ -21,6 +25,7 @@ from torch_geometric.typing import (
     torch_sparse,
 )
 
+import pyg_sar
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors import node_rows, whole, wrap
@@ -223,6 +228,10 @@ SPARSE: dict[str, Callable[[Values], Any]] = {
     ),
     "spmm_max": lambda v: torch_sparse.matmul.__globals__["spmm_max"](adj(v), v.x),
     "PyG's spmm": lambda v: utils.spmm(adj(v), v.x, "mean"),
+    **{
+        f"PyG's spmm of constants, {how}": lambda v, how=how: utils.spmm(adj(v).detach(), v.x, how)
+        for how in ("sum", "mean", "max")
+    },
     "function spmm": lambda v: torch_sparse.spmm(torch.stack([v.row, v.col]), v.v, N, N, v.x),
     "function coalesce": lambda v: list(
         torch_sparse.coalesce(torch.stack([v.row, v.col]), v.v, N, N, "mean")
@@ -293,6 +302,77 @@ def _own_rows() -> list[str]:
         if not torch.allclose(one.local, one.rows.cut(other, 0), atol=1e-10, rtol=0):
             wrong.append(f"result {k}")
     return wrong
+
+
+class Own(gnn.MessagePassing):
+    """Aggregates by a product of its own, another one than its messages would give."""
+
+    def forward(self, x: Tensor, adj_t: Any) -> Tensor:
+        return self.propagate(adj_t, x=x)
+
+    def message_and_aggregate(self, adj_t: Any, x: Tensor) -> Tensor:
+        return torch_sparse.matmul(adj_t, x, reduce="mean") * 2
+
+
+LAYERS: dict[str, Callable[[], Any]] = {
+    "GCN": lambda: gnn.GCNConv(4, 3),
+    "SAGE": lambda: gnn.SAGEConv(4, 3, aggr="max"),
+    "GIN": lambda: gnn.GINConv(torch.nn.Linear(4, 3)),
+    "GAT": lambda: gnn.GATConv(4, 3, heads=2),
+    "GraphConv": lambda: gnn.GraphConv(4, 3, aggr="mean"),
+    "APPNP": lambda: gnn.APPNP(2, 0.1),
+    "ARMA": lambda: gnn.ARMAConv(4, 3),
+    "labels": lambda: gnn.LabelPropagation(2, 0.5),
+    "own": lambda: Own(),
+}
+
+
+def _layers(data: Data, convert: Callable[[Any], Any]) -> list[Tensor]:
+    """Layers on the graph's matrix, with weights and without, and on one made of it."""
+    out = []
+    matrix = data.adj_t
+    without = matrix.set_value(None, layout=None)
+    for k, (name, make) in enumerate(LAYERS.items()):
+        for matrix in (data.adj_t, without, without.set_diag(), data.adj_t.t()):
+            torch.manual_seed(k)
+            layer = convert(make().to(DOUBLE))
+            x = data.x.detach().clone().requires_grad_(name != "labels")
+            found = layer(x, matrix)
+            out.append(found)
+            if name != "labels":
+                loss = (found * torch.linspace(1, 2, found.numel()).view(found.shape)).sum()
+                out += torch.autograd.grad(loss, [x, *layer.parameters()], allow_unused=True)
+    return [torch.zeros(0) if t is None else whole(t.detach(), "test") for t in out]
+
+
+def _graph(loops: bool) -> Data:
+    v = Values(**_values())
+    row, col, value = adj(v).coalesce().coo()
+    data = Data(x=v.x, edge_index=torch.stack([col, row]), edge_weight=value, num_nodes=N)
+    if not loops:
+        data.edge_index, data.edge_weight = utils.remove_self_loops(
+            data.edge_index, data.edge_weight
+        )
+    return ToSparseTensor(attr="edge_weight")(data)
+
+
+@needs_both
+def test_layers_on_matrices(tmp_path: Path):
+    kinds = (True, False)
+    for loops in kinds:
+        pyg_sar.write_partitions(_graph(loops), 2, tmp_path / str(loops))
+
+    def work(root: Path) -> list[Tensor]:
+        convert = partial(pyg_sar.distribute, view="global")
+        load = partial(pyg_sar.load_partition, view="global")
+        return [t for loops in kinds for t in _layers(load(root / str(loops)), convert)]
+
+    expected = [t for loops in kinds for t in _layers(_graph(loops), lambda layer: layer)]
+    for found in pyg_sar.launch(work, 1, tmp_path, parts=2):
+        for k, (mine, right) in enumerate(zip(found, expected, strict=True)):
+            torch.testing.assert_close(
+                mine, right, rtol=1e-9, atol=1e-9, msg=lambda m, k=k: f"{k} {m}"
+            )
 
 
 def test_operators_of_other_packages_are_refused_by_name():

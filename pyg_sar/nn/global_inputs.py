@@ -179,7 +179,9 @@ def with_edges_of_matrix(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any, 
     if not any(is_shared_matrix(m) or node_tensors(args, kwargs) for m in matrices):
         return args, kwargs, False
     own, message = (_definer(type(layer), name) for name in ("message_and_aggregate", "message"))
-    if own.__module__.startswith(_PYG) and (own is MessagePassing or issubclass(own, message)):
+    # Of equal maxima a product gives one the gradient, and an aggregation of messages all.
+    as_edges = issubclass(own, message) and layer.aggr not in ("min", "max")
+    if own is MessagePassing or (own.__module__.startswith(_PYG) and as_edges):
         with suppress(DistributedIndexError):
             return *without_matrix(layer, args, kwargs), False
     return args, kwargs, True

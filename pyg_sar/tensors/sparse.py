@@ -21,6 +21,7 @@ from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     mapped,
+    method,
     name_of,
     node_tensors,
     operator,
@@ -258,6 +259,21 @@ def _spmm(func: Any, args: Any, kwargs: Any) -> Any:
         col.__dict__["_row_of"] = row
     out, which = product(reduce, rowptr.numel() - 1, row, col, value, mat)
     return out if which is None else (out, which)
+
+
+@method(torch.sparse.mm)
+def _sparse_mm(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """PyG's product, by a matrix of torch, where a ``SparseTensor`` needs no gradient."""
+    reduce = args[2] if len(args) > 2 else kwargs.get("reduce")
+    matrix, x = args[:2]
+    csr = not isinstance(matrix, NodeTensor) and matrix.layout == torch.sparse_csr
+    if reduce is None or not csr or matrix.requires_grad or "torch_sparse" not in sys.modules:
+        with torch._C.DisableTorchFunctionSubclass():
+            return cast(Tensor, func(*args, **kwargs))
+    rowptr, col = matrix.crow_indices().long(), matrix.col_indices().long()
+    row = torch.searchsorted(rowptr, torch.arange(col.numel(), device=col.device), right=True) - 1
+    name = {"amax": "max", "amin": "min"}.get(reduce, reduce)
+    return product(name, matrix.size(0), row, col, matrix.values(), x)[0]
 
 
 # Matrices #####################################################################
