@@ -96,7 +96,7 @@ class StockModel:
                     f"{name} with {argument}={value!r} is no model of pyg-sar train; pass the "
                     "model's class (load_model(checkpoint, MyModel))"
                 )
-        missing = [argument for argument in _SIZES if argument not in given]
+        missing = [argument for argument in _SIZES[:3] if argument not in given]
         if missing:
             raise ValueError(f"it names {name} without {', '.join(missing)}")
         return cls(name=name, arguments=dict(given))

@@ -200,7 +200,7 @@ def _show_labels(
     """Has all training nodes show their labels, as evaluations do; returns the columns."""
     if extra.get("labels") is None:
         return 0
-    columns = int(stock.arguments["out_channels"])
+    columns = int(stock.arguments.get("out_channels", 0))
     if "split" not in extra:
         raise CheckpointError(
             f"{config.checkpoint!r} does not say which split its labels belong to: train it again"

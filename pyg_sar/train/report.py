@@ -38,7 +38,7 @@ import torch
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import ReportError
-from pyg_sar.files import check_regular, explained, read_text, replace_file
+from pyg_sar.files import explained, read_text, replace_file
 from pyg_sar.ledger import HALO_KINDS, Ledger, peak_memory
 from pyg_sar.train.config import EpochRecord, TrainResult
 from pyg_sar.train.hosted import HostedRun, describe_hosting
@@ -228,10 +228,8 @@ def _write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 def _append(path: Path, text: str) -> None:
     """Appends a line, or nothing where the disk is full: another may follow."""
-    if path.is_symlink():
+    if path.is_fifo() or (path.is_symlink() and path.is_file()):
         raise OSError(errno.ELOOP, "is a link, which this report did not make", os.fspath(path))
-    if path.exists():
-        check_regular(path)
     with path.open("ab", buffering=0) as file:
         before = os.fstat(file.fileno()).st_size
         rest = memoryview(text.encode())
