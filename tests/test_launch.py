@@ -19,7 +19,7 @@ from pyg_sar.comm.backends import GlooTransport, Setting
 from pyg_sar.comm.group import current, finalize, init
 from pyg_sar.comm.launch import _pack as pack
 from pyg_sar.comm.launch import launch
-from pyg_sar.errors import WorkerError
+from pyg_sar.errors import LostWorkerError, WorkerError
 
 
 @pytest.fixture(autouse=True)
@@ -142,6 +142,17 @@ def test_interrupt_ends_the_worker(tmp_path):
     finally:
         signal.signal(signal.SIGINT, before)
     assert [exists(pid) for pid in read_pids(tmp_path)] == [False]
+
+
+def test_a_stopped_worker_that_nobody_waits_for(monkeypatch):
+    def work():
+        if current().rank == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        time.sleep(3600)
+
+    monkeypatch.setattr(sys.modules[launch.__module__], "read_limits", lambda: (0.3, 0.5))
+    with pytest.raises(LostWorkerError, match="Rank 1 was lost: its process was stopped"):
+        launch(work, 2)
 
 
 def test_a_script_without_main_guard(tmp_path):

@@ -37,7 +37,9 @@ from pyg_sar.comm.hosting import PartError, check_parts, host_parts
 from pyg_sar.comm.inprocess import Hub, HubWatch, ThreadPeers, ThreadTransport
 from pyg_sar.comm.meeting import read_switch
 from pyg_sar.comm.messages import LAUNCHER, RESUME, failed, is_consequence
+from pyg_sar.comm.processes import find_process
 from pyg_sar.comm.store import host_store
+from pyg_sar.comm.watch import HALTED, read_limits
 from pyg_sar.errors import LostWorkerError, WorkerError
 from pyg_sar.files import check_folder
 from pyg_sar.store.host_store import PINNED
@@ -299,6 +301,8 @@ class _Worker:
     consequence: bool = False
     finished: bool = False
     result: Any = None
+    stopped: float | None = None
+    """Since when it was seen to be stopped (SIGSTOP)."""
 
     @classmethod
     def start(cls, rank: int, common: Mapping[str, str]) -> _Worker:
@@ -343,6 +347,17 @@ class _Worker:
                 self.failure, self.consequence = rest
         self.finished = True
 
+    def look(self, limit: float) -> None:
+        """Gives it up once it was stopped for ``limit`` seconds."""
+        found = find_process(self.process.pid)
+        if found is None or found.state != "T":
+            self.stopped = None
+            return
+        self.stopped = self.stopped or time.monotonic()
+        if time.monotonic() - self.stopped > limit:
+            text = f"Rank {self.rank} was lost: {HALTED}. {RESUME}"
+            self.failure, self.finished = LostWorkerError(text, rank=self.rank), True
+
     def _lost(self) -> LostWorkerError:
         code = self._wait(5.0)
         if code is None:
@@ -367,6 +382,7 @@ class _Worker:
 def _collect(workers: Sequence[_Worker]) -> list[Any]:
     """Returns the results, or raises the failure that came first."""
     deadline: float | None = None
+    silent_after = read_limits()[0]
     while not all(worker.finished for worker in workers):
         by_pipe = {worker.pipe: worker for worker in workers if not worker.finished}
         limit = POLL if deadline is None else deadline - time.monotonic()
@@ -375,6 +391,8 @@ def _collect(workers: Sequence[_Worker]) -> list[Any]:
             # A dead worker's children may keep its pipe open.
             if pipe in ready or worker.process.poll() is not None:
                 worker.read()
+            elif len(workers) > 1:  # Nobody waits for a single one but the user who stopped it.
+                worker.look(silent_after)
         failed = [worker for worker in workers if worker.failure is not None]
         if failed and deadline is None:
             known = any(not worker.consequence for worker in failed)

@@ -63,7 +63,16 @@ from pyg_sar.comm.messages import (
     to_text,
     unmatched,
 )
-from pyg_sar.comm.processes import RUNS, STOPPED, StatusServer, ask, is_dead, is_stopped, place
+from pyg_sar.comm.processes import (
+    RUNS,
+    STOPPED,
+    StatusServer,
+    ask,
+    find_process,
+    is_dead,
+    is_stopped,
+    place,
+)
 from pyg_sar.comm.store import AskedStore
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
@@ -324,13 +333,16 @@ class StoreWatch(Watch):
         if (suspect := self._suspect(START, self._silent_after)) is not None:
             return suspect
         missing = [rank for rank in self.others if rank not in self.everyone]
-        if missing and self._awake > self._silent_after:
+        if missing and self._awake > self._silent_after / 2:
             for rank in find_stopped(self.info).intersection(missing):
                 return lost(rank, HALTED, self.rank, START)
         host = LAUNCHER if self.host is None else self.host
         waited = self._awake - self._answered
         if host not in (LAUNCHER, *missing) or waited <= self._lost_after:
             return None
+        starter = find_process(os.getppid())
+        if self.host is None and starter is not None and starter.state == "T":
+            return None  # Ctrl-Z: it goes on some time.
         how = f"the workers' store, which it hosts, has not answered for {waited:.0f} s"
         return lost(host, f"{how}: it was stopped, or is unreachable", self.rank, START)
 
