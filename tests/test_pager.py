@@ -311,6 +311,8 @@ def test_operands_that_do_not_fit_together_exceed_the_budget(tmp_path):
     with opened(tmp_path, 2 * MB) as pager:
         x, y, out = numbered(1, 1), numbered(1, 2), numbered(1, 0)
         torch.add(x, y, out=out)
+        with pytest.raises(torch.OutOfMemoryError, match="needed 1048576 bytes more at once"):
+            numbered(1, 0)
         assert (out == 3).all()
         assert 0 < pager.counters().overrun_bytes <= 2 * MB
 
