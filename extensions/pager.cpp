@@ -61,6 +61,8 @@ void Pager::open(int64_t arenas, int64_t budget, const std::string& directory, i
   count_.regions = regions;
   budget_ = budget > 0 ? budget : kNoLimit;
   maps_ = current_ = last_error_ = 0;
+  too_large_ = -1;
+  more_at_once_ = 0;
   idle_ = 0;
   most_maps_ = most_maps();
   stopping_ = write_failed_ = false;
@@ -215,6 +217,12 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   Lock lock(mutex_);
   Region* r = nullptr;
   last_error_ = 0;
+  if (more_at_once_ > 0) {  // the first place after the operator where an error can be raised
+    C10_THROW_ERROR(OutOfMemoryError,
+                    "an operator needed " + std::to_string(std::exchange(more_at_once_, 0)) +
+                        " bytes more at once: pyg_sar's pager has " + std::to_string(budget_) +
+                        " bytes for the tensors that it reads and writes");
+  }
   {
     const Stopwatch watch(exceeds(bytes) ? &count_.waited : nullptr);
     if (!make_room(lock, bytes, 0, &r)) C10_THROW_ERROR(OutOfMemoryError, refusal(bytes));
@@ -236,7 +244,7 @@ void* Pager::allocate(int64_t wanted, int64_t arena) {
   r->stamp = ++clock_;
   r->born = births_[arena]++;
   r->place = -1;
-  r->pins = r->missed_at = r->misses_in_turn = 0;
+  r->pins = r->operation = r->misses = 0;
   r->freed = r->yields = r->stop = false;
   r->state = State::kDirty;
   queue(*r).emplace(r->stamp, r);

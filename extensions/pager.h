@@ -30,7 +30,7 @@ struct Region {
   uint64_t stamp = 0;     // when it was allocated, or missed, last
   int64_t born = 0;       // its number among all that its arena has allocated
   int64_t pins = 0;
-  int64_t missed_at = 0, misses_in_turn = 0;
+  int64_t operation = 0, misses = 0;  // how often that one missed it
   State state = State::kFree;
   Busy busy = Busy::kNo;
   bool yields = false;    // the write under way gives way to a thread that changes the region
@@ -81,6 +81,11 @@ class Pager {
   // A thread has no access to an address. False: not one of ours, or not to be had.
   bool fault(char* address, Access access);
 
+  // An operator begins; ends. What threads touch meanwhile is what it touches. It is safe to call from any thread.
+  int64_t begin_operation() { return operation_ = ++operations_; }
+  int64_t operation() const { return operation_; }
+  void end_operation(int64_t mine, int64_t before) { operation_.compare_exchange_strong(mine, before); }
+
   void set_budget(int64_t budget);
   void turn(int64_t arena);
   void prefetch(int64_t arena, int64_t limit);
@@ -117,7 +122,7 @@ class Pager {
   bool read(Lock& lock, Region& r, bool writable, Region* spare);
   bool bring_in(Lock& lock, Region& r, Access access, bool demand);
   bool fill(Lock& lock, Region& r, bool writable, bool demand);
-  bool thrashes(Region& r) const;
+  bool thrashes(Region& r);
   bool exceeds(int64_t bytes) const { return count_.resident + bytes > budget_; }
 
   // pager_workers.cpp
@@ -150,6 +155,9 @@ class Pager {
   Counters count_;
   int64_t budget_ = 0, cached_bytes_ = 0, in_flight_ = 0, maps_ = 0, most_maps_ = 0;
   int64_t current_ = 0;
+  std::atomic<int64_t> operations_{0}, operation_{0};
+  int64_t too_large_ = -1;     // the last operator whose tensors didn't fit together
+  int64_t more_at_once_ = 0;   // bytes that it needed beyond the budget; 0: its refusal was raised
   uint64_t clock_ = 0, asked_ = 1;
   size_t idle_ = 0;  // workers that found nothing to do since they were asked last
   int last_error_ = 0;  // of the store

@@ -12,8 +12,8 @@
 namespace pyg_sar::pager {
 namespace {
 
-// A region that is missed again within so many misses, so many times running, thrashes.
-constexpr int64_t kSoon = 4, kOften = 4;
+// What fits together is missed at most once or twice by an operator, as the oldest goes first.
+constexpr int64_t kOften = 8;
 
 // Regions that are written together: bytes, and how many.
 constexpr int64_t kTogether = 8 << 20;
@@ -200,10 +200,17 @@ bool Pager::read(Lock& lock, Region& r, bool writable, Region* spare) {
   return true;
 }
 
-// An operator whose operands don't fit together would miss one at each of its steps, without end.
-bool Pager::thrashes(Region& r) const {
-  r.misses_in_turn = count_.demand_faults - r.missed_at <= kSoon ? r.misses_in_turn + 1 : 0;
-  return r.misses_in_turn >= kOften;
+// An operator whose tensors don't fit together would miss some at each of its steps, without end. Once one of them is
+// missed too often, what the operator touches comes in, and nothing goes out for it: it can't be told of an error.
+bool Pager::thrashes(Region& r) {
+  const int64_t now = operation_;
+  if (r.operation != now) r.misses = 0;
+  r.operation = now;
+  if (++r.misses > kOften && too_large_ != now) {
+    too_large_ = now;
+    more_at_once_ = 0;
+  }
+  return too_large_ == now;
 }
 
 // Gives this thread access. 'demand': a thread waits for it that can't be told of an error; where there is no
@@ -243,13 +250,17 @@ bool Pager::fill(Lock& lock, Region& r, bool writable, bool demand) {
     const bool known = std::find(needed_.begin(), needed_.end(), r.born) != needed_.end();
     if (r.arena == current_ && !known) needed_.push_back(r.born);
   }
-  if (!(demand && thrashes(r)) && !make_room(lock, r.bytes, 0, &spare) && !demand) return false;
-  r.missed_at = count_.demand_faults;
+  const bool too_large = demand && thrashes(r);
+  if (!too_large && !make_room(lock, r.bytes, 0, &spare) && !demand) return false;
   if (r.state != State::kOut || r.busy != Busy::kNo || r.stamp != stamp) {  // another thread was faster
     if (spare != nullptr) keep(*spare);
     return true;
   }
-  if (spare == nullptr && exceeds(r.bytes)) count_.overrun += r.bytes;
+  if (spare == nullptr && exceeds(r.bytes)) {
+    const int64_t more = std::min(count_.resident + r.bytes - budget_, r.bytes);
+    count_.overrun += more;
+    if (too_large) more_at_once_ += more;
+  }
   if (!read(lock, r, writable, spare)) return false;
   if (r.state == State::kClean || r.state == State::kDirty) renew(r);
   return true;

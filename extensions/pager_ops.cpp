@@ -3,9 +3,11 @@
 
 #include "pager.h"
 
+#include <ATen/record_function.h>
 #include <c10/core/CPUAllocator.h>
 #include <torch/library.h>
 
+#include <memory>
 #include <stdexcept>
 
 namespace pyg_sar::pager {
@@ -64,9 +66,33 @@ void release(void* data) {
   Pager::instance().release(data);
 }
 
+// An operator of PyTorch, or of a kernel, that a part's thread calls.
+struct Operation final : at::ObserverContext {
+  int64_t before = Pager::instance().operation();
+  int64_t mine = Pager::instance().begin_operation();
+};
+
+std::unique_ptr<at::ObserverContext> begin_operation(const at::RecordFunction&) {
+  if (entered.arena < 0) return nullptr;
+  return std::make_unique<Operation>();
+}
+
+// What an operator calls within itself are operators of their own; then it goes on.
+void end_operation(const at::RecordFunction&, at::ObserverContext* context) {
+  const auto* operation = static_cast<const Operation*>(context);
+  if (operation != nullptr) Pager::instance().end_operation(operation->mine, operation->before);
+}
+
+at::CallbackHandle watched = 0;
+
+void watch_operators() {
+  watched = at::addGlobalCallback(at::RecordFunctionCallback(&begin_operation, &end_operation)
+                                      .scopes({at::RecordScope::FUNCTION}));
+}
+
 void open(int64_t arenas, int64_t budget, const std::string& directory, int64_t threads) {
   Pager::instance().open(arenas, budget, directory, threads);
-  if (allocator().install()) return;
+  if (allocator().install()) return watch_operators();
   Pager::instance().close();
   throw std::runtime_error("another allocator of CPU tensors has a higher priority");
 }
@@ -80,6 +106,7 @@ void close() {
     allocator().install();
     throw;
   }
+  at::removeCallback(std::exchange(watched, 0));
 }
 
 void enter(int64_t arena) { entered = {Pager::instance().generation(), arena}; }

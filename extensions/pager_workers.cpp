@@ -10,6 +10,7 @@ namespace pyg_sar::pager {
 
 void Pager::turn(int64_t arena) {
   Lock lock(mutex_);
+  begin_operation();
   if (arena != current_ + 1) needed_.clear();
   current_ = arena;
   looked_at_ = {};

@@ -10,6 +10,7 @@ import gc
 import itertools
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -445,6 +446,26 @@ def test_any_limit_gives_the_numbers_or_a_remedy(small, tmp_path):
 def test_no_store_and_too_little_memory(small):
     text = failure_of(small, memory=8 * MB)
     assert "memory=8,388,608" in text
+
+
+def fused_step(size: int) -> int:
+    """A step of an operator that changes five tensors; bytes read from the store."""
+    parameter = torch.nn.Parameter(torch.ones(size // 4))
+    parameter.grad = torch.ones(size // 4)
+    torch.optim.Adam([parameter], amsgrad=True, fused=True).step()
+    current().barrier()
+    return counters()["bytes_read"]
+
+
+def test_an_operator_that_does_not_fit_names_parts_and_memory_that_do(tmp_path):
+    how: Any = {"parts": 2, "store": tmp_path, "timeout": 60}
+    with pytest.raises(StoreError, match=r"an operator.* bytes more at once") as caught:
+        pyg_sar.run(fused_step, 12 * MB, memory=48 * MB, **how)
+    assert "about 4 instead of 2: pyg-sar partition --parts 4" in str(caught.value)
+    found = re.search(r"at least ([\d,]+) bytes", str(caught.value))
+    assert found is not None
+    read = pyg_sar.run(fused_step, 12 * MB, memory=int(found[1].replace(",", "")), **how)
+    assert max(read) <= 3 * 5 * 12 * MB
 
 
 @pytest.mark.parametrize("name", ["absent", "file", "/proc"])

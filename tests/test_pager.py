@@ -311,8 +311,44 @@ def test_operands_that_do_not_fit_together_exceed_the_budget(tmp_path):
     with opened(tmp_path, 2 * MB) as pager:
         x, y, out = numbered(1, 1), numbered(1, 2), numbered(1, 0)
         torch.add(x, y, out=out)
+        with pytest.raises(torch.OutOfMemoryError, match="needed 1048576 bytes more at once"):
+            numbered(1, 0)
         assert (out == 3).all()
         assert 0 < pager.counters().overrun_bytes <= 2 * MB
+
+
+def adam(sizes: int) -> list[torch.Tensor]:
+    """A parameter after a step of one fused operator that changes five tensors, and these."""
+    parameter = torch.nn.Parameter(torch.linspace(-1, 1, sizes))
+    parameter.grad = torch.linspace(1, 2, sizes)
+    optimizer = torch.optim.Adam([parameter], amsgrad=True, fused=True)
+    optimizer.step()
+    return [parameter.detach(), parameter.grad, *list(optimizer.state[parameter].values())[1:]]
+
+
+def test_an_operator_of_many_tensors_that_do_not_fit_together_ends(tmp_path):
+    """It reads and writes each a few times, not once for each of its steps; then it is refused."""
+    expected = adam(MB // 4)
+    with opened(tmp_path, 3 * MB) as pager:
+        found = adam(MB // 4)
+        counters = pager.counters()
+        assert counters.bytes_read <= 10 * len(found) * MB
+        assert 2 * MB <= counters.overrun_bytes <= 4 * MB
+        with pytest.raises(torch.OutOfMemoryError, match=r"needed 2097152 bytes more at once"):
+            numbered(1, 1)
+        assert all(torch.equal(x, y) for x, y in zip(found, expected, strict=True))
+        numbered(1, 1)
+
+
+def test_operators_that_fit_one_by_one_are_not_refused(tmp_path):
+    """Each misses what the one before has moved out, as often as there are operators."""
+    with opened(tmp_path, 4 * MB) as pager:
+        tensors = [numbered(1, i) for i in range(8)]
+        for _ in range(20):
+            for x in tensors:
+                x.add_(1)
+        assert pager.counters().demand_faults >= 100 and pager.counters().overrun_bytes == 0
+        assert all((x == 20 + i).all() for i, x in enumerate(tensors))
 
 
 # Turns ########################################################################

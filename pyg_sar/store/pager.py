@@ -30,9 +30,12 @@ so that the n-th tensor of one is for what the n-th tensor of another is for.
 Rules:
 
 1. What is resident is at most the budget. An allocation that can't have this raises. A thread that
-   touches a region can't be told of an error: where all else is pinned or the file is full, and
-   where the operands of one operator don't fit together (the same regions are missed again and
-   again), the budget is exceeded, and ``overrun_bytes`` counts by how much.
+   touches a region can't be told of an error: where all else is pinned or the file is full, the
+   budget is exceeded, and ``overrun_bytes`` counts by how much. The same holds where the tensors
+   that one operator touches don't fit together: then it misses some of them again and again. From
+   the ninth time on all of them come in and none goes out until the operator ends, and the next
+   allocation raises, once. Operators are counted where PyTorch calls them, those of the C++ kernels
+   and those that others call included.
 2. System calls don't wait for the handler. ``file.write(tensor.numpy())`` of a region that is out
    fails with ``EFAULT`` ("Bad address"), as does reading into one that is clean: keep it
    in memory with :meth:`Pager.pinned`.

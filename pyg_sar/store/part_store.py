@@ -15,6 +15,7 @@ pass alone, and becomes bits when dropout has been computed.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import weakref
@@ -113,7 +114,7 @@ class PartStore:
         if found.overrun_bytes > self._overrun:
             more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
             raise StoreError(
-                f"memory={self.memory:,} bytes: an operation of a part needed {more:,} bytes more "
+                f"memory={self.memory:,} bytes: an operator of a part needed {more:,} bytes more "
                 f"at once. {self.remedy(self.memory + more)}"
             )
 
@@ -143,16 +144,20 @@ class PartStore:
     def remedy(self, needed: int) -> str:
         """Says what to do where parts need so many bytes at once."""
         parts = max(2 * self._all, -(-self._all * needed // self.memory))
+        least = math.ceil(needed / (1 - RESERVE[0]))
         return (
             f"Cut the graph into more parts (about {parts} instead of {self._all}: pyg-sar "
-            f"partition --parts {parts}), or allow more memory"
+            f"partition --parts {parts}), or allow more memory (at least {least:,} bytes)"
         )
 
     def explained(self, error: torch.OutOfMemoryError) -> StoreError:
         """Returns the pager's refusal with the remedy."""
         text = str(error).partition("\n")[0]
         wanted = re.search(r"tensor of (\d+) bytes", text)
+        more = re.search(r"needed (\d+) bytes more", text)
         needed = AT_ONCE * int(wanted[1]) if wanted else 2 * self.memory
+        if more:
+            needed = self.memory + int(more[1])
         cause = text.partition(". Cut the graph")[0]
         if "store takes no more" in cause:
             return StoreError(
