@@ -107,7 +107,10 @@ def same_gradients(one: Any, other: Any) -> bool:
 def gradients(out: Tensor, inputs: list[Any]) -> tuple[Any, ...]:
     weights = torch.linspace(1, 2, out.numel(), dtype=out.dtype).view(out.shape)
     if out.is_complex():
-        out, weights = torch.view_as_real(out.resolve_conj()), torch.stack([weights.real, 2 - weights.real], -1)
+        out, weights = (
+            torch.view_as_real(out.resolve_conj()),
+            torch.stack([weights.real, 2 - weights.real], -1),
+        )
     wanted = [t for t in tree_leaves(inputs) if isinstance(t, Tensor) and t.requires_grad]
     return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)
 
