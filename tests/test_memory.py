@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from oracle import threads
 from torch import Tensor
 from torch_geometric.nn import GATConv, SimpleConv
 
@@ -14,7 +15,10 @@ import pyg_sar
 from pyg_sar.comm.group import current
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels import ops
+from pyg_sar.space import draws
 from pyg_sar.space.index_space import DistEdgeIndex, dist_edge_index, plain
+from pyg_sar.tensors import node_rows, wrap
+from pyg_sar.tensors.node_tensor import RULES
 from pyg_sar.tools.rates import LiveBytes
 
 NODES, EDGES, HEADS, CHANNELS = 4000, 40_000, 4, 32
@@ -78,6 +82,27 @@ def test_a_mean_divides_no_copy_of_its_gradient() -> None:
         lambda: torch.autograd.grad(out, x, gradient, retain_graph=True), x, edges, gradient, out
     )
     assert WIDE <= peak <= WIDE + EDGES * 4 + 4 * NODES * 8
+
+
+def _peaks_of_draws(width: int) -> tuple[list[int], int]:
+    comm = current()
+    rows = node_rows(comm, torch.arange(comm.rank, NODES, comm.world_size), NODES)
+    x = wrap(torch.ones(rows.count, width), rows, 0)
+    peaks = []
+    for name, args in (("bernoulli_", (0.5,)), ("randn_like", ()), ("bernoulli", ())):
+        op = getattr(torch.ops.aten, name)
+        with LiveBytes() as live, torch.no_grad():
+            RULES[name](op.float if args else op.default, (x, *args), {})
+        peaks.append(live.peak)
+    return peaks, x.local.numel() * 4
+
+
+def test_draws_for_node_tensors_hold_no_rows_of_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A few copies of a worker's own rows, and of one piece: not all rows."""
+    monkeypatch.setattr(draws, "_PIECE", 2**14)
+    monkeypatch.setattr(draws, "_comes_in_pieces", lambda make: True)  # threads draw together
+    for peaks, own in threads(_peaks_of_draws, 4, 128):
+        assert max(peaks) < 2.5 * own + 6 * 2**14 * 4 < NODES * 128 * 4
 
 
 def edges_in_space(order: bool) -> DistEdgeIndex:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves
 import pyg_sar
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.space import draws
 from pyg_sar.tensors import NodeTensor, Rows, node_rows, whole, wrap
 from pyg_sar.tensors import rows as rows_module
 
@@ -485,23 +486,42 @@ def _dropping(x: Tensor) -> list[Tensor]:
     return out
 
 
-def _drawn() -> list[Tensor]:
+def _draws(x: Tensor) -> list[Tensor]:
+    """What random numbers make of zeros ``[N, 6]``."""
+    ids = torch.zeros_like(x, dtype=torch.long)
+    wide = x.unsqueeze(0).expand(2, -1, -1)
+    return [
+        *(F.dropout(x + 1, 0.5), torch.randn_like(x), torch.rand_like(x), F.gumbel_softmax(x)),
+        *(F.alpha_dropout(x + 1, 0.3), torch.bernoulli(x + 0.5), torch.randint_like(ids, 9)),
+        *(F.dropout1d(x + 1, 0.5), F.feature_alpha_dropout(x + 1, 0.4), torch.poisson(x + 3)),
+        *(torch.normal(x + 1, x + 2), torch.normal(x, 2.0), torch.normal(0.0, x + 1)),
+        *((x * 1).normal_(), (x * 1).uniform_(1, 2), (x * 1).exponential_(), (x * 1).cauchy_()),
+        *((x * 1).log_normal_(), (x * 1).geometric_(0.3), (x * 1).bernoulli_(x + 0.5)),
+        *(torch.rand_like(wide), torch.binomial(x + 9, x + 0.5), (ids * 1).random_(3, 90)),
+        torch.nn.functional.dropout(torch.ones_like(wide), 0.4).sum(0),
+        *_dropping(x),
+    ]
+
+
+def _drawn(piece: int) -> list[Tensor]:
     rows = _layout()
     x = wrap(torch.zeros(rows.count, 6, dtype=DOUBLE), rows, 0)
     torch.manual_seed(5)
-    drawn = [F.dropout(x + 1, 0.5), torch.randn_like(x), torch.rand_like(x), F.gumbel_softmax(x)]
-    drawn.append(F.alpha_dropout(x + 1, 0.3))
-    drawn += [torch.bernoulli(x + 0.5), *_dropping(x)]
-    return [whole(t, "test") for t in drawn] + [torch.rand(3)]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(draws, "_PIECE", piece)
+        drawn = _draws(x)
+        learned = (x + 1).requires_grad_()
+        (gradient,) = torch.autograd.grad(F.dropout(learned, 0.5).sum(), learned)
+    return [whole(t, "test") for t in (*drawn, gradient)] + [torch.rand(3)]
 
 
-def test_random_numbers_are_those_of_one_process() -> None:
+@pytest.mark.parametrize("piece", [2**22, 96])
+def test_random_numbers_are_those_of_one_process(piece: int) -> None:
+    """In one piece, and in pieces of 16 rows."""
     torch.manual_seed(5)
-    x = torch.zeros(N, 6, dtype=DOUBLE)
-    expected = [F.dropout(x + 1, 0.5), torch.randn_like(x), torch.rand_like(x), F.gumbel_softmax(x)]
-    expected += [F.alpha_dropout(x + 1, 0.3), torch.bernoulli(x + 0.5), *_dropping(x)]
-    expected.append(torch.rand(3))
-    for found in pyg_sar.launch(_drawn, 2):
+    expected = _draws(torch.zeros(N, 6, dtype=DOUBLE))
+    expected += [F.dropout(torch.ones(N, 6, dtype=DOUBLE), 0.5), torch.rand(3)]
+    for found in pyg_sar.launch(_drawn, 2, piece):
         for one, other in zip(expected, found, strict=True):
             torch.testing.assert_close(other, one)
 
@@ -628,3 +648,59 @@ def test_a_selection_is_known_again_and_a_changed_mask_is_not() -> None:
             assert x[other].size(0) == N - int(changed.sum())
 
     threads(select, 2)
+
+
+COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
+    "a square of lengths": lambda z: (z * z.conj()).real.sum(),
+    "resolved": lambda z: (z.conj().resolve_conj() * 1j).imag.sum(),
+    "parts of a conjugate": lambda z: z.conj().imag.cos().sum() + z.conj().real.cos().sum(),
+    "a product": lambda z: (torch.exp(1j * z.real) * z * z).abs().square().sum(),
+    "polar": lambda z: torch.polar(z.real.abs(), z.imag).imag.square().sum(),
+    "matrices": lambda z: (z.mH @ z).abs().sum() + torch.vdot(z[:, 0], z[:, 1]).imag,
+    "a variance": lambda z: torch.view_as_real(z.conj().resolve_conj()).var(0).sum(),
+    "a row, and rows": lambda z: z.conj()[2].imag.sum() + z.conj()[[3, 1]].imag.square().sum(),
+}
+
+
+def test_conjugates_keep_their_bits_with_gradients() -> None:
+    draw = torch.Generator().manual_seed(1)
+    z = torch.randn(N, 3, dtype=torch.complex128, generator=draw)
+
+    def found(make: Callable[[], Tensor]) -> list[Tensor]:
+        out = []
+        for run in COMPLEX.values():
+            given = make().requires_grad_()
+            loss = run(given)
+            out += [loss, *torch.autograd.grad(loss, given)]
+        return [whole(t, "test").detach().resolve_conj() for t in out]
+
+    def work() -> list[Tensor]:
+        rows = _layout()
+        return found(lambda: wrap(z[rows.ids].clone(), rows, 0))
+
+    expected = found(z.clone)
+    for worker in threads(work, 2):
+        torch.testing.assert_close(worker, expected)
+
+
+def test_reductions_of_integers_have_the_dtype_or_error_of_torch() -> None:
+    def found(x: Tensor) -> list[Any]:
+        out = []
+        for name in ("mean", "var", "std", "norm", "logsumexp", "prod", "sum"):
+            for kind in (torch.int64, torch.uint8, torch.bool):
+                try:
+                    out.append(whole(getattr(torch, name)(x.to(kind), dim=0), "test"))
+                except RuntimeError as error:
+                    out.append(str(error))
+        return out
+
+    def work() -> list[Any]:
+        rows = _layout()
+        return found(wrap(x[rows.ids], rows, 0))
+
+    x = _values()["y"].view(-1, 1) + torch.arange(3)
+    expected = found(x)
+    for worker in threads(work, 2):
+        for one, other in zip(worker, expected, strict=True):
+            assert one == other if isinstance(other, str) else one.dtype == other.dtype
+            torch.testing.assert_close(one, other) if isinstance(other, Tensor) else None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -115,20 +117,20 @@ def test_same_comes_in_pieces(name, monkeypatch):
     largest = []
     whole = draws.Fill.whole
 
-    def watched(self, shape, *rest):
+    def watched(self, shape, **given):
         largest.append(shape[0])
-        return whole(self, shape, *rest)
+        return whole(self, shape, **given)
 
     monkeypatch.setattr(draws.Fill, "whole", watched)
     given = {"dtype": torch.float64, "device": CPU, "draws": Draws("same", limit=8 * 1003)}
     draw(fill, [], torch.arange(5), 1003, **given)
-    if draws._comes_in_pieces(fill, torch.float64):
+    if draws._comes_in_pieces(partial(fill.whole, dtype=torch.float64, device=CPU)):
         assert 1003 not in largest
 
 
 def test_same_is_refused_beyond_its_limit(monkeypatch):
     monkeypatch.setattr(draws, "_PIECE", 64)
-    monkeypatch.setattr(draws, "_comes_in_pieces", lambda fill, dtype: False)
+    monkeypatch.setattr(draws, "_comes_in_pieces", lambda make: False)
     given = {"dtype": torch.float32, "device": CPU}
     ids = torch.tensor([0, 99])
     draw(draws.normal(), [3], ids, 100, **given, draws=Draws("same", limit=1200))
@@ -143,11 +145,11 @@ def test_pieces_that_would_be_other_numbers_are_noticed(monkeypatch):
         own = torch.Generator().manual_seed(int(torch.randint(2**31, ())))
         return torch.rand(shape, generator=own, dtype=dtype)
 
-    fill = draws.uniform()
-    assert draws._comes_in_pieces(fill, torch.float32)
+    make = lambda shape: draws.uniform().whole(shape, torch.float32, CPU)  # noqa: E731
+    assert draws._comes_in_pieces(make)
     monkeypatch.setattr(draws.Fill, "whole", as_mkl)
     state = torch.get_rng_state()
-    assert not draws._comes_in_pieces(fill, torch.float32)
+    assert not draws._comes_in_pieces(make)
     assert torch.equal(torch.get_rng_state(), state)
 
 

@@ -381,7 +381,7 @@ class Chooser:
                 linear = complete or reductions.linear
                 numbers = analyse(program, tile, reads, linear).encode()
                 rows, sets = program.out_rows, program.sets
-                _refuse_states_of_integers(reductions, rows)
+                _refuse_states_of_integers(reductions, rows or [])
             budget = self._max_edges(program)
         except NeedsAllEdges as error:
             return _Analysis(error.severity, str(error), budget, Dependence.no_opinion(), None, [])
@@ -423,7 +423,7 @@ def _refuse_states_of_integers(
     Raises:
         NeedsAllEdges: Where their partial states are none of their own dtype.
     """
-    for group, (_, dtype) in zip(reductions.groups, rows, strict=True):
+    for group, (_, dtype) in zip(reductions.groups, rows, strict=False):
         if not dtype.is_floating_point and {"mean", "var", "semi_var"}.intersection(group.kinds):
             raise NeedsAllEdges(f"a mean of {dtype} is no {dtype}")
 

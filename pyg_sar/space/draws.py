@@ -24,6 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import pi, prod
 from typing import Literal
 
@@ -218,18 +219,15 @@ def draw(
         ids = ids.to(device).long()
         if draws.strength == "keyed":
             return _keyed(fill, rest, ids, dtype, draws.fixed().key or 0)
-        if total * prod(rest) <= _PIECE:
-            return fill.whole([total, *rest], dtype, device).index_select(0, ids)
-        if device.type == "cpu" and _comes_in_pieces(fill, dtype):
-            return _in_pieces(fill, rest, ids, total, dtype)
         size = total * prod(rest) * dtype.itemsize
-        if size > draws.limit:
+        make = partial(fill.whole, dtype=dtype, device=device)
+        if size > draws.limit and not _goes_in_pieces(make, rest, total, device):
             raise ValueError(
                 f"random='same' draws a tensor of shape {[total, *rest]} as one process would: "
                 f"{size} bytes on each worker at once, more than {draws.limit}. Say "
                 "random='keyed', which needs the worker's own rows only"
             )
-        return fill.whole([total, *rest], dtype, device).index_select(0, ids)
+        return drawn_rows(make, rest, ids, total, device)
 
 
 def keyed_numbers(ids: Tensor, key: int) -> Tensor:
@@ -252,9 +250,15 @@ def _keyed(fill: Fill, rest: Sequence[int], ids: Tensor, dtype: torch.dtype, key
 # As one process ###############################################################
 
 
-def _pieces(total: int, width: int, values: int) -> Iterator[tuple[int, int]]:
-    """Returns first and last rows of the pieces. See [Note: pieces]."""
-    rows = max(values // (width * _BLOCK), 1) * _BLOCK
+def pieces(total: int, width: int, values: int = 0) -> Iterator[tuple[int, int]]:
+    """Returns the first row of each piece, and the row after its last. See [Note: pieces].
+
+    Args:
+        total: Rows.
+        width: Values of a row.
+        values: Of a piece; 0: as many as are drawn at once by default.
+    """
+    rows = max((values or _PIECE) // (max(width, 1) * _BLOCK), 1) * _BLOCK
     first = 0
     while first < total:
         end = first + rows
@@ -264,32 +268,56 @@ def _pieces(total: int, width: int, values: int) -> Iterator[tuple[int, int]]:
         first = end
 
 
-def _in_pieces(
-    fill: Fill, rest: Sequence[int], ids: Tensor, total: int, dtype: torch.dtype
+def drawn_rows(
+    make: Callable[[Sequence[int]], Tensor],
+    rest: Sequence[int],
+    ids: Tensor,
+    total: int,
+    device: torch.device,
 ) -> Tensor:
-    """Draws all rows, a piece at a time, and keeps those wanted."""
-    out = torch.empty([ids.numel(), *rest], dtype=dtype)
+    """Returns rows ``ids`` of what ``make([total, *rest])`` draws: ``[n, *rest]``.
+
+    All rows are drawn, a piece at a time where that gives the same numbers. See [Note: pieces].
+
+    Args:
+        make: Draws a tensor of a shape from PyTorch's generator.
+        rest: The shape of a row.
+        ids: Numbers of the wanted rows among all, ``[n]``, int64, in any order.
+        total: Rows of the whole tensor.
+        device: Where it is drawn.
+    """
+    if not _goes_in_pieces(make, rest, total, device):
+        return make([total, *rest]).index_select(0, ids)
     ordered, places = ids.sort()
-    for first, end in _pieces(total, prod(rest), _PIECE):
-        piece = fill.whole([end - first, *rest], dtype, ids.device)
+    out: Tensor | None = None
+    for first, end in pieces(total, prod(rest)):
+        piece = make([end - first, *rest])
+        if out is None:
+            out = piece.new_empty([ids.numel(), *rest])
         low, high = torch.searchsorted(ordered, torch.tensor([first, end])).tolist()
         out[places[low:high]] = piece[ordered[low:high] - first]
-    return out
+    return out if out is not None else make([0, *rest])
 
 
-def _comes_in_pieces(fill: Fill, dtype: torch.dtype) -> bool:
+def _goes_in_pieces(
+    make: Callable[[Sequence[int]], Tensor], rest: Sequence[int], total: int, device: torch.device
+) -> bool:
+    return total * prod(rest) > _PIECE and device.type == "cpu" and _comes_in_pieces(make)
+
+
+def _comes_in_pieces(make: Callable[[Sequence[int]], Tensor]) -> bool:
     """Tells whether drawing piece by piece gives one process's numbers and state."""
-    rows, cpu = 5 * _BLOCK + 7, torch.device("cpu")
+    rows = 5 * _BLOCK + 7
     before = torch.get_rng_state()
 
-    def found(make: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
+    def found(draw: Callable[[], Tensor]) -> tuple[Tensor, Tensor]:
         torch.set_rng_state(before)
-        return make(), torch.get_rng_state()
+        return draw(), torch.get_rng_state()
 
     try:
-        sizes = [end - first for first, end in _pieces(rows, 3, 6 * _BLOCK)]
-        whole = found(lambda: fill.whole([rows, 3], dtype, cpu))
-        parts = found(lambda: torch.cat([fill.whole([n, 3], dtype, cpu) for n in sizes]))
+        sizes = [end - first for first, end in pieces(rows, 3, 6 * _BLOCK)]
+        whole = found(lambda: make([rows, 3]))
+        parts = found(lambda: torch.cat([make([n, 3]) for n in sizes]))
     finally:
         torch.set_rng_state(before)
     return all(map(torch.equal, whole, parts))

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from pyg_sar.space.draws import drawn_rows, pieces
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
     by_gathering,
     into_plain,
     mapped,
+    name_of,
     node_tensors,
     refusal,
     rule,
@@ -150,14 +153,28 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     if node_tensors(rest, kwargs):
         if not isinstance(target, NodeTensor):
             return into_plain(func, args, kwargs)
-        drawn = torch.empty(target.shape, dtype=target.dtype, device=target.device)
-        by_gathering(func, (drawn, *rest), kwargs)
+        target.local.copy_(_of_rows(func, args, kwargs))
     else:
-        drawn = func(
-            torch.empty(target.shape, dtype=target.dtype, device=target.device), *rest, **kwargs
-        )
-    target.local.copy_(target.rows.cut(drawn, target.axis))
+        target.local.copy_(_own_of(target, lambda like: func(like, *rest, **kwargs)))
     return target
+
+
+def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
+    """Returns this worker's rows of what ``draw`` makes of a tensor like the whole one.
+
+    It is drawn in one process's order, a piece at a time: see :mod:`pyg_sar.space.draws`.
+    """
+    before, rest = list(source.shape[: source.axis]), source.shape[source.axis + 1 :]
+    repeats, total, ids = prod(before), source.rows.total, source.rows.ids
+    if before:  # Rows of the whole are in as many places in memory.
+        starts = torch.arange(repeats, device=ids.device) * total
+        ids = (starts.view(-1, 1) + ids).view(-1)
+
+    def make(shape: Sequence[int]) -> Tensor:
+        return draw(torch.empty(shape, dtype=source.dtype, device=source.device))
+
+    drawn = drawn_rows(make, rest, ids, repeats * total, source.device)
+    return drawn.view(*before, source.rows.count, *rest)
 
 
 def _in_order(local: Tensor) -> bool:
@@ -174,19 +191,49 @@ def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     if as_it_lies and not source.rows.agree(_in_order(source.local)):
         why = "on a transposed tensor would draw in another order: take x.contiguous() before"
         raise refusal(func, why, source)
-    like = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-    drawn = func(like, *rest, **kwargs)
-    return wrap(source.rows.cut(drawn, source.axis), source.rows, source.axis)
+    drawn = _own_of(source, lambda like: func(like, *rest, **kwargs))
+    return wrap(drawn, source.rows, source.axis)
 
 
 @rule("bernoulli", "multinomial", "poisson", "normal", "binomial")
 def _draw(func: Any, args: Any, kwargs: Any) -> Any:
     """Drawn with the probabilities of all rows, which are gathered."""
-    drawn = by_gathering(func, args, kwargs)
     rows, axis = place(node_tensors(args, kwargs))
-    if drawn.dim() >= -axis and drawn.size(axis) == rows.total:
-        return wrap(rows.cut(drawn, axis), rows, drawn.dim() + axis)
-    return drawn
+    if "multinomial" not in func._schema.name:
+        drawn = _of_rows(func, args, kwargs)
+        return wrap(drawn, rows, drawn.dim() + axis)
+    drawn = by_gathering(func, args, kwargs)
+    return wrap(rows.cut(drawn, 0), rows, 0) if drawn.dim() == 2 and axis == -2 else drawn
+
+
+def _of_rows(func: Any, args: Any, kwargs: Any) -> Tensor:
+    """Returns this worker's rows of what is drawn by other tensors' elements.
+
+    These are gathered: a piece of the rows at a time, where the rows come first.
+    """
+    tensors = [t for t in tensors_in(args, kwargs) if t.dim()]
+    rows, axis = place(node_tensors(args, kwargs))
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    nodes = node_tensors(tensors)
+    if len(shape) != -axis or not all(
+        t.axis - t.dim() == axis and t.rows.same(rows) for t in nodes
+    ):
+        return rows.cut(by_gathering(func, args, kwargs), axis)
+    drawn = []
+    order = rows.ids.argsort()
+    for first, end in pieces(rows.total, prod(shape[1:])):
+        part = rows.sliced(first, end, 1)
+
+        def take(t: Tensor, part: Rows = part, first: int = first) -> Tensor:
+            if isinstance(t, NodeTensor):
+                own = torch.arange(rows.count) if part.source is None else part.source
+                return part.whole(t.local.index_select(0, own), 0, name_of(func))
+            mine = t.dim() == len(shape) and t.size(0) == rows.total
+            return t.narrow(0, first, part.total) if mine else t
+
+        found = func(*mapped(take, args), **mapped(take, kwargs))
+        drawn.append(found.index_select(0, part.ids.sort().values))
+    return torch.cat(drawn).index_select(0, order.argsort())
 
 
 @rule("native_dropout")
@@ -195,8 +242,7 @@ def _dropout(func: Any, args: Any, kwargs: Any) -> Any:
     source, p = given["input"], given["p"]
     if not given["train"]:
         return source.clone(), torch.ones_like(source, dtype=torch.bool)
-    drawn = torch.empty(source.shape, dtype=source.dtype, device=source.device)
-    mask = source.rows.cut(drawn.bernoulli_(1 - p), source.axis)
+    mask = _own_of(source, lambda like: like.bernoulli_(1 - p))
     scale = 0.0 if p == 1 else 1 / (1 - p)
     kept = wrap(mask.bool(), source.rows, source.axis)
     return wrap(source.local * mask * scale, source.rows, source.axis), kept

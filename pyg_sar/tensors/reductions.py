@@ -53,8 +53,6 @@ def _kind_of(func: Any, given: Any, source: NodeTensor) -> torch.dtype | None:
 
     It is asked of a few numbers: torch takes no mean of integers, say, and sums booleans as int64.
     """
-    if source.is_floating_point() and given.get("dtype") is None:
-        return None
     out = called(func, given, self=source.local.new_ones([2] * source.dim()))
     return out.dtype if isinstance(out, Tensor) else None
 
@@ -74,7 +72,8 @@ def reduction(*names: str) -> Any:
             if source.axis not in dims:
                 out = called(func, given, self=source.local)
                 return _wrapped(out, source, _kept_axis(source, dims, keepdim))
-            kind = _kind_of(func, given, source)
+            usual = source.is_floating_point() and given.get("dtype") is None
+            kind = None if usual else _kind_of(func, given, source)
             out = combine(func, given, source, dims, keepdim)
             return out if kind is None else out.to(kind)
 
