@@ -152,7 +152,8 @@ def distribute(
                 _take_whole(module)
         elif name in seeing.rows and type(module) in NORMS:
             if not _as_it_is(module, comm):
-                module.__class__ = registry.named_as(NORMS[type(module)], type(module))
+                plain: Any = type(module)
+                module.__class__ = registry.named_as(NORMS[plain], plain)
             if whole:
                 _take_whole(module)
         elif whole and type(module) in attention.MODULES:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from inspect import Parameter
 from typing import Any
 
 import torch
@@ -92,18 +93,35 @@ def tile_value(name: str, owner: str, whole: bool) -> TileValue:
     return out
 
 
-_NOTHING = object()  # There was no such attribute.
+_NOTHING: Any = Parameter.empty  # There was no such attribute. A class is copied as itself.
 
 
-def put_tile_values(layer: torch.nn.Module, names: Sequence[str], owner: str, whole: bool) -> None:
-    """Puts stand-ins in the place of attributes of a layer and its modules, by dotted names."""
-    kept = layer.__dict__.setdefault("_before_tiles", {})
+def attributes_of(layer: torch.nn.Module, names: Sequence[str]) -> dict[str, Any]:
+    """Returns attributes of a layer and its modules by dotted names, for `put_tile_values`."""
+    found = {}
     for name in names:
         path, _, attribute = name.rpartition(".")
-        module = layer.get_submodule(path)
-        before = module.__dict__.get(attribute, _NOTHING)
-        kept.setdefault(name, None if isinstance(before, TileValue) else before)
-        module.__dict__[attribute] = tile_value(name, owner, whole)
+        before = layer.get_submodule(path).__dict__.get(attribute, _NOTHING)
+        found[name] = None if isinstance(before, TileValue) else before
+    return found
+
+
+def put_tile_values(
+    layer: torch.nn.Module, before: Mapping[str, Any], owner: str, whole: bool
+) -> None:
+    """Puts stand-ins in the place of attributes that a message has set.
+
+    Args:
+        layer: The layer.
+        before: What they were before the message ran (:func:`attributes_of`).
+        owner: How errors name the layer.
+        whole: One worker has all edges.
+    """
+    kept = layer.__dict__.setdefault("_before_tiles", {})
+    for name, value in before.items():
+        path, _, attribute = name.rpartition(".")
+        kept.setdefault(name, value)
+        layer.get_submodule(path).__dict__[attribute] = tile_value(name, owner, whole)
 
 
 def forget_tile_values(layer: torch.nn.Module) -> None:

@@ -31,7 +31,12 @@ from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
 from pyg_sar.message.edge_draws import EdgeDraws
-from pyg_sar.message.layer_state import forget_tile_values, padded_to, put_tile_values
+from pyg_sar.message.layer_state import (
+    attributes_of,
+    forget_tile_values,
+    padded_to,
+    put_tile_values,
+)
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
@@ -199,12 +204,12 @@ class DistMessagePassing(MessagePassing):
             choice = Chooser(self, edge_index, kwargs).choice(strategy, reason)
             if choice.needs is None:
                 must_be_fused(self)
+                keeps = () if choice.rows is None else choice.rows.agreed.keeps
+                before = attributes_of(self, keeps) | self.__dict__.pop("_edge_sets", {})
                 with whole_scope(self, edge_index, choice):
                     out = self._propagate_whole(edge_index, size, kwargs, choice)
-                sets = self.__dict__.pop("_edge_sets", ())
-                sets += () if choice.rows is None else choice.rows.agreed.keeps
                 if edge_index.plan.world_size > 1 and not self._one_shot_call:
-                    self._stand_in(sets, edge_index.plan)
+                    self._stand_in(before, edge_index.plan)
                 return out
             if steady is not None and not choice.sizes:
                 call = None if choice.sets else only_sums(self, edge_index, kwargs, choice)
@@ -293,7 +298,8 @@ class DistMessagePassing(MessagePassing):
             return self._updated(edge_index, size, kwargs)
 
     def _updated(self, edge_index: DistEdgeIndex, size: Any, kwargs: dict[str, Any]) -> Any:
-        self.__dict__["_edge_sets"] = Chooser(self, edge_index, kwargs).check_edge_update()
+        keeps = Chooser(self, edge_index, kwargs).check_edge_update()
+        self.__dict__["_edge_sets"] = attributes_of(self, keeps)
         with drawing(self, edge_index, kwargs) as draws, of_all_edges(draws, edge_index, None):
             return super().edge_updater(edge_index, size=size, **kwargs)
 
@@ -367,7 +373,7 @@ class DistMessagePassing(MessagePassing):
                 out = self._attended(edge_index, kwargs, choice, draws)
             if out is None:
                 out = self._aggregated(edge_index, kwargs, choice, draws)
-        self._stand_in(choice.sets, edge_index.plan)
+        self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
         own = "update" in self.__dict__ or type(self).update is not MessagePassing.update
         if not own and not self._propagate_forward_hooks:
             return out
@@ -378,10 +384,10 @@ class DistMessagePassing(MessagePassing):
             out = out if result is None else result
         return out
 
-    def _stand_in(self, names: tuple[str, ...], plan: Any) -> None:
+    def _stand_in(self, before: dict[str, Any], plan: Any) -> None:
         """Lets nobody read what ``message`` has left, which is of some edges only."""
-        if names:
-            put_tile_values(self, names, title_of(self), plan.world_size == 1)
+        if before:
+            put_tile_values(self, before, title_of(self), plan.world_size == 1)
             self.__dict__["_has_tile_values"] = True
 
     def _summed(
