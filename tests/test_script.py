@@ -489,6 +489,44 @@ def test_a_damaged_part_in_the_cache_is_made_anew(tmp_path, monkeypatch, capsys)
         finalize()
 
 
+IN_FLOAT32 = GRAPH.replace("torch.set_default_dtype(torch.float64)", "")
+IN_FLOAT32 += """
+dataset = Graphs()
+x = dataset[0].x
+print(x.dtype, dataset.data.x.dtype, torch.rand(1).dtype, dataset.num_features, file=sys.stderr)
+stored = torch.load(dataset.processed_paths[0], weights_only=False)[0]
+print(stored["x"].dtype, file=sys.stderr)
+data = dataset[0]
+model = Net(GCNConv, 5, 3)
+optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+for epoch in range(2):
+    print(f"{train(model, data, optimizer):.14f}")
+"""
+
+
+def test_float64_for_a_script_in_float32(tmp_path, monkeypatch, capsys):
+    """One worker and several print the same; files of the dataset stay in float32."""
+    for name in ("RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.chdir(tmp_path)
+    Path("s.py").write_text(IN_FLOAT32)
+    printed = []
+    for parts in (None, 2):
+        try:
+            config = ScriptConfig(script="s.py", parts=parts, cache="cache", float64=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # as of dataset.data
+                assert work(config) == 0
+        finally:
+            finalize()
+        captured = capsys.readouterr()
+        printed.append(numbers(captured.out))
+        kinds = [line for line in captured.err.splitlines() if line.startswith("torch.")]
+        assert kinds == ["torch.float64 torch.float64 torch.float64 5", "torch.float32"]
+        assert torch.get_default_dtype() == torch.float32
+    assert len(printed[0]) == 2 and printed[1] == pytest.approx(printed[0], abs=1e-10)
+
+
 def test_all_is_put_back(tmp_path, monkeypatch):
     def replaced() -> list[Any]:
         return [

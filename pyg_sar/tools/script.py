@@ -64,6 +64,7 @@ class ScriptConfig:
         levels: What rows of attributes are, where names don't tell.
         backend: As for :func:`pyg_sar.init`.
         timeout: Seconds that one operation between workers may take.
+        float64: The default dtype is float64, and datasets give that for float32.
         folder: Where workers leave the tracebacks of their failures, if the parent shows them.
     """
 
@@ -77,6 +78,7 @@ class ScriptConfig:
     levels: Mapping[str, str] | None = None
     backend: str | None = None
     timeout: float = 1800.0
+    float64: bool = False
     folder: str = ""
 
 
@@ -175,7 +177,7 @@ def work_as_host(config: ScriptConfig) -> int:
 
 def work(config: ScriptConfig) -> int:
     """Runs a script in each part that this worker hosts, and returns its exit code. Collective."""
-    comm, process = current(), Process()
+    comm, process, kept = current(), Process(float64=config.float64), torch.get_default_dtype()
     main = _Main(config.script)
     before = sys.modules["__main__"], sys.argv, list(sys.path)
     sys.modules["__main__"], sys.argv = main, [config.script, *config.arguments]
@@ -185,11 +187,15 @@ def work(config: ScriptConfig) -> int:
     options: dict[str, Any] = {"memory": config.memory, "store": config.store}
     options |= {"backend": config.backend, "timeout": config.timeout}
     parts = comm.world_size if config.parts is None and hosts_parts(config) else config.parts
+    if config.float64:
+        torch.set_default_dtype(torch.float64)
     try:
         with process.replaced(), _trace_at_end(config, process):
             codes = run(_run_part, config, process, main, parts=parts, **options)
     finally:
         sys.modules["__main__"], sys.argv, sys.path[:] = before
+        if config.float64:
+            torch.set_default_dtype(kept)
     return codes[0]
 
 
@@ -360,6 +366,11 @@ def add_run(command: argparse.ArgumentParser) -> None:
     group("--store", metavar="DIR", help="folder for what parts that wait hold (a GPU: pinned)")
     group("--backend", choices=("gloo", "nccl", "mpi", "ccl"), help="default: nccl with GPUs")
     group("--timeout", type=float, default=1800.0, metavar="S", help="seconds per operation")
+    group(
+        "--float64",
+        action="store_true",
+        help="default dtype float64, and datasets' float32 as float64: to check what float32 gives",
+    )
     group = command.add_argument_group("graphs").add_argument
     group("--cache", metavar="DIR", help="folder of partitions (default: in the user's cache)")
     group(
@@ -397,6 +408,7 @@ def run_command(arguments: argparse.Namespace) -> int:
         levels=arguments.levels,
         backend=arguments.backend,
         timeout=arguments.timeout,
+        float64=arguments.float64,
     )
     if arguments.parts is not None and arguments.parts < 1:
         raise ValueError(f"--parts {arguments.parts} must be at least 1")

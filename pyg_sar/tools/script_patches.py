@@ -8,6 +8,7 @@ for all.
 from __future__ import annotations
 
 import builtins
+import copy
 import io
 import os
 import random
@@ -25,7 +26,7 @@ import torch.multiprocessing
 import torch_geometric.loader
 from torch.nn import Module
 from torch.optim import Optimizer
-from torch_geometric.data import Dataset, InMemoryDataset
+from torch_geometric.data import Data, Dataset, HeteroData, InMemoryDataset
 from torch_geometric.transforms import BaseTransform
 from torch_geometric.typing import WITH_TORCH_SPARSE
 
@@ -61,6 +62,8 @@ class Process:
     told: set[str] = field(default_factory=set)
     first_thread: int = 0
     """The thread of rank 0, if it is here."""
+    float64: bool = False
+    """Whether datasets give float64 for float32."""
 
     def here(self) -> Worker | None:
         """Returns the rank that calls, of several workers; ``None`` where rank 0 acts for all."""
@@ -73,6 +76,12 @@ class Process:
         """Returns whether what the caller writes is seen."""
         worker = self.workers.get(current().rank)
         return worker is None or worker.files is None
+
+    def widened(self, value: Any) -> Any:
+        """Returns a graph with float64 for float32, if that was asked for."""
+        if not self.float64 or not isinstance(value, Data | HeteroData) or is_distributed(value):
+            return value
+        return copy.copy(value).apply(lambda t: t.double() if t.dtype == torch.float32 else t)
 
     def tell(self, text: str) -> None:
         """Writes a line on standard error, once."""
@@ -100,11 +109,16 @@ class Process:
     def _datasets(self, put: Function) -> None:
         def made_once(real: Function) -> Function:
             def make(dataset: Any) -> None:
-                worker = self.here()
-                if worker is None:
-                    real(dataset)
-                else:
-                    worker.together.first(lambda: real(dataset))
+                worker, kept = self.here(), torch.get_default_dtype()
+                if self.float64:  # Files stay as others will read them.
+                    torch.set_default_dtype(torch.float32)
+                try:
+                    if worker is None:
+                        real(dataset)
+                    else:
+                        worker.together.first(lambda: real(dataset))
+                finally:
+                    torch.set_default_dtype(kept)
 
             return make
 
@@ -113,10 +127,11 @@ class Process:
                 worker = self.here()
                 number = isinstance(index, int | np.integer) or getattr(index, "ndim", 1) == 0
                 if worker is None or not number or len(dataset) != 1:
-                    return real(dataset, index)
+                    return self.widened(real(dataset, index))
                 name = f"{type(dataset).__name__}[{int(index)}]"
                 if not is_distributed(dataset.__dict__.get("_data")):
-                    return worker.graphs.share(lambda: real(dataset, index), name, dataset)
+                    make = lambda: self.widened(real(dataset, index))  # noqa: E731
+                    return worker.graphs.share(make, name, dataset)
                 worker.graphs.check_unchanged(dataset, name)
                 found = real(dataset, index)
                 if dataset.transform is not None:
@@ -136,7 +151,7 @@ class Process:
                     dataset._data = worker.graphs.share(lambda: real.fget(dataset), name)
                 return dataset._data
 
-            return real.getter(get)
+            return property(get, lambda dataset, value: real.fset(dataset, self.widened(value)))
 
         def number(real: Any) -> Any:
             def get(dataset: Any) -> Any:
