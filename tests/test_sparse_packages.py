@@ -137,7 +137,12 @@ def coo(a: Any) -> list[Tensor]:
 def other_rows(matrix: Any, x: Tensor) -> list[Tensor]:
     """Two matrices that share a tensor of columns."""
     rowptr, col, value = matrix.csr()
-    moved = SparseTensor(rowptr=rowptr[:1].new_tensor([0, E, *[E] * (N - 1)]), col=col, value=value)
+    moved = SparseTensor(
+        rowptr=rowptr[:1].new_tensor([0, E, *[E] * (N - 1)]),
+        col=col,
+        value=value,
+        sparse_sizes=(N, N),
+    )
     return [matrix @ x, moved @ x]
 
 

@@ -26,7 +26,6 @@ from pyg_sar.tensors.node_tensor import (
     method,
     name_of,
     node_tensors,
-    operator,
     rule,
     whole,
 )
@@ -69,7 +68,7 @@ class _WholeGradient(torch.autograd.Function):
         return cast(Tensor, whole(gradient, ctx.what)), None
 
 
-@operator(
+@rule(
     *(f"torch_scatter::{name}" for name in _PLACE_OF_OUT),
     *("torch_sparse::ptr2ind", "torch_sparse::non_diag_mask", "torch_sparse::random_walk"),
     *("torch_sparse::saint_subgraph", "torch_sparse::sample_adj", "torch_sparse::partition"),
@@ -93,7 +92,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
 rule("segment_reduce", "_segment_reduce_backward")(by_gathering)
 
 
-@operator("torch_sparse::ind2ptr")
+@rule("torch_sparse::ind2ptr")
 def _pointers(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Returns where each of ``size`` rows begins among sorted row ids, int64 ``[size + 1]``."""
     rows, size = args
@@ -247,7 +246,7 @@ def product(
     return out, wrap(ends[which[0].narrow(axis, 0, targets.count)], targets, axis)
 
 
-@operator(*(f"torch_sparse::spmm_{reduce}" for reduce in ("sum", "mean", "min", "max")))
+@rule(*(f"torch_sparse::spmm_{reduce}" for reduce in ("sum", "mean", "min", "max")))
 def _spmm(func: Any, args: Any, kwargs: Any) -> Any:
     reduce = name_of(func).rpartition("_")[2]
     if reduce in ("sum", "mean"):
