@@ -14,8 +14,8 @@ cut into equal runs and torch's own process groups; here rows lie where the part
 
 [Note: operators of other packages] Those of torch-scatter, say, read memory above the rules: their
 kernels come before a tensor's class does. They are taken where they are called, by their full name
-(``torch_scatter::scatter_max``), and refused there where none is known, whatever an operator of torch by that name
-does.
+(``torch_scatter::scatter_max``), and refused there where none is known, whatever an operator of
+torch by that name does.
 
 [Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
 anywhere. To write into such a copy would not reach the tensor that it is a view of, and to write
