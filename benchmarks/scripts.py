@@ -57,13 +57,16 @@ SCRIPTS = {
         ),
         (),
     ),
+    **dict.fromkeys([f"sparse/{n}" for n in ("difformer", "gcn", "linkx", "scatter", "sign")], ()),
     "graphland": ("--name", "tolokers-2", "--split", "RL"),
     **dict.fromkeys(
         [f"benchmark/citation/{name}" for name in ("appnp", "arma", "cheb", "gat", "gcn", "sgc")],
         ("--dataset", "Cora", "--runs", "2", "--random_splits"),
     ),
 }
-"""Scripts of PyG that train on one graph, those of ``examples`` without it, and their arguments."""
+"""Scripts of PyG that train on one graph, those of ``examples`` without it, and their arguments.
+
+Those of ``sparse`` are in benchmarks/sparse_scripts, and need torch-sparse and torch-scatter."""
 
 
 @dataclass
@@ -233,6 +236,8 @@ def cells(name: str, given: argparse.Namespace) -> list[str]:
     """Runs one script in all ways."""
     place = given.pyg if name.startswith("benchmark/") else given.pyg / "examples"
     script = place / f"{name}.py"
+    if name.startswith("sparse/"):
+        script = HERE / "sparse_scripts" / f"{name.removeprefix('sparse/')}.py"
     found = []
     for dtype in given.dtypes:
         tolerance = 1e-9 if dtype == "float64" else 1e-5

@@ -28,9 +28,9 @@ from torch_geometric.typing import (
 import pyg_sar
 from pyg_sar.comm import current
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors import node_rows, whole, wrap
+from pyg_sar.tensors import is_shared_matrix, node_rows, whole, wrap
 from pyg_sar.tensors import rows as rows_module
-from pyg_sar.tensors.sparse import unsorted_matrices
+from pyg_sar.tensors.sparse import edges_of_matrix, unsorted_matrices
 from pyg_sar.tools.script_patches import _put
 
 N, E = 17, 70
@@ -134,6 +134,30 @@ def coo(a: Any) -> list[Tensor]:
     return list(a.coo())
 
 
+def other_rows(matrix: Any, x: Tensor) -> list[Tensor]:
+    """Two matrices that share a tensor of columns."""
+    rowptr, col, value = matrix.csr()
+    moved = SparseTensor(
+        rowptr=rowptr[:1].new_tensor([0, E, *[E] * (N - 1)]),
+        col=col,
+        value=value,
+        sparse_sizes=(N, N),
+    )
+    return [matrix @ x, moved @ x]
+
+
+def adj_of_entries(v: Values) -> Any:
+    """A square matrix of entries by entries: values and products have the same layout."""
+    return SparseTensor(row=v.segment, col=v.col, value=v.v, sparse_sizes=(E, E))
+
+
+def evaluated_first(v: Values) -> Tensor:
+    matrix = adj(v)
+    with torch.no_grad():
+        matrix @ v.x
+    return matrix @ (v.x * 2)
+
+
 def into_out(v: Values) -> Tensor:
     out = torch.zeros_like(v.x[:, :3])
     torch_scatter.scatter_max(v.e, v.row, 0, out)
@@ -226,6 +250,9 @@ SPARSE: dict[str, Callable[[Values], Any]] = {
     "matmul, other sizes": lambda v: (
         SparseTensor(row=torch.arange(E), col=v.col, value=v.v, sparse_sizes=(E, N)) @ v.x
     ),
+    "same columns, other rows": lambda v: other_rows(adj(v), v.x),
+    "as many rows as entries": lambda v: adj_of_entries(v) @ v.e,
+    "eval first": evaluated_first,
     "spmm_max": lambda v: torch_sparse.matmul.__globals__["spmm_max"](adj(v), v.x),
     "PyG's spmm": lambda v: utils.spmm(adj(v), v.x, "mean"),
     **{
@@ -332,6 +359,7 @@ def _layers(data: Data, convert: Callable[[Any], Any]) -> list[Tensor]:
     out = []
     matrix = data.adj_t
     without = matrix.set_value(None, layout=None)
+    assert not is_shared_matrix(matrix) or edges_of_matrix(without) is not None
     for k, (name, make) in enumerate(LAYERS.items()):
         for matrix in (data.adj_t, without, without.set_diag(), data.adj_t.t()):
             torch.manual_seed(k)

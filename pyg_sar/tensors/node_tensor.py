@@ -14,8 +14,8 @@ cut into equal runs and torch's own process groups; here rows lie where the part
 
 [Note: operators of other packages] Those of torch-scatter, say, read memory above the rules: their
 kernels come before a tensor's class does. They are taken where they are called, by their full name
-(``OPERATORS``), and refused there where none is known, whatever an operator of torch by that name
-does.
+(``torch_scatter::scatter_max``), and refused there where none is known, whatever an operator of
+torch by that name does.
 
 [Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
 anywhere. To write into such a copy would not reach the tensor that it is a view of, and to write
@@ -51,24 +51,12 @@ _bits_are_read = torch._C._SetExcludeDispatchKeyGuard
 _BITS = (torch._C.DispatchKey.Conjugate, False), (torch._C.DispatchKey.Negative, False)
 
 RULES: dict[str, Rule] = {}
-"""Rules by the operator's name without namespace and overload; ``pointwise``: torch says so."""
+"""Rules by the operator's name without namespace and overload; ``pointwise``: torch says so.
+
+By their full names those of other packages, called where autograd sees them."""
 
 METHODS: dict[Any, Rule] = {}
 """Functions that are taken before autograd sees them: those that leave torch, and a few more."""
-
-
-OPERATORS: dict[str, Rule] = {}
-"""Rules of operators of other packages by their full names, called where autograd sees them."""
-
-
-def operator(*names: str) -> Callable[[Rule], Rule]:
-    """Registers the rule of operators of other packages: ``"torch_scatter::scatter_max"``."""
-
-    def register(found: Rule) -> Rule:
-        OPERATORS.update(dict.fromkeys(names, found))
-        return found
-
-    return register
 
 
 def rule(*names: str) -> Callable[[Rule], Rule]:
@@ -155,7 +143,7 @@ class NodeTensor(Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = METHODS.get(func)
         if isinstance(func, OpOverload | OpOverloadPacket) and not _is_own(func):
-            found = OPERATORS.get(_full_name(func), refused)
+            found = RULES.get(_full_name(func), refused)
         if found is not None:
             return found(func, args, kwargs or {})
         if isinstance((kwargs or {}).get("out"), Tensor):

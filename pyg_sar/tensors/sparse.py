@@ -17,19 +17,20 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
 from pyg_sar.tensors.node_tensor import (
     NodeTensor,
+    by_gathering,
     mapped,
     method,
     name_of,
     node_tensors,
-    operator,
     rule,
     whole,
 )
 from pyg_sar.tensors.operands import own, summed, wrap
-from pyg_sar.tensors.rows import Fetch, Rows, all_to_all
+from pyg_sar.tensors.rows import Fetch, Rows, all_to_all, written
 
 _PLACE_OF_OUT = {"gather_coo": 2, "gather_csr": 2} | {
     f"{kind}_{op}{form}": 2 if form else 3
@@ -67,7 +68,7 @@ class _WholeGradient(torch.autograd.Function):
         return cast(Tensor, whole(gradient, ctx.what)), None
 
 
-@operator(
+@rule(
     *(f"torch_scatter::{name}" for name in _PLACE_OF_OUT),
     *("torch_sparse::ptr2ind", "torch_sparse::non_diag_mask", "torch_sparse::random_walk"),
     *("torch_sparse::saint_subgraph", "torch_sparse::sample_adj", "torch_sparse::partition"),
@@ -87,14 +88,11 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     return into if isinstance(found, Tensor) else (into, *found[1:])
 
 
-@rule("segment_reduce", "_segment_reduce_backward")
-def _segments(func: Any, args: Any, kwargs: Any) -> Any:
-    """Segments cross workers: all rows are gathered."""
-    take = lambda t: whole(t, f"'{name_of(func)}'")  # noqa: E731
-    return func(*mapped(take, args), **mapped(take, kwargs))
+# Segments cross workers.
+rule("segment_reduce", "_segment_reduce_backward")(by_gathering)
 
 
-@operator("torch_sparse::ind2ptr")
+@rule("torch_sparse::ind2ptr")
 def _pointers(func: Any, args: Any, kwargs: Any) -> Tensor:
     """Returns where each of ``size`` rows begins among sorted row ids, int64 ``[size + 1]``."""
     rows, size = args
@@ -120,14 +118,16 @@ class _Product:
     entries: Rows
     sources: Tensor
     matrix: Any
-    fetches: dict[int, tuple[Rows, Fetch]]
+    fetches: dict[tuple[int, int], tuple[Rows, Fetch]]
 
     def fetch(self, rows: Rows, ids: Tensor) -> Fetch:
         """Returns the plan that gets rows of a layout. Collective where there is none yet."""
-        found = self.fetches.get(id(rows))
-        if found is None:
-            found = self.fetches[id(rows)] = rows, Fetch(*rows.homes(ids), rows.count, rows.comm)
-        return found[1]
+        key = id(rows), id(ids)
+        if key not in self.fetches:
+            with torch.inference_mode(False):
+                found = Fetch(*rows.homes(ids), rows.count, rows.comm)
+            self.fetches[key] = rows, found
+        return self.fetches[key][1]
 
     def taken(self, x: Tensor, ids: Tensor, axis: int) -> Tensor:
         """Returns rows of ``x`` by their places in the whole, differentiable."""
@@ -154,6 +154,8 @@ class _Fetched(torch.autograd.Function):
         return ctx.fetch.put(gradient, out, True), None
 
 
+@torch.inference_mode(False)
+@torch.no_grad()
 def _make_product(row: Tensor, col: Tensor, targets: Rows, is_sorted: bool) -> _Product:
     """Plans products of a matrix. Collective.
 
@@ -186,6 +188,7 @@ def _make_product(row: Tensor, col: Tensor, targets: Rows, is_sorted: bool) -> _
     size = max(targets.count, 1), max(sources.numel(), 1)
     make = sys.modules["torch_sparse"].SparseTensor
     matrix = make(row=place[order], col=col, sparse_sizes=size, is_sorted=True, trust_data=True)
+    matrix.storage.rowcount()  # With it rowptr; made later, they might be tensors of inference.
     entries = Rows(targets.comm, total, ids.numel(), ids[order])
     return _Product(targets, entries, sources, matrix, {})
 
@@ -219,7 +222,7 @@ def product(
     mat = mat if at_rows else whole(mat, "'torch_sparse.spmm'")
     first = node_tensors(mat, col, row, value)[0].rows
     targets = first if at_rows and first.total == size else first.share(size)
-    key = id(targets), id(row), is_sorted
+    key = id(targets), id(row), written(row), written(col), is_sorted
     kept = col.__dict__.get("_product")
     if kept is None or kept[0] != key:
         kept = key, _make_product(row, col, targets, is_sorted), (targets, row)
@@ -243,20 +246,20 @@ def product(
     return out, wrap(ends[which[0].narrow(axis, 0, targets.count)], targets, axis)
 
 
-@operator(*(f"torch_sparse::spmm_{reduce}" for reduce in ("sum", "mean", "min", "max")))
+@rule(*(f"torch_sparse::spmm_{reduce}" for reduce in ("sum", "mean", "min", "max")))
 def _spmm(func: Any, args: Any, kwargs: Any) -> Any:
     reduce = name_of(func).rpartition("_")[2]
     if reduce in ("sum", "mean"):
         args = args[1:]
     rowptr, col, value = args[:3]
     mat = args[-1]
-    rowptr = whole(rowptr, "'torch_sparse.spmm'")
-    row = col.__dict__.get("_row_of")
-    if row is None:
+    key, rowptr = (id(rowptr), written(rowptr)), whole(rowptr, "'torch_sparse.spmm'")
+    kept, row, _ = col.__dict__.get("_row_of", (None, None, None))
+    if kept != key:
         places = col.rows.ids if isinstance(col, NodeTensor) else torch.arange(col.numel())
         row = torch.searchsorted(rowptr, places.to(rowptr.device), right=True) - 1
         row = wrap(row, col.rows, 0) if isinstance(col, NodeTensor) else row
-        col.__dict__["_row_of"] = row
+        col.__dict__["_row_of"] = key, row, args[0]  # alive: ids are unique
     out, which = product(reduce, rowptr.numel() - 1, row, col, value, mat)
     return out if which is None else (out, which)
 
@@ -294,13 +297,16 @@ def edges_matrix(edge_index: NodeTensor, weight: NodeTensor | None) -> Any:
     col, row = edge_index.unbind(0)
     make = sys.modules["torch_sparse"].SparseTensor
     out = make(row=row, col=col, value=weight, sparse_sizes=size, is_sorted=True, trust_data=True)
-    out.storage.col().__dict__["_edges_of"] = edge_index
+    row, col, _ = out.coo()
+    col.__dict__["_edges_of"] = edge_index, row
     return out
 
 
 def edges_of_matrix(matrix: Any) -> NodeTensor | None:
     """Returns the distributed edges that a ``SparseTensor`` was made of, if so."""
-    return cast(NodeTensor | None, matrix.storage.col().__dict__.get("_edges_of"))
+    row, col, _ = matrix.coo()
+    edge_index, of_row = col.__dict__.get("_edges_of", (None, None))
+    return edge_index if of_row is row else None
 
 
 def is_shared_matrix(value: Any) -> bool:
@@ -314,6 +320,17 @@ def whole_matrix(matrix: Any) -> Any:
     row, col, value = (whole(part, "adj_t") for part in matrix.coo())
     given = {"sparse_sizes": matrix.sparse_sizes(), "is_sorted": True, "trust_data": True}
     return type(matrix)(row=row, col=col, value=value, **given)
+
+
+def _as_given(storage: Any) -> Any:
+    """Returns rows, columns and values that wait to be sorted; ``None`` where they don't wait."""
+    parts, before = storage.__dict__.get("_given", (None, None))
+    if parts and [written(part) for part in parts if part is not None] != before:
+        raise DistributedIndexError(
+            "A tensor that a SparseTensor was made of was written since, before the matrix has "
+            "sorted its entries: make the matrix of copies, row.clone(), say"
+        )
+    return parts
 
 
 def unsorted_matrices(put: Callable[..., None]) -> None:
@@ -332,7 +349,8 @@ def unsorted_matrices(put: Callable[..., None]) -> None:
             if name not in _IN_ORDER:
                 raise AttributeError(name)
             storage.__class__ = plain
-            row, col, value = storage.__dict__.pop("_given")
+            row, col, value = _as_given(storage)
+            del storage.__dict__["_given"]
             real(storage, row=row, col=col, value=value, sparse_sizes=storage._sparse_sizes)
             return storage.__dict__[name]
 
@@ -348,13 +366,14 @@ def unsorted_matrices(put: Callable[..., None]) -> None:
                 return
             real(storage, **{**given, "is_sorted": True})
             parts = [storage.__dict__.pop(name) for name in _IN_ORDER][:3]
-            storage.__class__, storage.__dict__["_given"] = unsorted, parts
+            before = [written(part) for part in parts if part is not None]
+            storage.__class__, storage.__dict__["_given"] = unsorted, (parts, before)
 
         return init
 
     def multiply(real: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def spmm(src: Any, other: Tensor, reduce: str = "sum") -> Tensor:
-            given = src.storage.__dict__.get("_given")
+            given = _as_given(src.storage)
             row, col, value = given or (None, src.storage._col, src.storage._value)
             if reduce not in _REDUCTIONS or not node_tensors(col, value, other):
                 return real(src, other, reduce)
