@@ -2,6 +2,7 @@
 
 from pyg_sar.tensors import attention as attention
 from pyg_sar.tensors import batches as batches
+from pyg_sar.tensors import functions as functions
 from pyg_sar.tensors import indexing as indexing
 from pyg_sar.tensors import items as items
 from pyg_sar.tensors import norms as norms

@@ -25,6 +25,7 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         row = source[first % source.size(0) :][:1]
         row = row.any(0) if source.dtype == torch.bool else row.sum(0, dtype=source.dtype)
         row = row.as_subclass(RowCopy)
+        row.of = [source, int(first) % source.size(0), row.as_subclass(Tensor), source.writes.count]
         return row[key[1:]] if isinstance(key, tuple) and len(key) > 1 else row
     with torch._C.DisableTorchFunctionSubclass():
         return func(*args)

@@ -18,8 +18,8 @@ kernels come before a tensor's class does. They are taken where they are called,
 torch by that name does.
 
 [Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
-anywhere. To write into such a copy would not reach the tensor that it is a view of, and to write
-into that one would not reach the copy. Both raise: the copy knows its origin, and how often was
+anywhere. What is written into such a copy is written into the tensor that it is a view of, too. To
+use a copy after that tensor was written raises: the copy knows its origin, and how often was
 written into that. Writes are counted here, for all tensors that share memory: PyTorch's versions
 leave out those by ``x.data``, and those in inference mode.
 
@@ -35,7 +35,6 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
 from torch.autograd.graph import get_gradient_edge
@@ -43,6 +42,8 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.pyg_calls import pyg_call
+from pyg_sar.tensors.nested import mapped as mapped
+from pyg_sar.tensors.nested import tensors_in as tensors_in
 from pyg_sar.tensors.rows import Rows, Writes
 
 Rule = Callable[[Any, Any, Any], Any]
@@ -89,14 +90,14 @@ class NodeTensor(Tensor):
         axis: The axis of the rows.
         make: Finds this worker's rows, where nothing has asked for them yet. Collective.
         writes: Counts writes into its memory.
-        origin: The tensor that it is a copy of, and its writes then. See [Note: copies for views].
+        origin: What it, or the tensor that it shares memory with, is a copy of.
     """
 
     rows: Rows
     axis: int
     writes: Writes
     make: Callable[[], Tensor] | None
-    origin: tuple[NodeTensor, int] | None
+    origin: Origin | None
     _local: Tensor
     _edges: tuple[Any, int]
 
@@ -175,11 +176,14 @@ class NodeTensor(Tensor):
         _count_writes(func, args, kwargs)
         with _bits_are_read(*_BITS[0]), _bits_are_read(*_BITS[1]):
             if not func.is_view:
-                return found(func, args, kwargs)
+                out = found(func, args, kwargs)
+                if func._schema.is_mutable and isinstance(args[0], NodeTensor) and args[0].origin:
+                    args[0].origin.put()
+                return out
             # In inference mode as well a view of a tensor from outside is no inference tensor.
             outside = torch.is_inference_mode_enabled()
             with torch.inference_mode(False) if outside else nullcontext():
-                return _viewed(func, args, kwargs, found(func, args, kwargs))
+                return _viewed(func, args, kwargs, found)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return repr(whole(self, "print()"))
@@ -201,8 +205,46 @@ class NodeTensor(Tensor):
         return format(whole(self, "print()"), spec)
 
 
+class Origin:
+    """What a tensor is a copy of, where torch has a view. See [Note: copies for views].
+
+    Args:
+        copy: The copy's rows.
+        source: What it is a view of.
+        view: Returns the same view of another tensor with the source's rows.
+    """
+
+    def __init__(
+        self, copy: Tensor, source: NodeTensor, view: Callable[[NodeTensor], NodeTensor]
+    ) -> None:
+        self.copy, self.source, self._view = copy, source, view
+        self._seen = source.writes.count
+
+    def stale(self) -> bool:
+        """Returns whether the source, or what that is a copy of, was written since."""
+        above = self.source.origin
+        return self._seen != self.source.writes.count or (above is not None and above.stale())
+
+    def put(self) -> None:
+        """Writes the copy where it was taken from."""
+        source, local = self.source, self.source.local
+        places = torch.arange(local.numel(), device=local.device).view(local.shape)
+        local.put_(self._view(NodeTensor(places, source.rows, source.axis)).local, self.copy)
+        source.writes.count += 1
+        self._seen = source.writes.count
+        if source.origin is not None:
+            source.origin.put()
+
+
 class RowCopy(Tensor):
-    """A plain copy where torch gives a view. See [Note: copies for views]."""
+    """A plain copy where torch gives a view. See [Note: copies for views].
+
+    Attributes:
+        of: Of one row of a node tensor: that tensor, the row's number, all of the row, and the
+            writes that it has seen.
+    """
+
+    of: list[Any] | None = None
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -212,7 +254,15 @@ class RowCopy(Tensor):
         writes = name.endswith("_") and not name.endswith("__")
         writes = writes or name in _IN_PLACE or (kwargs or {}).get("inplace") is True
         into_out = isinstance((kwargs or {}).get("out"), cls)
-        if into_out or (args and isinstance(args[0], cls) and writes):
+        writes = bool(args) and isinstance(args[0], cls) and writes
+        copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
+        if name != "__get__" and any(t.of and t.of[3] != t.of[0].writes.count for t in copies):
+            raise DistributedIndexError(
+                f"'{name}' takes a row of a node tensor that was written since: take the row again"
+            )
+        if writes and not into_out and args[0].of:
+            return _write_row(func, args, kwargs or {})
+        if into_out or writes:
             raise DistributedIndexError(
                 f"'{name}' would write into a copy of rows, not into the node tensor that they are "
                 "of: assign to it, x[3] = x[3] + 1, say"
@@ -220,9 +270,21 @@ class RowCopy(Tensor):
         plain = lambda t: t.as_subclass(Tensor) if isinstance(t, cls) else t  # noqa: E731
         with torch._C.DisableTorchFunctionSubclass():
             out = func(*mapped(plain, args), **mapped(plain, kwargs or {}))
-            copies = [t for t in tensors_in(args) if isinstance(t, cls)]
-            views = isinstance(out, Tensor) and any(_shares(out, t) for t in copies)
-        return out.as_subclass(cls) if views else out
+            origins = [t for t in copies if isinstance(out, Tensor) and _shares(out, t)]
+        if origins:
+            out = out.as_subclass(cls)
+            out.of = origins[0].of
+        return out
+
+
+def _write_row(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes into a row, or a part of it, and then the row into the tensor that it is of."""
+    of: list[Any] = args[0].of
+    with torch._C.DisableTorchFunctionSubclass():
+        func(*args, **kwargs)
+    of[0][of[1]] = of[2]
+    of[3] = of[0].writes.count
+    return args[0]
 
 
 _IN_PLACE = frozenset(
@@ -245,19 +307,9 @@ def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _check_copies(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises where a copy, or what it is a copy of, is written. See [Note: copies for views]."""
-    writes = func._schema.is_mutable
+    """Raises where what a copy is of was written. See [Note: copies for views]."""
     for tensor in node_tensors(args, kwargs):
-        if tensor.origin is None:
-            continue
-        if writes and tensor is args[0]:
-            raise refusal(
-                func,
-                "would write into a copy of rows, not into the tensor that they are of",
-                tensor,
-            )
-        source, writes = tensor.origin
-        if source.writes.count != writes:
+        if tensor.origin is not None and tensor.origin.stale():
             raise refusal(func, "takes rows of a tensor that was written since", tensor)
 
 
@@ -271,18 +323,28 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
                     tensor.writes.count += 1
 
 
-def _viewed(func: Any, args: Any, kwargs: Any, out: Any) -> Any:
-    """Returns what a view operator gives, with its origin where it is a copy."""
+def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:
+    """Returns what a view operator gives by its rule, with its origin where it is a copy."""
+    view = lambda source: found(func, (source, *args[1:]), kwargs)  # noqa: E731
+    out = view(args[0])
     if isinstance(out, list | tuple):
-        return type(out)(_viewed(func, args, kwargs, part) for part in out)
+        parts = enumerate(out)
+        return type(out)(
+            _with_origin(func, args, kwargs, part, lambda t, k=k: view(t)[k]) for k, part in parts
+        )
+    return _with_origin(func, args, kwargs, out, view)
+
+
+def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
+    """Returns a view, with its origin where it is a copy."""
     if not isinstance(out, NodeTensor):
         return out.as_subclass(RowCopy) if isinstance(out, Tensor) else out
     source = args[0]
     if out.make is None and source.make is None and _shares(out.local, source.local):
-        out.writes = source.writes
+        out.writes, out.origin = source.writes, source.origin
         return return_and_correct_aliasing(func, args, kwargs, out)
     if source.edges is None:
-        out.origin = source.origin or (source, source.writes.count)
+        out.origin = Origin(out.local, source, view)
     elif out.edges is not None:  # The same ids, which nothing has asked for yet.
         out.writes, edges = source.writes, out.edges
         out.edges = edges
@@ -334,36 +396,9 @@ def refused(func: Any, args: Any, kwargs: Any) -> Any:
     raise refusal(func, why, *tensors_in(args, kwargs))
 
 
-_NESTED = (list, tuple, dict)
-
-
-def tensors_in(*values: Any) -> list[Tensor]:
-    """Returns all tensors in nested lists, tuples and dicts."""
-    found: list[Tensor] = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found.append(value)
-        elif isinstance(value, _NESTED) and value:
-            found += tensors_in(*(value.values() if isinstance(value, dict) else value))
-    return found
-
-
 def node_tensors(*values: Any) -> list[NodeTensor]:
     """Returns all node tensors in nested lists, tuples and dicts."""
     return [t for t in tensors_in(*values) if isinstance(t, NodeTensor)]
-
-
-def mapped(change: Callable[[Any], Any], value: Any) -> Any:
-    """Returns nested lists, tuples and dicts with each tensor changed."""
-    if isinstance(value, Tensor):
-        return change(value)
-    if not isinstance(value, _NESTED):
-        return value
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(mapped(change, v) for v in value))
-    if isinstance(value, dict):
-        return {key: mapped(change, v) for key, v in value.items()}
-    return type(value)([mapped(change, v) for v in value])
 
 
 def whole(value: Any, what: str) -> Any:
@@ -446,51 +481,3 @@ def _pass_back(func: Any, args: Any, kwargs: Any) -> Any:
     if kwargs.get("inputs") is not None:
         kwargs["inputs"] = mapped(get_gradient_edge, kwargs["inputs"])
     return func(*mapped(get_gradient_edge, args), **kwargs)
-
-
-@method(Tensor.data.__set__)  # type: ignore[attr-defined]
-def _set_data(func: Any, args: Any, kwargs: Any) -> None:
-    """``x.data = values``: autograd sees no operator."""
-    target, values = args
-    both = isinstance(target, NodeTensor) and isinstance(values, NodeTensor)
-    same = both and values.shape == target.shape and values.dtype == target.dtype
-    if not same or target.axis != values.axis or not target.rows.same(values.rows):
-        raise DistributedIndexError(
-            f"'x.data = values' takes values of the same rows, shape and dtype "
-            f"({list(target.shape)}, {target.dtype}), got {type(values).__name__} of "
-            f"{list(values.shape)}, {values.dtype}: write x.data.copy_(values)"
-        )
-    target._local, target.make, target.origin = values.local, None, values.origin
-    target.writes, target._edges = values.writes, values._edges
-
-
-# Functions that leave torch ###################################################
-
-
-@method(Tensor.numpy, Tensor.tolist, Tensor.__array__)
-def _leaves(func: Any, args: Any, kwargs: Any) -> Any:
-    name = f"Tensor.{func.__name__}()"
-    if args[0].requires_grad and func is not Tensor.tolist:
-        raise RuntimeError(
-            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
-        )
-    out = func(whole(args[0], name), *args[1:], **kwargs)
-    if func is not Tensor.tolist:
-        out.flags.writeable = False  # In one process it would be written into the tensor, too.
-    return out
-
-
-@method(F.one_hot)
-def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
-    """Each row's, with as many classes as the whole tensor has."""
-    values = args[0]
-    given = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
-    if values.dtype != torch.long or not values.numel():
-        return func(whole(values, "one_hot()"), *args[1:], **kwargs)
-    low, high = int(values.min()), int(values.max())
-    if low < 0:
-        raise RuntimeError("Class values must be non-negative.")
-    if given != -1 and high >= given:
-        raise RuntimeError("Class values must be smaller than num_classes.")
-    classes = torch.arange(high + 1 if given == -1 else given, device=values.device)
-    return (values.unsqueeze(-1) == classes).long()

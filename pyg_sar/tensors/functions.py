@@ -1,0 +1,60 @@
+"""Functions that autograd doesn't see, or that leave torch, and a few more."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.tensors.node_tensor import NodeTensor, method, whole
+
+
+@method(Tensor.data.__set__)  # type: ignore[attr-defined]
+def _set_data(func: Any, args: Any, kwargs: Any) -> None:
+    """``x.data = values``: autograd sees no operator."""
+    target, values = args
+    both = isinstance(target, NodeTensor) and isinstance(values, NodeTensor)
+    same = both and values.shape == target.shape and values.dtype == target.dtype
+    if not same or target.axis != values.axis or not target.rows.same(values.rows):
+        raise DistributedIndexError(
+            f"'x.data = values' takes values of the same rows, shape and dtype "
+            f"({list(target.shape)}, {target.dtype}), got {type(values).__name__} of "
+            f"{list(values.shape)}, {values.dtype}: write x.data.copy_(values)"
+        )
+    target._local, target.make, target.origin = values.local, None, values.origin
+    target.writes, target._edges = values.writes, values._edges
+
+
+# Functions that leave torch ###################################################
+
+
+@method(Tensor.numpy, Tensor.tolist, Tensor.__array__)
+def _leaves(func: Any, args: Any, kwargs: Any) -> Any:
+    name = f"Tensor.{func.__name__}()"
+    if args[0].requires_grad and func is not Tensor.tolist:
+        raise RuntimeError(
+            "Can't call numpy() on Tensor that requires grad. Use tensor.detach().numpy() instead."
+        )
+    out = func(whole(args[0], name), *args[1:], **kwargs)
+    if func is not Tensor.tolist:
+        out.flags.writeable = False  # In one process it would be written into the tensor, too.
+    return out
+
+
+@method(F.one_hot)
+def _one_hot(func: Any, args: Any, kwargs: Any) -> Any:
+    """Each row's, with as many classes as the whole tensor has."""
+    values = args[0]
+    given = args[1] if len(args) > 1 else kwargs.get("num_classes", -1)
+    if values.dtype != torch.long or not values.numel():
+        return func(whole(values, "one_hot()"), *args[1:], **kwargs)
+    low, high = int(values.min()), int(values.max())
+    if low < 0:
+        raise RuntimeError("Class values must be non-negative.")
+    if given != -1 and high >= given:
+        raise RuntimeError("Class values must be smaller than num_classes.")
+    classes = torch.arange(high + 1 if given == -1 else given, device=values.device)
+    return (values.unsqueeze(-1) == classes).long()
