@@ -218,10 +218,11 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
         sent = [m["sent_bytes"][rank] for m in metrics]
         halo = [b - a for a, b in zip([0, *worker["halo"]], worker["halo"], strict=False)]
         # What is left are sums of losses and parameter gradients; an evaluation's sums, twelve
-        # values of 8 bytes; and two that it compares of each of the model's six parameters.
+        # values of 8 bytes; and two that it compares of each of the model's six parameters, and of
+        # its layers' settings.
         rest = [a - b for a, b in zip(sent, halo, strict=True)]
         assert min(halo) > 0 and 0 < rest[0] < 10_000
-        assert rest == [rest[0], rest[0] + (12 + 2 * 6) * 8] * 2
+        assert rest == [rest[0], rest[0] + (12 + 2 * 6 + 2) * 8] * 2
         assert len(metrics[0]["memory_bytes"]) == 3
         assert summary["workers"][rank]["rank"] == rank
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hetero_graphs import make_hetero, random_parts
 from oracle import MODES, Job, Partitions, Sweep, make_graph, threads
-from safetensors.torch import save_file
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -19,6 +18,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.errors import PartitionError
+from pyg_sar.files import save_aligned
 from pyg_sar.partition import storage
 from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.storage import part_file, read_part
@@ -261,7 +261,7 @@ def test_an_altered_plan_is_one_error_on_every_worker(name: str, verify: bool, t
     size = (root / part_file(1, 5)).stat().st_size
     tensors = {k: v.clone() for k, v in read_part(root, 1).items()}
     change(1, tensors)
-    save_file(tensors, root / part_file(1, 5))
+    save_aligned(tensors, root / part_file(1, 5))
     assert (root / part_file(1, 5)).stat().st_size == size
 
     def worker() -> str:

@@ -435,9 +435,12 @@ class StoredTables(Tables):
         super().__init__(host, routes, kinds, label)
         self._store, self._file = store, file
         capacity = store.cache_bytes // max(sum(self._row_bytes), 1)
-        if not routes.has_plan(capacity):
+        planned = routes.has_plan(capacity)
+        if not planned:
             store.make_room(routes.planning_bytes())
         self.plan = routes.plan(host, capacity)
+        if not planned:
+            store.count()  # Planning has given its memory back.
         self._places: list[dict[int, int]] = [{} for _ in kinds]
         self._caches = []
         for number, (dtype, width) in enumerate(kinds):

@@ -105,7 +105,7 @@ class PartStore:
         """Begins a part's turn, on its thread. Arenas are the parts' numbers in this process."""
         self._arena = arena
         self._pager.turn(arena)
-        self._limit()
+        self.count()
         self._pager.enter(arena)
 
     def end(self) -> None:
@@ -120,7 +120,7 @@ class PartStore:
             more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
             raise StoreError(
                 f"memory={self.memory:,} bytes: an operator of a part needed {more:,} bytes more "
-                f"at once. {self.remedy(self.memory + more)}"
+                f"at once. {self._remedy_of_operator(more)}"
             )
 
     def fix(self, budget: int, cache_bytes: int) -> None:
@@ -130,8 +130,12 @@ class PartStore:
         """
         self._fixed, self.cache_bytes = budget, cache_bytes
 
-    def _limit(self) -> None:
-        """Leaves to the pager what nothing else of this process has taken."""
+    def count(self) -> None:
+        """Leaves to the pager what nothing else of this process has taken by now.
+
+        Raises:
+            StoreError: That is too little, or an operation has needed more.
+        """
         self.check()
         if self._fixed is not None:
             self._pager.budget = max(self._fixed - self._slots, 1)
@@ -155,21 +159,24 @@ class PartStore:
             f"partition --parts {parts}), or allow more memory (at least {least:,} bytes)"
         )
 
+    def _remedy_of_operator(self, more: int) -> str:
+        """Says what to do where one operator needs more: others, or backward, twice of it all."""
+        return self.remedy(self.memory + (self._pager.budget or 0) + 2 * more)
+
     def explained(self, error: torch.OutOfMemoryError) -> StoreError:
         """Returns the pager's refusal with the remedy."""
         text = str(error).partition("\n")[0]
         wanted = re.search(r"tensor of (\d+) bytes", text)
         more = re.search(r"needed (\d+) bytes more", text)
         needed = AT_ONCE * int(wanted[1]) if wanted else 2 * self.memory
-        if more:
-            needed = self.memory + int(more[1])
         cause = text.partition(". Cut the graph")[0]
         if "store takes no more" in cause:
             return StoreError(
                 f"store={str(self.directory)!r} is full: {cause}. Free some space, or pass another "
                 "directory"
             )
-        return StoreError(f"memory={self.memory:,} bytes: {cause}. {self.remedy(needed)}")
+        remedy = self._remedy_of_operator(int(more[1])) if more else self.remedy(needed)
+        return StoreError(f"memory={self.memory:,} bytes: {cause}. {remedy}")
 
     @contextmanager
     def unpaged(self, size: int = 0) -> Iterator[None]:
