@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch_geometric.nn import GATConv
 import pyg_sar
 from pyg_sar.errors import DivergedError
 from pyg_sar.tools.models import MODELS, NORMS, build_model, stock_model
+from pyg_sar.train import callbacks as callbacks_module
 from pyg_sar.train.arguments import make_schedulers, step
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
@@ -357,6 +361,22 @@ def test_progress_shows_loss_and_accuracies(capsys):
     for text in (bar, lines[-1]):
         assert all(word in text for word in ("loss", "train", "val", "test"))
     assert len(lines) == 4 and lines[0].startswith("epoch    1")
+
+
+def test_a_long_epoch_says_that_it_goes_on(monkeypatch):
+    class Slow(Callback):
+        def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+            time.sleep(0.15)
+
+    before = threading.active_count()
+    monkeypatch.setattr(callbacks_module, "LONG_EPOCH", 0.05)
+    lines: list[str] = []
+    Trainer(
+        make_model(), small_graph(), DROPOUT_FREE, callbacks=[LineProgress(lines.append), Slow()]
+    ).fit()
+    assert any(re.fullmatch(r"epoch    2  \d+ s so far", line) for line in lines)
+    assert sum("loss" in line for line in lines) == 4
+    assert threading.active_count() == before
 
 
 def test_seeds_differ_between_workers_and_rank_0_is_one_process():

@@ -150,18 +150,24 @@ class PartStore:
             )
         self._pager.budget = left
 
-    def remedy(self, needed: int) -> str:
-        """Says what to do where parts need so many bytes at once."""
+    def remedy(self, needed: int, enough: int | None = None) -> str:
+        """Says what to do where parts need so many bytes at once; ``enough`` leave room for all."""
         parts = max(2 * self._all, -(-self._all * needed // self.memory))
-        least = math.ceil(needed / (1 - RESERVE[0]))
+        least = math.ceil((enough or needed) / (1 - RESERVE[0]))
         return (
             f"Cut the graph into more parts (about {parts} instead of {self._all}: pyg-sar "
             f"partition --parts {parts}), or allow more memory (at least {least:,} bytes)"
         )
 
     def _remedy_of_operator(self, more: int) -> str:
-        """Says what to do where one operator needs more: others, or backward, twice of it all."""
-        return self.remedy(self.memory + (self._pager.budget or 0) + 2 * more)
+        """Says what to do where one operator needs so many bytes more.
+
+        Backward passes touch about twice as much; caches of two passes grow with the memory.
+        """
+        room = self._pager.budget or 0
+        others = int(self.memory * (1 - RESERVE[0])) - room - self._slots
+        needed = (max(others, 0) + 2 * (room + more)) / (1 - 2 / CACHES)
+        return self.remedy(self.memory + more, math.ceil(needed))
 
     def explained(self, error: torch.OutOfMemoryError) -> StoreError:
         """Returns the pager's refusal with the remedy."""
