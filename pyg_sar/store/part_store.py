@@ -166,8 +166,15 @@ class PartStore:
         """
         room = self._pager.budget or 0
         others = int(self.memory * (1 - RESERVE[0])) - room - self._slots
-        needed = (max(others, 0) + 2 * (room + more)) / (1 - 2 / CACHES)
-        return self.remedy(self.memory + more, math.ceil(needed))
+        needed = math.ceil((max(others, 0) + 2 * (room + more)) / (1 - 2 / CACHES))
+        if 2 * (others + self._slots) > self.memory:
+            least = math.ceil(needed / (1 - RESERVE[0]))
+            return (
+                f"Allow more memory (at least {least:,} bytes): {others + self._slots:,} bytes are "
+                "taken by what more parts don't make smaller (libraries' buffers, caches of rows, "
+                "and their plan)"
+            )
+        return self.remedy(self.memory + more, needed)
 
     def explained(self, error: torch.OutOfMemoryError) -> StoreError:
         """Returns the pager's refusal with the remedy."""
