@@ -75,13 +75,13 @@ class TqdmProgress(Callback):
     def on_start(self, trainer: Trainer) -> None:
         if trainer.comm.rank == 0:
             self._scores = trainer.final
-            self._bar = tqdm(
+            self._bar = bar = tqdm(
                 total=trainer.config.epochs,
                 initial=trainer.epoch,
                 desc=self.description,
                 unit="epoch",
             )
-            self._ticking = _Ticking(1.0, lambda _: self._bar is not None and self._bar.refresh())
+            self._ticking = _Ticking(1.0, lambda _: bar.refresh())
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         if self._bar is None:
