@@ -684,8 +684,9 @@ def test_failed_transfer_between_live_workers_keeps_its_message(quick):
     seen = Seen(store, PENDING._replace(pending=0))
     error = seen.watch.diagnose(TransportError("odd size"), "exchange [conv]")
     assert str(error) == "Rank 1: exchange [conv] failed though all workers seem alive: odd size"
-    timeout = Seen(dist.HashStore(), PENDING._replace(pending=0))
-    beat(timeout.watch._store, 1, started=7, pending=1)
+    store = dist.HashStore()
+    beat(store, 1, started=7, pending=1)
+    timeout = Seen(store, PENDING._replace(pending=0))
     error = timeout.watch.diagnose(TransportError("Timed out waiting 5ms"), "all_reduce")
     assert isinstance(error, CommTimeoutError)
     assert "rank 0 is in its operation 7 (exchange)" in str(error)
