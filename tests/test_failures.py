@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import pyg_sar
+import pyg_sar.comm.heartbeats as heartbeats_module
 import pyg_sar.comm.watch as watch_module
 from pyg_sar.comm.backends import TransportError
 from pyg_sar.comm.environment import WorkerInfo, find_stopped, has_starter
@@ -216,7 +217,7 @@ RANKS = textwrap.dedent(
             whole = comm_module.claim_rank
             comm_module.claim_rank = lambda *args: (kill(signal.SIGSTOP), whole(*args))
         else:
-            watch_module.find_stopped = lambda info: {1}
+            watch_module.find_stopped = lambda info: {1: None}
 
     def in_the_roll_call(kill):
         whole = comm_module.wait_for_workers
@@ -276,7 +277,7 @@ RANKS = textwrap.dedent(
                 os.dup2(sys.stderr.fileno(), 2)
                 return worker(scenario, victim, timeout, folder)
             pids.append(pid)
-        asleep = [pids.pop(victim)] if "stopped" in scenario else []
+        asleep = [pids.pop(victim)] if scenario == "stopped_early" else []
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         for pid in asleep:
             os.kill(pid, signal.SIGKILL)
@@ -450,6 +451,8 @@ def test_silent_workers(light, tmp_path):
     assert set(read_told(tmp_path, "holds_the_lock").values()) == {"ended well"}
     for name, victim in victims.items():
         told = read_told(tmp_path, name)
+        if name != "stopped_early":  # The others end it: a launcher's SIGTERM would not.
+            assert told.codes.pop(victim) == -signal.SIGKILL
         assert told.codes == [1, 1], name
         for text in told.values():
             assert text.startswith(f"LostWorkerError: Rank {victim} was lost: its process was st")
@@ -606,7 +609,7 @@ class MuteStore:
 
 
 def test_a_silent_store_keeps_no_watch_waiting(quick, monkeypatch):
-    monkeypatch.setattr(watch_module, "ANSWER", 0.1)
+    monkeypatch.setattr(heartbeats_module, "ANSWER", 0.1)
     seen = Seen(MuteStore(), PENDING)
     error = seen.errors.get(timeout=PATIENCE)
     assert str(error).startswith("Rank 0 was lost: it has not answered for 0 s: stopped, or")
@@ -641,8 +644,9 @@ def test_a_stopped_process_that_has_not_said_who_it_is():
     with child:
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
-        assert find_stopped(place_of(0, 3)) == {2}
-        assert find_stopped(place_of(0, 2)) == set()  # Another run.
+        found = find_stopped(place_of(0, 3))
+        assert found.keys() == {2} and found[2]["pid"] == child.pid
+        assert find_stopped(place_of(0, 2)) == {}  # Another run.
         child.kill()
 
 
