@@ -28,6 +28,7 @@ from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch
 from pyg_sar.comm.messages import Posts, is_consequence, to_text
 from pyg_sar.comm.processes import ask, is_dead, this_process
+from pyg_sar.comm.store import AskedStore
 from pyg_sar.comm.watch import StoreWatch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, MismatchError, WorkerError
 
@@ -77,8 +78,8 @@ def test_killed_rank_0_under_launch(light, tmp_path):
 
 # Under torchrun, and its environment set by hand #############################
 
-# One interpreter imports the package, and forks the workers of one scenario after the other: each
-# is a process of its own with torchrun's variables, on a port found at run time.
+# One interpreter imports the package, and forks the workers of all scenarios: each is a process of
+# its own with torchrun's variables, on a port found at run time.
 RANKS = textwrap.dedent(
     """
     import ctypes, json, os, signal, socket, sys, time, traceback
@@ -130,7 +131,7 @@ RANKS = textwrap.dedent(
     def hung(comm, kill):
         comm.barrier()
         if comm.rank == 1:
-            time.sleep(5)  # Longer than the timeout, but it lives.
+            time.sleep(9)  # Longer than the timeout, but it lives.
         for step in (1, 2):  # Both ways around: every rank needs rank 1.
             dst, src = (comm.rank + step) % 3, (comm.rank - step) % 3
             comm.exchange(torch.ones(3), dst, torch.empty(3), src, label=LABEL).wait()
@@ -262,10 +263,7 @@ RANKS = textwrap.dedent(
             with open(f"{folder}/{scenario}.{rank}", "w") as file:
                 json.dump(told, file)
 
-    def by_hand(scenario, world, victim, timeout, folder):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def by_hand(scenario, world, victim, timeout, folder, port):
         pids = []
         for rank in range(world):
             pid = os.fork()
@@ -286,15 +284,24 @@ RANKS = textwrap.dedent(
             json.dump(codes, file)
 
     folder, *scenarios = sys.argv[1:]
-    for scenario in scenarios:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in scenarios]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    # Beside each other: most of the time they wait.
+    for scenario, port in zip(scenarios, ports):
         name, world, victim, timeout = scenario.split(":")
-        arguments = name, int(victim), float(timeout), folder
         if "RANK" in os.environ:  # Under torchrun.
-            worker(*arguments)
-        else:
-            by_hand(name, int(world), *arguments[1:])
-        if "RANK" in os.environ:
+            worker(name, int(victim), float(timeout), folder)
+        elif os.fork() == 0:
+            by_hand(name, int(world), int(victim), float(timeout), folder, port)
             break
+    else:
+        while "RANK" not in os.environ:
+            try:
+                assert os.wait()[1] == 0
+            except ChildProcessError:
+                break
     """
 )
 
@@ -344,7 +351,7 @@ def test_environment_set_by_hand(light, tmp_path):
         "reduce_loop:3:0:100",
         "exchange_loop:3:1:100",
         "behind_a_sleeper:3:0:100",
-        "hung:3:-1:3",
+        "hung:3:-1:6",
         "leaves_early:3:-1:100",
         "fails:3:-1:100",
     ]
@@ -620,6 +627,28 @@ def test_a_silent_store_keeps_no_watch_waiting(quick, monkeypatch):
         pass
     assert "Rank 0 was lost: the workers' store, which it hosts, has not an" in str(begun._told)
     begun.close()
+
+
+def test_a_connection_to_the_store_that_broke_names_its_host(quick):
+    """Also where nobody knows yet which process that is."""
+    broken = dist.DistNetworkError("Connection reset by peer")
+    for agent_store, who in ((True, "The launcher"), (False, "Rank 0")):
+        watch = StoreWatch(dist.HashStore(), place_of(1, 3, agent_store))
+        error = watch.diagnose(broken, "the start")
+        assert str(error).startswith(f"{who} was lost: it hosts the workers' store"), error
+        watch._store.close()
+
+
+def test_a_question_to_the_store_is_not_asked_once_a_worker_is_lost():
+    """A store that answers at once kept who asked it from learning that."""
+
+    def check() -> None:
+        raise LostWorkerError("y", rank=0)
+
+    store = AskedStore(dist.HashStore, check)
+    with pytest.raises(LostWorkerError):
+        name_start(store, place_of(1), 5)
+    store.close()
 
 
 def test_workers_whose_starter_is_gone(quick, monkeypatch):

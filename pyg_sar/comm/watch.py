@@ -341,6 +341,8 @@ class StoreWatch(Heartbeats, Watch):
         late = isinstance(error, TimeoutError) or "timed out" in said or "timeout" in said
         begin = time.monotonic()
         record: dict[str, Any] | None = None
+        if isinstance(error, dist.DistNetworkError):  # A connection to the store, which broke.
+            self._store_error = self._store_error or error
         while True:
             record = self._poll()
             if record is None and (suspect := self._suspect(doing)) is not None:
