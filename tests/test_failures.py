@@ -85,6 +85,7 @@ RANKS = textwrap.dedent(
     import ctypes, json, os, signal, socket, sys, time, traceback
     import torch
     import pyg_sar.comm.group as comm_module
+    import pyg_sar.comm.heartbeats as heartbeats_module
     import pyg_sar.comm.watch as watch_module
     from pyg_sar.comm.backends import GlooTransport
     from pyg_sar.comm.group import init, finalize
@@ -249,6 +250,7 @@ RANKS = textwrap.dedent(
         play = globals()[scenario]
         if play in QUICK:
             watch_module.BEAT, watch_module.STUCK, watch_module.SILENT = 0.1, 0.3, 0.7
+            heartbeats_module.ANSWER = 0.5
         try:
             if play in AT_START:
                 play(kill)

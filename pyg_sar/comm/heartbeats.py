@@ -1,4 +1,4 @@
-"""What a worker tells the others of itself, and sees of them: beats and notes in the store.
+"""Beats and notes in the store: a worker tells of itself by them, and sees the others.
 
 [Note: silence] Heartbeats stop where a worker was stopped, and also where it computes in code that
 keeps Python's lock: that is no reason to give it up. They all stop where the store is silent, as
