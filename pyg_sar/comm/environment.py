@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
@@ -95,15 +95,15 @@ def has_starter(env: Mapping[str, str] | None = None) -> bool:
     return launcher is not None and not by_hand
 
 
-def find_stopped(mine: WorkerInfo) -> set[int]:
-    """Returns the ranks of this host's stopped processes that are workers of this run."""
-    found = set()
-    for env in stopped_processes():
+def find_stopped(mine: WorkerInfo) -> dict[int, dict[str, Any]]:
+    """Returns this host's stopped processes that are workers of this run, by rank."""
+    found = {}
+    for who, env in stopped_processes():
         with contextlib.suppress(ValueError):  # Somebody else's.
             info = read_environment(env)
             run = info is not None and (info.world_size, info.address, info.port)
             if info is not None and run == (mine.world_size, mine.address, mine.port):
-                found.add(info.rank)
+                found[info.rank] = who
     return found
 
 

@@ -167,7 +167,7 @@ class AskedStore:
 
     Args:
         make: Returns the store; called on that thread.
-        check: Called while an answer is waited for.
+        check: Called before a question, and while an answer is waited for.
         hear: Called with each answer.
         patience: Seconds to wait for an answer; ``None``: as long as ``check`` allows.
     """
@@ -219,6 +219,7 @@ class AskedStore:
             TimeoutError: There is none within ``patience`` seconds. As long as it hasn't come,
                 further questions aren't asked.
         """
+        self.check_workers()
         if self.patience is not None and not self._last.done():
             raise TimeoutError("the workers' store does not answer")
         answer: Future[Any] = Future()
