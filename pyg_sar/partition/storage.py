@@ -59,6 +59,7 @@ from pyg_sar.partition.whole_graph import (
     prepare_hetero,
     prepare_homogeneous,
 )
+from pyg_sar.wording import counted
 
 Progress = Callable[[str], None]
 
@@ -406,8 +407,8 @@ def _check(name: str, value: Any, metadata: PartitionMetadata, nodes: int) -> No
         raise ValueError(f"'{name}' is an attribute of the partition '{metadata.root}' already")
     if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != nodes:
         raise ValueError(
-            f"Expected '{name}' to have a row for each of this worker's {nodes} nodes (got "
-            f"{list(value.shape) if isinstance(value, Tensor) else type(value).__name__})"
+            f"Expected '{name}' to have a row for each of this worker's {counted(nodes, 'nodes')} "
+            f"(got {list(value.shape) if isinstance(value, Tensor) else type(value).__name__})"
         )
 
 
@@ -448,7 +449,9 @@ def read_part(
     try:
         size = path.stat().st_size
         if size != info.bytes:
-            raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
+            raise PartitionError(
+                f"'{path}' has {counted(size, 'bytes')} instead of {info.bytes}; {remedy}"
+            )
         if verify and sha256_of(path) != info.sha256:
             raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
         tensors = read_aligned(path)
