@@ -380,7 +380,8 @@ def write(path: Path, change) -> str:
             1,
             "Rank 1 failed: KeyError: 'a' (--debug shows where)",
         ),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "nothing is kept; the same command begins anew"),
+        (KeyboardInterrupt("'a' holds all"), 130, "'a' holds all"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeypatch):
@@ -390,7 +391,7 @@ def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeyp
     monkeypatch.setattr(cli, "_demo", fail)
     assert cli.main(["demo"]) == code
     captured = capsys.readouterr().err
-    assert captured == (f"pyg-sar: error: {text}\n" if text else "")
+    assert captured == ("Interrupted: " if code == 130 else "pyg-sar: error: ") + f"{text}\n"
     if code != 130:
         assert cli.main(["demo", "--debug"]) == code
         assert "Traceback" in capsys.readouterr().err

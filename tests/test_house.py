@@ -58,19 +58,19 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 # Wings whose docstrings say what comes out, in sentences.
 SENTENCES = (
+    *("usage", "errors", "wording", "files", "policy", "ledger", "store", "comm"),
     *(
-        "usage",
-        "errors",
-        "wording",
-        "files",
-        "policy",
-        "ledger",
-        "store",
-        "comm",
         "exchange",
         "space",
+        "reduction",
+        "partition",
+        "message",
+        "engine",
+        "nn",
+        "convert",
+        "train",
+        "tools",
     ),
-    *("reduction", "partition", "message", "engine", "nn", "convert", "train", "tools"),
 )
 
 

@@ -53,7 +53,8 @@ def check_gpu(device: torch.device, rank: int, gpus: int) -> None:
     remedy = f"pass 'cuda:0' to 'cuda:{gpus - 1}', or leave 'device' out"
     raise ValueError(
         f"device='{device}' at rank {rank}, but this host has "
-        f"{counted(gpus, 'CUDA devices')} that PyTorch sees: {remedy if gpus else 'leave it out, to compute on the CPU'}"
+        f"{counted(gpus, 'CUDA devices')} that PyTorch sees: "
+        f"{remedy if gpus else 'leave it out, to compute on the CPU'}"
     )
 
 

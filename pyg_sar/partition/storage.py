@@ -133,6 +133,7 @@ def write_partitions(
             not fit it.
         FileExistsError: When ``root`` exists.
         OSError: When ``root`` can't be written; it is then as it was before.
+        KeyboardInterrupt: On Ctrl-C; with ``memory`` it says where what is done is kept.
     """
     report = progress or (lambda text: None)
     check_path("root", root)
@@ -182,6 +183,13 @@ def write_partitions(
         unfinished.keep = True
         more = "what is done is kept: the same call takes it once the folder is empty"
         raise FileExistsError(f"{error}; {more}") from None
+    except KeyboardInterrupt:
+        if unfinished is not None:
+            unfinished.keep = True
+            raise KeyboardInterrupt(
+                f"what is done is kept in '{unfinished.folder}'; the same call goes on from there"
+            ) from None
+        raise
     except (OSError, SafetensorError) as error:
         raise explained(error, root) from error
     finally:

@@ -130,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         code = EXIT_INTERRUPT
+        if _rank() == 0:
+            left = str(interrupt) or "nothing is kept; the same command begins anew"
+            print(f"Interrupted: {left}", file=sys.stderr)
     except Exception as error:
         # Every failure ends here, as one line; its traceback is a question of --debug.
         code = _explain(error, arguments.debug)
@@ -226,9 +229,7 @@ def _train(arguments: argparse.Namespace) -> int:
         try:
             result, speaks = on_workers(arguments, work, config)
         except KeyboardInterrupt:
-            if _rank() == 0:
-                print(say_kept(config), file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(say_kept(config)) from None
     if speaks:
         print(result)
         for line in [] if config.report is None else hosting_lines(config.report):

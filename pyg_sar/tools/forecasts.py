@@ -13,6 +13,7 @@ from pyg_sar.files import spoken_bytes
 from pyg_sar.store.part_store import LEAST, RESERVE
 from pyg_sar.tools.plan_sample import PublishedPartition
 from pyg_sar.tools.rates import Disk, Moved, Rates, Work, peak_together
+from pyg_sar.train.report import legend_below
 from pyg_sar.wording import Shown, counted
 
 PROCESS = 8 << 20
@@ -300,7 +301,7 @@ class Plan(Shown):
                           textcoords="offset points", fontsize="small")  # fmt: skip
         if self.limit is not None:
             axes.axhline(self.limit / 2**30, color="black", linestyle="--", label="limit")
-            axes.legend()
+            legend_below(axes)
         axes.set(xlabel="seconds per epoch", ylabel="GiB of the largest worker", ylim=(0, None))
         axes.margins(x=0.25)
         figure.savefig(path)

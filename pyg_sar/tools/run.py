@@ -44,7 +44,7 @@ from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling, call_model, flow_that_pays
-from pyg_sar.train.report import Report
+from pyg_sar.train.report import Report, legend_below
 from pyg_sar.train.targets import find_targets, node_labels, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.wording import counted
@@ -126,11 +126,11 @@ def say_kept(config: RunConfig) -> str:
     """Says what an interrupted run leaves."""
     path = config.checkpoint
     if path is None:
-        return "Interrupted: nothing is kept of this run (--checkpoint FILE keeps its state)"
+        return "nothing is kept of this run (--checkpoint FILE keeps its state)"
     if not os.path.exists(path):
-        return f"Interrupted before the first checkpoint: there is no {path!r}"
+        return f"there is no {path!r} before the first checkpoint; the same command begins anew"
     epoch = inspect_checkpoint(path).state["epoch"]
-    return f"Interrupted: {path!r} holds the state after epoch {epoch}; --resume goes on from there"
+    return f"{path!r} holds the state after epoch {epoch}; --resume goes on from there"
 
 
 def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainResult:
@@ -509,7 +509,7 @@ def _draw(
     loss.plot(epochs, single.losses, linewidth=4, alpha=0.4, label="one process, plain PyG")
     loss.plot(epochs, workers[0].losses, "k--", label=f"{counted(len(workers), 'workers')}")
     loss.set(title="Loss", xlabel="epoch", ylabel="mean cross entropy")
-    loss.legend()
+    legend_below(loss)
     names = ["one", *(str(p) for p in range(len(workers)))]
     used = [(r.peak_memory - r.base_memory) / 2**20 for r in (single, *workers)]
     memory.bar(names, used, color=["tab:gray", *["tab:blue"] * len(workers)])
@@ -527,4 +527,4 @@ def _draw_bytes(axes: Any, workers: list[DemoRun], law: list[dict[str, int]]) ->
         axes.bar([p + offset for p in range(len(workers))], totals, width=0.38, label=label)
     axes.set(title="Halo rows and gradients", xlabel="worker", ylabel="MiB")
     axes.set_xticks(range(len(workers)))
-    axes.legend()
+    legend_below(axes)
