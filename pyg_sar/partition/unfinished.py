@@ -162,8 +162,10 @@ class Unfinished:
         return about
 
     def close(self) -> None:
-        """Removes the folder, unless ``keep``."""
-        if not self.keep:
+        """Removes the folder; where ``keep``, scratch files only."""
+        if self.keep:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        else:
             with suppress(OSError):
                 remove_folder(self.folder, self._descriptor)
         os.close(self._descriptor)

@@ -302,8 +302,9 @@ class Plan(Shown):
         if self.limit is not None:
             axes.axhline(self.limit / 2**30, color="black", linestyle="--", label="limit")
             legend_below(axes)
-        axes.set(xlabel="seconds per epoch", ylabel="GiB of the largest worker", ylim=(0, None))
-        axes.margins(x=0.25)
+        axes.set(xlabel="seconds per epoch", ylabel="GiB of the largest worker")
+        axes.margins(x=0.3, y=0.1)
+        axes.set_ylim(bottom=0)
         figure.savefig(path)
 
     def _why(self) -> str:
