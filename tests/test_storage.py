@@ -556,7 +556,9 @@ def test_damage_is_explained(root):
     path = root / part_file(1, 2)
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.raises(PartitionError, match=f"{len(content) - 1} bytes instead of {len(content)}"):
+    with pytest.raises(
+        PartitionError, match=f"{len(content) - 1:,} bytes instead of {len(content):,}"
+    ):
         read_part(root, 1)
     path.write_bytes(b"\xff" * len(content))
     with pytest.raises(PartitionError, match=r"was altered.*SHA-256.*copy it again"):

@@ -458,7 +458,7 @@ def read_part(
         size = path.stat().st_size
         if size != info.bytes:
             raise PartitionError(
-                f"'{path}' has {counted(size, 'bytes')} instead of {info.bytes}; {remedy}"
+                f"'{path}' has {counted(size, 'bytes')} instead of {info.bytes:,}; {remedy}"
             )
         if verify and sha256_of(path) != info.sha256:
             raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
