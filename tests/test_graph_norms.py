@@ -651,7 +651,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "one node": (
         "InstanceNorm",
         lambda norm, rank: norm(X[:rank]),
-        "got 1 nodes on all 2 workers",
+        "got 1 node on all 2 workers",
     ),
     "channels": (
         "SyncBatchNorm",

@@ -532,7 +532,7 @@ def test_the_workers_group_is_refused():
     """Its sums would be those of one part of each worker."""
     for found, total in pyg_sar.launch(default_group_after, 2, backend="gloo"):
         for text in itertools.chain(*found):
-            assert "of the 2 worker(s), not of the 3 parts" in text
+            assert "of the 2 workers, not of the 3 parts" in text
             assert "pyg_sar.comm.current()" in text
         assert total == 2
 

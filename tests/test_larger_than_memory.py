@@ -401,7 +401,7 @@ def test_a_report_says_what_was_kept_and_moved(tmp_path):
     more = host_parts(reported, (str(tmp_path / "parts"), tmp_path / "other"), hosting, outer)
     assert sum(more) > sum(loaded)
     text = "\n".join(hosting_lines(tmp_path / "report"))
-    assert f"3 parts on 1 worker(s) (3), memory={memory:,} bytes each, store={tmp_path}" in text
+    assert f"3 parts on 1 worker (3), memory={memory:,} bytes each, store={tmp_path}" in text
     assert f"{read[1]:,.0f}, {read[1] / nodes:.2f}" in text
     assert f"{found['written_bytes'][0] / 1e6:,.1f} out" in text
     assert f"seconds of each worker: {found['waited_seconds'][0]:.2f}" in text

@@ -83,7 +83,7 @@ def test_hosted_parts_and_what_they_keep(graph: Data, tmp_path: Path):
     halos = [layer["backward"]["halo"] for layer in report.hosting["layers"].values()]
     assert halos[0] == 0 < halos[1]
     text = str(report)
-    assert f"4 parts on 1 worker(s) (4), memory=1,073,741,824 bytes each, store={tmp_path}" in text
+    assert f"4 parts on 1 worker (4), memory=1,073,741,824 bytes each, store={tmp_path}" in text
     assert "rows and messages again" in text
     mixes = gnn.Sequential("x, edge_index", [(Mixes(CHANNELS), "x, edge_index -> x")])
     refused = pyg_sar.verify(mixes, graph, 2, memory="1GiB")

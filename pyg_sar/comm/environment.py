@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch.distributed as dist
 
 from pyg_sar.comm.processes import stopped_processes
+from pyg_sar.wording import counted
 
 REMEDY = (
     "Start the workers with torchrun or pyg_sar.launch(), or set RANK, WORLD_SIZE, MASTER_ADDR "
@@ -269,15 +270,16 @@ def _first_host(
     """Returns the host of the first worker."""
     nodes = env.get("SLURM_STEP_NODELIST") if of_slurm else None
     nodes = nodes or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    counted = launcher is Launcher.SRUN or bool(env.get(launcher.local_world))
-    if counted and info.local_world_size == info.world_size:
+    told = launcher is Launcher.SRUN or bool(env.get(launcher.local_world))
+    if told and info.local_world_size == info.world_size:
         return HOST
     if nodes:
         return first_node(nodes)
     raise ValueError(
         f"MASTER_ADDR is not set, and {launcher.title} doesn't name the hosts of its "
-        f"{info.world_size} workers; give all of them the first worker's host and a free port "
-        "there: MASTER_ADDR=HOST0 MASTER_PORT=29500 (mpirun -x MASTER_ADDR -x MASTER_PORT)"
+        f"{counted(info.world_size, 'workers')}; give all of them the first worker's host and a "
+        "free port there: MASTER_ADDR=HOST0 MASTER_PORT=29500 (mpirun -x MASTER_ADDR -x "
+        "MASTER_PORT)"
     )
 
 

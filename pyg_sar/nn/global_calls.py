@@ -44,6 +44,7 @@ from pyg_sar.nn.registry import names_of
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
 
@@ -233,7 +234,7 @@ class _Call:
         if value.dim() == 0 or axis < 0 or value.size(axis) != rows.count:
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a tensor of shape {list(value.shape)} for "
-                f"{rows.count} rows (rank {self.comm.rank}): it has no global view"
+                f"{counted(rows.count, 'rows')} (rank {self.comm.rank}): it has no global view"
             )
         return FromLocal.apply(value, rows, axis)
 

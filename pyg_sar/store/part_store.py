@@ -36,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from pyg_sar.errors import StoreError
 from pyg_sar.store.pager import Pager
 from pyg_sar.store.row_file import RowFile
+from pyg_sar.wording import counted
 
 RESERVE = 0.06, 8 << 20
 """Share of the memory, and bytes, that are left for what the pager has not allocated."""
@@ -119,8 +120,8 @@ class PartStore:
         if found.overrun_bytes > self._overrun:
             more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
             raise StoreError(
-                f"memory={self.memory:,} bytes: an operator of a part needed {more:,} bytes more "
-                f"at once. {self._remedy_of_operator(more)}"
+                f"memory={counted(self.memory, 'bytes')}: an operator of a part needed "
+                f"{counted(more, 'bytes')} more at once. {self._remedy_of_operator(more)}"
             )
 
     def fix(self, budget: int, cache_bytes: int) -> None:
@@ -144,9 +145,10 @@ class PartStore:
         left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
         if left < self.memory * LEAST:
             raise StoreError(
-                f"memory={self.memory:,} bytes: {other:,} of them are taken by what can't wait in "
-                "the store (libraries' buffers, and small tensors and objects of all parts of this "
-                "process). Allow more memory, start more workers, or cut the graph into fewer parts"
+                f"memory={counted(self.memory, 'bytes')}: {other:,} of them are taken by what "
+                "can't wait in the store (libraries' buffers, and small tensors and objects of "
+                "all parts of this process). Allow more memory, start more workers, or cut the "
+                "graph into fewer parts"
             )
         self._pager.budget = left
 
@@ -156,7 +158,7 @@ class PartStore:
         least = math.ceil((enough or needed) / (1 - RESERVE[0]))
         return (
             f"Cut the graph into more parts (about {parts} instead of {self._all}: pyg-sar "
-            f"partition --parts {parts}), or allow more memory (at least {least:,} bytes)"
+            f"partition --parts {parts}), or allow more memory (at least {counted(least, 'bytes')})"
         )
 
     def _remedy_of_operator(self, more: int) -> str:
@@ -189,7 +191,7 @@ class PartStore:
                 "directory"
             )
         remedy = self._remedy_of_operator(int(more[1])) if more else self.remedy(needed)
-        return StoreError(f"memory={self.memory:,} bytes: {cause}. {remedy}")
+        return StoreError(f"memory={counted(self.memory, 'bytes')}: {cause}. {remedy}")
 
     @contextmanager
     def unpaged(self, size: int = 0) -> Iterator[None]:
@@ -203,8 +205,8 @@ class PartStore:
         """
         if size > (self._pager.budget or 0):
             raise StoreError(
-                f"memory={self.memory:,} bytes: rows on their way between workers need {size:,} "
-                f"bytes more at once. {self.remedy(self.memory + size)}"
+                f"memory={counted(self.memory, 'bytes')}: rows on their way between workers need "
+                f"{size:,} bytes more at once. {self.remedy(self.memory + size)}"
             )
         if size:
             self.make_room(size)

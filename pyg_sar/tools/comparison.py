@@ -25,13 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.files import spoken_bytes
-from pyg_sar.train.hosted import aligned, describe_hosting
+from pyg_sar.train.hosted import describe_hosting
+from pyg_sar.wording import Shown, aligned, counted
 
 # The report ###################################################################
 
 
 @dataclass
-class LayerReport:
+class LayerReport(Shown):
     """How one message passing layer ran.
 
     Attributes:
@@ -61,7 +62,7 @@ class LayerReport:
 
 
 @dataclass
-class VerifyReport:
+class VerifyReport(Shown):
     """The verdict of :func:`pyg_sar.verify`; ``str(report)`` is a table.
 
     Attributes:
@@ -107,8 +108,9 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.model} on {self.num_nodes:,} of {self.of_nodes:,} nodes, {self.num_edges:,} "
-            f"edges: {self.num_workers} workers against one process, float64"
+            f"{self.model} on {self.num_nodes:,} of {counted(self.of_nodes, 'nodes')}, "
+            f"{self.num_edges:,} edges: {counted(self.num_workers, 'workers')} against one "
+            "process, float64"
         ]
         if self.layers:
             lines += _table(self.layers)

@@ -36,6 +36,7 @@ from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tensors import NodeTensor
+from pyg_sar.wording import counted
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -230,8 +231,9 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
     found = f"shape {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
     if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.size(0) != count:
         raise ValueError(
-            f"Expected the model to return a tensor with a row for each of the {count} nodes of "
-            f"rank {current().rank} (got {found}): pass forward=, a function of model and data"
+            "Expected the model to return a tensor with a row for each of the "
+            f"{counted(count, 'nodes')} of rank {current().rank} (got {found}): pass forward=, a "
+            "function of model and data"
         )
     if _is_global(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
         raise ValueError(

@@ -51,6 +51,7 @@ from pyg_sar.tools.comparison import (
     without_dropout,
 )
 from pyg_sar.train.hosted import HostedRun, backward_case
+from pyg_sar.wording import counted
 
 __all__ = ["call_with", "sample_nodes", "verify"]
 
@@ -140,7 +141,7 @@ def verify(
         if num_workers > part.num_nodes:
             raise ValueError(
                 f"'num_workers' is {num_workers}, of which some would have none of the "
-                f"{part.num_nodes} nodes: take fewer"
+                f"{counted(part.num_nodes, 'nodes')}: take fewer"
             )
         plain = without_dropout(copy.deepcopy(model)).cpu().double()
         run = call or call_with(_required(plain, part))

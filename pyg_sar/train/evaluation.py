@@ -21,6 +21,7 @@ from pyg_sar.reduction.metrics import gather_selected
 from pyg_sar.train.config import Scores, TrainConfig
 from pyg_sar.train.objective import Objective
 from pyg_sar.train.targets import SPLITS, Targets, find_targets
+from pyg_sar.wording import counted
 
 Metric = Any
 """``metric(pred, target)`` gives a number; or an object with ``update(pred, target)``,
@@ -260,8 +261,8 @@ class Evaluation:
             )
         if self.classifies and out.size(1) < self._num_classes:
             raise ValueError(
-                f"The model returns scores for {out.size(1)} classes, data.{self.target} holds "
-                f"labels up to {self._num_classes - 1}"
+                f"The model returns scores for {counted(out.size(1), 'classes')}, "
+                f"data.{self.target} holds labels up to {self._num_classes - 1}"
             )
         return out
 

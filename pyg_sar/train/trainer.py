@@ -49,6 +49,7 @@ from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
 from pyg_sar.train.targets import LabelSplit
 from pyg_sar.train.wire_error import gradient_error, measure_every
+from pyg_sar.wording import counted
 
 __all__ = [
     "Callback",
@@ -490,8 +491,9 @@ class Trainer:
         if self.comm.rank == 0:
             start = "go on as they are" if seed is None else f"start from seed {seed} + {epoch}"
             warnings.warn(
-                f"{os.fspath(path)!r} holds the random states of {saved.world_size} parts, this "
-                f"run has {self.comm.world_size}: they {start} (other dropout masks)",
+                f"{os.fspath(path)!r} holds the random states of "
+                f"{counted(saved.world_size, 'parts')}, this run has {self.comm.world_size}: they "
+                f"{start} (other dropout masks)",
                 stacklevel=3,
             )
 
