@@ -21,8 +21,8 @@ BOUNDS = {
     ("SAGE", "local"): (13, 75, 145),
     ("GCN", "local"): (18, 88, 168),
     ("GAT", "local"): (23, 160, 424),
-    ("SAGE", "global"): (26, 134, 380),
-    ("GAT", "global"): (33, 214, 876),
+    ("SAGE", "global"): (28, 138, 380),
+    ("GAT", "global"): (34, 216, 876),
 }
 
 compiled = pytest.mark.skipif(ops.why_missing() is not None, reason="needs the C++ kernels")
@@ -50,7 +50,7 @@ def test_a_steady_call_runs_little_python(
 
 def test_the_engine_stays_small() -> None:
     modules, _, core = benchmark("calls").size()
-    assert modules <= 168 and core < 1000
+    assert modules <= 182 and core < 1000
 
 
 # What is decided once ########################################################

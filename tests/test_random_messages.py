@@ -207,7 +207,7 @@ def test_what_depends_on_other_edges_is_refused(tmp_path: Path):
     _, outcomes = judge(tmp_path, 2, graph(), jobs)
     for (program, _), reasons in zip(jobs, outcomes, strict=True):
         for reason in reasons:
-            assert reason.startswith("DistributedIndexError: DistRandom"), (program, reason)
+            assert reason.startswith("DistributedIndexError: Random"), (program, reason)
             assert ": " in reason.partition("its ")[2], (program, reason)
 
 

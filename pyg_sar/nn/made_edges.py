@@ -217,11 +217,11 @@ def _check_ids(title: str, bounds: Sequence[int], counts: Sequence[int], rank: i
 
 
 def _is_made(value: Any) -> bool:
+    if isinstance(value, NodeTensor) and (value.axis != 1 or value.edges is not None):
+        return False
     if not isinstance(value, Tensor) or isinstance(value, InSpace) or value.dim() != 2:
         return False
-    if value.size(0) != 2 or value.dtype != torch.long or value.layout != torch.strided:
-        return False
-    return not isinstance(value, NodeTensor) or (value.edges is None and value.axis == 1)
+    return value.size(0) == 2 and value.dtype == torch.long and value.layout == torch.strided
 
 
 def _with_ends(

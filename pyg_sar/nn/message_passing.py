@@ -26,7 +26,7 @@ from pyg_sar.engine.analysis import (
 )
 from pyg_sar.engine.choose import attention_kernel, message_kernel, only_sums, sums_call
 from pyg_sar.engine.run import run
-from pyg_sar.errors import DistributedIndexError, note_place
+from pyg_sar.errors import DistributedIndexError, note_place, refuse_transforms
 from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
@@ -373,7 +373,8 @@ class DistMessagePassing(MessagePassing):
                 out = self._attended(edge_index, kwargs, choice, draws)
             if out is None:
                 out = self._aggregated(edge_index, kwargs, choice, draws)
-        self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
+        if choice.sets:
+            self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
         own = "update" in self.__dict__ or type(self).update is not MessagePassing.update
         if not own and not self._propagate_forward_hooks:
             return out
@@ -484,6 +485,8 @@ class DistMessagePassing(MessagePassing):
         self, edges: Sequence[DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Runs on distributed edges: ledgers charge this layer for what they gather meanwhile."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transforms(title_of(self))
         plan, whole = edges[0].plan, self._one_shot_call
         own: Any = type(self)
         if isinstance(self, RGCNConv):

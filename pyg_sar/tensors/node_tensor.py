@@ -32,6 +32,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import cache
 from typing import Any
 
 import torch
@@ -363,6 +364,7 @@ def _full_name(func: Any) -> str:
     return str(func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name)
 
 
+@cache
 def _is_own(func: Any) -> bool:
     """Returns whether an operator is one of torch's, of which all of torch is composed."""
     return _full_name(func).startswith("aten::")
