@@ -43,8 +43,8 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors, whole
-from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
+from pyg_sar.tensors.boundary import FromLocal, Shared, ToWhole, to_local
 
 _LABEL = ("", "backward", "gradient sum")
 
@@ -105,7 +105,8 @@ class _Call:
             rows = value.rows
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
-                return self.local(whole(value, f"{type(self.module).__name__}'s argument"))
+                what = f"{type(self.module).__name__}'s argument"
+                return self.local(ToWhole.apply(value, what))
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:

@@ -249,9 +249,7 @@ def _is_of_types(value: dict[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _ends(
-    layer: Any, made: Tensor, given: dict[str, Any]
-) -> Sequence[NodeTensor | int] | None:
+def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTensor | int] | None:
     """Returns the nodes that a call's edges join, where its arguments tell."""
     x = given["x"] if "x" in given else _nodes(layer, made, given)
     if x is None and isinstance(getattr(layer, "in_channels_l", None), int):
