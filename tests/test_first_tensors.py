@@ -15,6 +15,7 @@ from torch_geometric.utils import to_dense_adj
 
 import pyg_sar
 from pyg_sar.comm.group import current
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.nn.made_edges import made_edges
 from pyg_sar.tensors import whole
 
@@ -71,7 +72,7 @@ class DiffusionConv(MessagePassing):
         dense = dense.reshape(dense.size(1), dense.size(2))
         ones = torch.ones(dense.size(0), 1, dtype=dense.dtype)
         leaving, coming = (dense @ ones).flatten(), (ones.t() @ dense).flatten()
-        row, col = edge_index
+        row = edge_index[0]
         turned = torch.vstack(dense.transpose(0, 1).nonzero(as_tuple=True))
         out = x @ self.weight[0, 0] + x @ self.weight[1, 0]
         there = self.propagate(edge_index, x=x, norm=(1 / leaving)[row], size=None)
@@ -109,6 +110,35 @@ def arguments(data: Any, made: str) -> tuple[Any, Any, Any]:
     if made == "computed":
         return data.x, data.edge_index[:, :50], data.edge_weight[:50]
     return data.x, data.edge_index, data.edge_weight
+
+
+class Mixed(EvolvedGCN):
+    """Two plain tensors that both have rows for all ids of the edges."""
+
+
+def in_local_view(root: str) -> tuple[Tensor, Tensor, str, str]:
+    data = pyg_sar.load_partition(root)
+    out = pyg_sar.distribute(models()["O"])(*arguments(data, "given"))
+    with pytest.raises(DistributedIndexError) as dense:
+        pyg_sar.distribute(models()["dense"])(*arguments(data, "given"))
+    return data.n_id, out.detach(), str(dense.value), ambiguous()
+
+
+def ambiguous() -> str:
+    made_edges(current()).all_plain = True
+    layer = pyg_sar.distribute(Mixed(), view="global")
+    with pytest.raises(DistributedIndexError) as error:
+        layer(torch.rand(25, WIDTH), graph().x, graph().edge_index, graph().edge_weight)
+    return str(error.value)
+
+
+def test_local_view_and_errors(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(graph(), 2, tmp_path / "parts")
+    expected = models()["O"](*arguments(graph(), "given")).detach()
+    for ids, out, dense, several in pyg_sar.launch(in_local_view, 2, str(tmp_path / "parts")):
+        torch.testing.assert_close(out, expected[ids])
+        assert "to_dense_adj" in dense and "before write_partitions" in dense
+        assert "Mixed got tensors of [20, 25] rows" in several
 
 
 def in_global_view(root: str) -> dict[Any, list[Tensor]]:
