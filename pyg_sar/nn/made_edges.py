@@ -278,9 +278,11 @@ def _nodes(layer: Any, made: Tensor, given: dict[str, Any]) -> Any:
     of_edges = getattr(made, "rows", None)
     tensors = [v for v in tensors if getattr(v, "edges", None) is None]
     nodes = [v for v in tensors if isinstance(v, NodeTensor) and v.rows is not of_edges]
-    found = nodes or pairs or [v for v in tensors if not isinstance(v, NodeTensor)]
+    if not nodes and pairs:
+        return pairs[0]
+    found: list[Any] = nodes or [v for v in tensors if not isinstance(v, NodeTensor)]
     counts: dict[int, Tensor] = {}
-    for value in found if found is not pairs else ():
+    for value in found:
         end = _end(layer, value)
         counts.setdefault(end.rows.total if isinstance(end, NodeTensor) else end, value)
     if len(counts) > 1:
