@@ -55,7 +55,7 @@ def graph() -> Data:
         edge_index=torch.stack([rows, rows.roll(1)]),
         y=rows % 3,
         train_mask=rows % 2 == 0,
-        ones=torch.ones(12).long(),
+        node_ones=torch.ones(12).long(),
     )
 
 
@@ -94,7 +94,7 @@ def test_trainer_refuses_what_cannot_be_meant():
     for given, text in (
         ({"optimizer": other}, "no parameter of 'model', which would not be trained"),
         ({"splits": {"trian": "train_mask"}}, r"'splits' to name train, val, test \(got \['trian'"),
-        ({"splits": {"train": "ones"}}, r"data.ones lists 1 row in 12 numbers"),
+        ({"splits": {"train": "node_ones"}}, r"data.node_ones lists 1 row in 12 numbers"),
         ({"flow": graph()}, "'flow' has no 'input_id': make it by pyg_sar.message_flow_graphs"),
         ({"labels": "0.5"}, r"'labels' to be in \[0, 1\) \(got '0.5'\)"),
     ):

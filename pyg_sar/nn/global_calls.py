@@ -9,6 +9,7 @@ per call.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -43,7 +44,7 @@ from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
-from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.tensors.boundary import FromLocal, Shared, ToWhole, to_local
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
@@ -103,6 +104,10 @@ class _Call:
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
+            if self.edges and all(rows.total != r.total for r in self.known):
+                # No rows of the edges' nodes: a weight that was computed from some, say.
+                what = f"{type(self.module).__name__}'s argument"
+                return self.local(ToWhole.apply(value, what))
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -421,6 +426,8 @@ class GlobalPropagation(DistMessagePassing):
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
+        given = {**kwargs, "edge_index": edge_index}
+        edge_index = with_made_edges(self, (), given)[1]["edge_index"]
         edge_index = self._given_edges(edge_index)
         call = _Call(self, (edge_index,), kwargs)
         with call.parameters():
@@ -465,13 +472,25 @@ class GlobalSuperGAT(GlobalPropagation):
 
 
 _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+_DENSE = frozenset({"to_dense_adj", "to_scipy_sparse_matrix"})
+"""Functions of edges whose result has all nodes; layers that call them work on these."""
+
+
+def _works_on_all_nodes(kind: type) -> bool:
+    own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch")]
+    methods = [method for names in own for method in names.values()]
+    return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
+        not _DENSE.isdisjoint(method.__code__.co_names)
+        for method in methods
+        if inspect.isfunction(method)
+    )
 
 
 @cache
 def global_class(kind: type) -> type:
     """Returns a class of modules that also take and give tensors of the whole graph."""
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
-    if issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)):
+    if issubclass(kind, MessagePassing) and _works_on_all_nodes(kind):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
         return type(kind.__name__, (before, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))

@@ -153,6 +153,8 @@ def _level_by_rows(data: Data, name: str, value: Any, num_nodes: int, num_edges:
         return "edge" if edge else "node"
     if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
         return "graph"
+    if num_nodes == num_edges == rows_of(name, value) and "edge" in name:
+        return "edge"  # PyG takes lists for nodes, whatever their name.
     if data.is_node_attr(name):
         return "node"
     return "edge" if data.is_edge_attr(name) else "graph"

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor
+from pyg_sar.tensors.node_tensor import NodeTensor, whole
 from pyg_sar.tensors.operands import wrap
 from pyg_sar.tensors.rows import Rows
 
@@ -111,6 +111,19 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
             f"{axis} is asked for (rank {rows.comm.rank})"
         )
     return cast(Tensor, _ToLocal.apply(x, local, rows, axis))
+
+
+class ToWhole(torch.autograd.Function):
+    """All rows of a node tensor, as a plain tensor. Its adjoint is the cut to rows."""
+
+    @staticmethod
+    def forward(ctx: Any, x: NodeTensor, what: str) -> Tensor:
+        ctx.place = x.rows, x.axis
+        return cast(Tensor, whole(x, what)).as_subclass(Tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return FromLocal.apply(to_local(gradient, *ctx.place), *ctx.place), None
 
 
 def by_rows(
