@@ -117,10 +117,10 @@ class Mixed(EvolvedGCN):
 
 
 def in_local_view(root: str) -> tuple[Tensor, Tensor, str, str]:
-    data = pyg_sar.load_partition(root)
-    out = pyg_sar.distribute(models()["O"])(*arguments(data, "given"))
+    data = pyg_sar.load_partition(root, view="local")
+    out = pyg_sar.distribute(models()["O"], view="local")(*arguments(data, "given"))
     with pytest.raises(DistributedIndexError) as dense:
-        pyg_sar.distribute(models()["dense"])(*arguments(data, "given"))
+        pyg_sar.distribute(models()["dense"], view="local")(*arguments(data, "given"))
     return data.n_id, out.detach(), str(dense.value), ambiguous()
 
 

@@ -142,11 +142,11 @@ def test_gradients_are_there_where_one_process_has_them(some: bool, tmp_path: Pa
 
 
 def transformed(root: Path) -> list[str]:
-    data, found = pyg_sar.load_partition(root), []
+    data, found = pyg_sar.load_partition(root, view="local"), []
     one = torch.ones(2, dtype=torch.float64)
     for conv in (GCNConv, GATConv, SAGEConv):
         layer = conv(data.num_features, 3).double()
-        layer = pyg_sar.distribute(layer, sum_gradients=False)
+        layer = pyg_sar.distribute(layer, sum_gradients=False, view="local")
         parameters = {name: 2 * p.detach() for name, p in layer.named_parameters()}
 
         def run(s: Tensor, layer: Any = layer) -> Tensor:

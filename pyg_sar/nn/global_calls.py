@@ -472,7 +472,7 @@ class GlobalSuperGAT(GlobalPropagation):
 
 
 _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
-_DENSE = frozenset({"to_dense_adj", "to_scipy_sparse_matrix"})
+_DENSE = frozenset({"to_dense_adj"})
 """Functions of edges whose result has all nodes; layers that call them work on these."""
 
 
