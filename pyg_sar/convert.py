@@ -22,6 +22,7 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward, refuse_dense_attention
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
+from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.moments import OVER_ROWS
@@ -134,7 +135,7 @@ def distribute(
     if policy.random is not None:
         refuse_dense_attention(model, policy.random)
     draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
-    graphs = OwnGraphs()
+    graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
@@ -149,16 +150,16 @@ def distribute(
             if comm.world_size == 1:
                 module.own_graphs = graphs
             if whole and not isinstance(module, GlobalCalls):
-                _take_whole(module)
+                _take_whole(module, name, shared)
         elif name in seeing.rows and type(module) in NORMS:
             if not _as_it_is(module, comm):
                 plain: Any = type(module)
                 module.__class__ = registry.named_as(NORMS[plain], plain)
             if whole:
-                _take_whole(module)
+                _take_whole(module, name, shared)
         elif whole and type(module) in attention.MODULES:
             module.__class__ = registry.class_after(type(module))
-            _take_whole(module)
+            _take_whole(module, name, shared)
         elif name in seeing.nodes and not whole:
             module.__class__ = registry.class_after(type(module))
     DrawsOfForward.remove(model)
@@ -228,10 +229,12 @@ def _put_on_device(model: torch.nn.Module, comm: Communicator) -> None:
     )
 
 
-def _take_whole(module: Any) -> None:
+def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     """Lets a module take and give tensors of the whole graph."""
     kind: Any = type(module)
     module.__class__ = global_class(kind)
+    module.shared_parameters = shared
+    shared.join(name or kind.__name__, module)
 
 
 def _check_own(model: torch.nn.Module, comm: Communicator) -> None:

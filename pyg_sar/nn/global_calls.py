@@ -1,10 +1,8 @@
 """Layers between tensors of the whole graph: they compute with this worker's rows.
 
-[Note: complete gradients] Outside of layers every gradient is complete on every worker
-(:mod:`pyg_sar.tensors`). Inside, a worker's gradient of a parameter is what its rows contribute. So
-a layer's call gets its parameters, and whatever else is the same on all workers, through
-:class:`~pyg_sar.tensors.boundary.Shared`, whose backward pass sums over the workers: one message
-per call.
+A layer's call gets its parameters through
+:class:`~pyg_sar.nn.shared_parameters.SharedParameters`, and whatever else is the same on all
+workers through :class:`~pyg_sar.tensors.boundary.Shared`: their backward passes sum over these.
 """
 
 from __future__ import annotations
@@ -162,24 +160,23 @@ class _Call:
     @contextmanager
     def parameters(self) -> Iterator[None]:
         """The module's parameters are those whose gradients are summed over the workers."""
-        found: dict[int, Tensor] = {}
-        places: list[tuple[dict[str, Any], str, Tensor]] = []
-        for module in self.module.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    found[id(parameter)] = parameter
-                    places.append((module._parameters, name, parameter))
-        rows_of_nodes = any(isinstance(module, SparseLinear) for module in self.module.modules())
+        layer: Any = self.module
         learns = torch.is_grad_enabled() and self.comm.world_size > 1
-        if not places or not (learns or rows_of_nodes):
-            yield
-            return
-        values = list(found.values())
-        swapped = dict(zip(found, Shared.apply(self.comm, *values), strict=True))
-        for module in self.module.modules():
+        swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
+        for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
                 swapped[id(module.weight)] = to_local(module.weight, rows, 0)
+        computed = list(_computed(layer)) if learns else []
+        if computed:
+            shared = Shared.apply(self.comm, *(value for _, _, value in computed))
+            swapped |= {id(p[2]): one for p, one in zip(computed, shared, strict=True)}
+        places = computed + [
+            (module._parameters, name, parameter)
+            for module in layer.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in swapped
+        ]
         for registry, name, original in places:
             registry[name] = swapped[id(original)]
         try:
@@ -187,6 +184,9 @@ class _Call:
         finally:
             for registry, name, original in places:
                 registry[name] = original
+            for _, _, value in _computed(layer) if learns else ():
+                if all(value is not before for _, _, before in computed):
+                    value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
 
     @contextmanager
     def draws(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -291,6 +291,19 @@ class _Call:
         return self.out(out, self._targets()), (found, self.out(attention, rows))
 
 
+def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Attributes of a layer that were computed of parameters: pruned, or another network's, say.
+
+    Args:
+        layer: The layer.
+    """
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor)
+            if plain and value.requires_grad and not hasattr(value, "_pyg_sar_rows"):
+                yield vars(module), name, value
+
+
 @contextmanager
 def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """A layer that is being explained has masks of this worker's edges. See ``set_masks`` of PyG.
@@ -324,6 +337,7 @@ def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
     rows, loops = edges[0].rows, layer._loop_mask
     explain = partial(_explain_message, layer, layer.explain_message, bool(loops.all()))
     own: dict[str, Any] = {"_edge_mask": to_local(mask, rows, 0), "explain_message": explain}
+    own["_edge_mask"]._pyg_sar_rows = True
     own["_loop_mask"] = to_local(loops, rows, 0)
     registry = layer._parameters
     parameter = registry.pop("_edge_mask", None)

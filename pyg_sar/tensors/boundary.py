@@ -66,29 +66,41 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.shapes = comm, [(v.shape, v.dtype, v.device) for v in values]
+        ctx.given = comm, [v.detach() for v in values]
         ctx.set_materialize_grads(False)
         return tuple(v.view_as(v) for v in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Whether there is a gradient is the same for all workers, too: it is where one has one.
-        totals: list[Tensor | None] = [None] * len(gradients)
-        for kind in dict.fromkeys(kind for _, kind, _ in ctx.shapes):
-            places = [k for k, (_, found, _) in enumerate(ctx.shapes) if found == kind]
-            device = ctx.shapes[places[0]][2]
-            parts = []
-            for k in places:
-                given, shape = gradients[k], ctx.shapes[k][0]
-                empty = torch.zeros(shape.numel(), dtype=kind, device=device)
-                parts.append(empty if given is None else given.reshape(-1))
-            present = [float(gradients[k] is not None) for k in places]
-            parts.append(torch.tensor(present, dtype=kind, device=device))
-            total = _Total.apply(torch.cat(parts), ctx.comm)
-            *sums, holders = total.split([part.numel() for part in parts])
-            for k, part, count in zip(places, sums, holders.tolist(), strict=True):
-                totals[k] = part.view(ctx.shapes[k][0]) if count else None
-        return None, *totals
+        comm, values = ctx.given
+        return None, *summed_gradients(values, gradients, comm)
+
+
+def summed_gradients(
+    values: Sequence[Tensor], gradients: Sequence[Tensor | None], comm: Communicator
+) -> list[Tensor | None]:
+    """Returns sums over the workers, differentiable, of the gradients that any of them has.
+
+    Args:
+        values: What they are gradients of, alike on all workers.
+        gradients: This worker's.
+        comm: The communicator.
+    """
+    totals: list[Tensor | None] = [None] * len(gradients)
+    for kind in dict.fromkeys((v.dtype, v.device) for v in values):
+        places = [k for k, v in enumerate(values) if (v.dtype, v.device) == kind]
+        given = [gradients[k] for k in places]
+        like = values[places[0]]
+        parts = [
+            like.new_zeros(values[k].numel()) if g is None else g.reshape(-1)
+            for k, g in zip(places, given, strict=True)
+        ]
+        parts.append(like.new_tensor([float(g is not None) for g in given]))
+        total = _Total.apply(torch.cat(parts), comm)
+        *sums, holders = total.split([part.numel() for part in parts])
+        for k, part, count in zip(places, sums, holders.tolist(), strict=True):
+            totals[k] = part.view(values[k].shape) if count else None
+    return totals
 
 
 def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
