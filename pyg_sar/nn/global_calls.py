@@ -40,8 +40,8 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
-from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
+from pyg_sar.tensors.boundary import Shared, to_local
 
 _LABEL = ("", "backward", "gradient sum")
 
