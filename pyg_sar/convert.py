@@ -72,7 +72,7 @@ def distribute(
     layer_policies: Mapping[str, SARPolicy] | None = None,
     sum_gradients: bool = True,
     replicated: Collection[str] = (),
-    view: Literal["local", "global"] = "local",
+    view: Literal["local", "global"] = "global",
 ) -> torch.nn.Module:
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 

@@ -94,10 +94,10 @@ CHANGES = (hooks, message_hooks, aggregate_hooks, own_message, own_update, maxim
 
 def changed(root: Path, states: list[Any]) -> list[Any]:
     """Outputs and gradients of layers that change after some calls."""
-    data, found = pyg_sar.load_partition(root), []
+    data, found = pyg_sar.load_partition(root, view="local"), []
     for change, state in zip(CHANGES, states, strict=True):
         policy = pyg_sar.SARPolicy(transform_first=False)
-        layer = pyg_sar.distribute(SAGEConv(data.num_features, 4).double(), policy)
+        layer = pyg_sar.distribute(SAGEConv(data.num_features, 4).double(), policy, view="local")
         layer.load_state_dict(state)
         x = data.x.clone().requires_grad_()
         for _ in range(3):

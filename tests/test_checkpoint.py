@@ -263,8 +263,8 @@ WORKERS = 3
 
 
 def parallel_trainer(parts: str, **options: Any) -> Trainer:
-    data = pyg_sar.load_partition(parts)
-    return Trainer(pyg_sar.distribute(make_model()), data, CONFIG, **options)
+    data = pyg_sar.load_partition(parts, view="local")
+    return Trainer(pyg_sar.distribute(make_model(), view="local"), data, CONFIG, **options)
 
 
 def attempt(action: Callable[[], Any]) -> str:

@@ -160,9 +160,11 @@ def test_a_loss_of_a_subclass(tmp_path: Path) -> None:
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
 
     def work() -> tuple[Tensor, Tensor]:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         policy = pyg_sar.SARPolicy(message_budget=300)
-        return data.n_id, gradient(data, pyg_sar.distribute(ByTarget(), policy), pyg_sar.mean)
+        return data.n_id, gradient(
+            data, pyg_sar.distribute(ByTarget(), policy, view="local"), pyg_sar.mean
+        )
 
     for n_id, found in pyg_sar.launch(work, 2, backend="threads"):
         torch.testing.assert_close(found, expected[n_id])

@@ -73,10 +73,10 @@ def test_weights_of_a_ring_are_those_of_its_edges(tmp_path: Path):
     expected = layer(data.x, data.edge_index, data.weight)
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(tmp_path / "p")
+        part = pyg_sar.load_partition(tmp_path / "p", view="local")
         return part.n_id, layer(part.x, part.edge_index, part.weight).detach()
 
-    layer = pyg_sar.distribute(layer)
+    layer = pyg_sar.distribute(layer, view="local")
     for n_id, out in threads(worker, 2):
         torch.testing.assert_close(out, expected[n_id], rtol=1e-10, atol=1e-12)
 

@@ -213,7 +213,7 @@ def run_case(data: Data, name: str) -> Any:
     options, outputs = make(data)
     model = small_gcn(outputs)
     if "n_id" in data:
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
     config = TrainConfig(epochs=4, lr=0.02, **changes)
     trainer = Trainer(model, data, config, metrics=METRICS, **options)
     return replace(trainer.fit(), seconds=0.0), trainer
@@ -233,7 +233,7 @@ def test_targets_that_are_no_classes(tmp_path):
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
 
     def work() -> list[Any]:
-        part = pyg_sar.load_partition(tmp_path / "parts")
+        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
         return [run_case(part, name)[0] for name in CASES]
 
     workers = threads(work, 3)
@@ -256,7 +256,7 @@ def test_targets_that_are_no_classes(tmp_path):
 def link_run(train: Data, others: dict[str, Data]) -> Any:
     model = small_gcn(4)
     if "n_id" in train:
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
     return Trainer(
         model,
         train,
@@ -282,7 +282,7 @@ def test_targets_of_pairs_of_nodes(tmp_path):
     assert {"train_area", "val_area", "test_area", "test_loss"} <= expected.final.keys()
 
     def work() -> Any:
-        parts = {name: pyg_sar.load_partition(tmp_path / name) for name in names}
+        parts = {name: pyg_sar.load_partition(tmp_path / name, view="local") for name in names}
         trainer = link_run(parts["train"], {n: parts[n] for n in names[1:]})
         result = trainer.fit()
         trainer.save(tmp_path / "c")
@@ -355,10 +355,10 @@ def test_unfit_metrics_and_targets_are_named(tmp_path):
     def work() -> list[str]:
         found = []
         for name, metric in (("order", first_rows), ("fails", lambda p, t: 1 / 0)):
-            part = pyg_sar.load_partition(tmp_path / "parts")
+            part = pyg_sar.load_partition(tmp_path / "parts", view="local")
             if name == "order":
                 del part.n_id
-            model = pyg_sar.distribute(small_gcn(1))
+            model = pyg_sar.distribute(small_gcn(1), view="local")
             try:
                 Trainer(model, part, metrics={name: metric}, **options).evaluate()
             except ValueError as error:

@@ -122,7 +122,7 @@ def on_workers(root: Path, out: Path) -> tuple[Tensor, dict[str, Run]]:
     data = pyg_sar.propagate_features(root, 2, out)
     found = {}
     for name, model in models().items():
-        own, curve = pyg_sar.distribute(model), Curve()
+        own, curve = pyg_sar.distribute(model, view="local"), Curve()
         how: dict[str, Any] = {}
         if name == "message flow graph":
             how["flow"] = pyg_sar.message_flow_graphs(data, data.train_mask, 2)
@@ -194,8 +194,8 @@ def expected(graph: Data, partitions: Partitions, tmp_path_factory: Any) -> dict
     made = models()
     sampled = made.pop("sampled")
     runs = {name: in_one_process(model, data, name == "labels") for name, model in made.items()}
-    own, curve = pyg_sar.distribute(sampled), Curve()
-    part = pyg_sar.load_partition(partitions(graph, 1))
+    own, curve = pyg_sar.distribute(sampled, view="local"), Curve()
+    part = pyg_sar.load_partition(partitions(graph, 1), view="local")
     forward = lambda model, data: model(data)  # noqa: E731
     one = pyg_sar.Trainer(own, part, CONFIG, forward=forward, sampler=SAMPLING, callbacks=[curve])
     one.fit()

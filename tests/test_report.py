@@ -175,9 +175,9 @@ def test_an_empty_report_is_drawn_all_the_same(tmp_path):
 
 def train_with_report(folder: str) -> dict[str, Any]:
     """On each worker (a thread): two reports of the same training with another ledger beside."""
-    data = pyg_sar.load_partition(f"{folder}/parts")
+    data = pyg_sar.load_partition(f"{folder}/parts", view="local")
     comm = pyg_sar.comm.current()
-    model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES))
+    model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES), view="local")
     trainer = Trainer(model, data, CONFIG, comm=comm, callbacks=[Report(f"{folder}/report")])
     halo = []
 

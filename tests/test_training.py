@@ -374,8 +374,8 @@ def test_seeds_differ_between_workers_and_rank_0_is_one_process():
 
 def _with_dropout(root: str) -> list[float]:
     policy = pyg_sar.SARPolicy(random="same")
-    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double(), policy)
-    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double(), policy, view="local")
+    data = pyg_sar.load_partition(root, view="local")
     data.x = data.x.double()
     return Trainer(model, data, DROPOUT_FREE).fit().losses
 
@@ -401,7 +401,7 @@ CASES = [
 
 def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dict[str, Any]:
     recorder = Recorder()
-    model = pyg_sar.distribute(make_model(name, norm=norm).double())
+    model = pyg_sar.distribute(make_model(name, norm=norm).double(), view="local")
     config = replace(TrainConfig(epochs=5, split=1), **changes)
     result = Trainer(model, data, config, callbacks=[recorder]).fit()
     return {
@@ -413,7 +413,7 @@ def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dic
 
 
 def train_cases(parts: str) -> dict[str, Any]:
-    data = pyg_sar.load_partition(parts)
+    data = pyg_sar.load_partition(parts, view="local")
     results = {f"{case[0]} {case[1]}": train_case(data, *case) for case in CASES}
     data.x = data.x.clone()
     if pyg_sar.comm.current().rank == 0:
@@ -434,7 +434,7 @@ def train_cases(parts: str) -> dict[str, Any]:
     data.train_mask = data.train_mask.bool()
     data.x = data.x.nan_to_num()
     Trainer(
-        pyg_sar.distribute(make_model().double()),
+        pyg_sar.distribute(make_model().double(), view="local"),
         data,
         DROPOUT_FREE,
         callbacks=[LineProgress(progress.append)],

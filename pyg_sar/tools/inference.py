@@ -423,7 +423,7 @@ def propagate_features(
     """
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise ValueError(f"Expected 'K' to be an integer >= 1 (got {K!r})")
-    data = load_partition(parts)
+    data = load_partition(parts, view="local")
     x = data.get("x") if isinstance(data, Data) else None
     if not isinstance(data, Data) or not isinstance(x, Tensor) or x.dim() != 2:
         raise ValueError(
@@ -437,7 +437,7 @@ def propagate_features(
     weight = None if weight is None else weight.view(-1).to(x.dtype)
     if add_self_loops:
         edge_index, weight = add_remaining_self_loops(edge_index, weight, 1.0, data.num_nodes)
-    layer = distribute(LGConv())
+    layer = distribute(LGConv(), view="local")
     found: dict[str, Tensor] = {}
     for k in range(1, K + 1):
         x = found[f"x{k}"] = layer(x, edge_index, weight)

@@ -158,7 +158,7 @@ def predict_worker(config: PredictConfig) -> list[int]:
         UsageError: on every worker, where the model does not fit the graph.
     """
     comm = current()
-    data = load_partition(config.parts)
+    data = load_partition(config.parts, view="local")
     if not isinstance(data, Data):
         raise UsageError(
             f"{config.parts!r} holds a heterogeneous graph: write a script that calls "

@@ -159,7 +159,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
             f"--checkpoint {config.checkpoint}: the file is there, and this run would replace it; "
             "go on from it (--resume), give another file, or replace it (--overwrite)"
         )
-    data = load_partition(config.parts)
+    data = load_partition(config.parts, view="local")
     if not isinstance(data, Data):
         raise UsageError(
             f"{config.parts!r} holds a heterogeneous graph, which the models of this command don't "
@@ -175,7 +175,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     one_graph = flow is None and config.sampler is None
     stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
     trainer = Trainer(
-        distribute(stock.build().to(comm.device), policy=config.policy),
+        distribute(stock.build().to(comm.device), policy=config.policy, view="local"),
         data,
         config.train,
         forward=call_of(config.model.name, data, columns),
@@ -396,10 +396,10 @@ def _single(parts: str, config: DemoConfig) -> DemoRun:
 
 def _worker(parts: str, config: DemoConfig) -> DemoRun:
     """Trains the same on a worker's part: other data, ``distribute``, the global mean."""
-    data = load_partition(parts)
+    data = load_partition(parts, view="local")
     # The law that is shown is that of pulling all rows.
     policy = SARPolicy(mode=config.mode, prefetch=config.prefetch, push="off")
-    model = distribute(_model(data.num_features, config.seed), policy=policy)
+    model = distribute(_model(data.num_features, config.seed), policy=policy, view="local")
     return _train(model, data, config, mean)
 
 

@@ -404,7 +404,7 @@ def _refusals(task: _Task) -> dict[str, str]:
     found = {}
     for name, module in watched(task.model).items():
         try:
-            distribute(copy.deepcopy(module))
+            distribute(copy.deepcopy(module), view="local")
         except (ValueError, TypeError) as error:
             found[name] = str(error)
     return found
@@ -421,14 +421,14 @@ def _innermost(refused: Mapping[str, str]) -> dict[str, str]:
 
 def _worker(task: _Task) -> ModelPass:
     """Makes two passes: one is compared; the other is counted, when all that is kept is there."""
-    mine = load_partition(task.root)
+    mine = load_partition(task.root, view="local")
     whole = task.expected.rows
     lists = {count: _places(mine, *which) for count, which in task.lists.items()}
     rows = Rows(whole.num_nodes, whole.num_edges, mine.n_id, mine.e_id, lists)
     model = copy.deepcopy(task.model)
     for name in task.refused:
         put(model, name, StandIn(task.expected.results[name], rows))
-    model = distribute(model, task.policy)
+    model = distribute(model, task.policy, view="local")
     recorder = Recorder(model)
     try:
         with recorder.watch():
