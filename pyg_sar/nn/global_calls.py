@@ -39,6 +39,7 @@ from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
+from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import Shared, to_local
@@ -366,6 +367,24 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
     return cast(Tensor, own(inputs, **kwargs))
 
 
+@contextmanager
+def _policy_of_parts(layer: Any) -> Iterator[None]:
+    """A layer that one process got without a policy has that of parts where it gets their tensors.
+
+    Args:
+        layer: The layer, whose policy may have been set since.
+    """
+    before, policy = getattr(layer, "policy", None), layer.__dict__.get("policy_of_parts")
+    if policy is None or before != SARPolicy():
+        yield
+        return
+    layer.policy = policy
+    try:
+        yield
+    finally:
+        layer.policy = before
+
+
 def _refuse_local(module: Any, *given: Any) -> None:
     """Raises on edges of the local view, with which gradients would stay each worker's own."""
     comm = current()
@@ -400,7 +419,7 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with explained(self, args, kwargs), call.parameters():
+        with _policy_of_parts(self), explained(self, args, kwargs), call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -436,7 +455,7 @@ class GlobalPropagation(DistMessagePassing):
             return super().propagate(edge_index, size=size, **kwargs)
         edge_index = self._given_edges(edge_index)
         call = _Call(self, (edge_index,), kwargs)
-        with call.parameters():
+        with _policy_of_parts(self), call.parameters():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -458,11 +477,11 @@ class GlobalPropagation(DistMessagePassing):
 class GlobalSuperGAT(GlobalPropagation):
     """``SuperGATConv``: the edges that its loss samples are those of the whole graph."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        edges = (t for t in node_tensors(args, kwargs) if t.edges is not None)
-        self.__dict__["_given"] = next(edges, None)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
+        self.__dict__.update(_given=edges[0] if edges else None)
         try:
-            return cast(Tensor, super().forward(*args, **kwargs))
+            return super().__call__(*args, **kwargs)
         finally:
             del self.__dict__["_given"]
 
