@@ -22,6 +22,7 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward, refuse_dense_attention
 from pyg_sar.nn.norm import NORMS
 from pyg_sar.nn.one_process import OwnGraphs
+from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.moments import OVER_ROWS
@@ -71,7 +72,7 @@ def distribute(
     layer_policies: Mapping[str, SARPolicy] | None = None,
     sum_gradients: bool = True,
     replicated: Collection[str] = (),
-    view: Literal["local", "global"] = "local",
+    view: Literal["local", "global"] = "global",
 ) -> torch.nn.Module:
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
@@ -107,7 +108,8 @@ def distribute(
             norms take and give these; all other modules, readouts included, stay as they are.
             Gradients are complete on every worker: ``sum_gradients`` and ``replicated`` have no
             meaning then. The default policy draws random numbers as one process
-            (``SARPolicy(random='same')``).
+            (``SARPolicy(random='same')``); on an ordinary graph in one process it is
+            ``SARPolicy()``, with which kernels draw their own.
 
     Returns:
         ``model``.
@@ -129,12 +131,13 @@ def distribute(
     seeing = registry.Seeing(model, replicated)
     _check(model, policies, comm, seeing, whole)
     _put_on_device(model, comm)
-    policy = policy or SARPolicy(random="same" if whole else None)
+    default = None if policy or not whole else SARPolicy(random="same")
+    policy = policy or default or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
     if policy.random is not None:
         refuse_dense_attention(model, policy.random)
     draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
-    graphs = OwnGraphs()
+    graphs, shared = OwnGraphs(), SharedParameters()
     keep_out_of_graphs()
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
@@ -145,20 +148,22 @@ def distribute(
                 module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
+            if comm.world_size == 1 and module.policy is default:
+                module.policy, module.policy_of_parts = SARPolicy(), default
             module.model_draws = draws
             if comm.world_size == 1:
                 module.own_graphs = graphs
             if whole and not isinstance(module, GlobalCalls):
-                _take_whole(module)
+                _take_whole(module, name, shared)
         elif name in seeing.rows and type(module) in NORMS:
             if not _as_it_is(module, comm):
                 plain: Any = type(module)
                 module.__class__ = registry.named_as(NORMS[plain], plain)
             if whole:
-                _take_whole(module)
+                _take_whole(module, name, shared)
         elif whole and type(module) in attention.MODULES:
             module.__class__ = registry.class_after(type(module))
-            _take_whole(module)
+            _take_whole(module, name, shared)
         elif name in seeing.nodes and not whole:
             module.__class__ = registry.class_after(type(module))
     DrawsOfForward.remove(model)
@@ -228,10 +233,12 @@ def _put_on_device(model: torch.nn.Module, comm: Communicator) -> None:
     )
 
 
-def _take_whole(module: Any) -> None:
+def _take_whole(module: Any, name: str, shared: SharedParameters) -> None:
     """Lets a module take and give tensors of the whole graph."""
     kind: Any = type(module)
     module.__class__ = global_class(kind)
+    module.shared_parameters = shared
+    shared.join(name or kind.__name__, module)
 
 
 def _check_own(model: torch.nn.Module, comm: Communicator) -> None:

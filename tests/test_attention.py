@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -310,7 +311,7 @@ def test_models_are_exact(world: int, tmp_path: Any):
     workers = threads(
         lambda: run(
             lambda several: pyg_sar.load_partition(tmp_path / f"{several}", view="local"),
-            pyg_sar.distribute,
+            partial(pyg_sar.distribute, view="local"),
             pyg_sar.mean,
         ),
         world,

@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,9 @@ Original = tuple[BaseData, list[BaseData]]
 
 
 def original_of(root: Path) -> Original:
-    return merge_partitions(root), threads(pyg_sar.load_partition, WORLD, root)
+    return merge_partitions(root), threads(
+        partial(pyg_sar.load_partition, view="local"), WORLD, root
+    )
 
 
 def write_part(root: Path, part: int, tensors: dict[str, Tensor]) -> None:

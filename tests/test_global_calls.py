@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.nn.utils import prune
 from torch.utils.checkpoint import checkpoint
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -277,3 +279,217 @@ def plain_batch(data: Data, converted: Converted) -> Any:
 
 def test_a_plain_batch(tmp_path: Path) -> None:
     equal(tmp_path, plain_batch)
+
+
+# One sum of gradients per backward pass ########################################
+
+
+def net(converted: Converted) -> Any:
+    norm = gnn.BatchNorm(8)
+    layers = [(gnn.GATConv(6, 8), "x, e -> x"), (norm, "x -> x"), (SAGEConv(8, 3), "x, e -> x")]
+    return converted(gnn.Sequential("x, e", layers))
+
+
+def loss_of(model: Any, data: Data) -> Tensor:
+    out: Tensor = model(data.x, data.edge_index)
+    return out.square().mean()
+
+
+def accumulated(data: Data, converted: Converted) -> Any:
+    """Two passes forward and two back, without a step in between."""
+    model = net(converted)
+    loss_of(model, data).backward()
+    loss_of(model, data).backward()
+    return gradients(model)
+
+
+def of_two_passes(data: Data, converted: Converted) -> Any:
+    """Two passes forward before one back, with other weights in the second."""
+    model = net(converted)
+    first = loss_of(model, data)
+    (first + loss_of(model, data.clone())).backward(retain_graph=True)
+    first.backward()
+    return gradients(model)
+
+
+def asked_of_some(data: Data, converted: Converted) -> Any:
+    model = net(converted)
+    for layer in (model[0], model[2]):
+        layer.policy = pyg_sar.SARPolicy(mode=3)
+    loss = loss_of(model, data)
+    first, *_, last = model.parameters()
+    found = [*torch.autograd.grad(loss, [last], retain_graph=True)]
+    (inner,) = torch.autograd.grad(loss, [first], create_graph=True)
+    return [*found, inner, *torch.autograd.grad(inner.square().sum(), [first, last])]
+
+
+def of_changing_weights(data: Data, converted: Converted) -> Any:
+    """Steps in place, by ``.data``, by another parameter; a layer is frozen for a while."""
+    model, found = net(converted), []
+    for step in range(5):
+        model.requires_grad_(True)
+        if step == 1:
+            model[0].requires_grad_(False)
+        loss_of(model, data).backward()
+        found += [p.grad for p in model.parameters() if p.grad is not None]
+        with torch.no_grad():
+            for p in model.parameters():
+                if p.grad is not None:
+                    p.sub_(p.grad)
+                    p.grad = None
+        if step == 2:
+            for p in model.parameters():
+                p.data = p.data * 2
+        if step == 3:
+            model[2].lin_l.weight = torch.nn.Parameter(model[2].lin_l.weight.detach() / 2)
+    return found
+
+
+def hooked(data: Data, converted: Converted) -> Any:
+    """Hooks see sums; a penalty of the weights, outside of layers, is complete already."""
+    model, seen = net(converted), {}
+    first, *_, last = model.parameters()
+    last.register_hook(lambda g: (seen.update(last=g.clone()), 2 * g)[1])
+    first.register_post_accumulate_grad_hook(lambda p: seen.update(first=p.grad.clone()))
+    (loss_of(model, data) + sum(p.square().sum() for p in model.parameters())).backward()
+    return [seen["first"], seen["last"], *gradients(model)]
+
+
+def copied(data: Data, converted: Converted) -> Any:
+    model = net(converted)
+    loss_of(model, data).backward()
+    other = copy.deepcopy(model)
+    other.zero_grad()
+    loss_of(other, data).backward()
+    del model
+    loss_of(other, data).backward()
+    return gradients(other)
+
+
+def recomputed(reentrant: bool) -> Case:
+    def case(data: Data, converted: Converted) -> Any:
+        model = net(converted)
+        x = data.x.clone().requires_grad_()
+        out = checkpoint(model, x, data.edge_index, use_reentrant=reentrant)
+        (out.square().mean() + loss_of(model, data)).backward()
+        return gradients(model)
+
+    return case
+
+
+def pruned(data: Data, converted: Converted) -> Any:
+    model = net(converted)
+    prune.l1_unstructured(model[0].lin, "weight", 0.5)
+    prune.l1_unstructured(model[0], "att_src", 0.5)
+    loss_of(model, data).backward()
+    return gradients(model)
+
+
+def parametrized(data: Data, converted: Converted) -> Any:
+    model = net(converted)
+    torch.nn.utils.parametrizations.weight_norm(model[0].lin, "weight")
+    torch.nn.utils.parametrizations.weight_norm(model[2].lin_l, "weight")
+    loss_of(model, data).backward()
+    return gradients(model)
+
+
+def of_another_network(data: Data, converted: Converted) -> Any:
+    """Weights that are computed; the layer keeps rows of its own beside them."""
+    model, source = net(converted), torch.nn.Linear(4, 8, dtype=DOUBLE)
+    del model[0].bias, model[2].lin_l.weight
+    model[2].register_forward_hook(lambda m, _, out: setattr(m, "last", out))
+    total = torch.zeros((), dtype=DOUBLE)
+    for _ in range(2):
+        model[0].bias = source(torch.ones(4, dtype=DOUBLE)).sin()
+        model[2].lin_l.weight = source.weight.t()[:3] * 2
+        total = total + loss_of(model, data)
+    (total + model[2].last.sum()).backward()
+    return gradients(model, *source.parameters())
+
+
+def test_gradients_are_those_of_one_process(tmp_path: Path) -> None:
+    cases = (accumulated, of_two_passes, asked_of_some, of_changing_weights, hooked, copied)
+    equal(
+        tmp_path,
+        *cases,
+        recomputed(True),
+        recomputed(False),
+        pruned,
+        parametrized,
+        of_another_network,
+    )
+
+
+def summed_once(root: Path) -> list[Any]:
+    data = pyg_sar.load_partition(root, view="global")
+    model = net(Converted(data))
+    comm, found = pyg_sar.comm.current(), []
+    for _ in range(2):
+        loss = loss_of(model, data)
+        with pyg_sar.Ledger(comm) as ledger:
+            loss.backward()
+        found.append(ledger.sent_messages(kind="gradient sum"))
+        torch.optim.SGD(model.parameters(), 0.1).step()
+    errors = []
+    for change in (
+        lambda m: setattr(m[0], "negative_slope", 0.3),
+        lambda m: torch.nn.init.ones_(m[2].lin_l.weight),
+    ):
+        before = copy.deepcopy(model)
+        if comm.rank == 1:
+            change(model)
+        with pytest.raises(ValueError, match="differs between the workers") as caught:
+            loss_of(model, data).backward()
+        errors.append(str(caught.value))
+        model = before
+    return [found, errors]
+
+
+def test_a_pass_sends_one_sum_and_compares_the_models(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(make_graph(), 2, tmp_path)
+    for found, errors in pyg_sar.launch(summed_once, 2, tmp_path):
+        assert found == [1, 1]
+        assert "module_0.negative_slope" in errors[0] and "module_2.lin_l.weight" in errors[1]
+
+
+# Out and back ##################################################################
+
+
+def rows_out_and_back(data: Data, converted: Converted) -> Any:
+    """A function of each row and one of each edge; then all rows on every worker."""
+    conv = converted(gnn.GINEConv(torch.nn.Linear(6, 6), edge_dim=6))
+    weight = torch.randn(6, 6, dtype=DOUBLE).requires_grad_()
+    x, ends = data.x @ weight, data.x[data.edge_index[0]] - data.x[data.edge_index[1]]
+    if isinstance(data.x, NodeTensor):
+        assert type(x.to_local()) is Tensor and len(x.to_local()) < NODES
+        assert data.edge_index.to_local().size(1) == len(ends.to_local())
+        x = pyg_sar.from_local(x.to_local().sin(), data)
+        ends = pyg_sar.from_local(ends.to_local().cos(), ends)
+        full = conv(x, data.edge_index, ends).full_tensor()
+    else:
+        full = conv(x.sin(), data.edge_index, ends.cos())
+    assert type(full) is Tensor
+    loss = (full @ full.t()).tanh().logsumexp(0).sum()
+    loss.backward()
+    return [full, *gradients(conv, weight)]
+
+
+def test_rows_out_and_back(tmp_path: Path) -> None:
+    equal(tmp_path, rows_out_and_back)
+
+
+def test_from_local_says_what_it_takes(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(make_graph(), 1, tmp_path)
+
+    def refused(*given: Any) -> str:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            pyg_sar.from_local(*given)
+        return str(caught.value)
+
+    def work() -> list[str]:
+        data = pyg_sar.load_partition(tmp_path, view="global")
+        rows = data.x.to_local()
+        return [refused(data.x, data), refused(rows[:3], data), refused(rows, 3)]
+
+    texts = pyg_sar.launch(work, 1, parts=1)[0]
+    assert "plain tensor" in texts[0] and "20 of 20 rows" in texts[1] and "int" in texts[2]

@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -211,7 +212,7 @@ def test_hooks_of_before_distribute_and_early_buckets(net: Net, graph: Data, roo
         return run(
             model,
             lambda: pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)),
-            pyg_sar.distribute,
+            partial(pyg_sar.distribute, view="local"),
         )
 
     for found in threads(worker, WORLD):

@@ -389,6 +389,7 @@ def test_importing_the_package_has_no_side_effect():
 
 TOP = {
     *("DistMessagePassing", "Ledger", "SARPolicy", "Trainer", "accuracy", "distribute"),
+    "from_local",
     *(
         "gather_nodes",
         "infer",

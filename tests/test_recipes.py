@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,9 @@ def on_workers(root: Path, out: Path) -> tuple[Tensor, dict[str, Run]]:
         forward = lambda model, data: model(data)  # noqa: E731
         pyg_sar.Trainer(own, data, CONFIG, forward=forward, callbacks=[curve], **how).fit()
         found[name] = curve.accuracies, pyg_sar.infer(own, data, forward=forward)
-    for name, rows in after_training(found["full batch"][1], data, pyg_sar.distribute).items():
+    for name, rows in after_training(
+        found["full batch"][1], data, partial(pyg_sar.distribute, view="local")
+    ).items():
         found[name] = [pyg_sar.accuracy(rows, data.y, data.test_mask)], rows
     return data.n_id, found
 

@@ -419,9 +419,11 @@ CASES = [
 ]
 
 
-def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dict[str, Any]:
+def train_case(
+    data: Data, name: str, norm: str, changes: dict[str, Any], view: Any = "global"
+) -> dict[str, Any]:
     recorder = Recorder()
-    model = pyg_sar.distribute(make_model(name, norm=norm).double(), view="local")
+    model = pyg_sar.distribute(make_model(name, norm=norm).double(), view=view)
     config = replace(TrainConfig(epochs=5, split=1), **changes)
     result = Trainer(model, data, config, callbacks=[recorder]).fit()
     return {
@@ -432,21 +434,27 @@ def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dic
     }
 
 
-def train_cases(parts: str) -> dict[str, Any]:
-    data = pyg_sar.load_partition(parts, view="local")
+def train_cases(parts: str) -> list[dict[str, Any]]:
+    data = pyg_sar.load_partition(parts)
     results = {f"{case[0]} {case[1]}": train_case(data, *case) for case in CASES}
+    return [results, train_local_cases(parts)]
+
+
+def train_local_cases(parts: str) -> dict[str, Any]:
+    data = pyg_sar.load_partition(parts, view="local")
+    results = {f"{case[0]} {case[1]}": train_case(data, *case, "local") for case in CASES}
     data.x = data.x.clone()
     if pyg_sar.comm.current().rank == 0:
         data.x[0] = math.nan
     try:
-        train_case(data, "sage", "none", {})
+        train_case(data, "sage", "none", {}, "local")
         diverged = ""
     except DivergedError as error:
         diverged = str(error)
     if pyg_sar.comm.current().rank == 1:
         data.train_mask = data.train_mask.long()
     try:
-        train_case(data, "sage", "none", {})
+        train_case(data, "sage", "none", {}, "local")
         unfit = ""
     except ValueError as error:
         unfit = str(error)
@@ -475,8 +483,20 @@ def test_workers_train_as_one_process_does(tmp_path):
     part = (torch.arange(data.num_nodes) ** 2) % 2
     part[(~data.train_mask[:, 1]).nonzero().view(-1)[::2]] = 2
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", method=part)
-    workers = pyg_sar.launch(train_cases, 3, str(tmp_path / "parts"))
+    found = pyg_sar.launch(train_cases, 3, str(tmp_path / "parts"))
+    for workers in zip(*found, strict=True):
+        compare(data, workers)
+    workers = [local for _, local in found]
     assert [w["nodes"]["train"] > 0 for w in workers] == [True, True, False]
+    for worker in workers:
+        diverged, unfit = worker["errors"]
+        assert "loss is nan in epoch 1" in diverged
+        assert "'data.train_mask' to be bool" in unfit and "(rank 1)" in unfit
+    assert [worker["lines"] for worker in workers] == [4, 0, 0]
+
+
+def compare(data: Data, workers: Any) -> None:
+    """All workers' results are the same, and those of one process."""
     for case in CASES:
         name = f"{case[0]} {case[1]}"
         one = train_case(data, *case)
@@ -500,8 +520,3 @@ def test_workers_train_as_one_process_does(tmp_path):
     stopped = workers[0]["gcn none"]["result"]
     assert stopped.stopped_early
     assert min(workers[0]["gin batch"]["lrs"]) < 0.05
-    for worker in workers:
-        diverged, unfit = worker["errors"]
-        assert "loss is nan in epoch 1" in diverged
-        assert "'data.train_mask' to be bool" in unfit and "(rank 1)" in unfit
-    assert [worker["lines"] for worker in workers] == [4, 0, 0]

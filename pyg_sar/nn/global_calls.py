@@ -1,10 +1,8 @@
 """Layers between tensors of the whole graph: they compute with this worker's rows.
 
-[Note: complete gradients] Outside of layers every gradient is complete on every worker
-(:mod:`pyg_sar.tensors`). Inside, a worker's gradient of a parameter is what its rows contribute. So
-a layer's call gets its parameters, and whatever else is the same on all workers, through
-:class:`~pyg_sar.tensors.boundary.Shared`, whose backward pass sums over the workers: one message
-per call.
+A layer's call gets its parameters through
+:class:`~pyg_sar.nn.shared_parameters.SharedParameters`, and whatever else is the same on all
+workers through :class:`~pyg_sar.tensors.boundary.Shared`: their backward passes sum over these.
 """
 
 from __future__ import annotations
@@ -42,9 +40,10 @@ from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
+from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
-from pyg_sar.tensors.boundary import FromLocal, Shared, ToWhole, to_local
+from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
+from pyg_sar.tensors.boundary import Shared, to_local
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
@@ -106,8 +105,7 @@ class _Call:
             rows = value.rows
             if self.edges and all(rows.total != r.total for r in self.known):
                 # No rows of the edges' nodes: a weight that was computed from some, say.
-                what = f"{type(self.module).__name__}'s argument"
-                return self.local(ToWhole.apply(value, what))
+                return self.local(value.full_tensor())
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -168,24 +166,23 @@ class _Call:
     @contextmanager
     def parameters(self) -> Iterator[None]:
         """The module's parameters are those whose gradients are summed over the workers."""
-        found: dict[int, Tensor] = {}
-        places: list[tuple[dict[str, Any], str, Tensor]] = []
-        for module in self.module.modules():
-            for name, parameter in module._parameters.items():
-                if parameter is not None and parameter.requires_grad:
-                    found[id(parameter)] = parameter
-                    places.append((module._parameters, name, parameter))
-        rows_of_nodes = any(isinstance(module, SparseLinear) for module in self.module.modules())
+        layer: Any = self.module
         learns = torch.is_grad_enabled() and self.comm.world_size > 1
-        if not places or not (learns or rows_of_nodes):
-            yield
-            return
-        values = list(found.values())
-        swapped = dict(zip(found, Shared.apply(self.comm, *values), strict=True))
-        for module in self.module.modules():
+        swapped: dict[int, Any] = layer.shared_parameters.of(layer, self.comm) if learns else {}
+        for module in layer.modules():
             if isinstance(module, SparseLinear) and self.edges:  # Its weight has a row per node.
                 rows = self.edges[0].sources
                 swapped[id(module.weight)] = to_local(module.weight, rows, 0)
+        computed = list(_computed(layer)) if learns else []
+        if computed:
+            shared = Shared.apply(self.comm, *(value for _, _, value in computed))
+            swapped |= {id(p[2]): one for p, one in zip(computed, shared, strict=True)}
+        places = computed + [
+            (module._parameters, name, parameter)
+            for module in layer.modules()
+            for name, parameter in module._parameters.items()
+            if id(parameter) in swapped
+        ]
         for registry, name, original in places:
             registry[name] = swapped[id(original)]
         try:
@@ -193,6 +190,9 @@ class _Call:
         finally:
             for registry, name, original in places:
                 registry[name] = original
+            for _, _, value in _computed(layer) if learns else ():
+                if all(value is not before for _, _, before in computed):
+                    value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
 
     @contextmanager
     def draws(self, args: Any, kwargs: Any) -> Iterator[None]:
@@ -297,6 +297,19 @@ class _Call:
         return self.out(out, self._targets()), (found, self.out(attention, rows))
 
 
+def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any]]:
+    """Attributes of a layer that were computed of parameters: pruned, or another network's, say.
+
+    Args:
+        layer: The layer.
+    """
+    for module in layer.modules():
+        for name, value in vars(module).items():
+            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor)
+            if plain and value.requires_grad and not hasattr(value, "_pyg_sar_rows"):
+                yield vars(module), name, value
+
+
 @contextmanager
 def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
     """A layer that is being explained has masks of this worker's edges. See ``set_masks`` of PyG.
@@ -330,6 +343,7 @@ def explained(layer: Any, args: Any, kwargs: Any) -> Iterator[None]:
     rows, loops = edges[0].rows, layer._loop_mask
     explain = partial(_explain_message, layer, layer.explain_message, bool(loops.all()))
     own: dict[str, Any] = {"_edge_mask": to_local(mask, rows, 0), "explain_message": explain}
+    own["_edge_mask"]._pyg_sar_rows = True
     own["_loop_mask"] = to_local(loops, rows, 0)
     registry = layer._parameters
     parameter = registry.pop("_edge_mask", None)
@@ -356,6 +370,24 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
                 f"it puts its own (rank {comm.rank}): remove them before the graph is partitioned"
             )
     return cast(Tensor, own(inputs, **kwargs))
+
+
+@contextmanager
+def _policy_of_parts(layer: Any) -> Iterator[None]:
+    """A layer that one process got without a policy has that of parts where it gets their tensors.
+
+    Args:
+        layer: The layer, whose policy may have been set since.
+    """
+    before, policy = getattr(layer, "policy", None), layer.__dict__.get("policy_of_parts")
+    if policy is None or before != SARPolicy():
+        yield
+        return
+    layer.policy = policy
+    try:
+        yield
+    finally:
+        layer.policy = before
 
 
 def _refuse_local(module: Any, *given: Any) -> None:
@@ -392,7 +424,7 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with explained(self, args, kwargs), call.parameters():
+        with _policy_of_parts(self), explained(self, args, kwargs), call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -430,7 +462,7 @@ class GlobalPropagation(DistMessagePassing):
         edge_index = with_made_edges(self, (), given)[1]["edge_index"]
         edge_index = self._given_edges(edge_index)
         call = _Call(self, (edge_index,), kwargs)
-        with call.parameters():
+        with _policy_of_parts(self), call.parameters():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -452,11 +484,11 @@ class GlobalPropagation(DistMessagePassing):
 class GlobalSuperGAT(GlobalPropagation):
     """``SuperGATConv``: the edges that its loss samples are those of the whole graph."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        edges = (t for t in node_tensors(args, kwargs) if t.edges is not None)
-        self.__dict__["_given"] = next(edges, None)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
+        self.__dict__.update(_given=edges[0] if edges else None)
         try:
-            return cast(Tensor, super().forward(*args, **kwargs))
+            return super().__call__(*args, **kwargs)
         finally:
             del self.__dict__["_given"]
 

@@ -141,7 +141,8 @@ def unsummed_parameter(values: Tensor) -> Tensor | None:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, MARK):
             return leaf
-        stack += [parent for parent, _ in node.next_functions]
+        if node.name() != "ToLocalBackward":  # What is before it is of the whole graph.
+            stack += [parent for parent, _ in node.next_functions]
     return None
 
 
@@ -278,13 +279,13 @@ class GradientSum(ParameterHook):
             one = self._passes[task]
             one.sent |= {id(p): id(p) in one.own for p in bucket}
             own = [one.own.get(id(p)) for p in bucket]
-            one.under_way.append(_post_totals(bucket, own, self.comm, self.settings))
+            one.under_way.append(post_totals(_named(bucket), own, self.comm, self.settings))
 
     def _sum(self, one: _Pass, task: int) -> dict[int, Tensor]:
         """Returns all sums of a pass, those under way and those of what is left."""
         left = [p for p in self.parameters if id(p) not in one.sent]
         mine = [one.own.get(id(p)) for p in left]
-        totals = _post_totals(left, mine, self.comm, self.settings)()
+        totals = post_totals(_named(left), mine, self.comm, self.settings)()
         for arrive in one.under_way:
             totals |= arrive()
         if one.sent:
@@ -296,7 +297,7 @@ class GradientSum(ParameterHook):
                 early = [p for p in self.parameters if id(p) in one.sent]
                 ids = {id(p) for p in late}
                 own = [one.own[id(p)] if id(p) in ids else None for p in early]
-                for key, total in _post_totals(early, own, self.comm)().items():
+                for key, total in post_totals(_named(early), own, self.comm)().items():
                     totals[key] = totals[key] + total if key in totals else total
         elif self._schedule is None and not one.captures:
             self._schedule = self._learn(one, self._points.get(task, 0))
@@ -384,8 +385,12 @@ class _Pass:
     under_way: list[Callable[[], dict[int, Tensor]]] = field(default_factory=list)
 
 
-def _post_totals(
-    parameters: Sequence[Tensor],
+def _named(parameters: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
+    return [(getattr(p, MARK, "?"), p) for p in parameters]  # Frozen ones have no name.
+
+
+def post_totals(
+    named: Sequence[tuple[str, Tensor]],
     own: Sequence[Tensor | None],
     comm: Communicator,
     settings: Sequence[str] = (),
@@ -395,7 +400,7 @@ def _post_totals(
     The message carries checksums of the parameters, too: see [Note: marks].
 
     Args:
-        parameters: All parameters, alike on every worker.
+        named: All parameters and their names, alike on every worker.
         own: The gradients that count here, ``None`` in the places of the others.
         comm: The communicator.
         settings: Of the model's layers, to compare.
@@ -405,8 +410,8 @@ def _post_totals(
         any worker contributed.
     """
     groups: defaultdict[tuple[torch.dtype, torch.device], list[tuple[Tensor, Tensor | None]]]
-    groups = defaultdict(list)
-    for parameter, gradient in zip(parameters, own, strict=True):
+    groups, names = defaultdict(list), {id(p): name for name, p in named}
+    for (_, parameter), gradient in zip(named, own, strict=True):
         if parameter.requires_grad:
             groups[parameter.dtype, parameter.device].append((parameter, gradient))
     posted = []
@@ -424,7 +429,7 @@ def _post_totals(
             tail = len(group) + LIMBS * comm.world_size
             holders, found = flat[-tail:].split([len(group), tail - len(group)])
             if differ(found.tolist()):
-                reconcile([(getattr(p, MARK), p) for p, _ in group], comm, settings)
+                reconcile([(names[id(p)], p) for p, _ in group], comm, settings)
             sums = flat[:-tail].split([p.numel() for p, _ in group])
             for (p, _), total, count in zip(group, sums, holders.tolist(), strict=True):
                 if count:
@@ -459,7 +464,7 @@ def sum_gradients(model: torch.nn.Module) -> None:
     with torch.no_grad():
         own = [parameter.grad for parameter in parameters]
         settings = attribute_rows(model, settings=True)
-        for key, total in _post_totals(parameters, own, comm, settings)().items():
+        for key, total in post_totals(_named(parameters), own, comm, settings)().items():
             parameter = next(p for p in parameters if id(p) == key)
             if parameter.grad is None:
                 parameter.grad = total

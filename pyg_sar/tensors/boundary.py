@@ -15,38 +15,10 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor, whole
-from pyg_sar.tensors.operands import wrap
+from pyg_sar.tensors.node_tensor import FromLocal, NodeTensor, ToLocal, rows_at
 from pyg_sar.tensors.rows import Rows
 
 _LABEL = ("", "backward", "gradient sum")
-
-
-class _ToLocal(torch.autograd.Function):
-    """A tensor's rows here, as :func:`to_local` finds them. Its adjoint is :class:`FromLocal`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, local: Tensor, rows: Rows, axis: int) -> Tensor:
-        ctx.place = rows, axis
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return FromLocal.apply(gradient, *ctx.place), None, None, None
-
-
-class FromLocal(torch.autograd.Function):
-    """Rows here as a node tensor. Its adjoint is :func:`to_local`."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: Rows, axis: int) -> Tensor:
-        ctx.place = rows, axis
-        return wrap(local.detach(), rows, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return to_local(gradient, *ctx.place), None, None
 
 
 class _Total(torch.autograd.Function):
@@ -66,29 +38,41 @@ class Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, comm: Communicator, *values: Tensor) -> tuple[Tensor, ...]:
-        ctx.comm, ctx.shapes = comm, [(v.shape, v.dtype, v.device) for v in values]
+        ctx.given = comm, [v.detach() for v in values]
         ctx.set_materialize_grads(False)
         return tuple(v.view_as(v) for v in values)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
-        # Whether there is a gradient is the same for all workers, too: it is where one has one.
-        totals: list[Tensor | None] = [None] * len(gradients)
-        for kind in dict.fromkeys(kind for _, kind, _ in ctx.shapes):
-            places = [k for k, (_, found, _) in enumerate(ctx.shapes) if found == kind]
-            device = ctx.shapes[places[0]][2]
-            parts = []
-            for k in places:
-                given, shape = gradients[k], ctx.shapes[k][0]
-                empty = torch.zeros(shape.numel(), dtype=kind, device=device)
-                parts.append(empty if given is None else given.reshape(-1))
-            present = [float(gradients[k] is not None) for k in places]
-            parts.append(torch.tensor(present, dtype=kind, device=device))
-            total = _Total.apply(torch.cat(parts), ctx.comm)
-            *sums, holders = total.split([part.numel() for part in parts])
-            for k, part, count in zip(places, sums, holders.tolist(), strict=True):
-                totals[k] = part.view(ctx.shapes[k][0]) if count else None
-        return None, *totals
+        comm, values = ctx.given
+        return None, *summed_gradients(values, gradients, comm)
+
+
+def summed_gradients(
+    values: Sequence[Tensor], gradients: Sequence[Tensor | None], comm: Communicator
+) -> list[Tensor | None]:
+    """Returns sums over the workers, differentiable, of the gradients that any of them has.
+
+    Args:
+        values: What they are gradients of, alike on all workers.
+        gradients: This worker's.
+        comm: The communicator.
+    """
+    totals: list[Tensor | None] = [None] * len(gradients)
+    for kind in dict.fromkeys((v.dtype, v.device) for v in values):
+        places = [k for k, v in enumerate(values) if (v.dtype, v.device) == kind]
+        given = [gradients[k] for k in places]
+        like = values[places[0]]
+        parts = [
+            like.new_zeros(values[k].numel()) if g is None else g.reshape(-1)
+            for k, g in zip(places, given, strict=True)
+        ]
+        parts.append(like.new_tensor([float(g is not None) for g in given]))
+        total = _Total.apply(torch.cat(parts), comm)
+        *sums, holders = total.split([part.numel() for part in parts])
+        for k, part, count in zip(places, sums, holders.tolist(), strict=True):
+            totals[k] = part.view(values[k].shape) if count else None
+    return totals
 
 
 def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
@@ -99,31 +83,54 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
         rows: The layout.
         axis: The axis of the rows.
     """
-    if not isinstance(x, NodeTensor):
-        local = rows.cut(x.detach(), axis)
-    elif x.axis == axis and x.rows.same(rows):
-        local = x.local
-    elif x.axis == axis:
-        local = x.rows.moved(x.local, axis, rows)
-    else:
-        raise DistributedIndexError(
-            f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
-            f"{axis} is asked for (rank {rows.comm.rank})"
+    return cast(Tensor, ToLocal.apply(x, rows_at(x, rows, axis), rows, axis))
+
+
+def from_local(rows: Tensor, data: Any) -> NodeTensor:
+    """Returns rows of all workers' nodes as a tensor of the whole graph, differentiable.
+
+    The way back from :meth:`~pyg_sar.tensors.NodeTensor.to_local`. Nothing is sent.
+
+    .. code-block:: python
+
+        h = pyg_sar.from_local(own_code(data.x.to_local()), data)  # row by row
+
+    Args:
+        rows: This worker's rows, a plain tensor ``[rows here, *]``.
+        data: Whose they are: what :func:`pyg_sar.load_partition` gave, or the store of a node type,
+            for its nodes; a node tensor, for rows where that has its own (``data.edge_attr``).
+
+    Raises:
+        TypeError: When ``rows`` is no plain tensor.
+        ValueError: When the number of rows is another one, or ``data`` has no node tensors.
+    """
+    if not isinstance(rows, Tensor) or isinstance(rows, NodeTensor) or not rows.dim():
+        raise TypeError(
+            f"Expected 'rows' to be a plain tensor with this worker's rows (got "
+            f"{type(rows).__name__})"
         )
-    return cast(Tensor, _ToLocal.apply(x, local, rows, axis))
+    layout = data.rows if isinstance(data, NodeTensor) else _nodes_of(data)
+    if layout is None:
+        raise ValueError(
+            "Expected 'data' to be what pyg_sar.load_partition gave, a node store of it, or a node "
+            f"tensor (got {type(data).__name__})"
+        )
+    if rows.size(0) != layout.count:
+        raise ValueError(
+            f"Expected 'rows' to have this worker's {layout.count} of {layout.total} rows (got "
+            f"shape {list(rows.shape)} at rank {layout.comm.rank}): see x.to_local()"
+        )
+    return cast(NodeTensor, FromLocal.apply(rows, layout, 0))
 
 
-class ToWhole(torch.autograd.Function):
-    """All rows of a node tensor, as a plain tensor. Its adjoint is the cut to rows."""
-
-    @staticmethod
-    def forward(ctx: Any, x: NodeTensor, what: str) -> Tensor:
-        ctx.place = x.rows, x.axis
-        return cast(Tensor, whole(x, what)).as_subclass(Tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return FromLocal.apply(to_local(gradient, *ctx.place), *ctx.place), None
+def _nodes_of(data: Any) -> Rows | None:
+    """Returns the layout of a graph's nodes, or of those of a type."""
+    values = [v for v in getattr(data, "values", list)() if isinstance(v, NodeTensor)]
+    edges = next((v.edges for v in values if v.edges is not None), None)
+    if edges is not None:
+        return cast(Rows, edges.targets)
+    total = getattr(data, "num_nodes", None)
+    return next((v.rows for v in values if v.rows.total == total), None)
 
 
 def by_rows(

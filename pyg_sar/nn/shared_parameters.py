@@ -1,0 +1,121 @@
+"""The parameters of a model's layers, whose gradients are summed once per backward pass.
+
+[Note: one sum per pass] Outside of layers every gradient is complete on every worker
+(:mod:`pyg_sar.tensors`). Inside, a worker's gradient of a parameter is what its rows contribute. So
+layers compute with other tensors in the place of their parameters: all of a model's come from one
+autograd node, which the engine runs when all their gradients are there. It sums these over the
+workers, in one message per dtype. What follows, ``.grad``, hooks, ``torch.autograd.grad``, is that
+of one process. The node serves until a parameter changes: the optimizer's step makes the next
+layer that is called begin another.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch_geometric.nn.models.linkx import SparseLinear
+
+from pyg_sar.comm.group import Communicator
+from pyg_sar.reduction.gradients import post_totals
+from pyg_sar.reduction.parameters import attribute_rows
+from pyg_sar.tensors.boundary import summed_gradients
+
+
+class SharedParameters:
+    """The parameters of one model's layers. See [Note: one sum per pass].
+
+    A copy, or what is loaded from a file, begins without layers; these join when they are called.
+    """
+
+    def __init__(self) -> None:
+        self._layers: dict[int, tuple[str, weakref.ref[torch.nn.Module]]] = {}
+        self._taken: dict[int, tuple[Tensor, int, Tensor]] = {}
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return SharedParameters, ()
+
+    def join(self, name: str, layer: torch.nn.Module) -> None:
+        """Takes in a layer.
+
+        Args:
+            name: Its name in the model, for errors.
+            layer: The layer.
+        """
+        self._layers[id(layer)] = name, weakref.ref(layer)
+
+    def layers(self) -> Iterator[tuple[str, torch.nn.Module]]:
+        """The layers that are still there, in the order in which they joined."""
+        for name, reference in self._layers.values():
+            layer = reference()
+            if layer is not None:
+                yield name, layer
+
+    def settings(self) -> list[str]:
+        """Returns a line for each plain attribute of the layers, alike on all workers."""
+        return [f"{name}.{row}" for name, one in self.layers() for row in attribute_rows(one, True)]
+
+    def of(self, layer: torch.nn.Module, comm: Communicator) -> dict[int, Tensor]:
+        """Returns what a layer computes with, by the ``id()`` of the parameter that it stands for.
+
+        Args:
+            layer: The layer.
+            comm: The communicator.
+        """
+        wanted = [parameter for _, parameter in shared_in(layer)]
+        if not all(map(self._is_taken, wanted)):
+            self._take(layer, comm)
+        return {id(p): self._taken[id(p)][2] for p in wanted}
+
+    def _is_taken(self, parameter: Tensor) -> bool:
+        original, version, taken = self._taken.get(id(parameter), (None, 0, parameter))
+        same = original is parameter and version == parameter._version
+        return same and taken.shape == parameter.shape and taken.data_ptr() == parameter.data_ptr()
+
+    def _take(self, layer: torch.nn.Module, comm: Communicator) -> None:
+        if id(layer) not in self._layers or self._layers[id(layer)][1]() is not layer:
+            self.join(str(getattr(layer, "ledger_name", type(layer).__name__)), layer)
+        named: dict[int, tuple[str, Tensor]] = {}
+        for name, one in self.layers():
+            for own, parameter in shared_in(one):
+                named.setdefault(id(parameter), (f"{name}.{own}", parameter))
+        values = [parameter for _, parameter in named.values()]
+        taken = _Shared.apply(comm, self, list(named.values()), *values)
+        self._taken = {id(p): (p, p._version, t) for p, t in zip(values, taken, strict=True)}
+
+
+def shared_in(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """The parameters of a layer that need gradients, but for those with a row per node.
+
+    Args:
+        layer: The layer.
+    """
+    for name, module in layer.named_modules():
+        for own, parameter in module._parameters.items():
+            rows = isinstance(module, SparseLinear) and own == "weight"
+            if parameter is not None and parameter.requires_grad and not rows:
+                yield f"{name}.{own}" if name else own, parameter
+
+
+class _Shared(torch.autograd.Function):
+    """Parameters for computations with each worker's rows."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, comm: Communicator, owner: SharedParameters, named: Any, *values: Tensor
+    ) -> tuple[Tensor, ...]:
+        ctx.given = comm, owner, named
+        ctx.set_materialize_grads(False)
+        return tuple(v.view_as(v) for v in values)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        comm, owner, named = ctx.given
+        values = [parameter for _, parameter in named]
+        if torch.is_grad_enabled():  # Of this sum derivatives are asked for, too.
+            return None, None, None, *summed_gradients(values, gradients, comm)
+        totals = post_totals(named, gradients, comm, owner.settings())()
+        return None, None, None, *(totals.get(id(parameter)) for parameter in values)
