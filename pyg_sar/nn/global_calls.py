@@ -30,6 +30,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
     with_edges_of_matrix,
@@ -206,7 +207,8 @@ class _Call:
         """
         policy = getattr(self.module, "policy", None)
         rows: DrawsOfForward | None = getattr(self.module, "model_draws", None)
-        if policy is None or (policy.random is not None and not self.module.training):
+        silent = policy is not None and (not self.module.training or draws_nothing(self.module))
+        if policy is None or (policy.random is not None and silent):
             yield
             return
         if policy.random is not None and rows is not None:

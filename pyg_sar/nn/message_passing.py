@@ -40,6 +40,7 @@ from pyg_sar.message.layer_state import (
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
+from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.model_draws import (
     DrawsOfForward,
@@ -366,7 +367,7 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        random = self.policy.random is not None
+        random = self.policy.random is not None and not draws_nothing(self)
         with drawing(self, edge_index, kwargs) if random else nullcontext() as draws:
             out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if out is None:
