@@ -55,7 +55,7 @@ def model(found: Model) -> Model:
 
 def steps(net: nn.Module, data: Data, loss: Callable[[], Tensor], count: int = 2) -> list[Any]:
     """Trains a few steps; returns losses, gradients, and the parameters and buffers afterwards."""
-    optimizer = torch.optim.Adam([p for p in net.parameters() if p.requires_grad], lr=0.01)
+    optimizer = torch.optim.SGD(net.parameters(), lr=0.05, momentum=0.9)
     found: list[Any] = []
     for _ in range(count):
         optimizer.zero_grad()
@@ -407,6 +407,53 @@ def gps_block_by_hand(x, data, nets):
     far = F.softmax(q(x) @ k(x).T, dim=1) @ x
     x = norm(x + F.dropout(near, 0.2) + F.dropout(far, 0.2))
     return x + net(x)
+
+
+@between(lambda: gnn.GPSConv(WIDTH, None, heads=HEADS, attn_type="performer"))
+def gps_layer_with_a_performer(x, data, layer):
+    return layer(x, None)
+
+
+@between(lambda: gnn.GPSConv(WIDTH, gnn.GINConv(mlp()), HEADS, 0.1, attn_kwargs={"dropout": 0.2}))
+def gps_layer_of_two_graphs(x, data, layer):
+    return layer(x, data.edge_index, (torch.arange(len(x)) >= 20).long())
+
+
+@between(lambda: gnn.attention.PerformerAttention(WIDTH, HEADS, dropout=0.2))
+def performer_of_pyg(x, data, layer):
+    return layer(x.unsqueeze(0)).squeeze(0)
+
+
+@between(lambda: gnn.attention.QFormer(WIDTH, WIDTH, WIDTH, 2, 1, 0.1))
+def query_former(x, data, layer):
+    return layer(x.unsqueeze(0)).squeeze(0)
+
+
+@between(lambda: gnn.Polynormer(WIDTH, WIDTH, WIDTH, in_dropout=0.1, dropout=0.1))
+def polynormer_of_pyg(x, data, net):
+    net._global = True
+    return net(x, data.edge_index, torch.zeros(x.size(0), dtype=torch.long))
+
+
+@between(lambda: nn.MultiheadAttention(WIDTH, HEADS))
+def multihead_attention_without_weights(x, data, attention):
+    return attention(x, x, x, need_weights=False)[0]
+
+
+@between(lambda: nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, HEADS, 16, 0.0), 2))
+def transformer_encoder(x, data, net):
+    return net(x.unsqueeze(1)).squeeze(1)
+
+
+@between(lambda: nn.TransformerEncoderLayer(WIDTH, HEADS, 16, batch_first=True))
+def transformer_over_views(x, data, layer):
+    views = torch.stack([x, x.tanh(), x.flip(-1)], dim=1)
+    return layer(views).mean(dim=1)
+
+
+@between(lambda: nn.TransformerDecoderLayer(WIDTH, HEADS, 16, batch_first=True))
+def transformer_decoder(x, data, layer):
+    return layer(x.unsqueeze(0), x[:5].unsqueeze(0)).squeeze(0)
 
 
 @between(linears(2))

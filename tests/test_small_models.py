@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import small_edge_models
+import small_odd_models
 import small_trainings
 import torch
 from small_models import MODELS, make_graph
