@@ -304,9 +304,9 @@ def cells(x, data, nets):
 @between(
     lambda: nn.ModuleList(
         [
+            nn.PReLU(WIDTH),
             nn.GroupNorm(2, WIDTH),
             nn.LayerNorm(WIDTH),
-            nn.PReLU(WIDTH),
             nn.Softplus(),
             nn.RMSNorm(WIDTH),
         ]

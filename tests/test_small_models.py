@@ -9,15 +9,10 @@ import random
 import time
 from typing import Any
 
-import pytest
-import small_edge_models
-import small_odd_models
-import small_trainings
 import torch
-from small_models import MODELS, make_graph
+from small_models import MODELS
 
 import pyg_sar
-from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors import whole
 from pyg_sar.tensors.nested import mapped
 
@@ -34,6 +29,7 @@ def outcome(name: str, data: Any, ready: Any) -> Any:
         return mapped(lambda t: whole(t, "the test").detach().clone(), found), time.time() - start
     except Exception as error:
         import traceback
+
         return f"{type(error).__name__}: {error}", traceback.format_exc()
 
 
@@ -42,6 +38,6 @@ def worker(root: str, names: list[str]) -> dict[str, Any]:
     ready = lambda module: pyg_sar.distribute(module, view="global")  # noqa: E731
     out = {}
     for name in names:
-        print(name, file=open(f"/tmp/models/at", "a"), flush=True)
+        print(name, file=open("/tmp/models/at", "a"), flush=True)
         out[name] = outcome(name, data, ready)
     return out

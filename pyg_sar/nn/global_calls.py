@@ -39,6 +39,7 @@ from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
+from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
@@ -184,6 +185,8 @@ class _Call:
         finally:
             for registry, name, original in places:
                 registry[name] = original
+            if computed:
+                compute_again(layer)
             for _, _, value in _computed(layer) if learns else ():
                 if all(value is not before for _, _, before in computed):
                     value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
