@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from torch_geometric.data import Data
 from torch_geometric.utils import degree, to_dense_adj
 
 NODES, EDGES, FEATURES, CLASSES, WIDTH, HEADS = 48, 160, 6, 3, 8, 2
+SEED = 5
 DOUBLE = torch.float64
 
 Ready = Callable[[Any], Any]
@@ -67,11 +69,10 @@ def steps(net: nn.Module, data: Data, loss: Callable[[], Tensor], count: int = 2
 
 
 class Between(nn.Module):
-    """Two layers with a function between them."""
+    """A function between two layers."""
 
     def __init__(self, function: Callable[..., Tensor], extra: Any) -> None:
         super().__init__()
-        self.first, self.second = gnn.SAGEConv(FEATURES, WIDTH), gnn.GCNConv(WIDTH, CLASSES)
         self.function, self.extra = function, extra
 
     def forward(self, data: Data) -> Tensor:
@@ -80,20 +81,31 @@ class Between(nn.Module):
         return self.second(x, data.edge_index)
 
 
+@cache
+def two_layers(ready: Ready) -> nn.ModuleList:
+    """The layers of all of :class:`Between`: what is found out of them once serves all."""
+    layers = [gnn.SAGEConv(FEATURES, WIDTH), gnn.GCNConv(WIDTH, CLASSES)]
+    return ready(nn.ModuleList(layers).to(DOUBLE))
+
+
 def between(extra: Callable[[], Any] = lambda: None) -> Any:
     """Registers a function of the features between two layers."""
 
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
         def run(data: Data, ready: Ready) -> list[Any]:
+            layers = two_layers(ready)
+            torch.manual_seed(SEED)
             net = ready(Between(function, extra()).to(DOUBLE))
+            net.first, net.second = layers
+            net.first.reset_parameters()
+            net.second.reset_parameters()
+            net.zero_grad()
 
             def loss() -> Tensor:
                 out = net(data)
                 return F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
 
-            found = steps(net, data, loss)
-            with torch.no_grad():
-                return [*found, net(data)]
+            return steps(net, data, loss)
 
         run.__name__ = function.__name__
         model(run)

@@ -1,43 +1,38 @@
-"""Small models as researchers write them: on several workers each gives the numbers of one process, or is refused.
-
-:data:`REFUSED` holds what is refused, each with a part of the error's text.
-"""
+"""Small models as researchers write them give the numbers of one process, or are refused by name."""
 
 from __future__ import annotations
 
 import random
-import time
+from collections.abc import Callable
 from typing import Any
 
+import pytest
+import small_edge_models  # noqa: F401
+import small_odd_models  # noqa: F401
+import small_trainings  # noqa: F401
 import torch
-from small_models import MODELS
+from combinations import some
+from small_models import MODELS, SEED, make_graph
 
 import pyg_sar
-from pyg_sar.tensors import whole
-from pyg_sar.tensors.nested import mapped
+from pyg_sar.tensors import mapped, whole
 
 REFUSED: dict[str, str] = {}
+"""Models that are refused on several workers, and a part of the error's text."""
 
 
-def outcome(name: str, data: Any, ready: Any) -> Any:
+def outcome(name: str, data: Any, ready: Callable[[Any], Any]) -> Any:
     """Returns the numbers of a model, or the text of its error."""
-    torch.manual_seed(5)
-    random.seed(5)
-    start = time.time()
+    torch.manual_seed(SEED)
+    random.seed(SEED)
     try:
         found = MODELS[name](data, ready)
-        return mapped(lambda t: whole(t, "the test").detach().clone(), found), time.time() - start
+        return mapped(lambda t: whole(t, "the test").detach().clone(), found)
     except Exception as error:
-        import traceback
-
-        return f"{type(error).__name__}: {error}", traceback.format_exc()
+        return f"{type(error).__name__}: {error}"
 
 
 def worker(root: str, names: list[str]) -> dict[str, Any]:
     data = pyg_sar.load_partition(root, view="global")
     ready = lambda module: pyg_sar.distribute(module, view="global")  # noqa: E731
-    out = {}
-    for name in names:
-        print(name, file=open("/tmp/models/at", "a"), flush=True)
-        out[name] = outcome(name, data, ready)
-    return out
+    return {name: outcome(name, data, ready) for name in names}

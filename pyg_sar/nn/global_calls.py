@@ -438,6 +438,10 @@ class GlobalPropagation(DistMessagePassing):
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
         edge_index = self._given_edges(edge_index)
+        if size is not None:
+            kwargs["size"] = size
+        _, kwargs = with_made_edges(self, (), {**kwargs, "edge_index": edge_index})
+        edge_index = kwargs.pop("edge_index")
         call = _Call(self, (edge_index,), kwargs)
         with call.parameters():
             (edges,), local = call.arguments((edge_index,), kwargs)
@@ -483,11 +487,22 @@ class GlobalSuperGAT(GlobalPropagation):
 _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
 
 
+def _works_on_all_nodes(kind: Any) -> bool:
+    """Returns whether a layer's ``forward`` may do more than treat each row for itself."""
+    if issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)):
+        return True
+    own = next((c for c in kind.__mro__ if not issubclass(c, DistMessagePassing)), object)
+    author = next((c for c in own.__mro__ if "forward" in vars(c)), object)
+    return issubclass(own, MessagePassing) and not author.__module__.startswith(
+        ("torch_geometric.", "torch.", "pyg_sar.")
+    )
+
+
 @cache
 def global_class(kind: type) -> type:
     """Returns a class of modules that also take and give tensors of the whole graph."""
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
-    if issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)):
+    if _works_on_all_nodes(kind):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
         return type(kind.__name__, (before, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))
