@@ -121,6 +121,11 @@ def transposed_parameter_dropped(x, data, weight):
 
 
 @between()
+def dropped_across(x, data):
+    return F.dropout(x.t(), 0.3).t() + 0.1 * torch.randn_like(x.t()).t()
+
+
+@between()
 def transposed_and_dropped(x, data):
     return F.dropout(x.t().contiguous(), 0.3).t()
 
@@ -643,7 +648,7 @@ def saved_and_loaded(data, ready):
 def copied_models_vote(data, ready):
     net = ready(Encoder(CLASSES).to(DOUBLE))
     nets = [net, copy.deepcopy(net)]
-    found = sum((steps(one, data, lambda one=one: classified(one, data)) for one in nets), [])
+    found = [v for one in nets for v in steps(one, data, lambda one=one: classified(one, data))]
     votes = torch.stack([one(data.x, data.edge_index).argmax(-1) for one in nets])
     return [*found, votes.mode(0).values, votes.float().mean()]
 
@@ -847,7 +852,7 @@ def queue_of_negatives(data, ready):
         z = F.normalize(net(data.x, data.edge_index), dim=1)
         picked = z[torch.randperm(NODES)[:4]]
         logits = torch.cat(
-            [(picked * picked.detach()).sum(1, keepdim=True), picked @ net.queue.t()], 1
+            [(picked * picked.detach()).sum(1, keepdim=True), picked @ net.queue.clone().t()], 1
         )
         place = int(net.place)
         net.queue[place : place + 4] = picked.detach()

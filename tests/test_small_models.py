@@ -1,4 +1,4 @@
-"""Small models as researchers write them give the numbers of one process, or are refused by name."""
+"""Small models as researchers write them give one process's numbers, or are refused by name."""
 
 from __future__ import annotations
 
@@ -6,13 +6,11 @@ import random
 from collections.abc import Callable
 from typing import Any
 
-import pytest
 import small_edge_models  # noqa: F401
 import small_odd_models  # noqa: F401
 import small_trainings  # noqa: F401
 import torch
-from combinations import some
-from small_models import MODELS, SEED, make_graph
+from small_models import MODELS, SEED
 
 import pyg_sar
 from pyg_sar.tensors import mapped, whole

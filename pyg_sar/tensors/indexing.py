@@ -39,7 +39,7 @@ class Chosen:
     def read(self, source: Tensor, axis: int) -> Tensor:
         """Returns what it chooses, with rows at ``axis``."""
         if isinstance(self.local, Fetch):
-            return self.local.get(source.movedim(axis, 0)).movedim(0, axis)
+            return self.local.get(source.movedim(axis, 0)).movedim(0, axis).contiguous()
         return source.index_select(axis, self.local)
 
 
