@@ -204,15 +204,14 @@ def unbatched(x, data):
 # Numbers that are drawn #######################################################
 
 
-@between(
-    lambda: nn.ModuleList(
-        [nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.RReLU(), nn.FeatureAlphaDropout(0.2)]
-    )
-)
+@between(lambda: nn.ModuleList([nn.Dropout1d(0.3), nn.AlphaDropout(0.2)]))
 def other_dropouts(x, data, nets):
-    x = nets[1](x)
-    x = nets[2](x)
-    return nets[0](x.unsqueeze(-1)).squeeze(-1)
+    return nets[0](nets[1](x).unsqueeze(-1)).squeeze(-1)
+
+
+@between(lambda: nn.RReLU())
+def random_slopes(x, data, net):
+    return net(x - x.mean(0))
 
 
 @between()
