@@ -122,7 +122,7 @@ def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dic
     inputs = x.size(1) + labels * data.num_labels
     model = build(job.model, inputs, data.num_labels, setting).to(x.dtype)
     if job.workers:
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
     torch.manual_seed(1000 * (job.seed + 1) + world.rank)  # Dropout's draws.
     optimizer = torch.optim.Adam(parameter_groups(model, setting), lr=setting.lr)
     auc = GRAPHS[job.graph].metric == "auc"
@@ -190,7 +190,7 @@ def train(job: Job, data: Data, world: World, pause: Pause | None = None) -> dic
 def correct_and_smooth(out: Tensor, data: Data, mask: Tensor, distributed: bool) -> Tensor:
     """PyG's ``CorrectAndSmooth`` of a model's outputs, by the labels of the training nodes."""
     post = CorrectAndSmooth(*SMOOTHING)
-    post = pyg_sar.distribute(post) if distributed else post
+    post = pyg_sar.distribute(post, view="local") if distributed else post
     y = data.y[mask]
     soft = post.correct(out.softmax(1), y, mask, data.edge_index)
     return post.smooth(soft, y, mask, data.edge_index)
@@ -283,7 +283,7 @@ def run_worker(jobs: list[Job], parts: str, results: str, pause: Pause | None) -
     run_jobs(
         jobs,
         distributed_world(),
-        lambda name: pyg_sar.load_partition(Path(parts) / name),
+        lambda name: pyg_sar.load_partition(Path(parts) / name, view="local"),
         Path(results),
         pause,
     )

@@ -85,11 +85,11 @@ def costs(name: str) -> tuple[tuple[int, int], tuple[int, int]]:
 
 def attention(root: str, push: str) -> dict[str, tuple[int, int]]:
     """Bytes that this worker receives, forward and backward, by layer."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     policy = pyg_sar.SARPolicy(prefetch=0, push=push)  # type: ignore[arg-type]
     x, found = data.x.clone().requires_grad_(), {}
     for name, make in LAYERS.items():
-        layer = pyg_sar.distribute(make(), policy)
+        layer = pyg_sar.distribute(make(), policy, view="local")
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(x, data.edge_index).sum().backward()
         found[name] = tuple(
@@ -101,10 +101,10 @@ def attention(root: str, push: str) -> dict[str, tuple[int, int]]:
 
 def rows(root: str, push: str) -> tuple[int, int]:
     """Rows that this worker receives, forward and backward."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     policy = pyg_sar.SARPolicy(prefetch=0, push=push)  # type: ignore[arg-type]
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(SAGEConv(WIDTH, WIDTH, aggr="sum"), policy)
+    layer = pyg_sar.distribute(SAGEConv(WIDTH, WIDTH, aggr="sum"), policy, view="local")
     x = data.x.clone().requires_grad_()
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -167,7 +167,7 @@ def measure(path: Path, undirected: bool, parts: int) -> dict[str, Any]:
 
 
 def _ids(root: str) -> Tensor:
-    ids: Tensor = pyg_sar.load_partition(root).n_id
+    ids: Tensor = pyg_sar.load_partition(root, view="local").n_id
     return ids
 
 

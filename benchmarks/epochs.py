@@ -118,7 +118,7 @@ def one_process(nodes: int, edges: int, rounds: int) -> list[str]:
     """The step, the products and the sums, in turns."""
     torch.set_num_threads(2)
     data = graph(nodes, edges)
-    model = pyg_sar.distribute(GraphSAGE(100, 256, 3, 40))
+    model = pyg_sar.distribute(GraphSAGE(100, 256, 3, 40), view="local")
     ways = {
         "dense products alone": products(nodes),
         "sums alone, as transformed": sums(data),
@@ -161,9 +161,9 @@ def resident() -> list[float]:
 def measure(root: str, model: str, rounds: int) -> tuple[list[float], float, list[float]]:
     """Seconds of steps at this worker; MiB kept between them; what is resident at the peak."""
     start = resident()
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    step = step_of(pyg_sar.distribute(MODELS[model]()), data, pyg_sar.mean)
+    step = step_of(pyg_sar.distribute(MODELS[model](), view="local"), data, pyg_sar.mean)
     step()
     comm, times = pyg_sar.comm.current(), []
     for _ in range(rounds):

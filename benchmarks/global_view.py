@@ -86,7 +86,7 @@ def measure(data: Any, workers: int, name: str, hidden: int, epochs: int) -> dic
     with tempfile.TemporaryDirectory() as root:
         pyg_sar.write_partitions(data, workers, root)
         found: list[dict[str, Any]] = pyg_sar.launch(
-            train, workers, root, name, hidden, epochs, threads_per_worker=2 // workers
+            train, workers, root, name, hidden, epochs, threads_per_worker=max(2 // workers, 1)
         )
     return found[0]
 

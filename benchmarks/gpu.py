@@ -110,10 +110,10 @@ def layers(args: argparse.Namespace, x: Tensor, edge_index: Tensor) -> Iterator[
 def trained(root: str, name: str, mode: Any, epochs: int) -> tuple[list[float], float, float]:
     """A part's: seconds of epochs, the last loss, MiB that an epoch moves to host memory."""
     comm: Any = current()
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
     model = MODELS[name](data.num_features)
-    model = pyg_sar.distribute(model, pyg_sar.SARPolicy(mode=mode))
+    model = pyg_sar.distribute(model, pyg_sar.SARPolicy(mode=mode), view="local")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     marks, loss = [], torch.zeros(())
     for _ in range(epochs + 1):

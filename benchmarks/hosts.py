@@ -227,7 +227,7 @@ class Case:
 
     def _run(self, spec: dict[str, Any]) -> tuple[torch.nn.Module, torch.optim.Optimizer]:
         model = make_model(spec, self.data.num_features, spec["classes"])
-        model = pyg_sar.distribute(model, pyg_sar.SARPolicy(**self.policy))
+        model = pyg_sar.distribute(model, pyg_sar.SARPolicy(**self.policy), view="local")
         return model, torch.optim.Adam(model.parameters(), lr=0.003)
 
     def epoch(self) -> None:
@@ -266,7 +266,7 @@ def worker(spec_file: str) -> None:
     spec = json.loads(Path(spec_file).read_text())
     comm = pyg_sar.init(timeout=300)
     try:
-        data = pyg_sar.load_partition(spec["parts"])
+        data = pyg_sar.load_partition(spec["parts"], view="local")
         speed = min(comm.all_gather_object(bandwidth(comm)))
         cases = [Case(comm, spec, data, policy) for policy in spec["cases"]]
         for _ in range(spec["epochs"] + 1):
@@ -286,7 +286,7 @@ def one_process(spec: dict[str, Any], data: Data) -> list[float]:
     """The losses of plain PyG; where its messages would not fit, of one worker's kernels."""
     model = make_model(spec, data.num_features, spec["classes"])
     if data.num_edges > PLAIN_EDGES:
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.003)
     return [train_epoch(model, optimizer, data, torch.mean) for _ in range(spec["epochs"] + 1)]
 

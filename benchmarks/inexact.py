@@ -34,14 +34,14 @@ POLICIES: dict[str, dict[str, Any]] = {
 
 def measured(root: str, given: argparse.Namespace, options: dict[str, Any]) -> list[Any]:
     """For each seed: bytes of all training steps, mean error of the gradients, test accuracy."""
-    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
+    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root, view="local")
     classes = int(comm.all_reduce(data.y.max(), "max")) + 1
     found = []
     for seed in range(given.seeds):
         torch.manual_seed(seed)
         sizes = data.num_features, given.hidden, classes
         model = build_model(given.model, *sizes, layers=given.layers, dropout=0.0)
-        model = pyg_sar.distribute(model, SARPolicy(mode=3, **options))
+        model = pyg_sar.distribute(model, SARPolicy(mode=3, **options), view="local")
         optimizer = torch.optim.Adam(model.parameters(), lr=given.lr, weight_decay=5e-4)
         received, errors, best = 0, [], (-1.0, 0.0)
 

@@ -93,10 +93,10 @@ def on_workers(
     root: str, seeds: int, epochs: int, dtype: torch.dtype, sizes: tuple[int, int, int]
 ) -> Curves:
     """The same on this worker's part."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
 
     def made() -> torch.nn.Module:
-        return pyg_sar.distribute(RGCN(RGCNConv, *sizes).to(dtype))
+        return pyg_sar.distribute(RGCN(RGCNConv, *sizes).to(dtype), view="local")
 
     return train(data, data.n_id, made, seeds, epochs, pyg_sar.mean, pyg_sar.accuracy)
 

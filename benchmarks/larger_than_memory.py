@@ -146,9 +146,9 @@ def measure(
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
         start = reset_peak_memory(CPU)
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[model_name](data.num_features))
+    model = pyg_sar.distribute(MODELS[model_name](data.num_features), view="local")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     host: Any = getattr(pyg_sar.comm.current(), "host", None)
     moved, times, losses = [], [], []

@@ -150,9 +150,9 @@ def epoch(model: torch.nn.Module, data: Data) -> None:
 
 
 def train(root: str, kind: str, policy: pyg_sar.SARPolicy) -> Data:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[kind](data.x.size(1)), policy)
+    model = pyg_sar.distribute(MODELS[kind](data.x.size(1)), policy, view="local")
     epoch(model, data)
     epoch(model, data)
     return data

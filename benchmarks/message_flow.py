@@ -26,10 +26,12 @@ LAYERS = 2
 
 def measured(root: str, name: str, hidden: int, share: float, epochs: int) -> list[float]:
     """The flow graph's rows, bytes and seconds over the whole graph's; rounds take turns."""
-    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
+    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root, view="local")
     draw = torch.Generator().manual_seed(comm.rank)
     seeds = torch.rand(data.num_nodes, generator=draw) < share
-    model = pyg_sar.distribute(build_model(name, data.num_features, hidden, 8, dropout=0.0))
+    model = pyg_sar.distribute(
+        build_model(name, data.num_features, hidden, 8, dropout=0.0), view="local"
+    )
     flow = pyg_sar.message_flow_graphs(data, seeds, LAYERS)
     check_flow(model, data, flow)
     kinds = {"flow": (flow, slice(flow.batch_size)), "whole": (data, seeds)}

@@ -134,9 +134,9 @@ class Training:
     """A model on one partition."""
 
     def __init__(self, root: str) -> None:
-        self.data = pyg_sar.load_partition(root)
+        self.data = pyg_sar.load_partition(root, view="local")
         torch.manual_seed(0)
-        self.model = pyg_sar.distribute(GraphSAGE(FEATURES, 256, 3, CLASSES))
+        self.model = pyg_sar.distribute(GraphSAGE(FEATURES, 256, 3, CLASSES), view="local")
 
     def epoch(self) -> float:
         """Seconds of an epoch, from when all workers are ready."""

@@ -91,9 +91,9 @@ def measure(root: str, kind: str, dropout: float, way: str, epochs: int) -> tupl
     """A part's: bytes at its start and at most; bytes read and written; times; the last loss."""
     comm: Any = pyg_sar.comm.current()
     start = reset_peak_memory(CPU) if comm.rank == 0 else 0
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(Net(kind, data.num_features, dropout, way))
+    model = pyg_sar.distribute(Net(kind, data.num_features, dropout, way), view="local")
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     marks, loss = [], torch.zeros(())
     for _ in range(epochs + 1):

@@ -31,9 +31,9 @@ WAYS = (True, False)
 def train(root: str, hidden: int, epochs: int) -> tuple[list[dict[bool, float]], dict[bool, int]]:
     """Seconds of each pair of epochs, and bytes in of one epoch, by way."""
     comm = current()
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(GraphSAGE(data.x.size(1), hidden, 3, CLASSES))
+    model = pyg_sar.distribute(GraphSAGE(data.x.size(1), hidden, 3, CLASSES), view="local")
     optimizer = torch.optim.Adam(model.parameters())
 
     def epoch(first: bool) -> float:

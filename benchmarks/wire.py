@@ -49,9 +49,9 @@ def power_law_graph(nodes: int, edges: int, features: int) -> Data:
 def train(root: str, name: str, epochs: int) -> tuple[list[float], float, int, int]:
     """Seconds of each epoch but the first, processor seconds of one, bytes in of one, peak."""
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[name](data.x.size(1)))
+    model = pyg_sar.distribute(MODELS[name](data.x.size(1)), view="local")
     optimizer = torch.optim.Adam(model.parameters())
 
     def epoch() -> None:

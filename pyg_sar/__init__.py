@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from pyg_sar.policy import SARPolicy
     from pyg_sar.reduction.metrics import accuracy, gather_nodes, mean
     from pyg_sar.space.negative_sampling import negative_sampling
+    from pyg_sar.tensors import from_local
     from pyg_sar.tools.inference import infer, propagate_features
     from pyg_sar.tools.planning import plan
     from pyg_sar.tools.predict import load_model
@@ -48,6 +49,7 @@ __all__ = [
     "Trainer",
     "accuracy",
     "distribute",
+    "from_local",
     "gather_nodes",
     "infer",
     "init",
@@ -73,6 +75,7 @@ _MODULES = {
     "Trainer": "train.trainer",
     "accuracy": "reduction.metrics",
     "distribute": "convert",
+    "from_local": "tensors",
     "gather_nodes": "reduction.metrics",
     "infer": "tools.inference",
     "init": "comm.group",

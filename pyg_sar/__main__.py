@@ -12,9 +12,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs ``pyg-sar`` and returns its exit code; only a command's own work imports PyTorch."""
     argv = sys.argv[1:] if argv is None else argv
     if argv and argv[0] in COMMANDS:
-        from pyg_sar.tools.cli import main as run
+        try:
+            from pyg_sar.tools.cli import main as run
 
-        return run(argv)
+            return run(argv)
+        except KeyboardInterrupt:  # While PyTorch is imported.
+            sys.stderr.write("Interrupted before it began: nothing is written\n")
+            return 130
     parser = command_parser()
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
     for name, help in COMMANDS.items():

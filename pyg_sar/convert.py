@@ -72,7 +72,7 @@ def distribute(
     layer_policies: Mapping[str, SARPolicy] | None = None,
     sum_gradients: bool = True,
     replicated: Collection[str] = (),
-    view: Literal["local", "global"] = "local",
+    view: Literal["local", "global"] = "global",
 ) -> torch.nn.Module:
     """Converts a PyG model in place to run on the ``edge_index`` of :func:`load_partition`.
 
@@ -108,7 +108,8 @@ def distribute(
             norms take and give these; all other modules, readouts included, stay as they are.
             Gradients are complete on every worker: ``sum_gradients`` and ``replicated`` have no
             meaning then. The default policy draws random numbers as one process
-            (``SARPolicy(random='same')``).
+            (``SARPolicy(random='same')``); on an ordinary graph in one process it is
+            ``SARPolicy()``, with which kernels draw their own.
 
     Returns:
         ``model``.
@@ -130,7 +131,8 @@ def distribute(
     seeing = registry.Seeing(model, replicated)
     _check(model, policies, comm, seeing, whole)
     _put_on_device(model, comm)
-    policy = policy or SARPolicy(random="same" if whole else None)
+    default = None if policy or not whole else SARPolicy(random="same")
+    policy = policy or default or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
     if policy.random is not None and not whole:
         refuse_dense_attention(model, policy.random)
@@ -146,6 +148,8 @@ def distribute(
                 module.__class__ = _dist_class(kind, comm.world_size == 1, takes_layer(module))
             module.ledger_name = name or type(module).__name__
             module.policy = policies.get(name, policy)
+            if comm.world_size == 1 and module.policy is default:
+                module.policy, module.policy_of_parts = SARPolicy(), default
             module.model_draws = draws
             if comm.world_size == 1:
                 module.own_graphs = graphs

@@ -118,3 +118,27 @@ def note_place(error: Exception, place: str) -> None:
     """Notes on an error where it happened, if nothing more precise is noted yet."""
     if not any(note.startswith("in ") for note in getattr(error, "__notes__", ())):
         error.add_note(f"in {place}")
+
+
+def refuse_transforms(title: str) -> None:
+    """Refuses a layer's call within ``torch.func``: its transforms don't see the other workers.
+
+    Raises:
+        DistributedIndexError: Within ``grad``, ``vmap``, ``jvp`` and what is made of them.
+    """
+    transform = torch._C._functorch.peek_interpreter_stack()
+    if transform is None:
+        return
+    name, instead = _TRANSFORMS.get(transform.key().name, ("", "call it outside"))
+    raise DistributedIndexError(
+        f"{title} can't run within torch.func{name}, which does not transform what workers send "
+        f"each other: {instead}"
+    )
+
+
+_REVERSE = "use torch.autograd.grad(), or backward()"
+_TRANSFORMS = {
+    "Grad": (".grad (nor vjp, jacrev, hessian)", _REVERSE),
+    "Jvp": (".jvp (nor jacfwd, hessian)", _REVERSE),
+    "Vmap": (".vmap (nor jacrev, jacfwd)", "call it once for each, in a loop"),
+}

@@ -15,6 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from pyg_sar.wording import Shown, aligned, counted
+
 Label = tuple[str, str, str]
 """(layer, phase, kind): phase is ``'forward'``, ``'backward'`` or ``''``; kind is ``'fetch'``,
 ``'refetch'``, ``'gradient'`` (halo rows), ``'query'``, ``'state'`` (pushed targets), ``'sum'``
@@ -40,7 +42,7 @@ class Recorder(Protocol):
     ledgers: list[Any]
 
 
-class Ledger:
+class Ledger(Shown):
     """Counts a worker's traffic and memory while it is open, as a context manager.
 
     .. code-block:: python
@@ -84,6 +86,26 @@ class Ledger:
         self._gathers: defaultdict[str, defaultdict[str, Counter[str]]]
         self._gathers = defaultdict(lambda: defaultdict(Counter))
         self.gradient_errors: list[dict[str, float]] = []
+
+    def __repr__(self) -> str:
+        more = max(self.peak_memory - self.baseline_memory, 0)
+        return (
+            f"Ledger(rank={self.comm.rank}, sent={self.sent}, received={self.received}, "
+            f"peak_resident_rows={self._peak_resident_all}, memory={more})"
+        )
+
+    def __str__(self) -> str:
+        more = max(self.peak_memory - self.baseline_memory, 0)
+        rows = [["layer", "bytes received", "bytes sent", "most rows held"]]
+        for layer in self.by_layer():
+            way = self.received_bytes(layer=layer), self.sent_bytes(layer=layer)
+            counts = *way, self._peak_resident.get(layer, 0)
+            rows.append([layer or "(no layer)", *(f"{count:,}" for count in counts)])
+        rows.append(
+            ["all", *(f"{n:,}" for n in (self.received, self.sent, self._peak_resident_all))]
+        )
+        memory = f"memory beyond the start: {counted(more, 'bytes')}"
+        return "\n".join([f"rank {self.comm.rank}", *aligned(rows), memory])
 
     def __enter__(self) -> Ledger:
         self.baseline_memory = reset_peak_memory(self.comm.device)

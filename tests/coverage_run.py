@@ -177,12 +177,12 @@ def distributed(
     module = copy.deepcopy(plain)
     if case.rows:
         pyg_sar.nn.own_rows(module, data.n_id)
-    return pyg_sar.distribute(module, policy)
+    return pyg_sar.distribute(module, policy, view="local")
 
 
 def run_case(root: Path, case: Case, plain: torch.nn.Module, low: Mapping[str, Any]) -> Worker:
     """A worker's part of a case: exact, then counted in a second pass, then in low precision."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     module = distributed(case, plain, data, SARPolicy(mode=1, prefetch=0))
     exact = one_pass(case, module, data, pyg_sar.mean)
     strategies, case_2 = look(module)
@@ -234,6 +234,6 @@ def run_low(
     root: Path, case: Case, layer: torch.nn.Module, dtype: torch.dtype, draws: Sequence[int]
 ) -> list[Pass]:
     """A worker's part of a case in low precision."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     copied = distributed(case, layer, data, SARPolicy(mode=1))
     return [one_pass(case, copied, data, pyg_sar.mean, dtype, draw) for draw in draws]

@@ -216,8 +216,8 @@ def run_jobs(jobs: Sequence[Job]) -> list[list[Result]]:
     """A worker's part: every job, every policy."""
     found = []
     for job in jobs:
-        data = pyg_sar.load_partition(job.root)
-        layer = pyg_sar.distribute(copy.deepcopy(job.layer))
+        data = pyg_sar.load_partition(job.root, view="local")
+        layer = pyg_sar.distribute(copy.deepcopy(job.layer), view="local")
         start = {name: value.clone() for name, value in layer.state_dict().items()}
         results = []
         for policy in job.policies:

@@ -55,9 +55,9 @@ def run(layer: torch.nn.Module, data: Data, ids: Tensor, mean: Any) -> tuple[Ten
 
 
 def worker(layer: torch.nn.Module, root: Path) -> tuple[Tensor, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     assert data.adj_t is data.edge_index
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
     out, gradient = run(layer, data, data.n_id, pyg_sar.mean)
     return data.n_id, out, gradient
 
@@ -90,9 +90,9 @@ def weighted(layout: str, order: str) -> Data:
 
 
 def weighted_worker(layer: torch.nn.Module, root: Path) -> tuple[Tensor, Tensor]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     assert "adj_t" not in data
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
     return data.n_id, layer(data.x, data.edge_index, data.edge_weight).detach()
 
 

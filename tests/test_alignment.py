@@ -59,7 +59,7 @@ def test_every_tensor_is_aligned_and_the_same(
                if isinstance(value, Tensor))  # fmt: skip
 
     def worker() -> list[Tensor]:
-        part = pyg_sar.load_partition(tmp_path / "p")
+        part = pyg_sar.load_partition(tmp_path / "p", view="local")
         shift = int(part.n_id[0]) if part.num_nodes else 0
         assert torch.equal(part.value_0.clone(), data.value_0[part.n_id]), shift
         return [part.value_0 * part.value_0.conj(), part.n_id]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import pytest
@@ -309,8 +310,8 @@ def test_models_are_exact(world: int, tmp_path: Any):
     expected = run(lambda several: datas[several], lambda m: m, torch.mean)
     workers = threads(
         lambda: run(
-            lambda several: pyg_sar.load_partition(tmp_path / f"{several}"),
-            pyg_sar.distribute,
+            lambda several: pyg_sar.load_partition(tmp_path / f"{several}", view="local"),
+            partial(pyg_sar.distribute, view="local"),
             pyg_sar.mean,
         ),
         world,
@@ -350,7 +351,7 @@ def test_sequences_per_node_are_exact_and_attention_among_nodes_is_refused():
     expected = model(x).detach()
 
     def worker() -> Any:
-        ours = pyg_sar.distribute(copy.deepcopy(model))
+        ours = pyg_sar.distribute(copy.deepcopy(model), view="local")
         mine = x[part == pyg_sar.comm.current().rank]
         out = ours(mine).detach()
         for training in (True, False):  # torch has a path of its own for evaluation.
@@ -368,7 +369,7 @@ def test_sequences_per_node_are_exact_and_attention_among_nodes_is_refused():
 
 def test_dense_batches_of_several_graphs_are_refused():
     def worker() -> None:
-        model = pyg_sar.distribute(plain.SGFormerAttention(CHANNELS, 2, 4))
+        model = pyg_sar.distribute(plain.SGFormerAttention(CHANNELS, 2, 4), view="local")
         with pytest.raises(ValueError, match=r"nodes of one graph.*without padding"):
             model(draw(2, 5, CHANNELS))
         with pytest.raises(ValueError, match=r"nodes of one graph"):
@@ -377,7 +378,7 @@ def test_dense_batches_of_several_graphs_are_refused():
             attn = torch.nn.MultiheadAttention(CHANNELS, 2, add_bias_kv=True)
             layer = gnn.GPSConv(CHANNELS, None, norm=None)
             layer.attn = attn
-            pyg_sar.distribute(layer)(draw(3, CHANNELS), None)
+            pyg_sar.distribute(layer, view="local")(draw(3, CHANNELS), None)
 
     threads(worker, 2)
 
@@ -396,9 +397,9 @@ class OtherGPS(gnn.GPSConv):
 
 def test_subclasses():
     def worker() -> list[str]:
-        own = pyg_sar.distribute(OwnGPS(CHANNELS, None))
+        own = pyg_sar.distribute(OwnGPS(CHANNELS, None), view="local")
         with pytest.raises(ValueError, match=r"model \(OtherGPS\).*overrides forward of GPSConv"):
-            pyg_sar.distribute(OtherGPS(CHANNELS, None))
+            pyg_sar.distribute(OtherGPS(CHANNELS, None), view="local")
         return [kind.__name__ for kind in type(own).__mro__[:3]]
 
     assert threads(worker, 2) == [["OwnGPS", "OwnGPS", "DistGPSConv"]] * 2

@@ -139,7 +139,7 @@ def on_worker(jobs, policies, kind):
     local, mine, own, _ = my_relation(edges, *owners(world, kind))
     found = {}
     for name, plain in jobs.items():
-        layer = pyg_sar.distribute(copy.deepcopy(plain))
+        layer = pyg_sar.distribute(copy.deepcopy(plain), view="local")
         for k, policy in enumerate(policies):
             set_policy(layer, policy)
             out, a, b = run(layer, x[mine], y[own], local, None)
@@ -206,8 +206,10 @@ def looked_at():
     cases = (
         lambda: torch.cat([local, loops], dim=1),
         lambda: local[0] != local[1],
-        lambda: pyg_sar.distribute(SAGEConv((WIDE, NARROW), 2).double())((x[own], y[own]), local),
-        lambda: pyg_sar.distribute(SAGEConv((WIDE, NARROW), 2).double())(
+        lambda: pyg_sar.distribute(SAGEConv((WIDE, NARROW), 2).double(), view="local")(
+            (x[own], y[own]), local
+        ),
+        lambda: pyg_sar.distribute(SAGEConv((WIDE, NARROW), 2).double(), view="local")(
             (x[mine], y[own]), local, size=(mine.numel() + 1, own.numel())
         ),
     )
@@ -239,7 +241,9 @@ def test_derived_edges_keep_the_targets_and_node_types_are_not_mixed_up():
 def bytes_of(policy):
     x, y, edges = relation()
     local, mine, own, _ = my_relation(edges, *owners(3, "mixed"))
-    layer = pyg_sar.distribute(SAGEConv((WIDE, NARROW), OUT, aggr="max").double(), policy)
+    layer = pyg_sar.distribute(
+        SAGEConv((WIDE, NARROW), OUT, aggr="max").double(), policy, view="local"
+    )
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out, *_ = run(layer, x[mine], y[own], local, None)
         pyg_sar.mean(node_losses(out, own)).backward()
@@ -259,7 +263,9 @@ def test_targets_without_rows():
 
     def worker():
         local, mine, own, _ = my_relation(edges, *owners(2, "mixed"))
-        return own, pyg_sar.distribute(copy.deepcopy(layer))((x[mine], None), local).detach()
+        return own, pyg_sar.distribute(copy.deepcopy(layer), view="local")(
+            (x[mine], None), local
+        ).detach()
 
     expected = layer((x, None), edges, size=(SOURCES, TARGETS))
     assert error(assemble(threads(worker, 2), TARGETS), expected) <= 1e-10

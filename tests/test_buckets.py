@@ -74,8 +74,8 @@ def recorded(comm: Any) -> Iterator[list[str]]:
 
 def work(root: Any, model: Model, policy: SARPolicy) -> Any:
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(copy.deepcopy(model), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
     for hook in model._forward_pre_hooks.values():
         if isinstance(hook, GradientSum):
             hook.bucket_bytes = 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -263,8 +264,8 @@ WORKERS = 3
 
 
 def parallel_trainer(parts: str, **options: Any) -> Trainer:
-    data = pyg_sar.load_partition(parts)
-    return Trainer(pyg_sar.distribute(make_model()), data, CONFIG, **options)
+    data = pyg_sar.load_partition(parts, view="local")
+    return Trainer(pyg_sar.distribute(make_model(), view="local"), data, CONFIG, **options)
 
 
 def attempt(action: Callable[[], Any]) -> str:
@@ -433,7 +434,7 @@ def test_a_worker_killed_mid_epoch_and_the_curve_after_it(tmp_path):
         assert result["same"]
         assert result["losses"] == results[0]["losses"]
         for name, (_, message) in DAMAGES.items():
-            assert message in result["errors"][name], name
+            assert re.search(message, result["errors"][name]), name
             assert "(rank" not in result["errors"][name]
         assert "truncated" in result["errors"]["one worker's"]
         assert "(rank 1)" in result["errors"]["one worker's"]

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -25,6 +27,7 @@ from pyg_sar.tools.run import ModelConfig, RunConfig, train_worker
 from pyg_sar.train.checkpoint import load_checkpoint
 from pyg_sar.train.config import TrainConfig
 from pyg_sar.train.report import read_metrics
+from pyg_sar.wording import counted
 
 GRAPH = "synthetic:nodes=200,degree=6,features=8,classes=3"
 SMALL = ["--hidden", "4", "--heads", "2", "--eval-every", "2"]
@@ -380,7 +383,8 @@ def write(path: Path, change) -> str:
             1,
             "Rank 1 failed: KeyError: 'a' (--debug shows where)",
         ),
-        (KeyboardInterrupt(), 130, ""),
+        (KeyboardInterrupt(), 130, "nothing is kept; the same command begins anew"),
+        (KeyboardInterrupt("'a' holds all"), 130, "'a' holds all"),
     ],
 )
 def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeypatch):
@@ -390,7 +394,7 @@ def test_errors_are_one_line_and_an_exit_code(error, code, text, capsys, monkeyp
     monkeypatch.setattr(cli, "_demo", fail)
     assert cli.main(["demo"]) == code
     captured = capsys.readouterr().err
-    assert captured == (f"pyg-sar: error: {text}\n" if text else "")
+    assert captured == ("Interrupted: " if code == 130 else "pyg-sar: error: ") + f"{text}\n"
     if code != 130:
         assert cli.main(["demo", "--debug"]) == code
         assert "Traceback" in capsys.readouterr().err
@@ -467,3 +471,71 @@ def test_demo_fails_where_losses_or_bytes_differ(capsys):
     )
     assert not demo._show_bytes([less], [10], config)
     assert "NOT equal" in capsys.readouterr().out
+
+
+# Interrupts ##################################################################
+
+
+@pytest.mark.parametrize(
+    ("name", "command", "said"),
+    [
+        (
+            "write_partitions",
+            "partition {1} --parts 2 --out {0}/a",
+            "nothing is kept; the same command",
+        ),
+        ("write_partitions", "partition {1} --parts 2 --out {0}/b --memory 1GiB", "the same call"),
+        ("on_workers", "train --parts {0}", "nothing is kept of this run (--checkpoint FILE"),
+        ("on_workers", "predict --checkpoint c --parts p --out {0}/p.npy", "nothing is kept; the"),
+        ("verify", "verify {1}", "nothing is kept; the"),
+    ],
+)
+def test_ctrl_c_says_what_is_kept(name, command, said, tmp_path, capsys, monkeypatch):
+    def interrupt(*given: Any, **options: Any) -> None:
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def partition(*given: Any, progress: Any, **options: Any) -> None:
+        def at_the_second(line: str) -> None:
+            if line.startswith("writing part 2"):
+                interrupt()
+
+        write_partitions(*given, progress=at_the_second, **options)
+
+    write_partitions = pyg_sar.write_partitions
+    monkeypatch.setattr(cli, name, partition if name == "write_partitions" else interrupt)
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert cli.main(command.format(tmp_path, GRAPH).split()) == 130
+    finally:
+        signal.signal(signal.SIGINT, before)
+    text = capsys.readouterr().err.splitlines()[-1]
+    assert text.startswith("Interrupted: ") and said in text
+    kept = [path.name for path in tmp_path.iterdir()]
+    assert kept == ([".b.unfinished"] if "--memory" in command else [])
+    if kept:
+        left = tmp_path / ".b.unfinished"
+        assert len(list((left / "parts").iterdir())) == 1 and not (left / "scratch").exists()
+
+
+# Numbers and nouns ###########################################################
+
+
+def test_one_of_a_kind_is_singular(tmp_path, capsys):
+    root, report = str(tmp_path / "p"), str(tmp_path / "r")
+    for command in (
+        f"partition {GRAPH} --parts 1 --out {root} --memory 1GiB",
+        f"train --parts {root} --workers 1 --epochs 1 --model gcn --memory 1GiB --report {report}",
+        f"verify {GRAPH} --workers 1 --model gcn",
+    ):
+        assert cli.main(command.split()) == 0, command
+    text = "".join(capsys.readouterr())
+    assert "1 part on 1 worker (1)" in text and "in 1 part\n" in text and "1 epoch," in text
+    assert "1 worker against one process" in text
+    assert not re.search(r"\b1 (?!pass\b)\w+s\b|\w\(e?s\)", text)
+
+
+def test_numbers_with_their_nouns():
+    said = [counted(n, noun) for n in (1, 0, 1200) for noun in ("parts", "classes", "own passes")]
+    assert said[:3] == ["1 part", "1 class", "1 own pass"]
+    assert said[3:] == ["0 parts", "0 classes", "0 own passes", "1,200 parts", "1,200 classes",
+                        "1,200 own passes"]  # fmt: skip

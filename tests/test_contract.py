@@ -178,8 +178,8 @@ LIFETIME_LAYERS: dict[str, Callable[[], MessagePassing]] = {
 def lifetimes(root: Path, layer: MessagePassing, policy: SARPolicy) -> dict[str, Any]:
     """Runs one pass and tells what was alive when."""
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
     watch = Watch(layer, comm)  # The same hooks: with others the call would be looked at again.
     x = data.x.clone().requires_grad_()
     with pyg_sar.Ledger(comm) as ledger:
@@ -234,8 +234,8 @@ def test_rule_2_holds_when_the_backward_pass_never_comes(root: Path):
     """A graph that is dropped frees everything, in all modes."""
 
     def worker(policy: SARPolicy) -> int:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Nonlinear().double(), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(Nonlinear().double(), policy, view="local")
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             out = layer(data.x.clone().requires_grad_(), data.edge_index)
             del out
@@ -333,8 +333,8 @@ def test_rule_3_autograd_grad_returns_sums(mode: int, graph: Data, root: Path):
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
         calls: list[str] = []
         for name, parameter in mine.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda p, name=name: calls.append(name))
@@ -367,8 +367,8 @@ def test_rule_3_hooks_run_once_with_the_right_total(mode: int, graph: Data, root
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
         seen: dict[str, list[Tensor]] = {name: [] for name, _ in mine.named_parameters()}
         for name, parameter in mine.named_parameters():
             parameter.register_hook(lambda g, name=name: seen[name].append(g.clone()))
@@ -386,8 +386,8 @@ def test_rule_3_hooks_may_change_gradients(graph: Data, root: Path):
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), view="local")
         for parameter in mine.parameters():
             parameter.register_hook(lambda g: 3 * g)
         loss_on(mine, data).backward()
@@ -402,8 +402,8 @@ def test_rule_3_backward_for_some_parameters(mode: int, graph: Data, root: Path)
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
         chosen = [mine.conv1.lin.weight, mine.conv2.lin_l.weight]
         for _ in range(2):
             loss_on(mine, data).backward(inputs=chosen)
@@ -425,8 +425,8 @@ def test_rule_3_gradients_accumulate(mode: int, to_none: bool, graph: Data, root
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
         loss_on(mine, data).backward()
         once = gradients(mine)
         loss_on(mine, data).backward()
@@ -448,8 +448,8 @@ def test_rule_3_grad_scaler(mode: int, graph: Data, root: Path):
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
         before = [p.detach().clone() for p in mine.parameters()]
         scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
         optimizer = torch.optim.SGD(mine.parameters(), lr=0.1)
@@ -486,8 +486,8 @@ def test_rule_3_frozen_parameters(mode: int, graph: Data, root: Path):
     thawed = copy.deepcopy(model).requires_grad_(True)
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
         loss_on(mine, data).backward()
         frozen = gradients(mine)
         mine.requires_grad_(True).zero_grad()
@@ -522,8 +522,10 @@ def test_retained_graph_runs_backward_again(mode: int, kind: str, graph: Data, r
     }[kind].double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=mode, message_budget=BUDGET))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(
+            copy.deepcopy(layer), SARPolicy(mode=mode, message_budget=BUDGET), view="local"
+        )
         x = data.x.clone().requires_grad_()
         loss = pyg_sar.mean(node_losses(mine(x, data.edge_index), data.n_id))
         loss.backward(retain_graph=True)
@@ -550,8 +552,8 @@ def test_inside_activation_checkpointing(mode: int, graph: Data, root: Path):
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
 
         def forward(x: Tensor, edge_index: Tensor) -> Tensor:
             hidden = checkpoint(mine.encode, x, edge_index, use_reentrant=False)
@@ -574,8 +576,8 @@ def test_deepcopy_of_a_distributed_model(trained: bool, graph: Data, root: Path)
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=1))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=1), view="local")
         if trained:
             loss_on(mine, data).backward()
             mine.norm.reset_running_stats()
@@ -603,8 +605,8 @@ def test_gradients_are_summed_whatever_method_of_a_copy_runs(graph: Data, root: 
         return node_losses(model.encode(data.x, data.edge_index), data.n_id)
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), view="local")
         twin = copy.deepcopy(mine)
         for one in (mine, twin):
             pyg_sar.mean(by_hand(one, data)).backward()
@@ -622,8 +624,8 @@ def test_state_dict_is_the_plain_models(graph: Data, root: Path):
     model = make_net()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), view="local")
         loss_on(mine, data).backward()
         torch.optim.SGD(mine.parameters(), lr=0.1).step()
         state = {name: value.clone() for name, value in mine.state_dict().items()}
@@ -650,8 +652,8 @@ def test_without_gradients_and_then_training(
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode)).eval()
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local").eval()
         with off(), pyg_sar.Ledger(comm) as ledger:
             out = mine(data.x, data.edge_index)
             assert not out.requires_grad
@@ -713,15 +715,17 @@ def test_attributes_that_a_message_sets(graph: Data, root: Path):
     sweep.check()
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(layer), REMADE)
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(layer), REMADE, view="local")
         out = mine(data.x, data.edge_index)
         for _ in range(2):  # after the forward and after the backward pass
             for stand_in in (mine.last, mine.new, mine.lin.input):  # nothing of a tile
                 with pytest.raises(pyg_sar.errors.DistributedIndexError, match="was set by"):
                     stand_in.sum()
             out.sum().backward(retain_graph=True)
-        attention = pyg_sar.distribute(gnn.TransformerConv(CHANNELS, OUT).double(), REMADE)
+        attention = pyg_sar.distribute(
+            gnn.TransformerConv(CHANNELS, OUT).double(), REMADE, view="local"
+        )
         attention(data.x, data.edge_index)
         assert attention._alpha is None
 
@@ -743,8 +747,8 @@ def test_attention_weights_are_exact_per_edge(name: str, graph: Data, root: Path
     loops = "loops" in name
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=1))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=1), view="local")
         out, (edges, alpha) = mine(data.x, data.edge_index, return_attention_weights=True)
         alone = mine(data.x, data.edge_index)
         assert error(out, alone) <= TOLERANCE
@@ -808,8 +812,8 @@ def test_rule_6_targets_without_edges_are_zero(aggr: str, sign: int, graph: Data
     assert alone.sum() >= 2
 
     def worker(policy: SARPolicy) -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(layer), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
         x = (sign * (data.x.abs() + 1)).requires_grad_()
         out = mine(x, data.edge_index)
         out.sum().backward()
@@ -906,8 +910,8 @@ def test_rule_7_same_collectives_everywhere(case: int, mode: int, partitions: Pa
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        mine = pyg_sar.load_partition(root)
-        net = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode))
+        mine = pyg_sar.load_partition(root, view="local")
+        net = pyg_sar.distribute(copy.deepcopy(model), SARPolicy(mode=mode), view="local")
         calls = recorded(comm)
         for _ in range(2):
             loss_on(net, mine).backward()
@@ -940,8 +944,8 @@ def test_rule_7_parameters_without_a_gradient(root: Path):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        net = pyg_sar.distribute(copy.deepcopy(model))
+        data = pyg_sar.load_partition(root, view="local")
+        net = pyg_sar.distribute(copy.deepcopy(model), view="local")
         calls = recorded(comm)
         out = net(data.x, data.edge_index, comm.rank == 1)
         local = {}
@@ -961,8 +965,8 @@ def test_rule_7_parameters_without_a_gradient_accumulate(root: Path):
     model = Choosy().double()
 
     def worker(users: tuple[int, ...]) -> Any:
-        data = pyg_sar.load_partition(root)
-        net = pyg_sar.distribute(copy.deepcopy(model))
+        data = pyg_sar.load_partition(root, view="local")
+        net = pyg_sar.distribute(copy.deepcopy(model), view="local")
         found = []
         for user in users:
             out = net(data.x, data.edge_index, pyg_sar.comm.current().rank == user)
@@ -985,8 +989,8 @@ def test_rule_7_an_unused_parameter_costs_no_exchange(root: Path):
 
     def worker() -> list[Any]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        net = pyg_sar.distribute(make_net())
+        data = pyg_sar.load_partition(root, view="local")
+        net = pyg_sar.distribute(make_net(), view="local")
         loss = loss_on(net, data)
         calls = recorded(comm)
         loss.backward()
@@ -1024,9 +1028,9 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(when: s
 
     def worker() -> None:
         rank = pyg_sar.comm.current().rank
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         inner = Fails(when).double()
-        net = pyg_sar.distribute(torch.nn.ModuleDict({"first": inner}), REMADE)
+        net = pyg_sar.distribute(torch.nn.ModuleDict({"first": inner}), REMADE, view="local")
         try:
             layer: Any = net["first"]
             layer(data.x, data.edge_index)  # analysed
@@ -1049,8 +1053,8 @@ def test_rule_8_an_error_ends_all_workers_and_names_rank_layer_and_cause(when: s
 
 def test_rule_8_an_error_in_the_analysis(root: Path):
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer: Any = pyg_sar.distribute(Fails("analysis").double())
+        data = pyg_sar.load_partition(root, view="local")
+        layer: Any = pyg_sar.distribute(Fails("analysis").double(), view="local")
         layer.armed[0] = pyg_sar.comm.current().rank == 2
         layer(data.x, data.edge_index)
 
@@ -1074,11 +1078,11 @@ def test_attributes_may_differ_between_workers(later: bool, graph: Data, root: P
     plain = Talks().double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         layer: Any = copy.deepcopy(plain)
         first = pyg_sar.comm.current().rank == 0
         layer.verbose = first and not later
-        layer = pyg_sar.distribute(layer)
+        layer = pyg_sar.distribute(layer, view="local")
         layer(data.x, data.edge_index)
         layer.verbose = first
         return data.n_id, layer(data.x, data.edge_index)
@@ -1092,13 +1096,15 @@ def test_rule_8_wrong_shapes_are_named(root: Path):
     """Rows of the whole graph, or of too few edges, are a user's mistake: ValueError."""
 
     def nodes() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Nonlinear().double())
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(Nonlinear().double(), view="local")
         layer(torch.zeros(40, CHANNELS, dtype=torch.float64), data.edge_index)
 
     def edges() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.TransformerConv(CHANNELS, OUT, edge_dim=4).double())
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(
+            gnn.TransformerConv(CHANNELS, OUT, edge_dim=4).double(), view="local"
+        )
         layer(data.x, data.edge_index, data.edge_attr)
         layer(data.x, data.edge_index, data.edge_attr[1:])
 
@@ -1122,8 +1128,8 @@ def test_rule_8_a_message_that_changes_is_noticed(root: Path):
             return super().message(x_i, x_j) + self.shift
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer: Any = pyg_sar.distribute(Changes("max").double(), REMADE)
+        data = pyg_sar.load_partition(root, view="local")
+        layer: Any = pyg_sar.distribute(Changes("max").double(), REMADE, view="local")
         out = layer(data.x, data.edge_index)
         layer.shift = 0.25
         out.sum().backward()
@@ -1137,8 +1143,8 @@ def test_policies_change_between_calls(graph: Data, root: Path):
     layer = gnn.GATConv(CHANNELS, OUT, heads=2).double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(layer), view="local")
         found = []
         for policy in (*ALL_POLICIES, *reversed(ALL_POLICIES)):
             set_policy(mine, policy)

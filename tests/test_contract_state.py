@@ -166,10 +166,10 @@ def slope_error(layer: torch.nn.Module, data: Data, policy: SARPolicy) -> float:
 
 def random_worker(root: Path, layers: dict[str, MessagePassing]) -> dict[str, Any]:
     """What each layer does with each policy, in a process of its own: random state is global."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found: dict[str, Any] = {"n_id": data.n_id}
     for name, layer in layers.items():
-        layer = pyg_sar.distribute(layer.double())
+        layer = pyg_sar.distribute(layer.double(), view="local")
         passes = [random_pass(layer, data, policy, 3) for policy in (REMADE, AHEAD, KEPT)]
         again = random_pass(layer, data, REMADE, 3)
         other = random_pass(layer, data, REMADE, 50)
@@ -180,7 +180,7 @@ def random_worker(root: Path, layers: dict[str, MessagePassing]) -> dict[str, An
         found[name] = passes, again, other, slopes, calm
     data.x = data.x.float()
     for name, make in CAST.items():
-        layer = pyg_sar.distribute(make())
+        layer = pyg_sar.distribute(make(), view="local")
         runs = []
         for policy in (REMADE, KEPT):
             set_policy(layer, policy)
@@ -243,7 +243,7 @@ def test_rule_4_dropped_weights_are_those_of_the_whole_softmax(tmp_path: Path, g
     Dropout comes after the softmax: a dropped weight stays in the normaliser.
     """
     root = Partitions(tmp_path)(graph, 1)
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     layer = gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5, add_self_loops=False).double()
     plain = copy.deepcopy(layer)
     masks: list[Tensor] = []
@@ -253,7 +253,7 @@ def test_rule_4_dropped_weights_are_those_of_the_whole_softmax(tmp_path: Path, g
         return value * masks[-1]
 
     policy = SARPolicy(mode=2, message_budget=1, kernels="off")
-    layer = pyg_sar.distribute(layer, policy)
+    layer = pyg_sar.distribute(layer, policy, view="local")
     layer(data.x, data.edge_index)  # analysed
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(F, "dropout", drop)
@@ -336,9 +336,9 @@ def test_rule_4_autocast(name: str, partitions: Partitions):
     layer = CAST[name]()
 
     def worker() -> Any:
-        mine = pyg_sar.load_partition(root)
+        mine = pyg_sar.load_partition(root, view="local")
         found = []
-        model = pyg_sar.distribute(copy.deepcopy(layer))
+        model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
         for policy in (REMADE, KEPT, SARPolicy(mode=3)):
             set_policy(model, policy)
             found.append(cast_pass(model, mine, mine.n_id, pyg_sar.mean))
@@ -414,9 +414,9 @@ def test_rule_4_state_of_a_message_is_updated_once(root: Path):
     """Neither the analysis nor tiles nor the second computation count."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         for policy in ALL_POLICIES:
-            layer = pyg_sar.distribute(Counts(True).double(), policy)
+            layer = pyg_sar.distribute(Counts(True).double(), policy, view="local")
             for epoch in (1, 2):
                 layer(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
                 found = [int(layer.seen), int(layer.made), layer.number, *layer.log["calls"]]
@@ -452,9 +452,9 @@ def test_rule_4_state_that_depends_on_the_edges_is_refused(root: Path):
     """A worker would count its own edges."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         for policy in ALL_POLICIES:
-            layer = pyg_sar.distribute(Counts(False).double(), policy)
+            layer = pyg_sar.distribute(Counts(False).double(), policy, view="local")
             with pytest.raises(pyg_sar.errors.DistributedIndexError, match="its message changes '"):
                 layer(data.x, data.edge_index)
             assert int(layer.seen) == layer.number == 0
@@ -516,8 +516,8 @@ def test_a_message_that_mixes_edges_is_refused(how: str, mode: int, root: Path):
     """A worker doesn't have all edges: local numbers would come out without an error."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Mixes(how), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(Mixes(how), SARPolicy(mode=mode), view="local")
         layer(data.x, data.edge_index)
 
     with pytest.raises(pyg_sar.errors.WorkerError, match="DistributedIndexError"):
@@ -529,8 +529,10 @@ def test_a_hook_of_the_aggregation_that_mixes_targets_is_refused(mode: int, root
     """One that treats each target alone isn't."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, 2).double(), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(
+            gnn.GraphConv(CHANNELS, 2).double(), SARPolicy(mode=mode), view="local"
+        )
         expected = layer(data.x, data.edge_index) * 2 - layer.lin_root(data.x)
         for hook in (lambda _, args, out: out * 2, lambda _, args, out: out - out.mean(0)):
             handle = layer.register_aggregate_forward_hook(hook)
@@ -639,12 +641,12 @@ def test_rule_5_edge_attributes_of_another_dtype(graph: Data, root: Path):
             return x_j * self.lin(edge_attr).double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         data.edge_attr = data.edge_attr.float()
         found = []
         for policy in MODES:
             torch.manual_seed(0)
-            layer = pyg_sar.distribute(copy.deepcopy(plain), policy)
+            layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
             found.append(one_pass(layer, data, data.n_id, pyg_sar.mean, ("edge_attr",)))
             found[-1].n_id, found[-1].e_id = data.n_id, data.e_id
         return found

@@ -105,9 +105,9 @@ def uses(
 
 
 def worker(root: Path, case: Case, layer: Any, half: Any) -> Any:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
-    half = half if half is None else pyg_sar.distribute(copy.deepcopy(half))
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
+    half = half if half is None else pyg_sar.distribute(copy.deepcopy(half), view="local")
     return uses(case, layer, half, data, pyg_sar.mean), data.n_id
 
 

@@ -88,8 +88,8 @@ def test_parameters_changed_before_backward(policy: SARPolicy, root: Path):
     plain = Learned().double()
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(copy.deepcopy(plain), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
         out = layer(data.x.clone().requires_grad_(), data.edge_index)
         with torch.no_grad():
             layer.lin.weight.mul_(2)
@@ -101,8 +101,8 @@ def test_parameters_changed_before_backward(policy: SARPolicy, root: Path):
 
 def test_features_changed_before_backward(root: Path):
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Learned().double(), REMADE)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(Learned().double(), REMADE, view="local")
         x = data.x.clone()
         out = layer(x, data.edge_index)
         x.mul_(2)
@@ -147,8 +147,8 @@ def test_evaluation_before_backward(policy: SARPolicy, graph: Data, root: Path):
         return ids, x.grad, layer.lin.weight.grad
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(copy.deepcopy(plain), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
         return run(layer, data, data.n_id, pyg_sar.mean)
 
     _, x_grad, weight_grad = run(copy.deepcopy(plain), graph, torch.arange(40), torch.mean)
@@ -162,8 +162,8 @@ def test_backward_without_grad_mode(policy: SARPolicy, root: Path):
     """``backward()`` under ``no_grad`` is legal; so is another forward pass in between."""
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        torch_layer = pyg_sar.distribute(copy.deepcopy(plain), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        torch_layer = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
         grads = []
         for quiet in (False, True):
             torch_layer.zero_grad()
@@ -238,8 +238,10 @@ def test_backward_after_a_backward_that_failed(graph: Data, root: Path):
     plain = Learned().double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(torch.nn.ModuleDict({"conv": copy.deepcopy(plain)}))
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(
+            torch.nn.ModuleDict({"conv": copy.deepcopy(plain)}), view="local"
+        )
         conv: Any = layer["conv"]
 
         def loss() -> Tensor:
@@ -328,7 +330,7 @@ class Tables(MessagePassing):
 
 def test_arguments_that_are_no_rows(graph: Data, root: Path):
     """Also where a table happens to have as many rows as some worker has edges or nodes."""
-    sizes = threads(lambda: pyg_sar.load_partition(root), WORLD)
+    sizes = threads(lambda: pyg_sar.load_partition(root, view="local"), WORLD)
     for rows in {3, sizes[0].num_edges, sizes[1].num_nodes}:
         check(f"{rows} rows", Tables(rows), graph, root, policies=MODES)
 
@@ -405,9 +407,11 @@ def test_a_hook_that_mixes_edges_is_refused(root: Path):
     """Of ``edge_update``, whose result a hook sees for this worker's edges alone."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         for policy in MODES:
-            layer: Any = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT).double(), policy)
+            layer: Any = pyg_sar.distribute(
+                gnn.GATConv(CHANNELS, OUT).double(), policy, view="local"
+            )
             layer.register_edge_update_forward_hook(lambda _, inputs, out: out - out.mean(0))
             with pytest.raises(PygSarError, match="mixes edges"):
                 layer(data.x, data.edge_index)
@@ -420,8 +424,8 @@ def test_module_hooks(graph: Data, root: Path):
     plain = gnn.GATConv(CHANNELS, OUT).double()
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(copy.deepcopy(plain), REMADE)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(copy.deepcopy(plain), REMADE, view="local")
         calls: list[str] = []
         layer.register_forward_pre_hook(lambda *_: calls.append("before"))
         layer.register_forward_hook(lambda *_: calls.append("after"))
@@ -458,8 +462,11 @@ def test_one_model_on_two_graphs(
     layer = gnn.GCNConv(CHANNELS, OUT).double() if kind == "rows" else OverSizes()
 
     def worker() -> Any:
-        first, then = pyg_sar.load_partition(root), pyg_sar.load_partition(second)
-        mine = pyg_sar.distribute(copy.deepcopy(layer), policy)
+        first, then = (
+            pyg_sar.load_partition(root, view="local"),
+            pyg_sar.load_partition(second, view="local"),
+        )
+        mine = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
         return [(d.n_id, mine(d.x, d.edge_index).detach()) for d in (first, then, first, then)]
 
     for step, shards in enumerate(zip(*threads(worker, WORLD), strict=True)):
@@ -484,9 +491,9 @@ def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
             return super().message(x_i, x_j)
 
     root = Partitions(tmp_path)(graph, 1)
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     plain = Fragile().double()
-    layer: Any = pyg_sar.distribute(copy.deepcopy(plain), REMADE)
+    layer: Any = pyg_sar.distribute(copy.deepcopy(plain), REMADE, view="local")
     parameters = dict(layer.named_parameters())
     for moment in ("analysis", "forward", "backward"):
         x = data.x.clone().requires_grad_()
@@ -547,9 +554,9 @@ METHODS = {"message": squared, "aggregate": tripled, "update": doubled}
 
 
 def with_own_method(root: Path, name: str, moment: int) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double())
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="sum").double(), view="local")
     for call in range(3):
         if call == moment:
             setattr(layer, name, METHODS[name])

@@ -95,7 +95,7 @@ def test_in_place_and_nothing_else():
         model = Net()
         parameters = dict(model.named_parameters())
         keys, modules = list(model.state_dict()), dict(model.named_modules())
-        assert pyg_sar.distribute(model) is model
+        assert pyg_sar.distribute(model, view="local") is model
         assert list(model.state_dict()) == keys
         assert {n: id(p) for n, p in model.named_parameters()} == {
             n: id(p) for n, p in parameters.items()
@@ -117,7 +117,7 @@ def test_pyg_stays_as_it_is(graph: Data):
     plain = gnn.GATConv(CHANNELS, OUT).double()
     before[gnn.GATConv] = dict(vars(gnn.GATConv))
     expected = plain(graph.x, graph.edge_index)
-    converted = pyg_sar.distribute(copy.deepcopy(plain))
+    converted = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     converted(graph.x, graph.edge_index)
     for kind, names in before.items():
         now = dict(vars(kind))
@@ -151,7 +151,7 @@ def test_plain_edges_run_as_pyg(name: str, graph: Data):
     plain = PLAIN[name]().double()
     expected = single_process(plain, graph)
     kernels = "auto" if name in ("std", "edge") else "off"
-    converted = pyg_sar.distribute(copy.deepcopy(plain), SARPolicy(kernels=kernels))
+    converted = pyg_sar.distribute(copy.deepcopy(plain), SARPolicy(kernels=kernels), view="local")
     found = one_pass(converted, graph, torch.arange(40), torch.mean)
     assert torch.equal(found.out, expected.out)
     assert torch.equal(found.x_grad, expected.x_grad)
@@ -162,7 +162,7 @@ def test_plain_edges_run_as_pyg(name: str, graph: Data):
 def test_plain_sparse_matrices_and_bipartite_graphs(graph: Data):
     """What else PyG takes: a sparse adjacency, a pair of node tensors with sizes."""
     plain = gnn.SAGEConv((CHANNELS, CHANNELS), OUT).double()
-    converted = pyg_sar.distribute(copy.deepcopy(plain))
+    converted = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     dense = torch.zeros(40, 40, dtype=torch.float64)
     dense[graph.edge_index[1], graph.edge_index[0]] = 1
     adjacency = dense.to_sparse_csr()
@@ -248,10 +248,10 @@ def test_idempotent(graph: Data, root: Path):
     model = Net().double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         mine = copy.deepcopy(model)
         for _ in range(3):
-            pyg_sar.distribute(mine)
+            pyg_sar.distribute(mine, view="local")
         assert isinstance(mine.first, DistMessagePassing) and hooks(mine) == 1
         assert type(mine.first).__mro__.count(DistMessagePassing) == 1
         result = one_pass(mine, data, data.n_id, pyg_sar.mean)
@@ -263,13 +263,13 @@ def test_idempotent(graph: Data, root: Path):
 
 def test_policies_per_layer():
     default, other = SARPolicy(mode=2), SARPolicy(mode=3)
-    model = pyg_sar.distribute(Net(), default, layer_policies={"block.conv": other})
+    model = pyg_sar.distribute(Net(), default, layer_policies={"block.conv": other}, view="local")
     assert model.first.policy == default and model.block["conv"].policy == other
-    pyg_sar.distribute(model, other)
+    pyg_sar.distribute(model, other, view="local")
     assert model.first.policy == other
-    pyg_sar.distribute(model)
+    pyg_sar.distribute(model, view="local")
     assert model.first.policy == SARPolicy()
-    alone = pyg_sar.distribute(gnn.GCNConv(3, 3), other)
+    alone = pyg_sar.distribute(gnn.GCNConv(3, 3), other, view="local")
     assert alone.policy == other
 
 
@@ -278,9 +278,12 @@ def test_layer_policies_take_effect(root: Path):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         model = pyg_sar.distribute(
-            Net().double(), SARPolicy(prefetch=0), layer_policies={"first": SARPolicy(mode=3)}
+            Net().double(),
+            SARPolicy(prefetch=0),
+            layer_policies={"first": SARPolicy(mode=3)},
+            view="local",
         )
         with pyg_sar.Ledger(comm) as ledger:
             model(data.x, data.edge_index)
@@ -294,7 +297,9 @@ def test_layer_policies_take_effect(root: Path):
 @pytest.mark.parametrize("name", ["nothing", "head", "block", ""])
 def test_unknown_layer_names(name: str):
     with pytest.raises(ValueError, match=r"'layer_policies' names .*no message passing") as caught:
-        pyg_sar.distribute(Net(), layer_policies={name: SARPolicy(), "first": SARPolicy()})
+        pyg_sar.distribute(
+            Net(), layer_policies={name: SARPolicy(), "first": SARPolicy()}, view="local"
+        )
     assert "block.conv" in str(caught.value) and repr(name) in str(caught.value)
 
 
@@ -324,7 +329,7 @@ def test_lazy_parameters_are_refused():
 
     def worker() -> str:
         with pytest.raises(ValueError, match=r"'conv\.lin_l\.weight' is not initialized") as caught:
-            pyg_sar.distribute(copy.deepcopy(model))
+            pyg_sar.distribute(copy.deepcopy(model), view="local")
         return str(caught.value)
 
     assert all("in_channels" in message for message in threads(worker, 2))
@@ -353,7 +358,7 @@ def test_unlike_models_are_refused():
             model.requires_grad_(False)
         policy = SARPolicy(mode=2 if rank == 1 and how == "policy" else 1)
         with pytest.raises(ValueError) as caught:
-            pyg_sar.distribute(model, policy)
+            pyg_sar.distribute(model, policy, view="local")
         return str(caught.value)
 
     for how in ("width", "layer", "policy"):
@@ -372,8 +377,8 @@ def test_sparse_gradients_are_refused(root: Path):
             return self.conv(self.table(kind), edge_index)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(Table())
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(Table(), view="local")
         with pytest.raises(ValueError, match=r"sparse=False"):
             pyg_sar.mean(model(data.y, data.edge_index)).backward()
 
@@ -395,7 +400,7 @@ def test_rank_0s_parameters_and_buffers_everywhere():
             model.low.fill_(rank + 3)
             model.block["norm"].module.running_mean.fill_(-rank - 1)
         model.head.bias.requires_grad_(False)
-        pyg_sar.distribute(model)
+        pyg_sar.distribute(model, view="local")
         return {name: value.clone() for name, value in model.state_dict().items()}
 
     workers = threads(worker, WORLD)
@@ -416,7 +421,7 @@ def test_special_values_of_rank_0_are_copied():
         other = torch.full((2, 2), float("nan"))
         with torch.no_grad():
             model.weight.copy_(special if pyg_sar.comm.current().rank == 0 else other)
-        return pyg_sar.distribute(model).weight.detach()
+        return pyg_sar.distribute(model, view="local").weight.detach()
 
     for weight in threads(worker, WORLD):
         assert weight[0, 0] == float("inf") and weight[0, 1].isnan()
@@ -427,8 +432,8 @@ def test_sum_gradients_by_hand(graph: Data, root: Path):
     model = Net().double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), sum_gradients=False)
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), sum_gradients=False, view="local")
         local = one_pass(mine, data, data.n_id, pyg_sar.mean)
         pyg_sar.reduction.sum_gradients(mine)
         total = {n: None if p.grad is None else p.grad for n, p in mine.named_parameters()}
@@ -445,8 +450,8 @@ def test_sum_gradients_by_hand(graph: Data, root: Path):
 
 def test_sum_gradients_twice_is_refused(root: Path):
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(Net().double())
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(Net().double(), view="local")
         pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
         with pytest.raises(ValueError, match=r"sum_gradients=False"):
             pyg_sar.reduction.sum_gradients(model)
@@ -455,7 +460,7 @@ def test_sum_gradients_twice_is_refused(root: Path):
 
 
 def test_sum_gradients_alone_changes_nothing(graph: Data):
-    model = pyg_sar.distribute(Net().double(), sum_gradients=False)
+    model = pyg_sar.distribute(Net().double(), sum_gradients=False, view="local")
     model(graph.x, graph.edge_index).sum().backward()
     before = [p.grad.clone() for p in model.parameters()]
     pyg_sar.reduction.sum_gradients(model)
@@ -467,9 +472,9 @@ def test_two_models_in_one_backward_pass(graph: Data, root: Path):
     encoder, head = gnn.GATConv(CHANNELS, 4).double(), Linear(4, OUT).double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        first = pyg_sar.distribute(copy.deepcopy(encoder))
-        second = pyg_sar.distribute(copy.deepcopy(head))
+        data = pyg_sar.load_partition(root, view="local")
+        first = pyg_sar.distribute(copy.deepcopy(encoder), view="local")
+        second = pyg_sar.distribute(copy.deepcopy(head), view="local")
         found = []
         for _ in range(2):
             first.zero_grad(), second.zero_grad()
@@ -555,7 +560,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
         (layer.reset_parameters(), layer.load_state_dict(START))[0] or layer
     ),
     "to": lambda layer: layer.to(torch.float32).to(torch.float64),
-    "distribute again": lambda layer: pyg_sar.distribute(layer),
+    "distribute again": lambda layer: pyg_sar.distribute(layer, view="local"),
 }
 START: dict[str, Tensor] = {}
 
@@ -571,9 +576,9 @@ def test_override_survives(change: str, graph: Data, root: Path):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        mine = CHANGES[change](pyg_sar.distribute(copy.deepcopy(layer), policy))
-        pyg_sar.distribute(mine, policy)
+        data = pyg_sar.load_partition(root, view="local")
+        mine = CHANGES[change](pyg_sar.distribute(copy.deepcopy(layer), policy, view="local"))
+        pyg_sar.distribute(mine, policy, view="local")
         assert is_distributed(mine)
         with pyg_sar.Ledger(comm) as ledger:
             out = mine(data.x, data.edge_index)
@@ -598,8 +603,8 @@ def test_an_explained_layer_is_exact(graph: Data, root: Path):
     copies = [copy.deepcopy(layer) for _ in range(WORLD)]
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copies[pyg_sar.comm.current().rank])
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copies[pyg_sar.comm.current().rank], view="local")
         return data.n_id, explained(mine, data.edge_weight)(data.x, data.edge_index).detach()
 
     expected = explained(copy.deepcopy(layer), graph.edge_weight)(graph.x, graph.edge_index)
@@ -611,8 +616,10 @@ def test_an_explainer_that_collects_messages_is_refused(mode: int, graph: Data, 
     """Messages come tile by tile: it would take the first tile's weights for those of all edges."""
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(gnn.GATConv(CHANNELS, 3).double(), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(
+            gnn.GATConv(CHANNELS, 3).double(), SARPolicy(mode=mode), view="local"
+        )
         explainer = Explainer(
             model,
             AttentionExplainer(),
@@ -630,7 +637,7 @@ def test_an_explainer_that_collects_messages_is_refused(mode: int, graph: Data, 
 
 def test_explainers_run_on_a_converted_model_and_plain_edges(graph: Data):
     """Explaining a trained model afterwards, in one process."""
-    model = pyg_sar.distribute(Net().double())
+    model = pyg_sar.distribute(Net().double(), view="local")
     explainer = Explainer(
         model,
         GNNExplainer(epochs=2),

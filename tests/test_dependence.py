@@ -158,8 +158,8 @@ ESCAPES: dict[str, Fn] = {
 def counts(root: Path, layer: MessagePassing, policy: SARPolicy) -> dict[str, Any]:
     """Two passes, counted; messages are counted by a hook."""
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
     calls = [0]
     layer.register_message_forward_pre_hook(lambda *_: calls.__setitem__(0, calls[0] + 1))
     backward_calls = 0
@@ -221,9 +221,11 @@ def test_values_that_escape_are_refused(name: str, root: Path):
     """Nobody sees whether each edge's values come back to it alone."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         for mode in (1, 2, 3):
-            layer = pyg_sar.distribute(Formula(ESCAPES[name]).double(), SARPolicy(mode=mode))
+            layer = pyg_sar.distribute(
+                Formula(ESCAPES[name]).double(), SARPolicy(mode=mode), view="local"
+            )
             with pytest.raises(
                 pyg_sar.errors.DistributedIndexError, match="hands values of its edges"
             ):
@@ -243,8 +245,8 @@ def test_learned_weights_are_case_2(graph: Data, root: Path):
 
     def worker(learned: bool) -> dict[str, Any]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT).double())
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(gnn.GraphConv(CHANNELS, OUT).double(), view="local")
         x = data.x.clone().requires_grad_()
         weight = data.edge_weight.clone().requires_grad_(learned)
         with pyg_sar.Ledger(comm) as ledger:
@@ -275,8 +277,8 @@ def test_first_layer_needs_nothing_in_backward(name: str, mode: int, root: Path)
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=mode))
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=mode), view="local")
         with pyg_sar.Ledger(comm) as ledger:
             out = mine(data.x, data.edge_index)
             held = ledger.resident_rows()
@@ -295,9 +297,9 @@ def test_parameters_of_the_message_need_values_of_raw_features(mode: int, graph:
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         layer = Formula(VALUES["learned map"]).double()
-        mine = pyg_sar.distribute(layer, SARPolicy(mode=mode))
+        mine = pyg_sar.distribute(layer, SARPolicy(mode=mode), view="local")
         with pyg_sar.Ledger(comm) as ledger:
             out = mine(data.x, data.edge_index, data.edge_weight, data.edge_attr)
             pyg_sar.mean(node_losses(out, data.n_id)).backward()
@@ -332,8 +334,8 @@ def test_analysis_follows_what_changes(graph: Data, root: Path):
 
     def worker() -> list[int]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Formula(VALUES["learned scale"]).double())
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(Formula(VALUES["learned scale"]).double(), view="local")
         refetched = []
 
         def run() -> None:
@@ -372,8 +374,8 @@ def test_a_message_that_changes_its_mind(graph: Data, root: Path):
     plain = Switched().double()
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(copy.deepcopy(plain), POLICIES[1])
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(copy.deepcopy(plain), POLICIES[1], view="local")
         gradients = []
         for nonlinear in (False, True):
             layer.nonlinear = nonlinear
@@ -404,8 +406,8 @@ def test_one_target_alone_shows_that_a_message_is_not_linear(tmp_path: Path) -> 
     expected = plain(x, data.edge_index, data.edge_type)
     expected.square().sum().backward()
     pyg_sar.write_partitions(data, 1, tmp_path / "parts", "random")
-    part = pyg_sar.load_partition(tmp_path / "parts")
-    out = pyg_sar.distribute(copy.deepcopy(plain))(y, part.edge_index, part.edge_type)
+    part = pyg_sar.load_partition(tmp_path / "parts", view="local")
+    out = pyg_sar.distribute(copy.deepcopy(plain), view="local")(y, part.edge_index, part.edge_type)
     out.square().sum().backward()
     assert torch.allclose(out, expected, rtol=1e-10)
     assert torch.allclose(y.grad, x.grad, rtol=1e-10)

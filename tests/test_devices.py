@@ -141,7 +141,7 @@ def test_a_model_elsewhere_is_an_error(monkeypatch: pytest.MonkeyPatch):
     model.convs[0].to("meta")
     text = r"'convs.1.bias' on cpu at rank 0, whose.*is meta: call model.to\(comm.device\)"
     with pytest.raises(ValueError, match=text):
-        pyg_sar.distribute(model)
+        pyg_sar.distribute(model, view="local")
     _put_on_device(model.to("meta"), ON_META)
 
 
@@ -166,12 +166,12 @@ def test_a_model_on_the_cpu_is_moved():
 
 def test_a_single_process_on_the_cpu_chooses_for_itself():
     model = gnn.GCNConv(4, 3).to("meta")
-    assert pyg_sar.distribute(model) is model
+    assert pyg_sar.distribute(model, view="local") is model
 
 
 def asked(root: Path, device: str) -> str:
     try:
-        return str(pyg_sar.load_partition(root, device=device).x.device)
+        return str(pyg_sar.load_partition(root, device=device, view="local").x.device)
     except ValueError as error:
         return str(error)
 
@@ -230,11 +230,11 @@ FREE = {"copy_", "__getitem__", "__setitem__", "is_", "__get__", "__set__", "typ
 
 def steps(root: Path, make: Any) -> tuple[Tensor, int]:
     """Two steps of training in which the CPU's tensors are kept apart from the data."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
     model = make(data.num_features)
     with Apart() as apart:
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
         for _ in range(2):
             out = model(data.x, data.edge_index)
             pyg_sar.mean(F.cross_entropy(out, data.y, reduction="none")).backward()
@@ -264,8 +264,10 @@ def test_what_is_made_on_the_way_is_where_the_data_is(
 
 def looked_up(root: Path) -> list[int]:
     """How often a worker has looked for a tile's targets, which a GPU is waited for: by step."""
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(MODELS["general"](data.num_features), SARPolicy(message_budget=600))
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(
+        MODELS["general"](data.num_features), SARPolicy(message_budget=600), view="local"
+    )
     found = []
     for _ in range(3):
         pyg_sar.mean(model(data.x, data.edge_index).square().sum(-1)).backward()

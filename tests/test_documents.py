@@ -242,7 +242,7 @@ def test_forces(tmp_path):
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
 
     def work() -> None:
-        mine = pyg_sar.load_partition(tmp_path / "parts")
+        mine = pyg_sar.load_partition(tmp_path / "parts", view="local")
         pos = mine.pos.requires_grad_()
         code = snippets("docs/training.md")[5:6]
         names = {"torch": torch, "pyg_sar": pyg_sar, "model": Energy(), "data": mine, "pos": pos}
@@ -277,7 +277,7 @@ def test_link_prediction_and_all_nodes_in_one_place(tmp_path, monkeypatch):
             return self.name
 
     def work() -> None:
-        model = pyg_sar.distribute(MyModel())
+        model = pyg_sar.distribute(MyModel(), view="local")
         names = {"pyg_sar": pyg_sar, "F": F, "torch": torch, "model": model}
         names |= {"Evaluator": Evaluator, "roc_auc_score": roc_auc_score}
         run("docs/link_prediction.md", [each, evaluate, "out = z", gather], **names)
@@ -291,8 +291,8 @@ def test_reductions_over_all_nodes(tmp_path):
     names = {"softmax": softmax, "scatter": scatter, "global_mean_pool": global_mean_pool}
 
     def work() -> None:
-        data = pyg_sar.load_partition(tmp_path / "parts")
-        model = pyg_sar.distribute(Readout())
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        model = pyg_sar.distribute(Readout(), view="local")
         names_here = {**names, "F": F, "pyg_sar": pyg_sar, "data": data, "model": model}
         run("docs/global.md", snippets("docs/global.md"), x=data.x, gate=data.x, **names_here)
 
@@ -318,7 +318,7 @@ def test_larger_than_memory(tmp_path, monkeypatch):
     pyg_sar.write_partitions(a_graph(), 16, "parts", "random")
 
     def train(root: str) -> int:
-        return pyg_sar.load_partition(root).num_nodes
+        return pyg_sar.load_partition(root, view="local").num_nodes
 
     code, again = snippets("docs/larger-than-memory.md")
     names = {"pyg_sar": pyg_sar, "train": train}

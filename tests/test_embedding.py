@@ -86,9 +86,9 @@ def local(kind: str, data: Any, state: dict[str, Tensor]) -> tuple[torch.nn.Modu
     if kind == "LINKX":  # PyG builds it for at least one node
         model, name, _ = whole(kind)
         model.load_state_dict(state)
-        return pyg_sar.distribute(own_rows(model, data.n_id)), name
+        return pyg_sar.distribute(own_rows(model, data.n_id), view="local"), name
     model, name = build(kind, data.num_nodes)
-    pyg_sar.distribute(model)
+    pyg_sar.distribute(model, view="local")
     rows = {k: v[data.n_id] if k == name else v for k, v in state.items()}
     model.load_state_dict(rows)
     return model, name
@@ -108,7 +108,7 @@ def trained(kind: str, model: Any, data: Any, ids: Tensor, mean: Any, steps: int
 
 
 def worker(root: Path, states: dict[str, dict[str, Tensor]]) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = {}
     for kind in KINDS:
         for k, policy in enumerate(MODES):
@@ -152,7 +152,7 @@ def test_training_equals_one_process(world, tmp_path):
 
 
 def save(root: Path, path: Path, state: dict[str, Tensor], ids: bool, best: bool) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     model, _ = local("GAT", data, state)
     if ids:
         model.embedding.n_id = data.n_id
@@ -168,11 +168,11 @@ def save(root: Path, path: Path, state: dict[str, Tensor], ids: bool, best: bool
 
 
 def restore(root: Path, path: Path, ids: bool, weights: str = "last") -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     model, _ = build("GAT", data.num_nodes)
     if ids:
         model.embedding.n_id = data.n_id
-    pyg_sar.distribute(model)
+    pyg_sar.distribute(model, view="local")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.1)
     before = model.embedding.weight.detach().clone()
     try:
@@ -221,7 +221,7 @@ def test_a_checkpoint_fits_one_process(tmp_path):
 
 
 def there_and_back(root: Path, weight: Tensor) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     embedding = NodeEmbedding(data.num_nodes, CHANNELS, data.n_id, dtype=torch.float64)
     drawn = embedding.weight.detach().clone()
     after = torch.rand(2)
@@ -246,7 +246,7 @@ def test_gather_and_scatter(tmp_path):
 
 
 def wrong(root: Path) -> list[str]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     rows, found = data.num_nodes, []
     embedding = NodeEmbedding(rows, CHANNELS)
     for case in (
@@ -257,7 +257,9 @@ def wrong(root: Path) -> list[str]:
         lambda: own_rows(torch.nn.Linear(2, 2), data.n_id),
         lambda: own_rows(LightGCN(3, 2, 1), data.n_id),
         lambda: own_rows(LightGCN(NODES, 2, 1), data.n_id, ["convs"]),
-        lambda: pyg_sar.distribute(LightGCN(NODES, 2, 1)).get_embedding(data.edge_index),
+        lambda: pyg_sar.distribute(LightGCN(NODES, 2, 1), view="local").get_embedding(
+            data.edge_index
+        ),
     ):
         try:
             case()
@@ -278,7 +280,7 @@ def test_what_does_not_fit_is_named(tmp_path):
 
 
 def clipped(root: Path, state: dict[str, Tensor]) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     model, _ = local("GAT", data, state)
     pyg_sar.mean(node_losses(run("GAT", model, data), data.n_id)).backward()
     norm = pyg_sar.reduction.parameters.clip_grad_norm(model, 0.01, pyg_sar.comm.current())
@@ -303,9 +305,9 @@ def test_gradients_summed_by_hand_leave_rows_alone(tmp_path):
     pyg_sar.write_partitions(data, 2, tmp_path / "p", "random")
 
     def by_hand() -> Any:
-        part = pyg_sar.load_partition(tmp_path / "p")
+        part = pyg_sar.load_partition(tmp_path / "p", view="local")
         model, name = build("GAT", part.num_nodes)
-        pyg_sar.distribute(model, sum_gradients=False)
+        pyg_sar.distribute(model, sum_gradients=False, view="local")
         model.load_state_dict({k: v[part.n_id] if k == name else v for k, v in state.items()})
         pyg_sar.mean(node_losses(model(part.edge_index), part.n_id)).backward()
         pyg_sar.reduction.sum_gradients(model)
@@ -323,7 +325,7 @@ def test_a_copied_model_owns_its_rows(tmp_path):
     pyg_sar.write_partitions(data, 2, tmp_path / "p", "random")
 
     def copied() -> Any:
-        part = pyg_sar.load_partition(tmp_path / "p")
+        part = pyg_sar.load_partition(tmp_path / "p", view="local")
         model = copy.deepcopy(local("GAT", part, state)[0])
         pyg_sar.mean(node_losses(model(part.edge_index), part.n_id)).backward()
         return part.n_id, model.embedding.weight.grad
@@ -388,11 +390,11 @@ def test_the_first_parameters_are_those_of_one_process(tmp_path):
         return own_rows(lambda n: seeded(make, n), data.n_id, names), name
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         found = {}
         for kind in ("table", "names", "LightGCN", "LINKX"):
             model, name = built(kind, data)
-            pyg_sar.distribute(model)
+            pyg_sar.distribute(model, view="local")
             found[kind] = name, {k: v.clone() for k, v in model.state_dict().items()}
         return data.n_id, found
 

@@ -87,7 +87,7 @@ class Backward(Pass):
 
 
 def squares(root: Path, covered: bool) -> tuple[Tensor, Tensor, Tensor, int]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     split = split_edges(data.edge_index, SUMS, SUMS) if covered else None
     schedule = by_shards(shards_of(data.edge_index), split, split)
     x = data.x.requires_grad_()
@@ -160,7 +160,7 @@ class FileSource(RowSource):
 
 
 def from_a_file(root: Path, file: Path) -> tuple[Tensor, Tensor, Tensor, int]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     plan, shards = data.edge_index.plan, shards_of(data.edge_index)
     own = HaloSource(plan, [data.n_id], Travel(("", "", "plan"), 0))
     ids = [own.open(unit).tensors[0].clone() for unit in range(plan.world_size)]
@@ -198,8 +198,8 @@ def test_a_row_source_over_a_file(tmp_path: Path) -> None:
 
 def left_over(root: Path, name: str) -> int:
     """Objects in reference cycles after a step, which the collector alone would free."""
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(LAYERS[name]().double())
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(LAYERS[name]().double(), view="local")
     x = data.x.requires_grad_()
     for _ in range(2):
         layer(x, data.edge_index).sum().backward()

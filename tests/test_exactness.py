@@ -489,9 +489,9 @@ def test_order_dependent_aggregations(name: str, partitions: Partitions):
 
 
 def in_unknown_order(root: Any) -> None:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     edges = torch.arange(data.num_edges).flip(0)
-    pyg_sar.distribute(ordered_layer("lstm"))(data.x, data.edge_index[:, edges])
+    pyg_sar.distribute(ordered_layer("lstm"), view="local")(data.x, data.edge_index[:, edges])
 
 
 def test_order_dependent_aggregation_of_permuted_edges(partitions: Partitions):
@@ -511,8 +511,8 @@ class Energy(gnn.MessagePassing):
 
 
 def call(kind: type[torch.nn.Module], root: Any) -> None:
-    data = pyg_sar.load_partition(root)
-    pyg_sar.distribute(kind().double())(data.x, data.edge_index)
+    data = pyg_sar.load_partition(root, view="local")
+    pyg_sar.distribute(kind().double(), view="local")(data.x, data.edge_index)
 
 
 def test_aggregation_over_all_targets_together_is_refused(graph: Data, partitions: Partitions):
@@ -581,9 +581,9 @@ KINDS = ("edges", "plan", "fetch", "refetch", "gradient")
 
 
 def count_reversed(root: Any) -> tuple[dict[str, int], int]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     layer = gnn.GraphConv(CHANNELS, OUT, **BACK).double()
-    layer = pyg_sar.distribute(layer, SARPolicy(push="off"))
+    layer = pyg_sar.distribute(layer, SARPolicy(push="off"), view="local")
     x = data.x.requires_grad_()
     layer(x, data.edge_index, data.edge_weight).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -667,8 +667,8 @@ def train(
 
 
 def train_worker(root: Any, model: torch.nn.Module, optimizer: str, policy: SARPolicy) -> Any:
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(copy.deepcopy(model), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
     return data.n_id, *train(model, data, optimizer, pyg_sar.mean)
 
 

@@ -190,8 +190,8 @@ def test_layers_are_exact(world: int, ties: bool, partitions: Partitions):
 
 
 def rows_of_messages(root: Path, policy: SARPolicy, aggr: Any) -> tuple[list[int], int]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Plain(aggr), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(Plain(aggr), policy, view="local")
     x = data.x.requires_grad_()
     layer(x, data.edge_index)  # is analysed
     MESSAGES.rows.clear()
@@ -232,8 +232,8 @@ def test_integers(partitions: Partitions):
     expected = [layer(values, data.edge_index) for layer in layers]
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(root)
-        mine = [pyg_sar.distribute(SimpleConv(aggr=aggr)) for aggr in ("max", "min")]
+        part = pyg_sar.load_partition(root, view="local")
+        mine = [pyg_sar.distribute(SimpleConv(aggr=aggr), view="local") for aggr in ("max", "min")]
         return part.n_id, [layer(part.y.view(-1, 1) - 1, part.edge_index) for layer in mine]
 
     for n_id, found in threads(worker, 2):
@@ -257,10 +257,10 @@ def test_nan_and_infinite_features_as_in_one_process(tmp_path: Path):
         expected[aggr] = out.detach(), x.grad
 
     def worker() -> None:
-        part = pyg_sar.load_partition(tmp_path / "parts")
+        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
         for policy in WHOLE:
             for aggr, (out, gradient) in expected.items():
-                layer = pyg_sar.distribute(SimpleConv(aggr), policy)
+                layer = pyg_sar.distribute(SimpleConv(aggr), policy, view="local")
                 x = part.x.clone().requires_grad_()
                 found = layer(x, part.edge_index)
                 (found * weight).sum().backward()

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 import pyg_sar
+import pyg_sar.comm.heartbeats as heartbeats_module
 import pyg_sar.comm.watch as watch_module
 from pyg_sar.comm.backends import TransportError
 from pyg_sar.comm.environment import WorkerInfo, find_stopped, has_starter
@@ -27,6 +28,7 @@ from pyg_sar.comm.issuer import Progress
 from pyg_sar.comm.launch import launch
 from pyg_sar.comm.messages import Posts, is_consequence, to_text
 from pyg_sar.comm.processes import ask, is_dead, this_process
+from pyg_sar.comm.store import AskedStore
 from pyg_sar.comm.watch import StoreWatch
 from pyg_sar.errors import CommTimeoutError, LostWorkerError, MismatchError, WorkerError
 
@@ -76,13 +78,14 @@ def test_killed_rank_0_under_launch(light, tmp_path):
 
 # Under torchrun, and its environment set by hand #############################
 
-# One interpreter imports the package, and forks the workers of one scenario after the other: each
-# is a process of its own with torchrun's variables, on a port found at run time.
+# One interpreter imports the package, and forks the workers of all scenarios: each is a process of
+# its own with torchrun's variables, on a port found at run time.
 RANKS = textwrap.dedent(
     """
     import ctypes, json, os, signal, socket, sys, time, traceback
     import torch
     import pyg_sar.comm.group as comm_module
+    import pyg_sar.comm.heartbeats as heartbeats_module
     import pyg_sar.comm.watch as watch_module
     from pyg_sar.comm.backends import GlooTransport
     from pyg_sar.comm.group import init, finalize
@@ -129,7 +132,7 @@ RANKS = textwrap.dedent(
     def hung(comm, kill):
         comm.barrier()
         if comm.rank == 1:
-            time.sleep(5)  # Longer than the timeout, but it lives.
+            time.sleep(9)  # Longer than the timeout, but it lives.
         for step in (1, 2):  # Both ways around: every rank needs rank 1.
             dst, src = (comm.rank + step) % 3, (comm.rank - step) % 3
             comm.exchange(torch.ones(3), dst, torch.empty(3), src, label=LABEL).wait()
@@ -216,7 +219,7 @@ RANKS = textwrap.dedent(
             whole = comm_module.claim_rank
             comm_module.claim_rank = lambda *args: (kill(signal.SIGSTOP), whole(*args))
         else:
-            watch_module.find_stopped = lambda info: {1}
+            watch_module.find_stopped = lambda info: {1: None}
 
     def in_the_roll_call(kill):
         whole = comm_module.wait_for_workers
@@ -247,6 +250,7 @@ RANKS = textwrap.dedent(
         play = globals()[scenario]
         if play in QUICK:
             watch_module.BEAT, watch_module.STUCK, watch_module.SILENT = 0.1, 0.3, 0.7
+            heartbeats_module.ANSWER = 0.5
         try:
             if play in AT_START:
                 play(kill)
@@ -261,10 +265,7 @@ RANKS = textwrap.dedent(
             with open(f"{folder}/{scenario}.{rank}", "w") as file:
                 json.dump(told, file)
 
-    def by_hand(scenario, world, victim, timeout, folder):
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+    def by_hand(scenario, world, victim, timeout, folder, port):
         pids = []
         for rank in range(world):
             pid = os.fork()
@@ -276,7 +277,7 @@ RANKS = textwrap.dedent(
                 os.dup2(sys.stderr.fileno(), 2)
                 return worker(scenario, victim, timeout, folder)
             pids.append(pid)
-        asleep = [pids.pop(victim)] if "stopped" in scenario else []
+        asleep = [pids.pop(victim)] if scenario == "stopped_early" else []
         codes = [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
         for pid in asleep:
             os.kill(pid, signal.SIGKILL)
@@ -285,15 +286,24 @@ RANKS = textwrap.dedent(
             json.dump(codes, file)
 
     folder, *scenarios = sys.argv[1:]
-    for scenario in scenarios:
+    probes = [socket.create_server(("127.0.0.1", 0)) for _ in scenarios]
+    ports = [probe.getsockname()[1] for probe in probes]
+    for probe in probes:
+        probe.close()
+    # Beside each other: most of the time they wait.
+    for scenario, port in zip(scenarios, ports):
         name, world, victim, timeout = scenario.split(":")
-        arguments = name, int(victim), float(timeout), folder
         if "RANK" in os.environ:  # Under torchrun.
-            worker(*arguments)
-        else:
-            by_hand(name, int(world), *arguments[1:])
-        if "RANK" in os.environ:
+            worker(name, int(victim), float(timeout), folder)
+        elif os.fork() == 0:
+            by_hand(name, int(world), int(victim), float(timeout), folder, port)
             break
+    else:
+        while "RANK" not in os.environ:
+            try:
+                assert os.wait()[1] == 0
+            except ChildProcessError:
+                break
     """
 )
 
@@ -343,7 +353,7 @@ def test_environment_set_by_hand(light, tmp_path):
         "reduce_loop:3:0:100",
         "exchange_loop:3:1:100",
         "behind_a_sleeper:3:0:100",
-        "hung:3:-1:3",
+        "hung:3:-1:6",
         "leaves_early:3:-1:100",
         "fails:3:-1:100",
     ]
@@ -450,6 +460,8 @@ def test_silent_workers(light, tmp_path):
     assert set(read_told(tmp_path, "holds_the_lock").values()) == {"ended well"}
     for name, victim in victims.items():
         told = read_told(tmp_path, name)
+        if name != "stopped_early":  # The others end it: a launcher's SIGTERM would not.
+            assert told.codes.pop(victim) == -signal.SIGKILL
         assert told.codes == [1, 1], name
         for text in told.values():
             assert text.startswith(f"LostWorkerError: Rank {victim} was lost: its process was st")
@@ -606,7 +618,7 @@ class MuteStore:
 
 
 def test_a_silent_store_keeps_no_watch_waiting(quick, monkeypatch):
-    monkeypatch.setattr(watch_module, "ANSWER", 0.1)
+    monkeypatch.setattr(heartbeats_module, "ANSWER", 0.1)
     seen = Seen(MuteStore(), PENDING)
     error = seen.errors.get(timeout=PATIENCE)
     assert str(error).startswith("Rank 0 was lost: it has not answered for 0 s: stopped, or")
@@ -617,6 +629,28 @@ def test_a_silent_store_keeps_no_watch_waiting(quick, monkeypatch):
         pass
     assert "Rank 0 was lost: the workers' store, which it hosts, has not an" in str(begun._told)
     begun.close()
+
+
+def test_a_connection_to_the_store_that_broke_names_its_host(quick):
+    """Also where nobody knows yet which process that is."""
+    broken = dist.DistNetworkError("Connection reset by peer")
+    for agent_store, who in ((True, "The launcher"), (False, "Rank 0")):
+        watch = StoreWatch(dist.HashStore(), place_of(1, 3, agent_store))
+        error = watch.diagnose(broken, "the start")
+        assert str(error).startswith(f"{who} was lost: it hosts the workers' store"), error
+        watch._store.close()
+
+
+def test_a_question_to_the_store_is_not_asked_once_a_worker_is_lost():
+    """A store that answers at once kept who asked it from learning that."""
+
+    def check() -> None:
+        raise LostWorkerError("y", rank=0)
+
+    store = AskedStore(dist.HashStore, check)
+    with pytest.raises(LostWorkerError):
+        name_start(store, place_of(1), 5)
+    store.close()
 
 
 def test_workers_whose_starter_is_gone(quick, monkeypatch):
@@ -641,8 +675,9 @@ def test_a_stopped_process_that_has_not_said_who_it_is():
     with child:
         os.kill(child.pid, signal.SIGSTOP)
         os.waitpid(child.pid, os.WUNTRACED)
-        assert find_stopped(place_of(0, 3)) == {2}
-        assert find_stopped(place_of(0, 2)) == set()  # Another run.
+        found = find_stopped(place_of(0, 3))
+        assert found.keys() == {2} and found[2]["pid"] == child.pid
+        assert find_stopped(place_of(0, 2)) == {}  # Another run.
         child.kill()
 
 
@@ -684,8 +719,9 @@ def test_failed_transfer_between_live_workers_keeps_its_message(quick):
     seen = Seen(store, PENDING._replace(pending=0))
     error = seen.watch.diagnose(TransportError("odd size"), "exchange [conv]")
     assert str(error) == "Rank 1: exchange [conv] failed though all workers seem alive: odd size"
-    timeout = Seen(dist.HashStore(), PENDING._replace(pending=0))
-    beat(timeout.watch._store, 1, started=7, pending=1)
+    store = dist.HashStore()
+    beat(store, 1, started=7, pending=1)
+    timeout = Seen(store, PENDING._replace(pending=0))
     error = timeout.watch.diagnose(TransportError("Timed out waiting 5ms"), "all_reduce")
     assert isinstance(error, CommTimeoutError)
     assert "rank 0 is in its operation 7 (exchange)" in str(error)

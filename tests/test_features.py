@@ -70,7 +70,7 @@ def test_features_are_those_of_sign(world, run, weights, loops, partitions, tmp_
 
 
 def replaced(root: Any, name: str, rows: int, overwrite: bool) -> None:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     value = torch.ones(data.num_nodes + rows * pyg_sar.comm.current().rank)
     add_attributes(root, {name: value}, root, overwrite=overwrite)
 
@@ -94,7 +94,7 @@ def test_attributes_are_added_all_or_none(partitions, tmp_path):
 
 def test_a_transform_on_a_part_names_the_call(partitions):
     def transform(root: Path) -> None:
-        SIGN(2)(pyg_sar.load_partition(root))
+        SIGN(2)(pyg_sar.load_partition(root, view="local"))
 
     with pytest.raises(Exception, match="propagate_features"):
         threads(transform, 2, partitions(make_graph(NODES, 200), 2))
@@ -124,8 +124,8 @@ class Propagating(torch.nn.Module):
 
 
 def propagated(root: Path, model: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root)
-    own = pyg_sar.distribute(copy.deepcopy(model))
+    data = pyg_sar.load_partition(root, view="local")
+    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
     loss, out = own(data, pyg_sar.mean)
     loss.backward()
     return out, data.n_id, [p.grad.clone() for p in own.parameters()]

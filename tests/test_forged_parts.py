@@ -12,6 +12,7 @@ import random
 import re
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -223,7 +224,9 @@ Original = tuple[BaseData, list[BaseData]]
 
 
 def original_of(root: Path) -> Original:
-    return merge_partitions(root), threads(pyg_sar.load_partition, WORLD, root)
+    return merge_partitions(root), threads(
+        partial(pyg_sar.load_partition, view="local"), WORLD, root
+    )
 
 
 def write_part(root: Path, part: int, tensors: dict[str, Tensor]) -> None:
@@ -271,7 +274,7 @@ def loaded(root: Path, expected: list[BaseData], what: str) -> str:
 
     def worker() -> Any:
         try:
-            return pyg_sar.load_partition(root)
+            return pyg_sar.load_partition(root, view="local")
         except PartitionError as error:
             return str(error)
 
@@ -369,7 +372,7 @@ def test_other_rows_in_range_are_one_error_on_every_worker(name: str, tmp_path: 
 
     def worker() -> str:
         with pytest.raises(PartitionError, match=text) as caught:
-            pyg_sar.load_partition(tmp_path / "parts")
+            pyg_sar.load_partition(tmp_path / "parts", view="local")
         return str(caught.value)
 
     assert len(set(threads(worker, WORLD))) == 1
@@ -428,4 +431,4 @@ def test_features_of_another_dtype_are_named(tmp_path: Path):
     row = storage._write_part(tmp_path / "parts", tensors, 0, 1)
     storage._write_metadata(tmp_path / "parts", {**metadata_of(tmp_path / "parts"), "parts": [row]})
     with pytest.raises(PartitionError, match=r"'node.x' of '.*part-00000.*int64.*float64"):
-        pyg_sar.load_partition(tmp_path / "parts")
+        pyg_sar.load_partition(tmp_path / "parts", view="local")

@@ -169,10 +169,10 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _fused_counts(root: object) -> list[int]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     counts = []
     for name, (make, edge) in LAYERS.items():
-        layer = pyg_sar.distribute(make().double())
+        layer = pyg_sar.distribute(make().double(), view="local")
         arguments = {key: data[key] for key in (*edge, *TYPED.get(name.split(",")[0], ()))}
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             layer(data.x, data.edge_index, **arguments)
@@ -201,7 +201,7 @@ def test_others_do_not(kind: str) -> None:
     plain = (Watched if kind == "own message" else gnn.GATConv)(CHANNELS, OUT).double()
     if kind == "mean":
         plain = gnn.GATConv(CHANNELS, OUT, aggr="mean").double()
-    model = pyg_sar.distribute(copy.deepcopy(plain))
+    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     if kind == "hook":
         for layer in (plain, model):
             layer.register_message_forward_hook(lambda module, inputs, out: out * 3)
@@ -230,9 +230,9 @@ OWN: dict[str, Make] = {
 
 
 def _fused_of_own(root: object) -> dict[str, int]:
-    data, counts = pyg_sar.load_partition(root), {}
+    data, counts = pyg_sar.load_partition(root, view="local"), {}
     for name, make in OWN.items():
-        counts[name] = fused_passes(pyg_sar.distribute(make().double()), data)
+        counts[name] = fused_passes(pyg_sar.distribute(make().double(), view="local"), data)
     return counts
 
 
@@ -268,7 +268,7 @@ def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
     data = make_graph(20, 80)
     layer = (Typed if name == "rgat" else LAYERS[name][0])().double()
     set_dropout(layer, 0.5)
-    model = pyg_sar.distribute(layer)
+    model = pyg_sar.distribute(layer, view="local")
     assert _dropped(model, data, data.x) == _dropped(model, data, data.x)
     set_dropout(model, 0.0)
     without = _dropped(model, data, data.x)
@@ -281,7 +281,7 @@ def test_the_backward_pass_sees_the_same_mask(name: str) -> None:
 
 def test_dropout_keeps_the_mean() -> None:
     data = make_graph(20, 80)
-    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, dropout=0.4).double())
+    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, dropout=0.4).double(), view="local")
     drawn = torch.stack([layer(data.x, data.edge_index).detach() for _ in range(600)])
     expected = layer.eval()(data.x, data.edge_index)
     spread = drawn.std(0) / 600**0.5
@@ -290,9 +290,11 @@ def test_dropout_keeps_the_mean() -> None:
 
 
 def _masks(root: object, policies: tuple[SARPolicy, ...]) -> list[tuple[Tensor, Tensor]]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5).double())
+    layer = pyg_sar.distribute(
+        gnn.GATConv(CHANNELS, OUT, heads=2, dropout=0.5).double(), view="local"
+    )
     found = []
     for policy in policies:
         set_policy(layer, policy)
@@ -317,8 +319,8 @@ def test_modes_and_prefetching_drop_the_same(tmp_path) -> None:
 
 
 def _traffic(root: object, make: Make) -> dict[str, int]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0, push="off"))
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(make().double(), SARPolicy(prefetch=0, push="off"), view="local")
     assert fused_passes(layer, data) == 1
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -373,7 +375,7 @@ class Saved:
 def test_nothing_per_edge_is_kept(name: str) -> None:
     nodes, edges, saved = 50, 20_000, Saved()
     data = make_graph(nodes, edges)
-    model = pyg_sar.distribute(LAYERS[name][0]().double())
+    model = pyg_sar.distribute(LAYERS[name][0]().double(), view="local")
     model(data.x, data.edge_index)
     with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda t: t):
         out = model(data.x.requires_grad_(), data.edge_index)
@@ -390,7 +392,7 @@ def test_scores_of_ten_thousand_stay_finite() -> None:
     with torch.no_grad():
         plain.att_src *= 1e4
         plain.att_dst *= 1e4
-    model = pyg_sar.distribute(copy.deepcopy(plain))
+    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     expected = plain(data.x, data.edge_index)
     found = model(data.x, data.edge_index)
     assert found.isfinite().all()
@@ -405,7 +407,7 @@ def test_nan_and_inf_spread_as_in_pyg(bad: float, name: str) -> None:
     data = make_graph()
     data.x[3, 1] = bad
     plain = LAYERS[name][0]().double()
-    model = pyg_sar.distribute(copy.deepcopy(plain))
+    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     expected = plain(data.x, data.edge_index)
     assert torch.equal(model(data.x, data.edge_index).isfinite(), expected.isfinite())
 
@@ -421,7 +423,10 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
     truth = single_process(exact, data)
     plain = copy.deepcopy(exact).to(dtype)
     worst = {}
-    for who, layer in (("pyg", plain), ("here", pyg_sar.distribute(copy.deepcopy(plain)))):
+    for who, layer in (
+        ("pyg", plain),
+        ("here", pyg_sar.distribute(copy.deepcopy(plain), view="local")),
+    ):
         x = data.x.to(dtype).requires_grad_()
         out = layer(x, data.edge_index)
         worst[who] = float((out.detach().double() - truth.out).norm() / truth.out.norm())
@@ -432,8 +437,8 @@ def test_rounding_is_at_most_twice_pyg(dtype: torch.dtype, name: str) -> None:
 
 
 def _half(layer: torch.nn.Module, root: object) -> tuple[int, Tensor]:
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(copy.deepcopy(layer))
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
     with torch.no_grad(), pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out = model(data.x, data.edge_index, edge_type=data.edge_type)
     whole = out.new_empty(out.shape)
@@ -462,7 +467,7 @@ def test_the_factors_of_a_hub_do_not_round(tmp_path) -> None:
 
 def test_an_edge_of_no_relation_is_an_error() -> None:
     data = make_graph()
-    model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double())
+    model = pyg_sar.distribute(gnn.RGATConv(CHANNELS, OUT, 3).double(), view="local")
     for bad in (3, -1):
         kinds = data.edge_type.clone()
         kinds[7] = bad
@@ -473,7 +478,7 @@ def test_an_edge_of_no_relation_is_an_error() -> None:
 def test_no_edges_at_all() -> None:
     data = make_graph()
     plain = gnn.GATConv(CHANNELS, OUT, add_self_loops=False).double()
-    model = pyg_sar.distribute(copy.deepcopy(plain))
+    model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     out = model(data.x, data.edge_index[:, :0])
     assert torch.equal(out, plain(data.x, data.edge_index[:, :0]))
     F.mse_loss(out, torch.ones_like(out)).backward()

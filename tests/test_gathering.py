@@ -49,7 +49,7 @@ def test_rows_come_to_their_places(backend: str, tmp_path: Path, monkeypatch: py
 
 
 def look(root: Path) -> None:
-    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
+    comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root, view="local")
     for dst, dtype in enumerate(DTYPES):
         dst %= comm.world_size
         for shape in ((), (3,), (2, 1), (0,)):
@@ -76,7 +76,10 @@ def test_nothing_but_rows_and_ids_is_sent(tmp_path: Path):
     pyg_sar.write_partitions(make_graph(NODES), 2, tmp_path / "parts", "contiguous")
 
     def worker() -> int:
-        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(tmp_path / "parts")
+        comm, data = (
+            pyg_sar.comm.current(),
+            pyg_sar.load_partition(tmp_path / "parts", view="local"),
+        )
         before = pyg_sar.gather_nodes(data.x[:, :0], data)
         assert before is None or before.shape == (NODES, 0)
         with pyg_sar.Ledger(comm) as ledger:
@@ -93,11 +96,11 @@ def test_one_process_and_node_types(tmp_path: Path):
     data = make_hetero()
     pyg_sar.write_partitions(data, 3, tmp_path / "h", random_parts(data, 3))
     pyg_sar.write_partitions(make_graph(NODES), 1, tmp_path / "one")
-    alone = pyg_sar.load_partition(tmp_path / "one")
+    alone = pyg_sar.load_partition(tmp_path / "one", view="local")
     assert torch.equal(pyg_sar.gather_nodes(alone.y, alone), make_graph(NODES).y)
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(tmp_path / "h")
+        part = pyg_sar.load_partition(tmp_path / "h", view="local")
         found = [pyg_sar.gather_nodes(part[n].x, part, 1, n) for n in part.node_types]
         store = pyg_sar.gather_nodes(part["paper"].y, part["paper"], dst=1)
         with pytest.raises(ValueError, match="rank 0: .*'node_type' to be one of .*paper.*None"):
@@ -128,7 +131,10 @@ def test_mistakes_are_one_error_on_every_worker(tmp_path: Path):
     pyg_sar.write_partitions(make_graph(NODES), 2, tmp_path / "parts", "contiguous")
 
     def worker() -> list[str]:
-        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(tmp_path / "parts")
+        comm, data = (
+            pyg_sar.comm.current(),
+            pyg_sar.load_partition(tmp_path / "parts", view="local"),
+        )
         said = []
         for case, message in WRONG.values():
             with pytest.raises(ValueError, match=message) as caught:

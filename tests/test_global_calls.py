@@ -160,9 +160,11 @@ def test_a_loss_of_a_subclass(tmp_path: Path) -> None:
     pyg_sar.write_partitions(make_graph(), 2, tmp_path / "parts", "random")
 
     def work() -> tuple[Tensor, Tensor]:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         policy = pyg_sar.SARPolicy(message_budget=300)
-        return data.n_id, gradient(data, pyg_sar.distribute(ByTarget(), policy), pyg_sar.mean)
+        return data.n_id, gradient(
+            data, pyg_sar.distribute(ByTarget(), policy, view="local"), pyg_sar.mean
+        )
 
     for n_id, found in pyg_sar.launch(work, 2, backend="threads"):
         torch.testing.assert_close(found, expected[n_id])
@@ -448,3 +450,46 @@ def test_a_pass_sends_one_sum_and_compares_the_models(tmp_path: Path) -> None:
     for found, errors in pyg_sar.launch(summed_once, 2, tmp_path):
         assert found == [1, 1]
         assert "module_0.negative_slope" in errors[0] and "module_2.lin_l.weight" in errors[1]
+
+
+# Out and back ##################################################################
+
+
+def rows_out_and_back(data: Data, converted: Converted) -> Any:
+    """A function of each row and one of each edge; then all rows on every worker."""
+    conv = converted(gnn.GINEConv(torch.nn.Linear(6, 6), edge_dim=6))
+    weight = torch.randn(6, 6, dtype=DOUBLE).requires_grad_()
+    x, ends = data.x @ weight, data.x[data.edge_index[0]] - data.x[data.edge_index[1]]
+    if isinstance(data.x, NodeTensor):
+        assert type(x.to_local()) is Tensor and len(x.to_local()) < NODES
+        assert data.edge_index.to_local().size(1) == len(ends.to_local())
+        x = pyg_sar.from_local(x.to_local().sin(), data)
+        ends = pyg_sar.from_local(ends.to_local().cos(), ends)
+        full = conv(x, data.edge_index, ends).full_tensor()
+    else:
+        full = conv(x.sin(), data.edge_index, ends.cos())
+    assert type(full) is Tensor
+    loss = (full @ full.t()).tanh().logsumexp(0).sum()
+    loss.backward()
+    return [full, *gradients(conv, weight)]
+
+
+def test_rows_out_and_back(tmp_path: Path) -> None:
+    equal(tmp_path, rows_out_and_back)
+
+
+def test_from_local_says_what_it_takes(tmp_path: Path) -> None:
+    pyg_sar.write_partitions(make_graph(), 1, tmp_path)
+
+    def refused(*given: Any) -> str:
+        with pytest.raises((TypeError, ValueError)) as caught:
+            pyg_sar.from_local(*given)
+        return str(caught.value)
+
+    def work() -> list[str]:
+        data = pyg_sar.load_partition(tmp_path, view="global")
+        rows = data.x.to_local()
+        return [refused(data.x, data), refused(rows[:3], data), refused(rows, 3)]
+
+    texts = pyg_sar.launch(work, 1, parts=1)[0]
+    assert "plain tensor" in texts[0] and "20 of 20 rows" in texts[1] and "int" in texts[2]

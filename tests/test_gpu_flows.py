@@ -160,9 +160,9 @@ def steps(data: Any, model: Any, mean: Any, names: tuple[str, ...]) -> list[Tens
 
 
 def on_workers(root: Path, model: Any, names: tuple[str, ...], policy: SARPolicy) -> list[Tensor]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     assert data.x.is_cuda and data.edge_index.is_cuda
-    model = pyg_sar.distribute(copy.deepcopy(model), policy)
+    model = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
     *losses, scores = steps(data, model, pyg_sar.mean, names)
     accuracy = pyg_sar.accuracy(scores, data.y, data.train_mask)
     gathered = pyg_sar.gather_nodes(scores, data)
@@ -205,8 +205,8 @@ def trainer(model: Any, data: Any, path: Path, epochs: int) -> pyg_sar.Trainer:
 
 def trained(root: Path, path: Path, resume: bool) -> tuple[list[float], Tensor, Tensor]:
     """Losses; scores by the trained model; the same by the model of its checkpoint."""
-    data: Any = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(gcn())
+    data: Any = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(gcn(), view="local")
     training = trainer(model, data, path, 4)
     if resume:
         training.resume(path)
@@ -295,8 +295,8 @@ def test_the_global_view(way: str, root: Callable[[int], Path]):
 
 
 def of_types(root: Path, model: Any) -> list[tuple[str, Tensor | None]]:
-    data: Any = pyg_sar.load_partition(root)
-    out = pyg_sar.distribute(copy.deepcopy(model))(data.x_dict, data.edge_index_dict)
+    data: Any = pyg_sar.load_partition(root, view="local")
+    out = pyg_sar.distribute(copy.deepcopy(model), view="local")(data.x_dict, data.edge_index_dict)
     sum(pyg_sar.mean(rows.square().sum(-1)) for rows in out.values()).backward()
     return [(name, pyg_sar.gather_nodes(rows.detach(), data[name])) for name, rows in out.items()]
 
@@ -322,10 +322,10 @@ def test_node_types(tmp_path: Path):
 
 def with_dropout(root: Path, random: Any) -> tuple[list[Tensor], Tensor]:
     """Gradients of a GAT with dropout within its layers and between them, computed twice."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
     model = gnn.GAT(CHANNELS, 8, 2, CLASSES, heads=2, dropout=0.5).double()
-    model = pyg_sar.distribute(model, SARPolicy(random=random))
+    model = pyg_sar.distribute(model, SARPolicy(random=random), view="local")
     torch.manual_seed(5)
     out = model(data.x, data.edge_index)
     pyg_sar.mean(out.square().sum(-1)).backward()
@@ -345,9 +345,9 @@ def test_dropout_is_that_of_any_number_of_workers(random: str, root: Callable[[i
 
 
 def in_half_precision(root: Path) -> tuple[list[Tensor], Tensor]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(gnn.GAT(CHANNELS, 8, 2, CLASSES, heads=2))
+    model = pyg_sar.distribute(gnn.GAT(CHANNELS, 8, 2, CLASSES, heads=2), view="local")
     with torch.autocast("cuda", torch.bfloat16):
         out = model(data.x.float(), data.edge_index)
         loss = pyg_sar.mean(out.float().square().sum(-1))
@@ -377,8 +377,10 @@ def test_mixed_precision(root: Callable[[int], Path]):
 
 def most(root: Path) -> tuple[int, int]:
     """Bytes on the GPU at most while a deep model trains, and those moved to the host."""
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 64, 6, CLASSES, norm="BatchNorm").double())
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(
+        gnn.GraphSAGE(CHANNELS, 64, 6, CLASSES, norm="BatchNorm").double(), view="local"
+    )
     optimizer = torch.optim.Adam(model.parameters())
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):

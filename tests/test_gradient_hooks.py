@@ -6,6 +6,7 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -167,8 +168,8 @@ def test_hooks_see_sums(run: Run, net: Net, graph: Data, root: Path):
     expected = run(alone, loss_alone)
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(copy.deepcopy(net))
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(copy.deepcopy(net), view="local")
 
         def loss(call: Any = model) -> Tensor:
             return pyg_sar.mean(node_losses(call(data.x, data.edge_index), data.n_id))
@@ -206,12 +207,12 @@ def test_hooks_of_before_distribute_and_early_buckets(net: Net, graph: Data, roo
     )
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         model: Any = copy.deepcopy(net)
         return run(
             model,
             lambda: pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)),
-            pyg_sar.distribute,
+            partial(pyg_sar.distribute, view="local"),
         )
 
     for found in threads(worker, WORLD):
@@ -261,8 +262,8 @@ def test_gradients_handed_to_an_outer_pass_are_summed_once(graph: Data, root: Pa
     expected = run(copy.deepcopy(plain), graph, torch.arange(graph.num_nodes), torch.mean)
 
     def worker() -> list[Tensor]:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(copy.deepcopy(plain))
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
         return run(model, data, data.n_id, pyg_sar.mean)
 
     for found in threads(worker, WORLD):
@@ -273,8 +274,8 @@ def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
     """Second derivatives, hooks on autograd's nodes, gradients that are not returned here."""
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        model: Any = pyg_sar.distribute(copy.deepcopy(net))
+        data = pyg_sar.load_partition(root, view="local")
+        model: Any = pyg_sar.distribute(copy.deepcopy(net), view="local")
         weight = model.head.weight
 
         def loss() -> Tensor:
@@ -321,8 +322,8 @@ def test_hooks_that_pytorch_forgets_are_missed(
     monkeypatch.setattr("pyg_sar.reduction.gradients.hooks_are_forgotten", lambda: True)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        model: Any = pyg_sar.distribute(copy.deepcopy(net))
+        data = pyg_sar.load_partition(root, view="local")
+        model: Any = pyg_sar.distribute(copy.deepcopy(net), view="local")
 
         def loss() -> Tensor:
             return pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id))
@@ -341,8 +342,8 @@ def test_converted_models_are_freed(net: Net, root: Path):
     """Hooks on parameters don't keep a model that nobody uses any more."""
 
     def worker() -> bool:
-        data = pyg_sar.load_partition(root)
-        model: Any = pyg_sar.distribute(copy.deepcopy(net))
+        data = pyg_sar.load_partition(root, view="local")
+        model: Any = pyg_sar.distribute(copy.deepcopy(net), view="local")
         model.head.weight.register_hook(lambda g: 2 * g)
         pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
         alive = weakref.ref(model)

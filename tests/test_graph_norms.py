@@ -6,6 +6,7 @@ import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -146,7 +147,9 @@ def run(case: Case, norm: torch.nn.Module, ids: Tensor) -> list[Step]:
 def run_cases(sweep: list[Case], owner: Tensor) -> list[list[Step]]:
     """A worker's part: every case."""
     ids = (owner == pyg_sar.comm.current().rank).nonzero().view(-1)
-    return [run(case, pyg_sar.distribute(copy.deepcopy(case.norm)), ids) for case in sweep]
+    return [
+        run(case, pyg_sar.distribute(copy.deepcopy(case.norm), view="local"), ids) for case in sweep
+    ]
 
 
 @pytest.mark.parametrize(
@@ -229,7 +232,7 @@ def test_more_graphs_than_everyone_could_send_to_everyone():
         mine = torch.arange(400) % 3 == comm.rank
         rows = values[mine].requires_grad_()
         with pyg_sar.Ledger(comm) as ledger:
-            out = pyg_sar.distribute(copy.deepcopy(norm))(rows, batch[mine], size)
+            out = pyg_sar.distribute(copy.deepcopy(norm), view="local")(rows, batch[mine], size)
         out.backward(cotangents[mine])
         return mine, out.detach(), rows.grad, ledger.received_bytes(kind="statistics")
 
@@ -257,7 +260,7 @@ def test_features_without_a_gradient():
         part = [slice(0, 20), slice(20, 20)][comm.rank]
         for name in names:
             with pyg_sar.Ledger(comm) as ledger:
-                grads = one(name, part, pyg_sar.distribute)
+                grads = one(name, part, partial(pyg_sar.distribute, view="local"))
             found.append((grads, ledger.sent_bytes(phase="backward", kind="statistics")))
         return found
 
@@ -290,7 +293,7 @@ def test_equal_features(name: str, graphs: bool):
 
     def worker() -> Any:
         part = [slice(0, 3), slice(3, 5)][pyg_sar.comm.current().rank]
-        return one(pyg_sar.distribute(copy.deepcopy(norm)), part)
+        return one(pyg_sar.distribute(copy.deepcopy(norm), view="local"), part)
 
     workers = threads(worker, 2)
     for k, right in enumerate(expected):
@@ -334,7 +337,7 @@ def test_low_precision(parameters: torch.dtype, autocast: bool, dtype: torch.dty
         mine = slice(0, 45) if pyg_sar.comm.current().rank == 0 else slice(45, 60)
         outs = []
         for _, norm, groups, *_ in found:
-            model = pyg_sar.distribute(copy.deepcopy(norm))
+            model = pyg_sar.distribute(copy.deepcopy(norm), view="local")
             call = low_precision_calls(model, autocast)
             outs.append(call(x[mine], *(g[mine] for g in groups)).detach())
         return outs
@@ -374,7 +377,7 @@ def test_large_mean_small_deviation(name: str, graphs: bool):
 
     def worker() -> Any:
         part = [slice(0, 70), slice(70, 200)][pyg_sar.comm.current().rank]
-        return one(pyg_sar.distribute(copy.deepcopy(norm)), x, part)
+        return one(pyg_sar.distribute(copy.deepcopy(norm), view="local"), x, part)
 
     workers = threads(worker, 2)
     for k, right in enumerate(exact):
@@ -389,7 +392,7 @@ def test_large_mean_small_deviation(name: str, graphs: bool):
 )
 def test_nothing_per_row_is_kept_but_the_features(name: str):
     def worker() -> int:
-        norm = pyg_sar.distribute(make_norm(name))
+        norm = pyg_sar.distribute(make_norm(name), view="local")
         x = torch.randn(500, CHANNELS, dtype=torch.float64, requires_grad=True)
         kept: dict[int, int] = {}
 
@@ -438,7 +441,7 @@ def test_torch_instance_norm(layout: str, running: bool, world: int):
 
     def worker() -> list[Any]:
         rank = pyg_sar.comm.current().rank
-        model = pyg_sar.distribute(copy.deepcopy(norm))
+        model = pyg_sar.distribute(copy.deepcopy(norm), view="local")
         return steps(model, slice(bounds[rank], bounds[rank + 1]))
 
     workers = threads(worker, world)
@@ -461,7 +464,10 @@ def test_instance_norm_of_nodes_by_rows(sizes: tuple[int, ...]):
     (expected * weight).sum().backward()
 
     def worker() -> Any:
-        rank, model = pyg_sar.comm.current().rank, pyg_sar.distribute(copy.deepcopy(norm))
+        rank, model = (
+            pyg_sar.comm.current().rank,
+            pyg_sar.distribute(copy.deepcopy(norm), view="local"),
+        )
         rows = x.detach().split(sizes)[rank].clone().requires_grad_()
         out = model(rows)
         (out * weight.split(sizes)[rank]).sum().backward()
@@ -497,7 +503,7 @@ def test_instance_norm_told_not_to_use_what_it_tracked():
     assert reduces_over_rows(norm)
 
     def worker() -> Any:
-        model = pyg_sar.distribute(copy.deepcopy(norm))
+        model = pyg_sar.distribute(copy.deepcopy(norm), view="local")
         return model(x[[slice(0, 3), slice(3, 9)][pyg_sar.comm.current().rank]]), model.running_var
 
     workers = threads(worker, 2)
@@ -547,7 +553,7 @@ def test_one_collective_each_way_of_o_of_f_numbers(name: str, forward: int, back
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        norm = pyg_sar.distribute(make_norm(name))
+        norm = pyg_sar.distribute(make_norm(name), view="local")
         rows = 40 + 100 * comm.rank
         x = torch.randn(rows, CHANNELS, dtype=torch.float64, requires_grad=True)
         groups = torch.arange(rows) % 3
@@ -590,7 +596,7 @@ def refused(norm: Callable[[], torch.nn.Module], call: Callable[..., Any], text:
     """All of two workers end with the error, none waits."""
 
     def worker() -> None:
-        model = pyg_sar.distribute(norm().double())
+        model = pyg_sar.distribute(norm().double(), view="local")
         call(model, pyg_sar.comm.current().rank)
 
     with pytest.raises(pyg_sar.errors.WorkerError) as caught:
@@ -651,7 +657,7 @@ MISTAKES: dict[str, tuple[str, Callable[..., Any], str]] = {
     "one node": (
         "InstanceNorm",
         lambda norm, rank: norm(X[:rank]),
-        "got 1 nodes on all 2 workers",
+        "got 1 node on all 2 workers",
     ),
     "channels": (
         "SyncBatchNorm",
@@ -705,9 +711,9 @@ def test_subclasses_are_refused_by_name(kind: type):
         return norm
 
     def worker() -> str:
-        pyg_sar.distribute(torch.nn.Sequential(make(NORMS[kind])))
+        pyg_sar.distribute(torch.nn.Sequential(make(NORMS[kind])), view="local")
         with pytest.raises(ValueError, match=r"'1' \(Own\) normalises over nodes") as caught:
-            pyg_sar.distribute(torch.nn.Sequential(torch.nn.Linear(1, 1), make(kind)))
+            pyg_sar.distribute(torch.nn.Sequential(torch.nn.Linear(1, 1), make(kind)), view="local")
         return str(caught.value)
 
     assert all("pyg_sar.nn.NORMS" in text for text in threads(worker, 2))
@@ -717,6 +723,6 @@ def test_a_process_group_of_its_own_is_refused():
     def worker() -> None:
         norm = torch.nn.SyncBatchNorm(CHANNELS, process_group=object())
         with pytest.raises(ValueError, match="'process_group' of its own"):
-            pyg_sar.distribute(norm)
+            pyg_sar.distribute(norm, view="local")
 
     threads(worker, 2)

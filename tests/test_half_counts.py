@@ -53,11 +53,11 @@ def expected(aggr: str) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_degrees_and_ties_of_half_precision(dtype: torch.dtype, root: Path):
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         found = []
         for aggr in AGGREGATIONS:
             for policy in POLICIES:
-                layer = pyg_sar.distribute(gnn.SimpleConv(aggr), policy)
+                layer = pyg_sar.distribute(gnn.SimpleConv(aggr), policy, view="local")
                 x = data.x.to(dtype).requires_grad_()
                 out = layer(x, data.edge_index)
                 first = out[data.n_id == 0].double()
@@ -86,8 +86,8 @@ def test_nodes_of_half_precision(dtype: torch.dtype):
         rank = pyg_sar.comm.current().rank
         x = torch.full((nodes, 1), 1.0 + 2 * rank, dtype=dtype)
         batch = pyg_sar.space.dist_batch(torch.zeros(nodes, dtype=torch.long))
-        mean = pyg_sar.distribute(gnn.MeanAggregation())
-        several = pyg_sar.distribute(gnn.MultiAggregation(["mean", "std"]))
+        mean = pyg_sar.distribute(gnn.MeanAggregation(), view="local")
+        several = pyg_sar.distribute(gnn.MultiAggregation(["mean", "std"]), view="local")
         found = [
             pyg_sar.nn.global_mean_pool(x),
             pyg_sar.nn.global_mean_pool(x, batch),

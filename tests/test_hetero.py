@@ -207,11 +207,11 @@ def passed(model: torch.nn.Module, run: Run, data: HeteroData, ids: Any, mean: A
 
 
 def on_worker(jobs: Any, policies: Any, tried: Any, root: Any) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     ids = {name: data[name].n_id for name in data.node_types}
     found = {}
     for name, (plain, run) in jobs.items():
-        model = pyg_sar.distribute(copy.deepcopy(plain))
+        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
         for k in tried[name]:
             set_policy(model, policies[k])
             found[name, k] = passed(model, run, data, ids, pyg_sar.mean)
@@ -302,10 +302,10 @@ def relational_pass(model: Any, data: Data, n_id: Tensor, mean: Any) -> Any:
 
 
 def relational_worker(jobs: Any, policies: Any, root: Any) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = {}
     for name, plain in jobs.items():
-        model = pyg_sar.distribute(copy.deepcopy(plain))
+        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
         for k, policy in enumerate(policies):
             set_policy(model, policy)
             found[name, k] = relational_pass(model, data, data.n_id, pyg_sar.mean)
@@ -340,13 +340,13 @@ def test_relational_layers_equal_one_process(world, tmp_path):
 
 
 def refused(root: Any) -> list[str]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = []
     for conv, x, size in (
         (RGCNConv, None, NODES // 2),  # as many as every worker has
         (FastRGCNConv, None, NODES),
     ):
-        model = pyg_sar.distribute(conv(size, 4, TYPES).double())
+        model = pyg_sar.distribute(conv(size, 4, TYPES).double(), view="local")
         try:
             model(x, data.edge_index, data.edge_type)
         except (ValueError, pyg_sar.errors.DistributedIndexError) as problem:
@@ -362,8 +362,8 @@ def test_node_ids_of_this_worker_are_refused(tmp_path):
 
 
 def bucketings(root: Any) -> list[int]:
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(RGCNConv(CHANNELS, 4, 40).double())
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(RGCNConv(CHANNELS, 4, 40).double(), view="local")
     found = []
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(3):
@@ -395,10 +395,10 @@ class Shared(torch.nn.Module):
 
 
 def shared_worker(jobs: Any, root: Any) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = []
     for plain in jobs:
-        model = pyg_sar.distribute(copy.deepcopy(plain))
+        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
         for policy in MODES:
             set_policy(model, policy)
             for _ in range(2):
@@ -424,9 +424,9 @@ def test_relations_that_are_equal_on_one_worker_only(tmp_path):
 
 
 def transformer_worker(layer: Any, root: Any) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     policy = pyg_sar.SARPolicy(mode=1, prefetch=0, push="off")
-    layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
+    layer = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(2):
             layer(data.x_dict, data.edge_index_dict)
@@ -453,7 +453,7 @@ def test_joined_relations_stream_like_one(tmp_path):
 
 
 def misuse(root: Any) -> list[str]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     edges = data["author", "writes", "paper"].edge_index
     shifted = edges.clone()
     shifted[0] += 3
@@ -499,16 +499,16 @@ def lazy_models() -> dict[str, torch.nn.Module]:
 
 
 def lazy_worker(root: Any, models: Any) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     ids = {name: data[name].n_id for name in data.node_types}
     found, problem = {}, ""
     for name, model in models[pyg_sar.comm.current().rank].items():
         try:
-            pyg_sar.distribute(model)
+            pyg_sar.distribute(model, view="local")
         except ValueError as error:
             problem = str(error)
         pyg_sar.nn.initialize(model, data.x_dict, data.edge_index_dict)
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
         found[name] = model.state_dict(), model.training, model(data.x_dict, data.edge_index_dict)
     return ids, found, problem
 

@@ -105,7 +105,7 @@ def test_the_graph_of_all_types_is_cut(method):
 
 
 def part_of(root):
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     rows = {name: (data[name].n_id, data[name].x, data[name].num_nodes) for name in data.node_types}
     edges = {}
     for edge_type in data.edge_types:

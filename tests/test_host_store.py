@@ -176,9 +176,9 @@ def hosted(fn: Callable[..., Any], parts: int, *args: Any, store: str | None = P
 def trained(root: Path, seed: int = 0) -> tuple[list[Tensor], Tensor, Tensor, dict[str, int]]:
     """Three steps of a GAT with BatchNorm and dropout: gradients, scores, their nodes, counters."""
     torch.manual_seed(seed)
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     model = gnn.GAT(data.num_features, 8, 3, CLASSES, heads=2, norm="BatchNorm", dropout=0.3)
-    model = pyg_sar.distribute(model.double())
+    model = pyg_sar.distribute(model.double(), view="local")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(3):
         optimizer.zero_grad()
@@ -240,8 +240,8 @@ def test_gradients_are_those_of_one_process(root: Path):
         return [p.grad for p in model.parameters()]
 
     def part() -> list[Tensor]:
-        model = pyg_sar.distribute(copy.deepcopy(whole))
-        return step(pyg_sar.load_partition(root), model, pyg_sar.mean)
+        model = pyg_sar.distribute(copy.deepcopy(whole), view="local")
+        return step(pyg_sar.load_partition(root, view="local"), model, pyg_sar.mean)
 
     found = hosted(part, 3)
     expected = step(data, whole, torch.mean)
@@ -255,7 +255,7 @@ def test_an_error_of_a_part_brings_all_back(root: Path):
     kept: list[Tensor] = []
 
     def fails() -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         kept.append(data.x)
         comm = pyg_sar.comm.current()
         comm.barrier()

@@ -135,11 +135,13 @@ def test_an_embedding_and_accumulated_gradients(graph: Data, root: Path):
     blank = {name: p.detach().clone() for name, p in conv.named_parameters()}
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         embedding = NodeEmbedding(data.num_nodes, CHANNELS).double()
         layer = gnn.GATConv(CHANNELS, OUT).double()
         layer.load_state_dict(blank)
-        model = pyg_sar.distribute(torch.nn.ModuleDict({"table": embedding, "conv": layer}))
+        model = pyg_sar.distribute(
+            torch.nn.ModuleDict({"table": embedding, "conv": layer}), view="local"
+        )
         weight = model["table"].weight
         with torch.no_grad():
             weight.copy_(table[data.n_id])
@@ -164,8 +166,8 @@ def test_each_halo_row_comes_once_and_its_gradient_goes_once(name: str, graph: D
     policy = SARPolicy(message_budget=600)
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(make().double(), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(make().double(), policy, view="local")
         x = data.x.clone().requires_grad_()
         given = {key: data[key] for key in edge}
         layer(x, data.edge_index, **given).sum().backward()  # makes the plans
@@ -209,8 +211,8 @@ def trained(root: Path, dtype: torch.dtype) -> Any:
     rank = current().rank
     for draw in (torch.manual_seed, np.random.seed, random.seed):
         draw(100 + rank)
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(model)
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(model, view="local")
     step = torch.optim.Adam(model.parameters(), 0.01)
     losses, x = [], data.x.to(dtype)
     for _ in range(8):
@@ -238,9 +240,9 @@ def test_the_same_to_the_bit_for_any_number_of_workers(dtype: torch.dtype, root:
 
 def under_autocast(root: Path) -> list[Tensor]:
     """Gradients of a layer that is used three times, whose casts autocast may share."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, CHANNELS))
+    model = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, CHANNELS), view="local")
     x = data.x.float()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         for _ in range(3):
@@ -307,8 +309,8 @@ def test_parts_compute_in_turn(root: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Turns, "__init__", traced)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), view="local")
         for step in range(3):
             current().barrier()
             if current().rank == 0 and step == 2:
@@ -468,8 +470,8 @@ def test_a_model_in_the_arguments(root: Path):
     """Each part of launch() has its own, as each worker has."""
 
     def worker(conv: torch.nn.Module) -> Tensor:
-        data = pyg_sar.load_partition(root)
-        pyg_sar.distribute(conv)(data.x, data.edge_index).square().sum().backward()
+        data = pyg_sar.load_partition(root, view="local")
+        pyg_sar.distribute(conv, view="local")(data.x, data.edge_index).square().sum().backward()
         return next(conv.parameters()).grad
 
     conv = gnn.GCNConv(CHANNELS, OUT).double()
@@ -481,7 +483,7 @@ def test_a_model_that_parts_share(root: Path):
     """run() hands the same objects to all parts of a process: a model among them is refused."""
 
     def worker(conv: torch.nn.Module) -> None:
-        pyg_sar.distribute(conv)
+        pyg_sar.distribute(conv, view="local")
 
     conv = gnn.GCNConv(CHANNELS, OUT).double()
     with pytest.raises(ValueError, match="already that of rank 0 in the same process"):
@@ -504,7 +506,7 @@ def test_refused(root: Path):
     with pytest.raises(ValueError, match="within a part, which hosts none"):
         pyg_sar.run(lambda: pyg_sar.run(print, parts=2), parts=2)
     with pytest.raises(ValueError, match=f"{PARTS}"):
-        pyg_sar.run(lambda: pyg_sar.load_partition(root), parts=3)
+        pyg_sar.run(lambda: pyg_sar.load_partition(root, view="local"), parts=3)
 
 
 def ask_the_default_group() -> list[str]:
@@ -532,7 +534,7 @@ def test_the_workers_group_is_refused():
     """Its sums would be those of one part of each worker."""
     for found, total in pyg_sar.launch(default_group_after, 2, backend="gloo"):
         for text in itertools.chain(*found):
-            assert "of the 2 worker(s), not of the 3 parts" in text
+            assert "of the 2 workers, not of the 3 parts" in text
             assert "pyg_sar.comm.current()" in text
         assert total == 2
 

@@ -18,7 +18,7 @@ PACKAGE = REPOSITORY / "pyg_sar"
 
 # Each wing (a folder of the package, or a module at its top) imports only wings before it.
 WINGS = (
-    *("usage", "errors", "files", "policy", "ledger", "kernels", "functional", "store"),
+    *("usage", "errors", "wording", "files", "policy", "ledger", "kernels", "functional", "store"),
     *(
         "comm",
         "exchange",
@@ -58,8 +58,19 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 # Wings whose docstrings say what comes out, in sentences.
 SENTENCES = (
-    *("usage", "errors", "files", "policy", "ledger", "store", "comm", "exchange", "space"),
-    *("reduction", "partition", "message", "engine", "nn", "convert", "train", "tools"),
+    *("usage", "errors", "wording", "files", "policy", "ledger", "store", "comm"),
+    *(
+        "exchange",
+        "space",
+        "reduction",
+        "partition",
+        "message",
+        "engine",
+        "nn",
+        "convert",
+        "train",
+        "tools",
+    ),
 )
 
 
@@ -378,6 +389,7 @@ def test_importing_the_package_has_no_side_effect():
 
 TOP = {
     *("DistMessagePassing", "Ledger", "SARPolicy", "Trainer", "accuracy", "distribute"),
+    "from_local",
     *(
         "gather_nodes",
         "infer",

@@ -47,14 +47,14 @@ def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def on_workers(fn: Callable[[Data], Any], root: Path) -> list[Any]:
     """``fn(data)`` of every worker's part."""
-    return threads(lambda: fn(pyg_sar.load_partition(root)), WORLD)
+    return threads(lambda: fn(pyg_sar.load_partition(root, view="local")), WORLD)
 
 
 def refused(fn: Callable[[Data], Any], root: Path) -> str:
     """The message of the error that every worker must raise; the same kind on all."""
 
     def worker() -> str:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         with pytest.raises(DistributedIndexError) as caught:
             fn(data)
         return str(caught.value)
@@ -290,7 +290,7 @@ def test_edges_by_a_step(graph: Data, root: Path):
     layer = gnn.SAGEConv(graph.num_features, 4).double()
 
     def worker(data: Data) -> Any:
-        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        mine = pyg_sar.distribute(copy.deepcopy(layer), view="local")
         return data.n_id, mine(data.x, data.edge_index[:, ::2]).detach(), data.e_id[::2]
 
     found = on_workers(worker, root)
@@ -316,8 +316,10 @@ def test_self_loops_without_the_number_of_nodes(graph: Data, tmp_path: Path):
         ]
 
     def worker(root: Path) -> Any:
-        data = pyg_sar.load_partition(root)
-        return data.n_id, outputs(data, [pyg_sar.distribute(copy.deepcopy(x)) for x in layers])
+        data = pyg_sar.load_partition(root, view="local")
+        return data.n_id, outputs(
+            data, [pyg_sar.distribute(copy.deepcopy(x), view="local") for x in layers]
+        )
 
     layers = [layer.double() for layer in layers]
     for edges in (graph.edge_index, graph.edge_index[:, one]):
@@ -348,7 +350,7 @@ def test_masked_edges_propagate(graph: Data, root: Path):
     expected = layer(graph.x, graph.edge_index[:, kept])
 
     def worker(data: Data) -> Any:
-        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        mine = pyg_sar.distribute(copy.deepcopy(layer), view="local")
         return data.n_id, mine(data.x, data.edge_index[:, data.edge_weight > 0.6])
 
     found = assemble(on_workers(worker, root), NODES)
@@ -512,7 +514,7 @@ def test_joining_edges_out_of_range(bad: int, root: Path):
 
 def test_joining_other_spaces(root: Path):
     def worker(data: Data) -> None:
-        other = pyg_sar.load_partition(root)  # The same nodes: as one list of edges.
+        other = pyg_sar.load_partition(root, view="local")  # The same nodes: as one list of edges.
         both = torch.cat([data.edge_index, other.edge_index], dim=1)
         assert isinstance(both, DistEdgeIndex) and both.size(1) == 2 * data.num_edges
         with pytest.raises(DistributedIndexError, match="different index spaces"):
@@ -663,7 +665,7 @@ def test_deepcopy_and_clone_of_data(graph: Data, root: Path):
     layer = gnn.GATConv(6, 5).double()
 
     def worker(data: Data) -> Any:
-        mine = pyg_sar.distribute(copy.deepcopy(layer))
+        mine = pyg_sar.distribute(copy.deepcopy(layer), view="local")
         copies = [copy.deepcopy(data), data.clone(), copy.copy(data), data.to("cpu"), data.cpu()]
         for one in copies:
             assert isinstance(one.edge_index, DistEdgeIndex)

@@ -85,7 +85,7 @@ def test_local():
         work = comm.exchange_all([None], [None], label=FETCH)
         work.wait()
         assert work.done()
-        with pytest.raises(ValueError, match="must be another rank than 0 of 1 workers"):
+        with pytest.raises(ValueError, match="must be another rank than 0 of 1 worker"):
             comm.exchange(x, 0, None, 0, label=FETCH)
     assert (ledger.sent, ledger.received) == (0, 0)
 

@@ -56,9 +56,9 @@ CONFIG = TrainConfig(epochs=4, restore_best=False, seed=3)
 
 
 def train(root: Any, model: nn.Module, flow: bool) -> tuple[Any, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     seeds = pyg_sar.message_flow_graphs(data, data.train_mask, 2) if flow else None
-    own = pyg_sar.distribute(copy.deepcopy(model))
+    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
     trainer = pyg_sar.Trainer(own, data, CONFIG, forward=forward, labels=0.6, flow=seeds)
     return trainer.fit(), data.n_id, ratio_mask(data.train_mask, 0.6, data.n_id, 5)
 

@@ -143,8 +143,10 @@ def counters() -> Mapping[str, int]:
 
 def part_step(root: str, name: str) -> tuple[Tensor, Mapping[str, int]]:
     """A part's gradients, and bytes moved so far."""
-    data = pyg_sar.load_partition(root)
-    return gradients(pyg_sar.distribute(make_model(name)), data, pyg_sar.mean), counters()
+    data = pyg_sar.load_partition(root, view="local")
+    return gradients(
+        pyg_sar.distribute(make_model(name), view="local"), data, pyg_sar.mean
+    ), counters()
 
 
 def hosted_steps(
@@ -164,8 +166,8 @@ def hosted_steps(
 
 def train(root: str, epochs: int) -> tuple[list[float], Tensor, int]:
     """Losses, parameters and bytes read of some epochs."""
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(make_model("dropout"))
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(make_model("dropout"), view="local")
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     losses = []
     for _ in range(epochs):
@@ -248,9 +250,9 @@ def rooms_of_a_step(root: str, cache: int | None) -> tuple[list[int], int, Tenso
     store, outer = host.store, host.outer
     if cache is not None:
         store.fix(100 * MB, cache)
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    model = pyg_sar.distribute(SAGEConv(FEATURES, FEATURES).double())
+    model = pyg_sar.distribute(SAGEConv(FEATURES, FEATURES).double(), view="local")
     x = data.x.clone().requires_grad_()
     model(x, data.edge_index)
     if not hasattr(store, "rooms"):
@@ -326,9 +328,9 @@ class Again(torch.nn.Module):
 
 def updates(root: str, again: bool) -> tuple[Tensor, Tensor]:
     """Gradients and random state after a pass whose updates are computed again, or kept."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(1)
-    model = pyg_sar.distribute(Again(again).double())
+    model = pyg_sar.distribute(Again(again).double(), view="local")
     return gradients(model, data, pyg_sar.mean), torch.random.get_rng_state()
 
 
@@ -364,9 +366,9 @@ def test_relu_and_dropout_save_bits(small, tmp_path, monkeypatch):
 
 def reported(root: str, folder: Path) -> int:
     """A part's training for an epoch with a report; bytes of halo rows read from the store."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     data.train_mask = torch.ones(data.num_nodes, dtype=torch.bool)
-    model = pyg_sar.distribute(GraphSAGE(FEATURES, WIDE, 3, CLASSES).double())
+    model = pyg_sar.distribute(GraphSAGE(FEATURES, WIDE, 3, CLASSES).double(), view="local")
     with pyg_sar.Ledger(current()) as ledger:
         callbacks = [Report(folder / "report")]
         pyg_sar.Trainer(model, data, TrainConfig(epochs=1), callbacks=callbacks).fit()
@@ -401,7 +403,7 @@ def test_a_report_says_what_was_kept_and_moved(tmp_path):
     more = host_parts(reported, (str(tmp_path / "parts"), tmp_path / "other"), hosting, outer)
     assert sum(more) > sum(loaded)
     text = "\n".join(hosting_lines(tmp_path / "report"))
-    assert f"3 parts on 1 worker(s) (3), memory={memory:,} bytes each, store={tmp_path}" in text
+    assert f"3 parts on 1 worker (3), memory={memory:,} bytes each, store={tmp_path}" in text
     assert f"{read[1]:,.0f}, {read[1] / nodes:.2f}" in text
     assert f"{found['written_bytes'][0] / 1e6:,.1f} out" in text
     assert f"seconds of each worker: {found['waited_seconds'][0]:.2f}" in text

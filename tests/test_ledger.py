@@ -85,8 +85,8 @@ def traffic(
 ) -> Any:
     """The second epoch's bytes by (phase, kind, peer), and the plan's numbers."""
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(copy.deepcopy(model), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
     tensors = [data[name].to(dtype) for name in edge]
 
     def epoch() -> None:
@@ -181,8 +181,8 @@ def test_raw_features_send_no_gradients(root: Path):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(One(gnn.SAGEConv(CHANNELS, OUT).double()), PULLED)
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(One(gnn.SAGEConv(CHANNELS, OUT).double()), PULLED, view="local")
         with pyg_sar.Ledger(comm) as ledger:
             model(data.x, data.edge_index).sum().backward()
         kinds = {k: ledger.received_bytes(layer="layers.0", kind=k) for k in HALO_KINDS}
@@ -235,9 +235,9 @@ def test_exchanges_are_pairwise(root: Path, monkeypatch: pytest.MonkeyPatch):
 
     def worker(kind: str, push: Literal["auto", "off"]) -> Counter[Any]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         make = LAWS[kind][0]
-        model = pyg_sar.distribute(One(make().double()), SARPolicy(push=push))
+        model = pyg_sar.distribute(One(make().double()), SARPolicy(push=push), view="local")
         x = data.x.clone().requires_grad_()
         model(x, data.edge_index).sum().backward()
         calls: Counter[Any] = Counter()
@@ -353,8 +353,8 @@ def test_resident_rows_in_mode_1(prefetch: int, budget: int | None, root: Path):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(Deep().double(), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(Deep().double(), policy, view="local")
         epoch(model, data, None)
         with pyg_sar.Ledger(comm) as ledger:
             epoch(model, data, None)
@@ -381,8 +381,8 @@ def test_resident_rows_of_the_other_modes(root: Path):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(Deep().double(), SARPolicy(mode=3))
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(Deep().double(), SARPolicy(mode=3), view="local")
         epoch(model, data, None)
         with pyg_sar.Ledger(comm) as ledger:
             epoch(model, data, None)
@@ -408,8 +408,10 @@ def test_resident_rows_of_chunks(prefetch: int, partitions: Partitions):
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        mine = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, aggr="median").double(), policy)
+        mine = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(
+            gnn.SAGEConv(CHANNELS, OUT, aggr="median").double(), policy, view="local"
+        )
         x = mine.x.clone().requires_grad_()
         with pyg_sar.Ledger(comm) as ledger:
             layer(x, mine.edge_index).sum().backward()
@@ -476,8 +478,8 @@ def test_no_preprocessing_after_the_first_epoch(
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(Deep().double(), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(Deep().double(), policy, view="local")
         optimizer = torch.optim.Adam(model.parameters())
         with pyg_sar.Ledger(comm) as first, Operators() as before:
             epoch(model, data, optimizer)
@@ -512,8 +514,8 @@ def test_changed_weights_are_normalised_again(root: Path, monkeypatch: pytest.Mo
     """What is kept hangs on the very weights: in-place changes and other tensors are noticed."""
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double())
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), view="local")
         plain = gnn.GCNConv(CHANNELS, OUT).double()
         plain.load_state_dict(layer.state_dict())
         weight = data.edge_weight.clone()
@@ -541,8 +543,8 @@ def test_changed_weights_are_normalised_again(root: Path, monkeypatch: pytest.Mo
 def test_summary_and_selections(root: Path):
     def worker() -> None:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(Deep().double())
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(Deep().double(), view="local")
         with pyg_sar.Ledger(comm) as outer:
             epoch(model, data, None)
             with pyg_sar.Ledger(comm) as inner:
@@ -582,8 +584,8 @@ def test_ledger_closes_on_errors():
 
 def test_single_process_sends_nothing(graph: Data, partitions: Partitions):
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(partitions(graph, 1, "contiguous"))
-    model = pyg_sar.distribute(Deep().double())
+    data = pyg_sar.load_partition(partitions(graph, 1, "contiguous"), view="local")
+    model = pyg_sar.distribute(Deep().double(), view="local")
     with pyg_sar.Ledger(comm) as ledger:
         epoch(model, data, None)
     assert ledger.sent == ledger.received == ledger.peak_resident_rows() == 0

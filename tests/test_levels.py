@@ -66,6 +66,15 @@ def test_names_that_tell_are_not_asked(tmp_path: Path):
     assert written_levels(tmp_path / "q")["w"] == "edge"
 
 
+def test_lists_named_after_edges_are_those_of_edges(tmp_path: Path):
+    data = ring(edge_numbers=tuple(range(NODES)), edge_names=[f"e{i}" for i in range(NODES)])
+    write_partitions(data, 2, tmp_path / "parts")
+    levels = written_levels(tmp_path / "parts")
+    assert levels["edge_numbers"] == levels["edge_names"] == "edge"
+    merged = merge_partitions(tmp_path / "parts")
+    assert merged.edge_numbers == data.edge_numbers and merged.edge_names == data.edge_names
+
+
 def test_weights_of_a_ring_are_those_of_its_edges(tmp_path: Path):
     data = ring(weight=weights())
     write_partitions(data, 2, tmp_path / "p", "random", levels={"weight": "edge"})
@@ -73,10 +82,10 @@ def test_weights_of_a_ring_are_those_of_its_edges(tmp_path: Path):
     expected = layer(data.x, data.edge_index, data.weight)
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(tmp_path / "p")
+        part = pyg_sar.load_partition(tmp_path / "p", view="local")
         return part.n_id, layer(part.x, part.edge_index, part.weight).detach()
 
-    layer = pyg_sar.distribute(layer)
+    layer = pyg_sar.distribute(layer, view="local")
     for n_id, out in threads(worker, 2):
         torch.testing.assert_close(out, expected[n_id], rtol=1e-10, atol=1e-12)
 

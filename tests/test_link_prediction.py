@@ -63,7 +63,7 @@ ASKED: dict[str, dict[str, Any]] = {
 
 def sampled(root: Path) -> list[tuple[Tensor, Tensor, float]]:
     """Global ids and places of own pairs, twice each, and what ``random`` gives afterwards."""
-    data, found = pyg_sar.load_partition(root), []
+    data, found = pyg_sar.load_partition(root, view="local"), []
     comm = pyg_sar.comm.current()
     # Rank 0's state decides; parts have one each, threads share theirs.
     random.seed(5 + comm.rank * (comm.backend == "parts"))
@@ -120,7 +120,7 @@ def test_what_is_sent(partitions: Partitions):
     data = make_graph(NODES)
 
     def worker(root: Path) -> list[dict[str, int]]:
-        part, found = pyg_sar.load_partition(root), []
+        part, found = pyg_sar.load_partition(root, view="local"), []
         for count in (100, 100, 200):
             with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
                 pyg_sar.negative_sampling(part.edge_index, num_neg_samples=count)
@@ -190,8 +190,8 @@ def test_training_is_that_of_one_process(world: int, tmp_path: Path):
     expected = train(copy.deepcopy(model), data, torch.mean, sample_in_one_process)
 
     def worker() -> list[Tensor]:
-        part = pyg_sar.load_partition(tmp_path / "parts")
-        mine = pyg_sar.distribute(copy.deepcopy(model))
+        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), view="local")
         return train(mine, part, pyg_sar.mean, pyg_sar.negative_sampling)
 
     for found in threads(worker, world):
@@ -211,8 +211,8 @@ def test_gae_samples_its_pairs(world: int, partitions: Partitions):
     expected = loss_of(copy.deepcopy(model), data)
 
     def worker(root: Path) -> list[Tensor]:
-        mine: Any = pyg_sar.distribute(copy.deepcopy(model))
-        return loss_of(mine, pyg_sar.load_partition(root))
+        mine: Any = pyg_sar.distribute(copy.deepcopy(model), view="local")
+        return loss_of(mine, pyg_sar.load_partition(root, view="local"))
 
     for found in threads(worker, world, partitions(data, world)):
         assert_close(found, expected)
@@ -229,16 +229,16 @@ def test_lists_of_the_same_nodes_are_joined(tmp_path: Path):
     expected = conv(data.x, joined).detach()
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(tmp_path / "parts")
+        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
         random.seed(2)
         lists = [part.edge_label_index, pyg_sar.negative_sampling(part.edge_index)]
         both = torch.cat([*lists, part.edge_index], dim=1)
         with pytest.raises(pyg_sar.errors.DistributedIndexError, match="different index spaces"):
             torch.cat([part.edge_index, part.edge_label_index.flip(0)], dim=1)
-        other = pyg_sar.load_partition(tmp_path / "other")
+        other = pyg_sar.load_partition(tmp_path / "other", view="local")
         with pytest.raises(pyg_sar.errors.DistributedIndexError, match="different index spaces"):
             torch.cat([part.edge_index, other.edge_index], dim=1)
-        mine = pyg_sar.distribute(copy.deepcopy(conv))
+        mine = pyg_sar.distribute(copy.deepcopy(conv), view="local")
         return part.n_id, mine(part.x, both).detach(), global_ids(part, both), both.order
 
     for n_id, out, ids, order in threads(worker, 3):
@@ -255,7 +255,10 @@ def test_refused_by_name(partitions: Partitions, tmp_path: Path):
     pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "hetero", "random")
 
     def worker(root: Path) -> None:
-        edges, rank = pyg_sar.load_partition(root).edge_index, pyg_sar.comm.current().rank
+        edges, rank = (
+            pyg_sar.load_partition(root, view="local").edge_index,
+            pyg_sar.comm.current().rank,
+        )
         wrong: list[tuple[type[Exception], str, dict[str, Any]]] = [
             (ValueError, "same on all workers .got .*30.* at rank 1", {"num_neg_samples": 20}),
             (ValueError, "'num_nodes' to be 40.*got 7 at rank", {"num_nodes": 7}),
@@ -273,7 +276,9 @@ def test_refused_by_name(partitions: Partitions, tmp_path: Path):
             pyg_sar.negative_sampling(data.edge_index)
         with pytest.raises(pyg_sar.errors.DistributedIndexError, match=r"rank \d is flipped"):
             pyg_sar.negative_sampling(edges.flip(0))
-        relation = pyg_sar.load_partition(tmp_path / "hetero")["author", "writes", "paper"]
+        relation = pyg_sar.load_partition(tmp_path / "hetero", view="local")[
+            "author", "writes", "paper"
+        ]
         with pytest.raises(pyg_sar.errors.DistributedIndexError, match="of a relation"):
             pyg_sar.negative_sampling(relation.edge_index)
         for asked in ({}, {"method": "dense"}, {"force_undirected": True}, {"num_nodes": (9, 9)}):

@@ -53,7 +53,7 @@ def test_rows_and_ids(graph: Data, root: Path):
     """Every node and edge is held once; every attribute follows ``n_id`` or ``e_id``."""
 
     def worker() -> tuple[Tensor, Tensor]:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         assert isinstance(data, Data)
         assert data.num_nodes == data.n_id.numel() and data.num_edges == data.e_id.numel()
         for name in ("x", "y", "train_mask"):
@@ -80,7 +80,7 @@ def test_edges_are_those_of_the_graph(graph: Data, root: Path):
 
     def worker() -> None:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         assert isinstance(data.edge_index, DistEdgeIndex)
         source, target = plain(data.edge_index)
         halo = read_part(root, comm.rank)["halo_n_id"]
@@ -104,18 +104,21 @@ def test_loading_needs_no_other_part(root: Path, graph: Data):
         mine.mkdir()
         for name in (METADATA, part_file(comm.rank, WORLD)):
             shutil.copy(root / name, mine / name)
-        return pyg_sar.load_partition(mine).num_nodes
+        return pyg_sar.load_partition(mine, view="local").num_nodes
 
     assert sum(threads(worker, WORLD)) == graph.num_nodes
 
 
 def test_loading_twice_and_as_a_string(root: Path):
     def worker() -> None:
-        first, again = pyg_sar.load_partition(root), pyg_sar.load_partition(str(root))
+        first, again = (
+            pyg_sar.load_partition(root, view="local"),
+            pyg_sar.load_partition(str(root), view="local"),
+        )
         assert torch.equal(first.x, again.x)
         assert torch.equal(plain(first.edge_index), plain(again.edge_index))
-        assert pyg_sar.load_partition(root, device="cpu").x.device.type == "cpu"
-        assert torch.equal(pyg_sar.load_partition(root, verify=False).x, first.x)
+        assert pyg_sar.load_partition(root, device="cpu", view="local").x.device.type == "cpu"
+        assert torch.equal(pyg_sar.load_partition(root, verify=False, view="local").x, first.x)
 
     threads(worker, WORLD)
 
@@ -123,9 +126,9 @@ def test_loading_twice_and_as_a_string(root: Path):
 def test_alone(graph: Data, tmp_path: Path):
     """World size 1 goes through the same call, without a communicator."""
     pyg_sar.write_partitions(graph, 1, tmp_path / "one")
-    data = pyg_sar.load_partition(tmp_path / "one")
+    data = pyg_sar.load_partition(tmp_path / "one", view="local")
     assert torch.equal(data.n_id, torch.arange(40))
-    layer = pyg_sar.distribute(GATConv(6, 3).double())
+    layer = pyg_sar.distribute(GATConv(6, 3).double(), view="local")
     expected = layer(graph.x, graph.edge_index)
     assert torch.allclose(layer(data.x, data.edge_index), expected, rtol=1e-10, atol=1e-12)
 
@@ -135,10 +138,10 @@ def test_loaded_tensors_may_be_written(root: Path):
     before = (root / part_file(0, WORLD)).read_bytes()
 
     def worker() -> Tensor:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         data.x.mul_(2).add_(1)
         data.train_mask[:] = True
-        return pyg_sar.load_partition(root).x
+        return pyg_sar.load_partition(root, view="local").x
 
     threads(worker, WORLD)
     assert (root / part_file(0, WORLD)).read_bytes() == before
@@ -218,7 +221,7 @@ def same_error(root: Path | Callable[[int], Path], world: int = WORLD) -> str:
         comm = pyg_sar.comm.current()
         place = root(comm.rank) if callable(root) else root
         with pytest.raises(PartitionError) as caught:
-            pyg_sar.load_partition(place)
+            pyg_sar.load_partition(place, view="local")
         # The communicator isn't broken: a script may try another folder.
         assert comm.all_gather_object(comm.rank) == list(range(world))
         return str(caught.value)
@@ -271,8 +274,8 @@ def test_a_second_attempt_after_damage(root: Path, written: Path):
 
     def worker() -> int:
         with pytest.raises(PartitionError):
-            pyg_sar.load_partition(root)
-        return pyg_sar.load_partition(written).num_nodes
+            pyg_sar.load_partition(root, view="local")
+        return pyg_sar.load_partition(written, view="local").num_nodes
 
     assert sum(threads(worker, WORLD)) == 40
 
@@ -283,7 +286,7 @@ def test_verification_can_be_skipped(root: Path):
 
     def worker() -> Any:
         with pytest.raises(PartitionError):
-            pyg_sar.load_partition(root)
-        return pyg_sar.load_partition(root, verify=False).num_nodes
+            pyg_sar.load_partition(root, view="local")
+        return pyg_sar.load_partition(root, verify=False, view="local").num_nodes
 
     assert sum(threads(worker, WORLD)) == 40

@@ -64,7 +64,9 @@ def test_attention_holds_no_products_of_all_rows() -> None:
     cotangent's.
     """
     x, edges = graph(16)
-    layer = pyg_sar.distribute(GATConv(16, CHANNELS, heads=HEADS, add_self_loops=False))
+    layer = pyg_sar.distribute(
+        GATConv(16, CHANNELS, heads=HEADS, add_self_loops=False), view="local"
+    )
     gradient = torch.randn(NODES, HEADS * CHANNELS)
     peak = peak_of(lambda: layer(x, edges).backward(gradient), x, edges, gradient)
     per_head = NODES * HEADS * 4
@@ -75,7 +77,7 @@ def test_attention_holds_no_products_of_all_rows() -> None:
 @needs_kernels
 def test_a_mean_divides_no_copy_of_its_gradient() -> None:
     x, edges = graph(HEADS * CHANNELS)
-    layer, gradient = pyg_sar.distribute(SimpleConv("mean")), torch.randn_like(x)
+    layer, gradient = pyg_sar.distribute(SimpleConv("mean"), view="local"), torch.randn_like(x)
     x.requires_grad_()
     out = layer(x, edges)
     peak = peak_of(
@@ -174,7 +176,7 @@ def test_terms_that_come_together_have_the_same_gradients(case: str) -> None:
         layer.__class__ = Watched
     if case == "frozen":
         layer.att_src.requires_grad_(False)
-    here = pyg_sar.distribute(copy.deepcopy(layer))
+    here = pyg_sar.distribute(copy.deepcopy(layer), view="local")
     if case == "hooked":
         for module in (layer, here):
             module.lin.register_forward_hook(lambda _module, _args, out: out * 0.5)

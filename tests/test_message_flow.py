@@ -128,12 +128,12 @@ def rows_of_layers(model: nn.Module) -> list[int]:
 
 
 def steps(root: Any, models: list[nn.Module], policies: Sequence[SARPolicy]) -> list[Any]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = []
     for model in models:
         flow = pyg_sar.message_flow_graphs(data, data.train_mask, layers_of(model))
         seeds = flow.n_id[: flow.batch_size]
-        own = pyg_sar.distribute(copy.deepcopy(model))
+        own = pyg_sar.distribute(copy.deepcopy(model), view="local")
         check_flow(own, data, flow, forward=call)
         rows = rows_of_layers(own)
         for policy in policies:
@@ -171,10 +171,10 @@ def test_outputs_gradients_and_rows(world, run, graph, models, partitions):
 
 
 def train(root: Any, model: nn.Module, layers: int, arguments: dict[str, Any]) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     flow = pyg_sar.message_flow_graphs(data, data.train_mask, layers) if layers else None
     config = TrainConfig(epochs=4, restore_best=False)
-    own = pyg_sar.distribute(copy.deepcopy(model))
+    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
     return pyg_sar.Trainer(own, data, config, flow=flow, **arguments).fit()
 
 
@@ -238,13 +238,16 @@ class Twice(nn.Module):
 
 
 def weighted(root: Any) -> None:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     flow = pyg_sar.message_flow_graphs(data, data.train_mask, 1)
-    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, CLASSES).double())
-    for layers in (layer, pyg_sar.distribute(gnn.GAT(CHANNELS, 4, 2, CLASSES).double())):
+    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, CLASSES).double(), view="local")
+    for layers in (
+        layer,
+        pyg_sar.distribute(gnn.GAT(CHANNELS, 4, 2, CLASSES).double(), view="local"),
+    ):
         with pytest.raises(DistributedIndexError, match="before its model was compared"):
             layers(flow.x, flow.edge_index)
-    deeper = pyg_sar.distribute(Twice(layer))
+    deeper = pyg_sar.distribute(Twice(layer), view="local")
     for _ in range(2):
         with pytest.raises(ValueError, match="outputs are up to"):
             check_flow(deeper, data, flow)
@@ -253,7 +256,10 @@ def weighted(root: Any) -> None:
     with pytest.raises(TypeError, match="Expected 'flow'"):
         check_flow(layer, data, data)
     check_flow(layer, data, flow)
-    narrow, seen = pyg_sar.distribute(gnn.GCNConv(64, CLASSES), SARPolicy(wire="int8")), []
+    narrow, seen = (
+        pyg_sar.distribute(gnn.GCNConv(64, CLASSES), SARPolicy(wire="int8"), view="local"),
+        [],
+    )
 
     def rounded(model: Any, part: Data) -> Tensor:  # Narrow wires round other rows of either.
         seen.append(model.policy.wire)
@@ -282,7 +288,9 @@ def weighted(root: Any) -> None:
     ):
         with pytest.raises(TypeError, match=found):
             pyg_sar.message_flow_graphs(other, torch.tensor([0]), 1)
-    keyed = pyg_sar.distribute(gnn.GCN(CHANNELS, 4, 1, 3).double(), SARPolicy(random="keyed"))
+    keyed = pyg_sar.distribute(
+        gnn.GCN(CHANNELS, 4, 1, 3).double(), SARPolicy(random="keyed"), view="local"
+    )
     with pytest.raises(ValueError, match="random numbers of the whole graph"):
         check_flow(keyed, data, flow)
     with pytest.raises(DistributedIndexError, match="can't be told for a message flow graph"):
@@ -290,7 +298,7 @@ def weighted(root: Any) -> None:
 
 
 def of_several_types(root: Any) -> None:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     seeds = data["paper"].train_mask
     message = "of types author, paper, venue, loner.*whole HeteroData.*to_homogeneous"
     with pytest.raises(TypeError, match=message):

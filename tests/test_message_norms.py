@@ -155,7 +155,7 @@ def test_a_worker_without_an_edge_takes_part(graph: Data, partitions: Partitions
     """Said of the graphs above: the last of three workers has a node and no edge at all."""
 
     def worker() -> tuple[int, int]:
-        data = pyg_sar.load_partition(root_of(3, graph, partitions))
+        data = pyg_sar.load_partition(root_of(3, graph, partitions), view="local")
         return data.num_nodes, data.num_edges
 
     assert threads(worker, 3)[-1] == (1, 0)
@@ -169,8 +169,8 @@ def test_statistics_inside_a_message_travel_and_rows_of_edges_do_not(
     layer = EdgeMLP(BatchNorm1d(8)).double()
 
     def worker() -> tuple[int, int]:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3))
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3), view="local")
         x = data.x.requires_grad_()
         model(x, data.edge_index, data.edge_attr).sum().backward()
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -208,8 +208,8 @@ def test_training_evaluation_and_training_again(
     wanted = steps(expected, graph, torch.arange(graph.num_nodes))
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(copy.deepcopy(layer), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
         return data.n_id, steps(model, data, data.n_id), dict(model.named_buffers())
 
     for ids, found, buffers in threads(worker, 3):
@@ -224,8 +224,8 @@ def test_one_shot_warns_and_says_why(graph: Data, partitions: Partitions):
     root = partitions(graph, 1, torch.zeros(graph.num_nodes, dtype=torch.long))
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(EdgeMLP(gnn.GraphNorm(8)).double())
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(EdgeMLP(gnn.GraphNorm(8)).double(), view="local")
         with pytest.warns(pyg_sar.errors.OneShotWarning, match=r"over all edges \(GraphNorm\)"):
             model(data.x, data.edge_index, data.edge_attr)
 
@@ -274,9 +274,10 @@ def test_norms_between_the_layers_of_models(graph: Data, partitions: Partitions)
     expected = [step(copy.deepcopy(m), data, torch.arange(data.num_nodes)) for m in models]
 
     def worker() -> Any:
-        mine = pyg_sar.load_partition(root)
+        mine = pyg_sar.load_partition(root, view="local")
         return mine.n_id, [
-            step(pyg_sar.distribute(copy.deepcopy(m)), mine, mine.n_id) for m in models
+            step(pyg_sar.distribute(copy.deepcopy(m), view="local"), mine, mine.n_id)
+            for m in models
         ]
 
     for ids, found in threads(worker, 3):

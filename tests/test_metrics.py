@@ -277,7 +277,7 @@ def test_a_mean_over_one_workers_values_is_warned_of_once():
     x, y = torch.randn(9, 4, dtype=torch.float64), torch.arange(9) % 3
 
     def worker(which: Any, key: Any, gradient: Tensor | None) -> None:
-        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(plain)))
+        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(plain)), view="local")
         mine = piece(torch.arange(9), [5, 2, 2])
         for _ in range(2):
             losses = which(model(x[mine]), y[mine], model[0].weight)

@@ -378,9 +378,11 @@ def test_models_are_exact(world: int, tmp_path: Any):
     }
 
     def worker() -> dict[str, Any]:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         return {
-            name: one_pass(pyg_sar.distribute(copy.deepcopy(made[name])), run, data, pyg_sar.mean)
+            name: one_pass(
+                pyg_sar.distribute(copy.deepcopy(made[name]), view="local"), run, data, pyg_sar.mean
+            )
             for name, (_, run) in CASES.items()
         }
 
@@ -450,7 +452,7 @@ def bare(kind: type) -> torch.nn.Module:
 def test_refused_models_are_named(name: str):
     def worker() -> None:
         with pytest.raises(ValueError, match=rf"'inner' \({name}\) can't be .*rank \d"):
-            pyg_sar.distribute(torch.nn.ModuleDict({"inner": refused()[name]()}))
+            pyg_sar.distribute(torch.nn.ModuleDict({"inner": refused()[name]()}), view="local")
 
     threads(worker, 2)
 
@@ -506,10 +508,10 @@ def test_methods_and_functions_that_see_this_workers_nodes(tmp_path: Any):
     pyg_sar.write_partitions(graph(), 2, tmp_path / "parts", parts(2))
 
     def worker() -> list[str]:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         edges, z = data.edge_index, data.z
-        auto = pyg_sar.distribute(gnn.GAE(gnn.GCNConv(CHANNELS, HIDDEN)))
-        model = pyg_sar.distribute(gnn.SignedGCN(CHANNELS, HIDDEN, 1)).double()
+        auto = pyg_sar.distribute(gnn.GAE(gnn.GCNConv(CHANNELS, HIDDEN)), view="local")
+        model = pyg_sar.distribute(gnn.SignedGCN(CHANNELS, HIDDEN, 1), view="local").double()
         for call in (
             lambda: auto.recon_loss(z, edges, torch.zeros(2, 3, dtype=torch.long)),
             lambda: auto.test(z, edges, edges),
@@ -535,14 +537,21 @@ def test_methods_and_functions_that_see_this_workers_nodes(tmp_path: Any):
 def test_one_process_samples_pairs_as_before():
     data = graph()
     z, edges = data.z, data.edge_index
-    auto, plain = pyg_sar.distribute(gnn.GAE(Linear(2, 2))), gnn.GAE(Linear(2, 2))
+    auto, plain = pyg_sar.distribute(gnn.GAE(Linear(2, 2)), view="local"), gnn.GAE(Linear(2, 2))
     losses = []
     for model in (auto, plain):
         seed_everything(1)
         losses.append(model.recon_loss(z, edges))
     assert torch.equal(*losses)
     assert torch.equal(auto.decoder.forward_all(z), plain.decoder.forward_all(z))
-    assert float(pyg_sar.distribute(gnn.SignedGCN(4, HIDDEN, 1)).loss(z, edges, edges).detach()) > 0
+    assert (
+        float(
+            pyg_sar.distribute(gnn.SignedGCN(4, HIDDEN, 1), view="local")
+            .loss(z, edges, edges)
+            .detach()
+        )
+        > 0
+    )
 
 
 REFUSED_ROWS: dict[str, Callable[[Tensor], Any]] = {
@@ -571,9 +580,9 @@ def test_infomax_refuses_functions_of_its_own_rows(name: str, role: str, tmp_pat
     functions[role] = lambda x, *rest: wrong(x)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         model = gnn.DeepGraphInfomax(HIDDEN, gnn.GCNConv(CHANNELS, HIDDEN), **functions).double()
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
         with pytest.raises(pyg_sar.errors.DistributedIndexError):
             model(data.x, data.edge_index)
 

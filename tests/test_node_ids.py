@@ -103,7 +103,7 @@ def test_names():
 
 def look(root: Path) -> dict[str, Any]:
     """What a worker finds, with the values that the lists choose."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     lists = {
         name: (data.n_id[data[name]], data[f"{name}_place"])
         for name in ("train_idx", "val_idx", "idx_empty", "array_idx", "list_idx", "roots")
@@ -226,7 +226,7 @@ def test_what_the_caller_says(tmp_path: Path):
     )
 
     def worker() -> tuple[list[int], int]:
-        part = pyg_sar.load_partition(tmp_path / "parts")
+        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
         assert torch.equal(part.n_id[part.cluster_idx], part.cluster_idx_place % 3)
         return part.roots.tolist(), part.cluster_idx.numel()
 
@@ -263,7 +263,7 @@ def test_older_partitions_warn(tmp_path: Path):
         path.write_text(with_checksum(content))
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            found = pyg_sar.load_partition(root)
+            found = pyg_sar.load_partition(root, view="local")
         texts = [str(w.message) for w in caught if "may hold node ids" in str(w.message)]
         assert {text.split("'")[1] for text in texts} == names
         assert all("Partition the graph anew" in text for text in texts)
@@ -323,10 +323,10 @@ def test_link_prediction(world: int, tmp_path: Path):
         expected.append((loss.detach(), [g.clone() for g in gradients(model)]))
 
     def worker() -> Any:
-        mine = pyg_sar.distribute(copy.deepcopy(model))
+        mine = pyg_sar.distribute(copy.deepcopy(model), view="local")
         found, n_id = [], None
         for k in range(3):
-            data = pyg_sar.load_partition(tmp_path / str(k))
+            data = pyg_sar.load_partition(tmp_path / str(k), view="local")
             assert n_id is None or torch.equal(n_id, data.n_id)
             n_id = data.n_id
             mine.zero_grad()
@@ -359,8 +359,8 @@ def test_node_classification_by_lists(world: int, roots: dict[int, Path]):
     expected = run(copy.deepcopy(model), data, torch.mean)
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(roots[world])
-        return run(pyg_sar.distribute(copy.deepcopy(model)), part, pyg_sar.mean)
+        part = pyg_sar.load_partition(roots[world], view="local")
+        return run(pyg_sar.distribute(copy.deepcopy(model), view="local"), part, pyg_sar.mean)
 
     for found in threads(worker, world):
         for mine, theirs in zip(found, expected, strict=True):
@@ -373,9 +373,9 @@ def test_messages_along_pairs(roots: dict[int, Path]):
     expected = model(data.x, data.edge_index_2, data.edge_weight_2.double()).detach()
 
     def worker() -> Any:
-        part, found = pyg_sar.load_partition(roots[3]), []
+        part, found = pyg_sar.load_partition(roots[3], view="local"), []
         for policy in MODES:
-            mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+            mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
             found.append(mine(part.x, part.edge_index_2, part.edge_weight_2.double()).detach())
         return part.n_id, found
 
@@ -441,10 +441,10 @@ def test_heterogeneous(world: int, tmp_path: Path):
     expected = run(copy.deepcopy(model), data, torch.mean)
 
     def worker() -> Any:
-        part = pyg_sar.load_partition(root)
+        part = pyg_sar.load_partition(root, view="local")
         pairs = plain(part["paper"].pair_index)
         assert pairs.size(1) == part["paper"].pair_index_place.numel()
-        return run(pyg_sar.distribute(copy.deepcopy(model)), part, pyg_sar.mean)
+        return run(pyg_sar.distribute(copy.deepcopy(model), view="local"), part, pyg_sar.mean)
 
     for found in threads(worker, world):
         assert_close(found, expected)

@@ -104,8 +104,8 @@ def roots(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Callable[[in
 
 
 def call(kind: Any, policy: pyg_sar.SARPolicy, root: Path) -> None:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(kind().double())
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(kind().double(), view="local")
     set_policy(layer, policy)
     layer(data.x, data.edge_index)
 

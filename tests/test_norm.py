@@ -83,7 +83,7 @@ def test_equal_to_one_process(name: str, world: int):
 
     def worker() -> Any:
         mine = split(world)[pyg_sar.comm.current().rank]
-        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
+        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)), view="local")
         return steps(model, [value[mine] for value in inputs])
 
     workers = threads(worker, world)
@@ -112,7 +112,7 @@ def test_any_split(sizes: list[int], scale: float, shift: float):
     expected = copy.deepcopy(norm)(x)
 
     def worker() -> Tensor:
-        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
+        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)), view="local")
         return model(x.split(sizes)[pyg_sar.comm.current().rank]).detach()
 
     found = torch.cat(threads(worker, len(sizes)))
@@ -143,7 +143,9 @@ def test_large_mean_small_deviation(world: int, dtype: torch.dtype):
 
     def worker() -> Any:
         mine = split(world, 400)[pyg_sar.comm.current().rank]
-        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS).to(dtype)))
+        model = pyg_sar.distribute(
+            torch.nn.Sequential(BatchNorm1d(CHANNELS).to(dtype)), view="local"
+        )
         return run(model, x[mine], gradient[mine])
 
     workers = threads(worker, world)
@@ -164,7 +166,7 @@ def test_low_precision(parameters: torch.dtype):
 
     def worker() -> Any:
         mine = split(3, 60)[pyg_sar.comm.current().rank]
-        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
+        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)), view="local")
         return model(inputs[1][mine]).detach()
 
     ours = torch.cat(threads(worker, 3))
@@ -177,7 +179,7 @@ def test_counts_are_exact():
 
     def worker() -> Tensor:
         rows = [1, 0, 1][pyg_sar.comm.current().rank]
-        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)))
+        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)), view="local")
         model(torch.full((rows, CHANNELS), float(pyg_sar.comm.current().rank)))
         return model[0].running_var
 
@@ -192,7 +194,7 @@ def test_too_few_rows(world: int):
 
     def worker() -> None:
         rank = pyg_sar.comm.current().rank
-        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)))
+        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)), view="local")
         with pytest.raises(ValueError, match="more than 1 value per channel"):
             model(torch.zeros(int(rank == world - 1), CHANNELS))
         model.eval()
@@ -215,7 +217,7 @@ def test_allow_single_element(world: int, rows: int):
 
     def worker() -> Any:
         rank = pyg_sar.comm.current().rank
-        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
+        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)), view="local")
         mine = x[rank : rank + 1] if world > 1 else x
         return model(mine).detach(), model[0].module.running_mean
 
@@ -235,7 +237,7 @@ def test_inputs_of_three_axes(world: int):
     def worker() -> Tensor:
         mine = slice(0, 3) if pyg_sar.comm.current().rank == 0 else slice(3, 9)
         mine = mine if world == 2 else slice(0, 9)
-        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)))
+        model = pyg_sar.distribute(torch.nn.Sequential(copy.deepcopy(norm)), view="local")
         return model(x[mine]).detach()
 
     try:
@@ -247,7 +249,7 @@ def test_inputs_of_three_axes(world: int):
 
 
 def test_wrong_shapes_are_torchs_errors():
-    model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)))
+    model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)), view="local")
     with pytest.raises(ValueError, match="2D or 3D"):
         model(torch.zeros(3))
     with pytest.raises((ValueError, RuntimeError)):
@@ -257,7 +259,7 @@ def test_wrong_shapes_are_torchs_errors():
 def test_evaluation_sends_nothing():
     def worker() -> int:
         comm = pyg_sar.comm.current()
-        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS))).eval()
+        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS)), view="local").eval()
         with pyg_sar.Ledger(comm) as ledger:
             model(torch.zeros(comm.rank, CHANNELS))
         return ledger.sent + ledger.received
@@ -270,7 +272,9 @@ def test_training_costs_o_of_f():
 
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        model = pyg_sar.distribute(torch.nn.Sequential(BatchNorm1d(CHANNELS).double()))
+        model = pyg_sar.distribute(
+            torch.nn.Sequential(BatchNorm1d(CHANNELS).double()), view="local"
+        )
         with pyg_sar.Ledger(comm) as ledger:
             out = model(torch.randn(50 + comm.rank, CHANNELS, dtype=torch.float64))
             forward = ledger.sent
@@ -287,7 +291,7 @@ def test_conversion_keeps_parameters_and_names():
         norm = gnn.BatchNorm(CHANNELS)
         before = dict(norm.named_parameters())
         keys = list(norm.state_dict())
-        model = pyg_sar.distribute(torch.nn.Sequential(norm))
+        model = pyg_sar.distribute(torch.nn.Sequential(norm), view="local")
         assert model[0] is norm
         assert list(norm.state_dict()) == keys
         assert all(p is before[name] for name, p in norm.named_parameters())
@@ -322,12 +326,12 @@ def test_refused_norms_name_the_module(name: str):
     def worker() -> str:
         model = torch.nn.ModuleDict({"blocks": torch.nn.ModuleList([copy.deepcopy(norm)])})
         with pytest.raises(ValueError, match=name) as caught:
-            pyg_sar.distribute(model)
+            pyg_sar.distribute(model, view="local")
         return str(caught.value)
 
     for message in threads(worker, 2):
         assert "blocks.0" in message and "Supported" in message
-    pyg_sar.distribute(copy.deepcopy(norm))  # One process is exact as it is.
+    pyg_sar.distribute(copy.deepcopy(norm), view="local")  # One process is exact as it is.
 
 
 @pytest.mark.parametrize(
@@ -343,7 +347,7 @@ def test_norms_per_node_are_as_they_were(norm: torch.nn.Module):
     def worker() -> Any:
         comm = pyg_sar.comm.current()
         mine = x[:3] if comm.rank == 0 else x[3:]
-        model = pyg_sar.distribute(copy.deepcopy(norm))
+        model = pyg_sar.distribute(copy.deepcopy(norm), view="local")
         with pyg_sar.Ledger(comm) as ledger:
             out = model(mine, mine) if both else model(mine)
         return out.detach(), ledger.sent

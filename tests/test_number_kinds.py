@@ -87,10 +87,10 @@ def _aggregates(layer: Any, x: Tensor, edge_index: Tensor) -> list[Any]:
 
 
 def _of_workers(root: Path) -> tuple[Tensor, list[Any]]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = []
     for aggr in AGGREGATIONS:
-        layer = pyg_sar.distribute(Rows(aggr=aggr))
+        layer = pyg_sar.distribute(Rows(aggr=aggr), view="local")
         for policy in MODES[:2]:
             set_policy(layer, policy)
             found.append(_aggregates(layer, data.x, data.edge_index))

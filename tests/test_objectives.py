@@ -24,6 +24,7 @@ import pyg_sar
 from pyg_sar.errors import CheckpointError
 from pyg_sar.files import from_json, to_json
 from pyg_sar.partition import assign_nodes
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.train.config import EpochRecord, TrainConfig
 from pyg_sar.train.objective import Objective
 from pyg_sar.train.trainer import Callback, Trainer
@@ -212,8 +213,8 @@ def run_case(data: Data, name: str) -> Any:
     make, changes = CASES[name]
     options, outputs = make(data)
     model = small_gcn(outputs)
-    if "n_id" in data:
-        model = pyg_sar.distribute(model)
+    if "n_id" in data or isinstance(data.y, NodeTensor):
+        model = pyg_sar.distribute(model, view="local" if "n_id" in data else "global")
     config = TrainConfig(epochs=4, lr=0.02, **changes)
     trainer = Trainer(model, data, config, metrics=METRICS, **options)
     return replace(trainer.fit(), seconds=0.0), trainer
@@ -233,15 +234,19 @@ def test_targets_that_are_no_classes(tmp_path):
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
 
     def work() -> list[Any]:
-        part = pyg_sar.load_partition(tmp_path / "parts")
+        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
         return [run_case(part, name)[0] for name in CASES]
 
-    workers = threads(work, 3)
+    def of_the_whole() -> list[Any]:
+        return [run_case(pyg_sar.load_partition(tmp_path / "parts"), name)[0] for name in CASES]
+
+    workers = threads(work, 3) + pyg_sar.launch(of_the_whole, 1, parts=3)
     for k, name in enumerate(CASES):
         expected, trainer = run_case(data, name)
         for worker in workers:
-            assert worker[k] == workers[0][k]
             same_results(worker[k], expected)
+        assert len({str(worker[k]) for worker in workers[:3]}) == 1
+        assert len({str(worker[k]) for worker in workers[3:]}) == 1
         assert expected.final["test_two_nan"] is None and "val_accuracy" not in expected.final
         # By hand.
         out = trainer.model.eval()(data.x, data.edge_index).detach()
@@ -255,8 +260,8 @@ def test_targets_that_are_no_classes(tmp_path):
 
 def link_run(train: Data, others: dict[str, Data]) -> Any:
     model = small_gcn(4)
-    if "n_id" in train:
-        model = pyg_sar.distribute(model)
+    if "n_id" in train or isinstance(train.x, NodeTensor):
+        model = pyg_sar.distribute(model, view="local" if "n_id" in train else "global")
     return Trainer(
         model,
         train,
@@ -281,8 +286,8 @@ def test_targets_of_pairs_of_nodes(tmp_path):
     expected = link_run(splits["train"], {n: splits[n] for n in names[1:]}).fit()
     assert {"train_area", "val_area", "test_area", "test_loss"} <= expected.final.keys()
 
-    def work() -> Any:
-        parts = {name: pyg_sar.load_partition(tmp_path / name) for name in names}
+    def work(view: Any = "local") -> Any:
+        parts = {name: pyg_sar.load_partition(tmp_path / name, view=view) for name in names}
         trainer = link_run(parts["train"], {n: parts[n] for n in names[1:]})
         result = trainer.fit()
         trainer.save(tmp_path / "c")
@@ -290,7 +295,7 @@ def test_targets_of_pairs_of_nodes(tmp_path):
         again.resume(tmp_path / "c")
         return result, again.epoch
 
-    for result, epoch in threads(work, 3):
+    for result, epoch in threads(work, 3) + pyg_sar.launch(work, 1, "global", parts=3):
         same_results(result, expected)
         assert epoch == 3
     with pytest.raises(ValueError, match=r"'evaluate_on' is for 'val' and 'test' \(got \['x'\]"):
@@ -355,10 +360,10 @@ def test_unfit_metrics_and_targets_are_named(tmp_path):
     def work() -> list[str]:
         found = []
         for name, metric in (("order", first_rows), ("fails", lambda p, t: 1 / 0)):
-            part = pyg_sar.load_partition(tmp_path / "parts")
+            part = pyg_sar.load_partition(tmp_path / "parts", view="local")
             if name == "order":
                 del part.n_id
-            model = pyg_sar.distribute(small_gcn(1))
+            model = pyg_sar.distribute(small_gcn(1), view="local")
             try:
                 Trainer(model, part, metrics={name: metric}, **options).evaluate()
             except ValueError as error:

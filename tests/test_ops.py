@@ -528,8 +528,8 @@ def test_layers_are_exact_with_kernels_and_without(world: int, partitions: Parti
 
 
 def rows_of_messages(root: Path, policy: SARPolicy, aggr: Any) -> tuple[list[int], int]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Default(aggr), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(Default(aggr), policy, view="local")
     x = data.x.requires_grad_()
     layer(x, data.edge_index)  # is analysed
     MESSAGES.rows.clear()
@@ -558,8 +558,8 @@ def test_other_aggregations_take_the_general_path(aggr: Any, partitions: Partiti
 
 
 def after_a_change(root: Path, hooked: bool) -> tuple[Tensor, Tensor, int]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Default(), SARPolicy(push="off"))
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(Default(), SARPolicy(push="off"), view="local")
     seen = []
     if hooked:
         layer.register_message_forward_hook(lambda *given: seen.append(given[2].size(0)))
@@ -585,7 +585,7 @@ def test_message_hooks_see_every_message(partitions: Partitions):
 
 def transposed(root: Path) -> None:
     """Each shard's transposed structure holds the shard's edges, and is made once."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     shards = shards_of(data.edge_index)
     source, target = data.edge_index.ends()
     for shard in shards.blocks:

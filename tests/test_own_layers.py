@@ -73,14 +73,14 @@ def test_layers_that_were_built_in_the_parent_run_in_workers(graph: Data, root: 
     }  # once in one process, as everyone does
 
     def work(given: dict[str, MessagePassing]) -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         found = []
         for name, kind in own_classes_of(built).items():
             again = kind().double()
             again.load_state_dict(given[name].state_dict())
             for layer in (given[name], built[name], again):
                 plain = layer(torch.ones(2, CHANNELS).double(), torch.tensor([[0, 1], [1, 0]]))
-                out = pyg_sar.distribute(layer)(data.x, data.edge_index)
+                out = pyg_sar.distribute(layer, view="local")(data.x, data.edge_index)
                 found.append((name, out.detach(), plain.detach()))
         return data.n_id, found, given["of GCN"].lin
 
@@ -156,8 +156,8 @@ KEEPS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 
 def test_what_a_message_keeps_of_its_edges_is_refused_where_it_is_read(graph: Data, root: Path):
     def worker(kind: type[Keeping], name: str, policy: SARPolicy) -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(kind(*KEEPS[name]), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(kind(*KEEPS[name]), policy, view="local")
         attribute = r"'(inner\.)?(saved|fresh|kept|pair|items|table|total)'"
         for _ in range(2):  # as at first
             with pytest.raises(DistributedIndexError, match=attribute) as caught:
@@ -175,8 +175,8 @@ def test_what_a_message_keeps_of_its_edges_is_refused_where_it_is_read(graph: Da
 
 def test_what_nobody_reads_may_be_kept(graph: Data, root: Path):
     def worker(policy: SARPolicy) -> Any:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(Keeping(KEEPS["new"][0], lambda s: 0), policy)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(Keeping(KEEPS["new"][0], lambda s: 0), policy, view="local")
         x = data.x.clone().requires_grad_()
         out = layer(x, data.edge_index)
         out.square().sum().backward()
@@ -237,8 +237,8 @@ def test_a_model_prints_as_that_of_pyg(view: Any, world: int):
 
 def test_errors_name_the_class_of_the_user(root: Path):
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        pyg_sar.distribute(Own(CHANNELS, 4).double())(data.x[:3], data.edge_index)
+        data = pyg_sar.load_partition(root, view="local")
+        pyg_sar.distribute(Own(CHANNELS, 4).double(), view="local")(data.x[:3], data.edge_index)
 
     with pytest.raises(WorkerError) as caught:
         threads(worker, WORLD)

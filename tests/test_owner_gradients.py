@@ -84,8 +84,8 @@ def test_gradients_equal_pyg(world: int, tmp_path: Path) -> None:
 
 
 def _changing(root: Path, layer: torch.nn.Module) -> tuple[Tensor, list[Tensor]]:
-    data, found = pyg_sar.load_partition(root), []
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    data, found = pyg_sar.load_partition(root, view="local"), []
+    layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
     weight = data.edge_weight.clone()
     for step in range(4):
         if step == 1:
@@ -123,8 +123,8 @@ def _rows(root: Path, layer: torch.nn.Module, policy: SARPolicy, weighted: bool)
 
     And rows that others need of this worker.
     """
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
     x = data.x.requires_grad_()
     arguments = (x, data.edge_index, data.edge_weight) if weighted else (x, data.edge_index)
     layer(*arguments).sum().backward()
@@ -208,8 +208,11 @@ def test_attention_fetches_nothing_again(name: str, tmp_path: Path) -> None:
 
 def _without_gradients(root: Path) -> tuple[int, int]:
     """Bytes of plans that inference takes, and of a training step after it."""
-    data = pyg_sar.load_partition(root)
-    layers = [pyg_sar.distribute(ATTENTION["gat"]().double()), pyg_sar.distribute(SUMS["gin"][0]())]
+    data = pyg_sar.load_partition(root, view="local")
+    layers = [
+        pyg_sar.distribute(ATTENTION["gat"]().double(), view="local"),
+        pyg_sar.distribute(SUMS["gin"][0](), view="local"),
+    ]
     x, found = data.x, []
     layers[1] = layers[1].double()
     for grad in (False, True):
@@ -228,9 +231,11 @@ def test_inference_makes_nothing_for_backward_passes(tmp_path: Path) -> None:
 
 
 def _dtype(root: Path, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    layer = pyg_sar.distribute((ATTENTION[name] if name == "gat" else SUMS[name][0])().to(dtype))
+    layer = pyg_sar.distribute(
+        (ATTENTION[name] if name == "gat" else SUMS[name][0])().to(dtype), view="local"
+    )
     x = data.x.to(dtype).requires_grad_()
     out = layer(x, data.edge_index)
     (out * probe(data.n_id, out)).sum().backward()

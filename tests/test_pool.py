@@ -152,7 +152,7 @@ def test_readouts_are_exact(world: int):
             net = copy.deepcopy(nets[name])
             ids, mean, batch = torch.arange(ROWS), torch.mean, graphs() if several else None
             if comm is not None:
-                net = pyg_sar.distribute(net)
+                net = pyg_sar.distribute(net, view="local")
                 ids, mean = owners(world)[comm.rank], pyg_sar.mean
                 batch = pyg_sar.space.dist_batch(batch[ids]) if several else None
             found.append((*one_pass(net, features()[ids], batch, ids, mean), ids))
@@ -309,7 +309,7 @@ def test_readouts_refuse_ordinary_indices():
     """Local target ids look like graph ids: neither is guessed."""
 
     def worker() -> None:
-        model = pyg_sar.distribute(Sequential(aggr.SumAggregation()))
+        model = pyg_sar.distribute(Sequential(aggr.SumAggregation()), view="local")
         with pytest.raises(
             pyg_sar.errors.DistributedIndexError, match=r"ordinary 'index' at rank \d"
         ):
@@ -326,7 +326,7 @@ def test_one_process_takes_ordinary_indices():
     ptr = torch.cat([ptr.new_zeros(1), ptr])
     for name in ("sum", "mean", "softmax", "set transformer"):
         plain = READOUTS[name]().double()
-        ours = pyg_sar.distribute(copy.deepcopy(plain))
+        ours = pyg_sar.distribute(copy.deepcopy(plain), view="local")
         assert error(ours(x, batch), plain(x, batch)) <= TOLERANCE
         assert error(ours(x, batch, dim_size=9), plain(x, batch, dim_size=9)) <= TOLERANCE
         assert error(ours(x, ptr=ptr), plain(x, batch)) <= TOLERANCE
@@ -362,10 +362,12 @@ def test_refused_readouts_name_the_module(name: str):
     def worker() -> None:
         model = torch.nn.ModuleDict({"readout": REFUSED[name]()})
         with pytest.raises(ValueError, match=rf"'readout' \({name}\) can't .*rank \d"):
-            pyg_sar.distribute(model)
+            pyg_sar.distribute(model, view="local")
 
     threads(worker, 2)
-    pyg_sar.distribute(torch.nn.ModuleDict({"readout": REFUSED[name]()}))  # One process is exact.
+    pyg_sar.distribute(
+        torch.nn.ModuleDict({"readout": REFUSED[name]()}), view="local"
+    )  # One process is exact.
 
 
 def test_every_aggregation_is_exact_or_refused():
@@ -407,8 +409,8 @@ def test_graph_classification_in_three_lines(world: int, tmp_path: Any):
     expected = train(copy.deepcopy(model), data, torch.mean)
 
     def worker() -> Any:
-        mine = pyg_sar.load_partition(tmp_path / "parts")
-        ours = pyg_sar.distribute(copy.deepcopy(model), replicated=["head"])
+        mine = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        ours = pyg_sar.distribute(copy.deepcopy(model), replicated=["head"], view="local")
         return train(ours, mine, pyg_sar.mean)
 
     for found in threads(worker, world):
@@ -419,7 +421,7 @@ def test_graph_classification_in_three_lines(world: int, tmp_path: Any):
 def test_replicated_names_are_checked():
     for names in (["tail"], "head", [""]):
         with pytest.raises(ValueError, match=r"'replicated' must be names .*conv"):
-            pyg_sar.distribute(Readers(), replicated=names)
+            pyg_sar.distribute(Readers(), replicated=names, view="local")
 
 
 def test_one_row_per_graph_travels():

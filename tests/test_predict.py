@@ -81,12 +81,12 @@ def test_outputs_are_those_of_one_process(world: int, partitions: Partitions, tm
     part = torch.arange(NODES) % max(world - 1, 1)  # The last worker has no nodes.
 
     def worker(root: Path) -> None:
-        mine, plain = pyg_sar.load_partition(root), copy.deepcopy(model)
+        mine, plain = pyg_sar.load_partition(root, view="local"), copy.deepcopy(model)
         before = [type(module) for module in plain.modules()], modes(plain)
         rows = pyg_sar.infer(plain, mine, out=path)
         assert close(rows, expected[mine.n_id]) and not rows.requires_grad
         assert ([type(module) for module in plain.modules()], modes(plain)) == before
-        trained = pyg_sar.distribute(plain)
+        trained = pyg_sar.distribute(plain, view="local")
         assert close(pyg_sar.infer(trained, mine), expected[mine.n_id])
         assert modes(trained) == before[1]
 
@@ -121,7 +121,7 @@ def test_what_layers_remember_belongs_to_their_graph(partitions: Partitions):
     )
 
     def worker(root: Path) -> None:
-        mine, plain = pyg_sar.load_partition(root), copy.deepcopy(model)
+        mine, plain = pyg_sar.load_partition(root, view="local"), copy.deepcopy(model)
         assert close(pyg_sar.infer(plain, mine), expected[1][mine.n_id])
 
     threads(worker, 2, partitions(second, 2))
@@ -138,7 +138,7 @@ def test_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
         host(lambda: fn(*copy.deepcopy(args)), options["parts"])
 
     monkeypatch.setattr(inference, "launch", launched)
-    for model in (sage(), pyg_sar.distribute(GAT(6, 8, 2, 3, heads=2).double())):
+    for model in (sage(), pyg_sar.distribute(GAT(6, 8, 2, 3, heads=2).double(), view="local")):
         expected, before = whole(model, data), (modes(model), type(model.convs[0]))
         rows = pyg_sar.infer(model, data, memory="150MiB", out=tmp_path / "out.npy", workers=2)
         assert close(rows, expected) and close(np.load(tmp_path / "out.npy"), expected)
@@ -245,7 +245,7 @@ def test_node_types(tmp_path: Path):
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", random_parts(data, 3))
 
     def worker() -> None:
-        mine: Any = pyg_sar.load_partition(tmp_path / "parts")
+        mine: Any = pyg_sar.load_partition(tmp_path / "parts", view="local")
         rows = pyg_sar.infer(model, mine, out=tmp_path / "out.npy", node_type="paper")
         assert close(rows, expected[mine["paper"].n_id])
 
@@ -300,7 +300,7 @@ def test_arguments_that_do_not_fit(partitions: Partitions):
         with pytest.raises(ValueError, match=r"at rank \d of 2 is not a part"):
             pyg_sar.infer(model, data)
         with pytest.raises(ValueError, match=r"memory='1GiB' is of the workers.*rank \d"):
-            pyg_sar.infer(model, pyg_sar.load_partition(root), memory="1GiB")
+            pyg_sar.infer(model, pyg_sar.load_partition(root, view="local"), memory="1GiB")
 
     threads(worker, 2, partitions(data, 2))
 

@@ -145,8 +145,8 @@ def test_weights_with_an_axis_of_one(partitions: Partitions):
 def rows_of_messages(
     root: Path, policy: SARPolicy, write: Callable[..., Tensor], learned: bool
 ) -> tuple[list[int], int]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Weighted(write), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(Weighted(write), policy, view="local")
     x = data.x.requires_grad_()
     weight = data.edge_weight.requires_grad_(learned)
     layer(x, data.edge_index, weight)  # is analysed
@@ -185,8 +185,8 @@ def test_other_messages_are_not_taken_for_products(name: str, partitions: Partit
 
 
 def after_a_change(root: Path) -> tuple[Tensor, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Weighted(column_first), SARPolicy(push="off"))
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(Weighted(column_first), SARPolicy(push="off"), view="local")
     x = data.x.requires_grad_()
     layer(x, data.edge_index, data.edge_weight)
     layer.scale = 2.0
@@ -208,8 +208,8 @@ def test_a_message_that_changed_is_noticed(partitions: Partitions):
 
 
 def in_bfloat16(root: Path) -> tuple[Tensor, Tensor]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(Weighted(column_first))
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(Weighted(column_first), view="local")
     x, weight = data.x.bfloat16(), data.edge_weight.bfloat16()
     return layer(x, data.edge_index, weight), data.n_id
 

@@ -149,8 +149,10 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _rows(root: Path, policy: SARPolicy) -> dict[str, int]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(
+        gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy, view="local"
+    )
     x = data.x.requires_grad_()
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -196,15 +198,17 @@ def test_as_many_rows_as_the_matching_says(tmp_path: Path) -> None:
 
 def _found(root: Path, partly: bool) -> tuple[int, int]:
     """Covers that were computed, and rows that were received."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     some = torch.arange(0, data.num_edges, 2 if partly else 1)
     edge_index = data.edge_index[:, some] if partly else data.edge_index
     policy = SARPolicy()
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
+    layer = pyg_sar.distribute(
+        gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy, view="local"
+    )
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         layer(data.x, edge_index)
         attention = gnn.GATConv(CHANNELS, OUT).double()
-        pyg_sar.distribute(attention, policy)(data.x, edge_index)
+        pyg_sar.distribute(attention, policy, view="local")(data.x, edge_index)
     return ledger.events("cover"), ledger.received_bytes(kind="fetch")
 
 
@@ -225,9 +229,11 @@ def test_covers_come_with_the_partition(tmp_path: Path, monkeypatch: pytest.Monk
 
 def _made_at_once(root: Path, prefetch: int) -> tuple[int, int, int]:
     """The most pulled rows packed at a time, those of the largest unit, and all."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     policy = SARPolicy(prefetch=prefetch)
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy)
+    layer = pyg_sar.distribute(
+        gnn.SAGEConv(CHANNELS, OUT, project=False).double(), policy, view="local"
+    )
     alive, most, pack = [0], [0], HaloSource._pack
 
     def watched(self: Any, peer: int, dtype: torch.dtype) -> Tensor:
@@ -261,8 +267,8 @@ def test_messages_are_made_when_it_is_their_turn(
 
 
 def _structures(root: Path) -> int:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy())
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(gnn.GCNConv(CHANNELS, OUT).double(), SARPolicy(), view="local")
     layer(data.x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         for _ in range(3):

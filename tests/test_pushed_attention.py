@@ -136,8 +136,8 @@ def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) 
 
 
 def _two_types(root: Path, layer: torch.nn.Module) -> tuple[Any, ...]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy())
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(), view="local")
     x = {name: data[name].x.requires_grad_() for name in ("a", "b")}
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
         out = layer((x["a"], x["b"]), data["a", "to", "b"].edge_index)
@@ -195,8 +195,8 @@ def test_targets_without_an_edge_of_their_own_worker(tmp_path: Path) -> None:
 
 
 def _extreme(root: Path, layer: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(copy.deepcopy(layer))
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
     result = one_pass(layer, data, data.n_id, pyg_sar.mean)
     result.n_id, result.e_id = data.n_id, data.e_id
     return result
@@ -218,10 +218,10 @@ def test_scores_of_ten_thousand(sign: int, tmp_path: Path) -> None:
 
 
 def _finite(root: Path, layers: list[torch.nn.Module]) -> tuple[Tensor, list[Tensor]]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = []
     for layer in layers:
-        out = pyg_sar.distribute(copy.deepcopy(layer))(data.x, data.edge_index)
+        out = pyg_sar.distribute(copy.deepcopy(layer), view="local")(data.x, data.edge_index)
         found.append(out.isfinite())
     return data.n_id, found
 
@@ -270,11 +270,11 @@ def test_states_merge_exactly() -> None:
 
 
 def _masks(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = []
     for name, policy in itertools.product(DROPPING, policies):
         torch.manual_seed(0)
-        layer = pyg_sar.distribute(LAYERS[name]().double(), policy)
+        layer = pyg_sar.distribute(LAYERS[name]().double(), policy, view="local")
         layer.dropout = 0.5
         x = data.x.clone().requires_grad_()
         torch.manual_seed(pyg_sar.comm.current().rank + 3)  # workers' random states may differ
@@ -300,8 +300,8 @@ def test_pulled_and_pushed_edges_drop_the_same(tmp_path: Path) -> None:
 
 
 def _traffic(root: Path, make: Make, policy: SARPolicy, edge: tuple[str, ...]) -> dict[Any, int]:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(make().double(), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(make().double(), policy, view="local")
     x, kwargs = data.x.requires_grad_(), {name: data[name] for name in edge}
     layer(x, data.edge_index, **kwargs).sum().backward()
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
@@ -388,7 +388,7 @@ def _law(
     make = plain_gat if kind == "gat" else LAYERS[kind]
     found = _traffic(root, make, SARPolicy(mode=mode, prefetch=0), ())
     terms = _terms(kind)
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     there, back = _costs(kind, mode)
     ways = []
     for costs in (there, back):
@@ -480,9 +480,9 @@ def test_near_costs_have_good_covers() -> None:
 
 
 def _twice(root: Path, mode: int) -> list[tuple[Tensor, Tensor]]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
-    layer = pyg_sar.distribute(LAYERS["gatv2"]().double(), SARPolicy(mode=mode))
+    layer = pyg_sar.distribute(LAYERS["gatv2"]().double(), SARPolicy(mode=mode), view="local")
     with torch.inference_mode():
         before = layer(data.x, data.edge_index).clone()
     x = data.x.requires_grad_()
@@ -508,14 +508,14 @@ def test_several_backward_passes(mode: int, tmp_path: Path) -> None:
 
 
 def _half(root: Path, policies: tuple[SARPolicy, ...]) -> list[list[Tensor]]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
     exact = LAYERS["gat"]().double()
     found = []
     for dtype, policy in zip(
         (torch.float64, torch.bfloat16, torch.bfloat16), policies, strict=True
     ):
-        layer = pyg_sar.distribute(LAYERS["gat"]().to(dtype), policy)
+        layer = pyg_sar.distribute(LAYERS["gat"]().to(dtype), policy, view="local")
         layer.load_state_dict(exact.state_dict())
         x = data.x.to(dtype).clone().requires_grad_()
         out = layer(x, data.edge_index)

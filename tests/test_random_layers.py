@@ -125,11 +125,11 @@ def two_steps(model, data):
 
 
 def work(root, models, policies):
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = []
     for model in models:
         for policy in policies:
-            mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+            mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
             found.append((data.n_id, *two_steps(mine, data)))
     return found
 
@@ -210,8 +210,8 @@ def test_processes_draw_alike_where_rows_travel_and_where_they_are_read(parts):
 
 
 def counted(root, model, policy):
-    data = pyg_sar.load_partition(root)
-    mine = pyg_sar.distribute(copy.deepcopy(model), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
     with pyg_sar.Ledger(current()) as ledger:
         two_steps(mine, data)
     return ledger.events("fused attention")
@@ -234,8 +234,8 @@ def test_without_a_policy_each_worker_draws_its_own(parts):
 
 def test_evaluation_draws_nothing(parts):
     def evaluated(root, model, policy):
-        data = pyg_sar.load_partition(root)
-        mine = pyg_sar.distribute(copy.deepcopy(model), policy).eval()
+        data = pyg_sar.load_partition(root, view="local")
+        mine = pyg_sar.distribute(copy.deepcopy(model), policy, view="local").eval()
         torch.manual_seed(3)
         state = torch.get_rng_state()
         out = mine(data.x, data.edge_index)
@@ -287,8 +287,8 @@ class Plain(torch.nn.Module):
 
 
 def refused(root, model, policy, unlike=False):
-    data = pyg_sar.load_partition(root)
-    mine = pyg_sar.distribute(copy.deepcopy(model).double(), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    mine = pyg_sar.distribute(copy.deepcopy(model).double(), policy, view="local")
     torch.manual_seed(data.n_id[0] if unlike else 0)
     for _ in range(2):
         mine(data.x.clone().requires_grad_(), data.edge_index).sum().backward()
@@ -380,8 +380,8 @@ def test_generators_in_other_states_are_told(parts):
 
 
 def dropped_outside(root):
-    data = pyg_sar.load_partition(root)
-    conv = pyg_sar.distribute(GCNConv(6, 3).double(), SARPolicy(random="same"))
+    data = pyg_sar.load_partition(root, view="local")
+    conv = pyg_sar.distribute(GCNConv(6, 3).double(), SARPolicy(random="same"), view="local")
     torch.manual_seed(0)
     for _ in range(2):
         conv(F.dropout(data.x, 0.5), data.edge_index)

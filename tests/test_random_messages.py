@@ -86,12 +86,12 @@ def job_of(number: int) -> Job:
 
 def worker(root: Path, jobs: Sequence[Job]) -> tuple[list[list[Found | str]], Tensor, Tensor]:
     """What each job's program gave under each policy, or why not; and this worker's ids."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     results = []
     for program, policies in jobs:
         mine: list[Found | str] = []
         for policy in policies:
-            layer = pyg_sar.distribute(build(program), policy)
+            layer = pyg_sar.distribute(build(program), policy, view="local")
             try:
                 mine.append(passes(layer, data, data.n_id, pyg_sar.mean))
             except (pyg_sar.errors.DistributedIndexError, ValueError) as error:
@@ -207,7 +207,7 @@ def test_what_depends_on_other_edges_is_refused(tmp_path: Path):
     _, outcomes = judge(tmp_path, 2, graph(), jobs)
     for (program, _), reasons in zip(jobs, outcomes, strict=True):
         for reason in reasons:
-            assert reason.startswith("DistributedIndexError: DistRandom"), (program, reason)
+            assert reason.startswith("DistributedIndexError: Random"), (program, reason)
             assert ": " in reason.partition("its ")[2], (program, reason)
 
 
@@ -259,12 +259,12 @@ def test_mode_3_is_one_shot_for_every_aggregation(tmp_path: Path):
     part = torch.tensor([0, 1, 2, 2, 1, 0] * 4) % 3  # rank 3 has nothing
 
     def shuffled(root: Path) -> list[list[Tensor]]:
-        mine = pyg_sar.load_partition(root)
+        mine = pyg_sar.load_partition(root, view="local")
         found = []
         for name in AGGREGATED:
             program = Program("own", ("return x_j * x_i",), OWN["apart"] if name == "own" else "",
                               make_aggregation(name))  # fmt: skip
-            layer = pyg_sar.distribute(build(program), SARPolicy(mode=3))
+            layer = pyg_sar.distribute(build(program), SARPolicy(mode=3), view="local")
             order = torch.arange(mine.num_edges)
             x = mine.x.clone().requires_grad_()
             out = layer(x, mine.edge_index, mine.edge_weight[order], mine.edge_attr[order])

@@ -81,8 +81,8 @@ def two_passes(case: Case, module: torch.nn.Module, data: Data, mean: Any) -> li
 
 
 def worker(root: Path, case: Case, plain: torch.nn.Module, policy: SARPolicy) -> list[Pass]:
-    data = pyg_sar.load_partition(root)
-    module = pyg_sar.distribute(copy.deepcopy(plain), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    module = pyg_sar.distribute(copy.deepcopy(plain), policy, view="local")
     return two_passes(case, module, data, pyg_sar.mean)
 
 

@@ -134,7 +134,7 @@ def test_same_is_refused_beyond_its_limit(monkeypatch):
     given = {"dtype": torch.float32, "device": CPU}
     ids = torch.tensor([0, 99])
     draw(draws.normal(), [3], ids, 100, **given, draws=Draws("same", limit=1200))
-    with pytest.raises(ValueError, match=r"\[100, 3\].*1200 bytes.*random='keyed'"):
+    with pytest.raises(ValueError, match=r"\[100, 3\].*1,200 bytes.*random='keyed'"):
         draw(draws.normal(), [3], ids, 100, **given, draws=Draws("same", limit=1199))
     draw(draws.normal(), [3], ids, 100, **given, draws=Draws("keyed", limit=0))
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,7 @@ def on_workers(root: Path, out: Path) -> tuple[Tensor, dict[str, Run]]:
     data = pyg_sar.propagate_features(root, 2, out)
     found = {}
     for name, model in models().items():
-        own, curve = pyg_sar.distribute(model), Curve()
+        own, curve = pyg_sar.distribute(model, view="local"), Curve()
         how: dict[str, Any] = {}
         if name == "message flow graph":
             how["flow"] = pyg_sar.message_flow_graphs(data, data.train_mask, 2)
@@ -133,7 +134,9 @@ def on_workers(root: Path, out: Path) -> tuple[Tensor, dict[str, Run]]:
         forward = lambda model, data: model(data)  # noqa: E731
         pyg_sar.Trainer(own, data, CONFIG, forward=forward, callbacks=[curve], **how).fit()
         found[name] = curve.accuracies, pyg_sar.infer(own, data, forward=forward)
-    for name, rows in after_training(found["full batch"][1], data, pyg_sar.distribute).items():
+    for name, rows in after_training(
+        found["full batch"][1], data, partial(pyg_sar.distribute, view="local")
+    ).items():
         found[name] = [pyg_sar.accuracy(rows, data.y, data.test_mask)], rows
     return data.n_id, found
 
@@ -194,8 +197,8 @@ def expected(graph: Data, partitions: Partitions, tmp_path_factory: Any) -> dict
     made = models()
     sampled = made.pop("sampled")
     runs = {name: in_one_process(model, data, name == "labels") for name, model in made.items()}
-    own, curve = pyg_sar.distribute(sampled), Curve()
-    part = pyg_sar.load_partition(partitions(graph, 1))
+    own, curve = pyg_sar.distribute(sampled, view="local"), Curve()
+    part = pyg_sar.load_partition(partitions(graph, 1), view="local")
     forward = lambda model, data: model(data)  # noqa: E731
     one = pyg_sar.Trainer(own, part, CONFIG, forward=forward, sampler=SAMPLING, callbacks=[curve])
     one.fit()

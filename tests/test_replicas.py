@@ -86,7 +86,10 @@ def test_attributes_of_modules():
 
     def worker() -> Any:
         other = pyg_sar.comm.current().rank == 2
-        return [refusal(lambda how=how: pyg_sar.distribute(built(how, other))) for how in BUILT]
+        return [
+            refusal(lambda how=how: pyg_sar.distribute(built(how, other), view="local"))
+            for how in BUILT
+        ]
 
     for found in threads(worker, WORLD):
         for message, (how, expected) in zip(found, BUILT.items(), strict=True):
@@ -106,17 +109,17 @@ def test_parameters_that_part(dtype: torch.dtype, root: Path):
     """Another learning rate, or weights, on one worker: noticed by the next backward pass."""
 
     def worker() -> Any:
-        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root)
+        comm, data = pyg_sar.comm.current(), pyg_sar.load_partition(root, view="local")
         data.x = data.x.to(dtype)
         rank, messages = comm.rank, []
         for sums in (True, False):
             torch.manual_seed(0)
-            model: Any = pyg_sar.distribute(Net().to(dtype), sum_gradients=sums)
+            model: Any = pyg_sar.distribute(Net().to(dtype), sum_gradients=sums, view="local")
             optimizer = torch.optim.Adam(model.parameters(), lr=0.05 if rank == 1 else 0.01)
             again = partial(step, model, data, optimizer, not sums)
             again()
             messages.append(refusal(again))
-        model = pyg_sar.distribute(Net().to(dtype))
+        model = pyg_sar.distribute(Net().to(dtype), view="local")
         optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
         step(model, data, optimizer)
         if rank == 0:
@@ -125,7 +128,7 @@ def test_parameters_that_part(dtype: torch.dtype, root: Path):
         with torch.no_grad():
             messages.append(refusal(lambda: model(data.x, edge_index=data.edge_index)))
         messages.append(refusal(lambda: save_checkpoint(root / "no.ckpt", model, comm=comm)))
-        model = pyg_sar.distribute(model)  # Takes rank 0's.
+        model = pyg_sar.distribute(model, view="local")  # Takes rank 0's.
         step(model, data, torch.optim.SGD(model.parameters(), lr=0.1))
         if rank == 2:
             model.norm.running_mean.add_(1)
@@ -152,16 +155,16 @@ def test_settings_of_a_trainer(root: Path):
     """The first that differs is named, before a step is taken; the evaluation compares weights."""
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         data.x = data.x.float()
         data.val_mask, data.y = data.train_mask, data.y.clamp(max=OUT - 1)
         other = pyg_sar.comm.current().rank == 1
         found = []
         for changes in ({"lr": 0.02}, {"epochs": 9}, {"clip_norm": 1.0}, {"eval_every": 2}):
             config = TrainConfig(**{"epochs": 2, **(changes if other else {})})
-            trainer = Trainer(pyg_sar.distribute(Net()), data, config)
+            trainer = Trainer(pyg_sar.distribute(Net(), view="local"), data, config)
             found.append(refusal(trainer.fit))
-        model = pyg_sar.distribute(Net())
+        model = pyg_sar.distribute(Net(), view="local")
         beta = 0.8 if other else 0.9
         given = torch.optim.Adam(model.parameters(), betas=(beta, 0.99))
         found.append(refusal(Trainer(model, data, TrainConfig(epochs=2), optimizer=given).fit))
@@ -201,7 +204,9 @@ def test_checksums_and_roundings():
             doubled = torch.full((4096,), 1.0 + comm.rank, dtype=dtype)
             own = comm.all_reduce(marks([doubled], comm, doubled[0]))
             seen.append(differ(own.tolist()))
-        model: Any = pyg_sar.distribute(torch.nn.ModuleDict({"last": torch.nn.Linear(6, 6)}))
+        model: Any = pyg_sar.distribute(
+            torch.nn.ModuleDict({"last": torch.nn.Linear(6, 6)}), view="local"
+        )
         weight = model.last.weight
         if comm.rank == 1:
             weight.data = torch.nextafter(weight.data, torch.tensor(torch.inf))
@@ -232,13 +237,13 @@ def test_other_summations_are_refused(root: Path):
     """DistributedDataParallel around a converted model, further out, and inside."""
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         plain = GAT(CHANNELS, 16, 2, OUT).double()
-        model: Any = pyg_sar.distribute(copy.deepcopy(plain))
+        model: Any = pyg_sar.distribute(copy.deepcopy(plain), view="local")
         return [
             refusal(lambda: DistributedDataParallel(model)(data.x, data.edge_index)),
             refusal(lambda: DistributedDataParallel(Outer(model))(data.x, data.edge_index)),
-            refusal(lambda: pyg_sar.distribute(DistributedDataParallel(plain))),
+            refusal(lambda: pyg_sar.distribute(DistributedDataParallel(plain), view="local")),
         ]
 
     torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)

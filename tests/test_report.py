@@ -175,9 +175,9 @@ def test_an_empty_report_is_drawn_all_the_same(tmp_path):
 
 def train_with_report(folder: str) -> dict[str, Any]:
     """On each worker (a thread): two reports of the same training with another ledger beside."""
-    data = pyg_sar.load_partition(f"{folder}/parts")
+    data = pyg_sar.load_partition(f"{folder}/parts", view="local")
     comm = pyg_sar.comm.current()
-    model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES))
+    model = pyg_sar.distribute(build_model("sage", FEATURES, 4, CLASSES), view="local")
     trainer = Trainer(model, data, CONFIG, comm=comm, callbacks=[Report(f"{folder}/report")])
     halo = []
 
@@ -218,12 +218,48 @@ def test_bytes_and_memory_of_every_worker(tmp_path):
         sent = [m["sent_bytes"][rank] for m in metrics]
         halo = [b - a for a, b in zip([0, *worker["halo"]], worker["halo"], strict=False)]
         # What is left are sums of losses and parameter gradients; an evaluation's sums, twelve
-        # values of 8 bytes; and two that it compares of each of the model's six parameters.
+        # values of 8 bytes; and two that it compares of each of the model's six parameters, and of
+        # its layers' settings.
         rest = [a - b for a, b in zip(sent, halo, strict=True)]
         assert min(halo) > 0 and 0 < rest[0] < 10_000
-        assert rest == [rest[0], rest[0] + (12 + 2 * 6) * 8] * 2
+        assert rest == [rest[0], rest[0] + (12 + 2 * 6 + 2) * 8] * 2
         assert len(metrics[0]["memory_bytes"]) == 3
         assert summary["workers"][rank]["rank"] == rank
         assert summary["workers"][rank]["sent_bytes"] >= sum(sent)
         assert set(summary["workers"][rank]["layers"]) >= {"convs.0", "convs.1"}
         assert "holds the report of another run" in worker["refused"]
+
+
+def test_legends_stand_below_and_bytes_start_at_zero(tmp_path, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: drawn.append(figure))
+    monkeypatch.setattr(report, "replace_file", lambda path, write: write(path))
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in LINES))
+    draw_report(tmp_path)
+    drawn[0].draw_without_rendering()
+    for axes in drawn[0].axes:
+        legend = axes.get_legend()
+        assert legend is None or legend.get_window_extent().y1 < axes.get_window_extent().y0
+        assert axes.get_ylabel() and axes.get_xlabel()
+        assert all(curve.get_marker() == "." for curve in axes.lines)  # One epoch is seen.
+    assert [axes.get_ylim()[0] for axes in drawn[0].axes[2:]] == [0, 0, 0, 0]
+
+
+def test_results_are_tables_in_a_notebook():
+    result = make_trainer().fit()
+    assert str(result).startswith("4 epochs, last loss") and "best epoch" in str(result)
+    assert result._repr_html_().startswith("<div>4 epochs, last loss")
+    with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
+        ledger.transfer(("<b>", "forward", "fetch"), 0, received=1200)
+        ledger.transfer(("", "", "sum"), -1, sent=8)
+    html = ledger._repr_html_()
+    assert "<tr><td>&lt;b&gt;</td><td>1,200</td><td>0</td><td>0</td></tr>" in html
+    assert "<tr><th>layer</th><th>bytes received</th>" in html and "<b>" not in html
+    assert repr(ledger).startswith("Ledger(rank=0, sent=8, received=1200, ")
+    verdict = pyg_sar.verify(build_model("gcn", FEATURES, 4, CLASSES), small_graph(), 2)
+    html = verdict._repr_html_()
+    assert "<th>layer</th><th>class</th>" in html and "<div>ok: the same" in html
+    layer = verdict.layers[0]
+    assert f"<tr><td>kind</td><td>{layer.kind!r}</td></tr>".replace("'", "&#x27;") in (
+        layer._repr_html_().replace("th>", "td>")
+    )

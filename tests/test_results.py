@@ -97,10 +97,10 @@ def _worker(
     """Every case on this worker, from the given parameters (threads share a random state)."""
     runs = {}
     for graph, kind in CASES:
-        data = pyg_sar.load_partition(Path(root) / graph)
+        data = pyg_sar.load_partition(Path(root) / graph, view="local")
         model = TwoLayers(kind, data.num_features, data.num_labels).double()
         model.load_state_dict(start[graph, kind])
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
         runs[graph, kind] = _train(model, data, pyg_sar.mean, pyg_sar.accuracy)
     return runs
 

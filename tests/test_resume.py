@@ -72,7 +72,7 @@ def make_trainer(
 ) -> Trainer:
     model = WithRows(data, dropout, named).to(data.x.dtype)
     if "n_id" in data:
-        model = pyg_sar.distribute(model)
+        model = pyg_sar.distribute(model, view="local")
     return Trainer(model, data, config, **options)
 
 
@@ -87,7 +87,7 @@ def saved_at(path: str | Path, epoch: int, start: str | Path = "") -> dict[str, 
     """A part's program: it goes on from a checkpoint, and saves one after some epoch."""
     found = {}
     for dtype in DTYPES:
-        data = pyg_sar.load_partition(f"{Path(path).parent}/{dtype}")
+        data = pyg_sar.load_partition(f"{Path(path).parent}/{dtype}", view="local")
         torch.manual_seed(99)  # A process starts at another random state.
         trainer = make_trainer(data, 0.4, callbacks=[SaveAt(f"{path}.{dtype}", epoch)])
         if start:
@@ -144,7 +144,10 @@ def elastic_worker(folder: str) -> None:
                     os.kill(os.getppid(), signal.SIGKILL)
                     os.kill(os.getpid(), signal.SIGKILL)
 
-        data, path = pyg_sar.load_partition(f"{folder}/parts"), Path(folder) / "run.ckpt"
+        data, path = (
+            pyg_sar.load_partition(f"{folder}/parts", view="local"),
+            Path(folder) / "run.ckpt",
+        )
         callbacks = [CheckpointEvery(path, every=2), LoseHost()]
         trainer = make_trainer(data, 0.4, callbacks=callbacks)
         if path.exists():
@@ -176,7 +179,9 @@ def test_the_hosts_that_are_left_go_on_with_all_parts(tmp_path):
             host.terminate()  # It ends its workers.
     assert codes == [-signal.SIGKILL, 0]
     parts = tmp_path / "parts"
-    whole = hosted(PARTS, lambda: curve(make_trainer(pyg_sar.load_partition(parts), 0.4)))[0][0]
+    whole = hosted(
+        PARTS, lambda: curve(make_trainer(pyg_sar.load_partition(parts, view="local"), 0.4))
+    )[0][0]
     for part in range(PARTS):
         workers, start, losses = json.loads((tmp_path / f"part{part}").read_text())
         assert (workers, start) == (1, 2) and losses == whole
@@ -205,12 +210,12 @@ def partitions(tmp_path_factory) -> Path:
 
 
 def saved_run(root: str, path: str, dropout: float = 0.0, named: bool = True) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     return curve(make_trainer(data, dropout, named=named, callbacks=[SaveAt(path)]))
 
 
 def resumed_run(root: str, path: str, dropout: float = 0.0) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     trainer = make_trainer(data, dropout)
     trainer.resume(path)
     assert trainer.epoch == 3
@@ -263,10 +268,10 @@ def test_dropout_of_other_parts_starts_from_the_seed(partitions, tmp_path):
 
 
 def refused(root: str, path: str, named: bool = True, **options: Any) -> str:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     if options.pop("nameless", False):
         del data["n_id"]
-        model = pyg_sar.distribute(build_model("gcn", FEATURES, 4, CLASSES).double())
+        model = pyg_sar.distribute(build_model("gcn", FEATURES, 4, CLASSES).double(), view="local")
         trainer = Trainer(model, data, CONFIG)
     else:
         trainer = make_trainer(data, 0.0, named=named)
@@ -315,8 +320,8 @@ def test_rows_without_ids_need_the_same_partition(partitions, tmp_path):
 
 def test_state_of_one_worker_alone_is_not_saved(partitions, tmp_path):
     def save(root: str, path: str) -> list[str]:
-        data = pyg_sar.load_partition(root)
-        model = pyg_sar.distribute(WithRows(data, 0.0).double())
+        data = pyg_sar.load_partition(root, view="local")
+        model = pyg_sar.distribute(WithRows(data, 0.0).double(), view="local")
         optimizer = torch.optim.Adafactor(model.parameters())
         pyg_sar.mean(model(data.x, data.edge_index).square().sum(dim=1)).backward()
         optimizer.step()

@@ -11,7 +11,6 @@ import pytest
 import torch
 from hetero_graphs import make_hetero, random_parts
 from oracle import MODES, Job, Partitions, Sweep, make_graph, threads
-from safetensors.torch import save_file
 from torch import Tensor
 from torch_geometric import nn as gnn
 from torch_geometric.data import Data
@@ -19,6 +18,7 @@ from torch_geometric.data import Data
 import pyg_sar
 from pyg_sar import SARPolicy
 from pyg_sar.errors import PartitionError
+from pyg_sar.files import save_aligned
 from pyg_sar.partition import storage
 from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.storage import part_file, read_part
@@ -97,9 +97,9 @@ def test_exact_with_empty_rounds(world: int, partitions: Partitions):
 
 def messages(root: Path, prefetch: int) -> Any:
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     policy = SARPolicy(prefetch=prefetch, push="off")
-    layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), policy)
+    layer = pyg_sar.distribute(gnn.GATConv(6, 5).double(), policy, view="local")
     x = data.x.clone().requires_grad_()
     layer(x, data.edge_index).sum().backward()
     with pyg_sar.Ledger(comm) as ledger:
@@ -126,7 +126,7 @@ def test_pairs_without_rows_send_nothing(prefetch: int, root: Path):
 
 def bytes_of_loading(root: Path) -> dict[str, dict[str, int]]:
     with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
-        pyg_sar.load_partition(root)
+        pyg_sar.load_partition(root, view="local")
     return ledger.by_layer(), ledger.sent_messages()
 
 
@@ -150,7 +150,7 @@ def test_the_number_of_graphs_is_stored(tmp_path: Path, graph: Data):
     pyg_sar.write_partitions(batched, 3, tmp_path / "parts", "contiguous")
 
     def worker() -> int:
-        return pyg_sar.load_partition(tmp_path / "parts").batch.num_graphs
+        return pyg_sar.load_partition(tmp_path / "parts", view="local").batch.num_graphs
 
     assert threads(worker, 3) == [3, 3, 3]
 
@@ -209,7 +209,7 @@ def test_older_partitions_load(change: Any, version: int, tmp_path: Path, graph:
     rewrite(tmp_path / "hetero", change, max(version, 2))
 
     def worker() -> int:
-        found = pyg_sar.load_partition(tmp_path / "hetero")
+        found = pyg_sar.load_partition(tmp_path / "hetero", view="local")
         plans = [found[key].edge_index.plan for key in found.edge_types]
         assert all((plan.covers is None) == (version < 4) for plan in plans)
         return max(plan.world_size for plan in plans)
@@ -261,12 +261,12 @@ def test_an_altered_plan_is_one_error_on_every_worker(name: str, verify: bool, t
     size = (root / part_file(1, 5)).stat().st_size
     tensors = {k: v.clone() for k, v in read_part(root, 1).items()}
     change(1, tensors)
-    save_file(tensors, root / part_file(1, 5))
+    save_aligned(tensors, root / part_file(1, 5))
     assert (root / part_file(1, 5)).stat().st_size == size
 
     def worker() -> str:
         with pytest.raises(PartitionError, match="SHA-256" if verify else text) as caught:
-            pyg_sar.load_partition(root, verify=verify)
+            pyg_sar.load_partition(root, verify=verify, view="local")
         return str(caught.value)
 
     assert len(set(threads(worker, 5))) == 1
@@ -281,7 +281,7 @@ def test_a_joint_plan_adds_up_its_relations(tmp_path: Path):
     pyg_sar.write_partitions(hetero, 3, tmp_path / "parts", random_parts(hetero, 3))
 
     def worker() -> Any:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         keys = [key for key in data.edge_types if key[2] == "paper"]
         parts = []
         for shift, key in enumerate(keys):

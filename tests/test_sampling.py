@@ -47,11 +47,11 @@ def models() -> list[nn.Module]:
 
 
 def sampled(root: Path, models: list[nn.Module], seeds: torch.Tensor) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     mine = torch.isin(data.n_id, seeds)
     flow = sample_neighbors(data, mine, FANOUT, key=5)
     assert torch.equal(flow.e_id, flow.edge_index.order)
-    outs = [call_model(pyg_sar.distribute(copy.deepcopy(m)), flow) for m in models]
+    outs = [call_model(pyg_sar.distribute(copy.deepcopy(m), view="local"), flow) for m in models]
     return [out[: flow.batch_size].detach() for out in outs], flow.n_id, flow.e_id, flow.batch_size
 
 
@@ -80,8 +80,8 @@ def test_numbers_are_those_of_pyg_on_the_sampled_edges(world, run, graph, partit
 
 
 def train(root: Path, model: nn.Module) -> Any:
-    data = pyg_sar.load_partition(root)
-    own = pyg_sar.distribute(copy.deepcopy(model))
+    data = pyg_sar.load_partition(root, view="local")
+    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
     return pyg_sar.Trainer(own, data, CONFIG, sampler=SAMPLING).fit()
 
 
@@ -113,14 +113,16 @@ def test_wrong_arguments_are_refused(graph, partitions):
         NeighborSampling(num_neighbors=(2,), batch_size=0)
 
     def work(root: Path) -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         with pytest.raises(ValueError, match="-1 or at least 1"):
             sample_neighbors(data, data.train_mask, [3, 0], 1)
         with pytest.raises(ValueError, match="without 'flow' and 'labels'"):
-            model = pyg_sar.distribute(GCN(CHANNELS, 8, 2, CLASSES).double())
+            model = pyg_sar.distribute(GCN(CHANNELS, 8, 2, CLASSES).double(), view="local")
             pyg_sar.Trainer(model, data, CONFIG, sampler=SAMPLING, labels=0.5)
         with pytest.raises(ValueError, match="cached=True"):
-            model = pyg_sar.distribute(GCN(CHANNELS, 8, 2, CLASSES, cached=True).double())
+            model = pyg_sar.distribute(
+                GCN(CHANNELS, 8, 2, CLASSES, cached=True).double(), view="local"
+            )
             pyg_sar.Trainer(model, data, CONFIG, sampler=SAMPLING)
 
     threads(work, 2, partitions(graph, 2))

@@ -175,9 +175,9 @@ def one_step(
 def work(root: Any, policy: SARPolicy) -> list[Any]:
     torch.set_default_dtype(torch.float64)
     try:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         data.batch = pyg_sar.space.dist_batch(data.batch)
-        models = [(case, pyg_sar.distribute(case.model, policy)) for case in cases()]
+        models = [(case, pyg_sar.distribute(case.model, policy, view="local")) for case in cases()]
         return [data.n_id, [one_step(case, m, data, pyg_sar.mean) for case, m in models]]
     finally:
         torch.set_default_dtype(torch.float32)
@@ -253,10 +253,10 @@ def whole_pass(model: Any, x: Tensor, edge_index: Tensor) -> Tensor:
 
 
 def refused(root: Any, policy: SARPolicy) -> list[list[str]]:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     texts = []
     for model in layers():
-        model = pyg_sar.distribute(model.double(), policy)
+        model = pyg_sar.distribute(model.double(), policy, view="local")
         texts.append([])
         for way in (linear, whole_pass):
             x = data.x.clone().requires_grad_()
@@ -292,7 +292,7 @@ def test_on_one_process_kernels_refuse_and_pyg_is_exact():
             return [x.grad, *(p.grad for p in model.parameters())]
 
         expected = second(copy.deepcopy(model))
-        converted = pyg_sar.distribute(copy.deepcopy(model))
+        converted = pyg_sar.distribute(copy.deepcopy(model), view="local")
         try:
             found = second(converted)
         except NotImplementedError as caught:

@@ -423,10 +423,12 @@ def test_own_edges_come_while_the_last_gradients_travel(kernels, partitions, mon
     monkeypatch.setattr(HaloSink, "open", starting)
 
     def work(prefetch: int) -> torch.Tensor:
-        mine = load_partition(root)
+        mine = load_partition(root, view="local")
         policy = SARPolicy(prefetch=prefetch, kernels=kernels, push="off")
         x = mine.x.clone().requires_grad_()
-        distribute(copy.deepcopy(layer), policy)(x, mine.edge_index).square().sum().backward()
+        distribute(copy.deepcopy(layer), policy, view="local")(
+            x, mine.edge_index
+        ).square().sum().backward()
         return x.grad
 
     gradients = []

@@ -54,8 +54,8 @@ def outcome(name: str, data: Any, ready: Callable[[Any], Any]) -> Any:
 
 
 def worker(root: Path, names: list[str]) -> dict[str, Any]:
-    data = pyg_sar.load_partition(root, view="global")
-    ready = lambda module: pyg_sar.distribute(module, view="global")  # noqa: E731
+    data = pyg_sar.load_partition(root)
+    ready = lambda module: pyg_sar.distribute(module)  # noqa: E731
     return {name: outcome(name, data, ready) for name in names}
 
 

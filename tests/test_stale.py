@@ -75,9 +75,9 @@ def test_steps_with_and_without_exchange(name: str, root: Path, graph: Data):
 
     def worker() -> None:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         halo = halo_gather(data.n_id, data.edge_index.plan)[data.num_nodes :]
-        layer = pyg_sar.distribute(copy.deepcopy(plain), STALE)
+        layer = pyg_sar.distribute(copy.deepcopy(plain), STALE, view="local")
         own = copy.deepcopy(plain)
         kept_rows = kept_sums = None
         sent = []
@@ -101,7 +101,9 @@ def test_steps_with_and_without_exchange(name: str, root: Path, graph: Data):
             assert torch.allclose(out.detach(), expected, rtol=1e-10, atol=1e-12)
             if k % 2 == 0:  # What came from others is what is not of the own edges.
                 kept_sums = x.grad - gradient[: data.num_nodes]
-                exact = pyg_sar.distribute(copy.deepcopy(plain), replace(STALE, refresh_every=1))
+                exact = pyg_sar.distribute(
+                    copy.deepcopy(plain), replace(STALE, refresh_every=1), view="local"
+                )
                 y = whole[data.n_id].requires_grad_()
                 pyg_sar.mean(node_losses(exact(y, data.edge_index), data.n_id)).backward()
                 assert torch.equal(y.grad, x.grad)
@@ -136,11 +138,13 @@ def test_the_meter_measures_the_next_step(root: Path):
 
     def worker() -> list[float]:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         errors, results = [], []
         for measures in (True, False):
             torch.manual_seed(1)
-            model = pyg_sar.distribute(Net().double(), SARPolicy(mode=3, refresh_every=3))
+            model = pyg_sar.distribute(
+                Net().double(), SARPolicy(mode=3, refresh_every=3), view="local"
+            )
             optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
 
             def step(model: Any = model, optimizer: Any = optimizer) -> None:
@@ -181,10 +185,10 @@ def test_in_a_training(root: Path):
     config = TrainConfig(epochs=4, lr=0.01, eval_every=2)
 
     def worker(every: int) -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         torch.manual_seed(1)
         policy = SARPolicy(mode=3, refresh_every=every, measure_every=1)
-        model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 8, 2, 3).double(), policy)
+        model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 8, 2, 3).double(), policy, view="local")
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             result = pyg_sar.Trainer(model, data, config).fit()
         return [errors[ALL] for errors in ledger.gradient_errors], result.losses
@@ -205,21 +209,21 @@ def test_what_is_not_supported_is_refused(root: Path, graph: Data):
         pyg_sar.verify(gnn.SAGEConv(CHANNELS, OUT), graph, 2, policy=STALE)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
-        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)
+        data = pyg_sar.load_partition(root, view="local")
+        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE, view="local")
         layer(data.x, data.edge_index)
         with pytest.raises(ValueError, match="called twice without an optimizer step"):
             layer(data.x, data.edge_index)
-        layer = pyg_sar.distribute(gnn.SimpleConv(), STALE)
+        layer = pyg_sar.distribute(gnn.SimpleConv(), STALE, view="local")
         with pytest.raises(ValueError, match="has no parameter to train"):
             layer(data.x, data.edge_index)
         x = data.x.clone().requires_grad_()
-        layer = pyg_sar.distribute(Weighted().double(), STALE)
+        layer = pyg_sar.distribute(Weighted().double(), STALE, view="local")
         (gradient,) = torch.autograd.grad(layer(x, data.edge_index).sum(), x, create_graph=True)
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.square().sum().backward()
         flow = pyg_sar.message_flow_graphs(data, data.train_mask, 1)
-        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)
+        layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE, view="local")
         with pytest.raises(Exception, match="refresh_every=2.*message flow graph"):
             layer(flow.x, flow.edge_index)
 
@@ -229,5 +233,7 @@ def test_what_is_not_supported_is_refused(root: Path, graph: Data):
 
 
 def hosted(root: Path) -> None:
-    data = pyg_sar.load_partition(root)
-    pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE)(data.x, data.edge_index)
+    data = pyg_sar.load_partition(root, view="local")
+    pyg_sar.distribute(gnn.SAGEConv(CHANNELS, OUT).double(), STALE, view="local")(
+        data.x, data.edge_index
+    )

@@ -556,7 +556,9 @@ def test_damage_is_explained(root):
     path = root / part_file(1, 2)
     content = path.read_bytes()
     path.write_bytes(content[:-1])
-    with pytest.raises(PartitionError, match=f"{len(content) - 1} bytes instead of {len(content)}"):
+    with pytest.raises(
+        PartitionError, match=f"{len(content) - 1:,} bytes instead of {len(content):,}"
+    ):
         read_part(root, 1)
     path.write_bytes(b"\xff" * len(content))
     with pytest.raises(PartitionError, match=r"was altered.*SHA-256.*copy it again"):
@@ -606,7 +608,9 @@ def test_wrong_part_and_world_size(root):
             read_part(root, part)
     metadata = read_metadata(root)
     metadata.check_world_size(2)
-    with pytest.raises(PartitionError, match="2 parts, but there are 3 workers; start 2 workers"):
+    with pytest.raises(
+        PartitionError, match="2 parts, but this run has 3 workers; start 2 workers"
+    ):
         metadata.check_world_size(3)
 
 
@@ -630,6 +634,6 @@ def test_parts_are_memory_mapped_and_writable(root):
 def test_progress_is_told(tmp_path):
     lines: list[str] = []
     write_partitions(small_data(), 2, tmp_path / "parts", progress=lines.append)
-    assert lines[0] == "assigning 4 nodes to 2 part(s)"
+    assert lines[0] == "assigning 4 nodes to 2 parts"
     assert lines[1] == "METIS"
     assert lines[-2:] == ["writing part 1 of 2", "writing part 2 of 2"]

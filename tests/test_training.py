@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import math
+import re
+import threading
+import time
 from dataclasses import replace
 from typing import Any
 
@@ -19,6 +22,7 @@ from torch_geometric.nn import GATConv
 import pyg_sar
 from pyg_sar.errors import DivergedError
 from pyg_sar.tools.models import MODELS, NORMS, build_model, stock_model
+from pyg_sar.train import callbacks as callbacks_module
 from pyg_sar.train.arguments import make_schedulers, step
 from pyg_sar.train.callbacks import LineProgress, TqdmProgress
 from pyg_sar.train.config import EpochRecord, TrainConfig, TrainResult
@@ -359,6 +363,22 @@ def test_progress_shows_loss_and_accuracies(capsys):
     assert len(lines) == 4 and lines[0].startswith("epoch    1")
 
 
+def test_a_long_epoch_says_that_it_goes_on(monkeypatch):
+    class Slow(Callback):
+        def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+            time.sleep(0.15)
+
+    before = threading.active_count()
+    monkeypatch.setattr(callbacks_module, "LONG_EPOCH", 0.05)
+    lines: list[str] = []
+    Trainer(
+        make_model(), small_graph(), DROPOUT_FREE, callbacks=[LineProgress(lines.append), Slow()]
+    ).fit()
+    assert any(re.fullmatch(r"epoch    2  \d+ s so far", line) for line in lines)
+    assert sum("loss" in line for line in lines) == 4
+    assert threading.active_count() == before
+
+
 def test_seeds_differ_between_workers_and_rank_0_is_one_process():
     draws = []
     for rank in range(4):
@@ -374,8 +394,8 @@ def test_seeds_differ_between_workers_and_rank_0_is_one_process():
 
 def _with_dropout(root: str) -> list[float]:
     policy = pyg_sar.SARPolicy(random="same")
-    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double(), policy)
-    data = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(make_model("gat", dropout=0.5).double(), policy, view="local")
+    data = pyg_sar.load_partition(root, view="local")
     data.x = data.x.double()
     return Trainer(model, data, DROPOUT_FREE).fit().losses
 
@@ -399,9 +419,11 @@ CASES = [
 ]
 
 
-def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dict[str, Any]:
+def train_case(
+    data: Data, name: str, norm: str, changes: dict[str, Any], view: Any = "global"
+) -> dict[str, Any]:
     recorder = Recorder()
-    model = pyg_sar.distribute(make_model(name, norm=norm).double())
+    model = pyg_sar.distribute(make_model(name, norm=norm).double(), view=view)
     config = replace(TrainConfig(epochs=5, split=1), **changes)
     result = Trainer(model, data, config, callbacks=[recorder]).fit()
     return {
@@ -412,21 +434,27 @@ def train_case(data: Data, name: str, norm: str, changes: dict[str, Any]) -> dic
     }
 
 
-def train_cases(parts: str) -> dict[str, Any]:
+def train_cases(parts: str) -> list[dict[str, Any]]:
     data = pyg_sar.load_partition(parts)
     results = {f"{case[0]} {case[1]}": train_case(data, *case) for case in CASES}
+    return [results, train_local_cases(parts)]
+
+
+def train_local_cases(parts: str) -> dict[str, Any]:
+    data = pyg_sar.load_partition(parts, view="local")
+    results = {f"{case[0]} {case[1]}": train_case(data, *case, "local") for case in CASES}
     data.x = data.x.clone()
     if pyg_sar.comm.current().rank == 0:
         data.x[0] = math.nan
     try:
-        train_case(data, "sage", "none", {})
+        train_case(data, "sage", "none", {}, "local")
         diverged = ""
     except DivergedError as error:
         diverged = str(error)
     if pyg_sar.comm.current().rank == 1:
         data.train_mask = data.train_mask.long()
     try:
-        train_case(data, "sage", "none", {})
+        train_case(data, "sage", "none", {}, "local")
         unfit = ""
     except ValueError as error:
         unfit = str(error)
@@ -434,7 +462,7 @@ def train_cases(parts: str) -> dict[str, Any]:
     data.train_mask = data.train_mask.bool()
     data.x = data.x.nan_to_num()
     Trainer(
-        pyg_sar.distribute(make_model().double()),
+        pyg_sar.distribute(make_model().double(), view="local"),
         data,
         DROPOUT_FREE,
         callbacks=[LineProgress(progress.append)],
@@ -455,8 +483,20 @@ def test_workers_train_as_one_process_does(tmp_path):
     part = (torch.arange(data.num_nodes) ** 2) % 2
     part[(~data.train_mask[:, 1]).nonzero().view(-1)[::2]] = 2
     pyg_sar.write_partitions(data, 3, tmp_path / "parts", method=part)
-    workers = pyg_sar.launch(train_cases, 3, str(tmp_path / "parts"))
+    found = pyg_sar.launch(train_cases, 3, str(tmp_path / "parts"))
+    for workers in zip(*found, strict=True):
+        compare(data, workers)
+    workers = [local for _, local in found]
     assert [w["nodes"]["train"] > 0 for w in workers] == [True, True, False]
+    for worker in workers:
+        diverged, unfit = worker["errors"]
+        assert "loss is nan in epoch 1" in diverged
+        assert "'data.train_mask' to be bool" in unfit and "(rank 1)" in unfit
+    assert [worker["lines"] for worker in workers] == [4, 0, 0]
+
+
+def compare(data: Data, workers: Any) -> None:
+    """All workers' results are the same, and those of one process."""
     for case in CASES:
         name = f"{case[0]} {case[1]}"
         one = train_case(data, *case)
@@ -480,8 +520,3 @@ def test_workers_train_as_one_process_does(tmp_path):
     stopped = workers[0]["gcn none"]["result"]
     assert stopped.stopped_early
     assert min(workers[0]["gin batch"]["lrs"]) < 0.05
-    for worker in workers:
-        diverged, unfit = worker["errors"]
-        assert "loss is nan in epoch 1" in diverged
-        assert "'data.train_mask' to be bool" in unfit and "(rank 1)" in unfit
-    assert [worker["lines"] for worker in workers] == [4, 0, 0]

@@ -130,9 +130,9 @@ def test_exact(world: int, graph: Data, partitions: Partitions) -> None:
 
 
 def halves(root: Path, layer: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     data.x = data.x.bfloat16()
-    model = pyg_sar.distribute(copy.deepcopy(layer))
+    model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
     found = one_pass(model, data, data.n_id, pyg_sar.mean)
     return data.n_id, found, model._transforms_first
 
@@ -162,8 +162,8 @@ def test_half_precision_loses_no_more_than_pyg(root: Path, graph: Data) -> None:
 
 
 def forces(root: Path, layer: torch.nn.Module) -> Any:
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3))
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(copy.deepcopy(layer), SARPolicy(mode=3), view="local")
     x = data.x.clone().requires_grad_()
     out = pyg_sar.nn.global_add_pool(model(x, data.edge_index).square())
     (force,) = torch.autograd.grad(pyg_sar.mean(out.sum().view(1)), x, create_graph=True)
@@ -199,8 +199,8 @@ def bytes_of(
 ) -> Any:
     """Bytes of a second pass by (phase, kind), the halo's rows, and whether it transforms first."""
     comm = current()
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(copy.deepcopy(layer), policy)
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(copy.deepcopy(layer), policy, view="local")
     conv = next(m for m in model.modules() if isinstance(m, gnn.MessagePassing))
     width = getattr(conv, "in_channels", CHANNELS)
     x = data.x[:, :1].repeat(1, width).requires_grad_(learns)
@@ -256,10 +256,10 @@ def test_constant_features_are_mapped_where_both_passes_take_less(out: int, root
 
 def saved_numbers(root: Path, first: bool) -> tuple[list[torch.Tensor], int, int, bool]:
     """Outputs and gradients of a square layer, the numbers that autograd keeps, and rows."""
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
     layer = gnn.SAGEConv(64, 64).double()
-    conv = pyg_sar.distribute(layer, SARPolicy(transform_first=first))
+    conv = pyg_sar.distribute(layer, SARPolicy(transform_first=first), view="local")
     x = data.x[:, :1].repeat(1, 64).requires_grad_()
     kept: dict[int, int] = {}
 
@@ -362,9 +362,9 @@ LEFT: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def taken(root: Path, layers: dict[str, torch.nn.Module]) -> dict[str, bool]:
-    data, found = pyg_sar.load_partition(root), {}
+    data, found = pyg_sar.load_partition(root, view="local"), {}
     for name, layer in layers.items():
-        model = pyg_sar.distribute(copy.deepcopy(layer))
+        model = pyg_sar.distribute(copy.deepcopy(layer), view="local")
         model(data.x, data.edge_index)
         found[name] = model._transforms_first
     return found
@@ -407,14 +407,14 @@ OWN_ROWS: dict[str, Callable[[], torch.nn.Module]] = {
 
 
 def made_at_own_rows(root: Path) -> dict[str, list[int]]:
-    data, found = pyg_sar.load_partition(root), {}
+    data, found = pyg_sar.load_partition(root, view="local"), {}
     for name, make in OWN_ROWS.items():
         watched = make().double()
         linear = watched.lin_r if hasattr(watched, "lin_r") else watched.lin_root
         linear.register_forward_hook(nothing)
         counts = []
         for layer in (make().double(), watched):
-            model = pyg_sar.distribute(layer)
+            model = pyg_sar.distribute(layer, view="local")
             model(data.x, data.edge_index)  # The first call looks at the message, too.
             with Sizes() as sizes:
                 out = model(data.x, data.edge_index)
@@ -433,14 +433,14 @@ def test_the_product_of_own_rows_is_added_in_place(root: Path) -> None:
 
 
 def shared(root: Path) -> Any:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW))
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW), view="local")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         layer(data.x.float(), data.edge_index)
     mixed = layer._transforms_first
     layer = gnn.SAGEConv(CHANNELS, NARROW, bias=False).double()
     layer.lin_r = layer.lin_l
-    model = pyg_sar.distribute(layer)
+    model = pyg_sar.distribute(layer, view="local")
     before = {name: value.clone() for name, value in model.state_dict().items()}
     seen: list[Any] = []
     model.register_forward_hook(lambda _, given, out: seen.append((given[0].size(1), out.size(1))))
@@ -463,8 +463,8 @@ def test_state_hooks_of_the_layer_and_shared_maps(root: Path, graph: Data) -> No
 
 
 def unlike(root: Path) -> None:
-    data = pyg_sar.load_partition(root)
-    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW).double())
+    data = pyg_sar.load_partition(root, view="local")
+    layer = pyg_sar.distribute(gnn.SAGEConv(CHANNELS, NARROW).double(), view="local")
     if current().rank == 1:
         layer.lin_l.register_forward_hook(nothing)
     layer(data.x, data.edge_index)
@@ -479,14 +479,14 @@ def test_a_hook_on_one_worker_is_named(root: Path) -> None:
 
 
 def hetero(root: Path) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     torch.manual_seed(0)
     kinds = [("a", "to", "b"), ("b", "to", "a")]
     model = gnn.HeteroConv({kind: gnn.SAGEConv((-1, -1), NARROW) for kind in kinds})
     x = {"a": data.x, "b": torch.cat([data.x, data.x], 1)}
     edges = dict.fromkeys(kinds, data.edge_index)
     pyg_sar.nn.initialize(model.double(), x, edges)
-    model = pyg_sar.distribute(model)
+    model = pyg_sar.distribute(model, view="local")
     out = model(x, edges)["b"]
     conv = next(iter(model.convs.values()))
     return data.n_id, out.detach(), conv._transforms_first, conv.state_dict()
@@ -506,13 +506,13 @@ def test_one_process(monkeypatch: pytest.MonkeyPatch, graph: Data) -> None:
     """With kernels rows are mapped first; a small graph runs as PyG's own, to the bit."""
     plain = gnn.SAGEConv(CHANNELS, NARROW).double()
     expected = single_process(plain, graph)
-    layer = pyg_sar.distribute(copy.deepcopy(plain))
+    layer = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     found = one_pass(layer, graph, torch.arange(50), torch.mean)
     assert layer._transforms_first
     assert error(found.out, expected.out) < 1e-12
     assert error(found.x_grad, expected.x_grad) < 1e-12
     monkeypatch.setattr("pyg_sar.nn.one_process.FEWEST_EDGES", graph.num_edges + 1)
-    layer = pyg_sar.distribute(copy.deepcopy(plain))
+    layer = pyg_sar.distribute(copy.deepcopy(plain), view="local")
     found = one_pass(layer, graph, torch.arange(50), torch.mean)
     assert torch.equal(found.out, expected.out)
     for name, gradient in expected.parameter_grads.items():

@@ -159,7 +159,7 @@ def edge_rows(data: Data, sources: Tensor, targets: Tensor) -> list[list[float]]
 
 def on_a_part(root: Path) -> list[Any]:
     """What each transform makes of this worker's part, by global ids."""
-    data, found = pyg_sar.load_partition(root), []
+    data, found = pyg_sar.load_partition(root, view="local"), []
     n_id = data.n_id
     for makes in TRIED.values():
         for make in makes:
@@ -169,7 +169,7 @@ def on_a_part(root: Path) -> list[Any]:
             index = part.get("train_index")
             index = None if index is None else n_id[index]
             found.append((n_id, node_columns(part, n_id), edge_rows(part, *ends), index))
-        assert torch.equal(data.x, pyg_sar.load_partition(root).x)
+        assert torch.equal(data.x, pyg_sar.load_partition(root, view="local").x)
     return found
 
 
@@ -218,7 +218,7 @@ def test_all_others_are_refused_by_name(root: Path):
     others += [transform for some in LEFT.values() for transform in some]
 
     def worker() -> list[str]:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         messages = [refused(transform, data) for transform in others]
         inner = refused(T.Compose([T.Constant(), T.Center()]), data)
         assert inner.startswith("'torch_geometric.transforms.Center' on one worker's part")
@@ -238,7 +238,7 @@ def test_heterogeneous_parts(tmp_path: Path):
     pyg_sar.write_partitions(make_hetero(), 2, tmp_path / "parts", "random")
 
     def worker() -> None:
-        data = pyg_sar.load_partition(tmp_path / "parts")
+        data = pyg_sar.load_partition(tmp_path / "parts", view="local")
         assert isinstance(T.Constant()(data), HeteroData)
         for transform in (T.NormalizeFeatures(), T.ToUndirected(), T.RandomNodeSplit()):
             assert type(transform).__name__ in refused(transform, data)

@@ -16,6 +16,7 @@ from torch_geometric import nn as gnn
 from torch_geometric.data import Data, HeteroData
 
 import pyg_sar
+from pyg_sar.tensors import NodeTensor
 from pyg_sar.tools.cli import main
 from pyg_sar.tools.verify import call_with, sample_nodes
 
@@ -39,7 +40,22 @@ class Net(torch.nn.Module):
         return self.convs[1](self.between(x), edge_index)
 
 
+def rows_here(x: Tensor) -> Tensor:
+    """All rows in one process; on a worker its own."""
+    return x.to_local() if isinstance(x, NodeTensor) else x
+
+
 # Models that are right #######################################################
+
+
+def test_reductions_over_nodes_are_those_of_one_process(graph: Data):
+    def between(x: Tensor) -> Tensor:
+        top = x[torch.topk(x[:, 0], 3).indices].sum()
+        return (x - x.mean(0)) / x.std() + x.max(0).values * top
+
+    model, before = Net(between), torch.get_rng_state()
+    assert pyg_sar.verify(model, graph).ok
+    assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_a_model_that_runs(graph: Data):
@@ -83,7 +99,7 @@ def test_hosted_parts_and_what_they_keep(graph: Data, tmp_path: Path):
     halos = [layer["backward"]["halo"] for layer in report.hosting["layers"].values()]
     assert halos[0] == 0 < halos[1]
     text = str(report)
-    assert f"4 parts on 1 worker(s) (4), memory=1,073,741,824 bytes each, store={tmp_path}" in text
+    assert f"4 parts on 1 worker (4), memory=1,073,741,824 bytes each, store={tmp_path}" in text
     assert "rows and messages again" in text
     mixes = gnn.Sequential("x, edge_index", [(Mixes(CHANNELS), "x, edge_index -> x")])
     refused = pyg_sar.verify(mixes, graph, 2, memory="1GiB")
@@ -128,7 +144,7 @@ def test_uninitialized_parameters(graph: Data):
 
 
 def test_a_local_mean_is_found(graph: Data):
-    report = pyg_sar.verify(Net(lambda x: x - x.mean(0)), graph)
+    report = pyg_sar.verify(Net(lambda x: x - rows_here(x).mean(0)), graph)
     assert not report.ok and not report.refused
     assert report.output_error > 1e-4
     assert re.match(r"the input of 'convs.1' \(GATConv\) differs .* Net.forward", str(
@@ -143,7 +159,7 @@ def test_the_first_module_that_differs_is_found(graph: Data):
             self.linear = torch.nn.Linear(8, 8)
 
         def forward(self, x: Tensor) -> Tensor:
-            return self.linear(x) - x.max(dim=0).values
+            return self.linear(x) - rows_here(x).max(dim=0).values
 
     report = pyg_sar.verify(Net(inner=Centred()), graph)
     assert "the output of 'inner' (Centred)" in report.first_difference
@@ -157,7 +173,7 @@ def test_the_model_s_own_end_is_found(graph: Data):
             self.conv = gnn.SAGEConv(CHANNELS, OUT)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.conv(x, edge_index) / x.norm()
+            return self.conv(x, edge_index) / rows_here(x).norm()
 
     report = pyg_sar.verify(End(), graph)
     assert "the output of End differs" in report.first_difference
@@ -168,7 +184,7 @@ def test_a_wrong_gradient_is_found(graph: Data):
     """Values are right, gradients are not: the mean is cut out of the graph in one process only."""
 
     def halved(x: Tensor) -> Tensor:
-        rows = x.size(0) / 90
+        rows = rows_here(x).size(0) / 90
         return x * rows + (x * (1 - rows)).detach()
 
     report = pyg_sar.verify(Net(halved), graph)
@@ -183,7 +199,7 @@ def test_a_wrong_buffer_is_found(graph: Data):
             self.register_buffer("seen", torch.zeros(()))
 
         def forward(self, x: Tensor) -> Tensor:
-            self.seen += x.size(0)
+            self.seen += rows_here(x).size(0)
             return x
 
     report = pyg_sar.verify(Net(inner=Counts()), graph)
@@ -228,16 +244,16 @@ def test_everything_that_is_refused_is_named(graph: Data):
 
 
 def test_the_model_s_own_code_is_refused(graph: Data):
-    class Sorts(torch.nn.Module):
+    class Strides(torch.nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.conv = gnn.SAGEConv(CHANNELS, OUT)
 
         def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-            return self.conv(x, edge_index) * edge_index[0].sort().values[0]
+            return self.conv(x, edge_index).as_strided((90, 1), (OUT, 1))
 
-    report = pyg_sar.verify(Sorts(), graph)
-    assert not report.ok and "on a distributed" in report.failure
+    report = pyg_sar.verify(Strides(), graph)
+    assert not report.ok and "as_strided" in report.failure
     assert "failed: DistributedIndexError" in str(report)
 
 
@@ -305,7 +321,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str], graph: Data
         "        super().__init__()\n"
         f"        self.conv = GATConv(data.num_features, 4, edge_dim={EDGE_DIM})\n"
         "    def forward(self, x, edge_index, edge_attr=None):\n"
-        "        return self.conv(x - x.mean(0) * (edge_attr is None), edge_index, edge_attr)\n"
+        "        rows = getattr(x, 'to_local', lambda: x)()\n"
+        "        return self.conv(x - rows.mean(0) * (edge_attr is None), edge_index, edge_attr)\n"
     )
     source, model = str(tmp_path / "graph.pt"), f"{tmp_path}/net.py:Net"
     assert main(["verify", source, "--model", model, "--args", "x,edge_index,edge_attr"]) == 0

@@ -179,10 +179,10 @@ POLICIES = {
 
 def bytes_and_results(root: Path, layers: Any, wires: Any, policies: Any) -> Any:
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     found = {}
     for name, layer in layers.items():
-        layer = pyg_sar.distribute(copy.deepcopy(layer))
+        layer = pyg_sar.distribute(copy.deepcopy(layer), view="local")
         for way, options in policies.items():
             for wire in wires:
                 layer.policy = SARPolicy(wire=wire, **options)
@@ -264,13 +264,13 @@ WIDE = 40
 def with_integers(root: Path) -> Any:
     """Bytes, outputs and gradients of layers with rows of 40 values, and the gradients' errors."""
     comm = pyg_sar.comm.current()
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     wide = data.x.repeat(1, -(-WIDE // CHANNELS))[:, :WIDE] * torch.linspace(1, 2, WIDE)
     found: dict[Any, Any] = {}
     for name, layer in (("sage", gnn.SAGEConv(WIDE, WIDE)), ("gat", gnn.GATConv(WIDE, WIDE))):
         torch.manual_seed(2)
         layer.reset_parameters()
-        layer = pyg_sar.distribute(layer)
+        layer = pyg_sar.distribute(layer, view="local")
         for way in ("mode 1", "mode 2", "mode 3", "pushed") if name == "sage" else ("mode 1",):
             for wire in ("exact", *BITS):
                 layer.policy = SARPolicy(wire=wire, **POLICIES[way])
@@ -366,13 +366,13 @@ def test_what_is_pushed_does_not_depend_on_shared_memory(
 
 
 def hosted_or_not(root: Path, wires: Any) -> Any:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")
     x = data.x.double().repeat(1, 8)
     found = []
     for kind, wire, options in wires:
         torch.manual_seed(5)
         model = getattr(gnn, kind)(x.size(1), 24, 2, OUT).double()
-        model = pyg_sar.distribute(model, SARPolicy(wire=wire, **options))
+        model = pyg_sar.distribute(model, SARPolicy(wire=wire, **options), view="local")
         pyg_sar.mean(node_losses(model(x, data.edge_index), data.n_id)).backward()
         found.append([p.grad for p in model.parameters()])
     return found
@@ -397,11 +397,11 @@ def test_integers_are_exact_in_a_layer(root: Path, graph: Data):
     expected = Numbered()(graph.x, numbers, graph.edge_index)
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         for wire in NARROW:
             for mode in (1, 2, 3):
                 policy = SARPolicy(wire=wire, mode=mode)
-                layer = pyg_sar.distribute(Numbered(), policy)
+                layer = pyg_sar.distribute(Numbered(), policy, view="local")
                 found = layer(data.x, numbers[data.n_id], data.edge_index)
                 assert torch.equal(found, expected[data.n_id])
 
@@ -412,10 +412,10 @@ def test_under_checkpoint(root: Path):
     """What is computed again in the backward pass sees the very same rows."""
 
     def worker() -> None:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         torch.manual_seed(3)
         model = gnn.GraphSAGE(CHANNELS, 8, 2, OUT)
-        model = pyg_sar.distribute(model, SARPolicy(wire="bfloat16"))
+        model = pyg_sar.distribute(model, SARPolicy(wire="bfloat16"), view="local")
         found = []
         for again in (False, True):
             model.zero_grad()
@@ -474,9 +474,9 @@ def gradients_with(model: Any, data: Data, wire: str) -> dict[str, Tensor | None
 def test_gradient_error(wire: str, root: Path):
     def worker() -> Any:
         comm = pyg_sar.comm.current()
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         torch.manual_seed(5)
-        model = pyg_sar.distribute(Net(), SARPolicy(wire=wire))
+        model = pyg_sar.distribute(Net(), SARPolicy(wire=wire), view="local")
         exact, narrow = (gradients_with(model, data, w) for w in ("exact", wire))
         before = {k: v.clone() for k, v in model.state_dict().items()}
         marks = [torch.full_like(p, 7.0) for p in model.parameters()]
@@ -518,9 +518,9 @@ def test_it_is_measured_every_few_epochs(root: Path):
     plain_model = gnn.GraphSAGE(CHANNELS, 8, 2, 3)
 
     def worker(every: int | None) -> Any:
-        data = pyg_sar.load_partition(root)
+        data = pyg_sar.load_partition(root, view="local")
         policy = SARPolicy(wire="bfloat16", measure_every=every)
-        model = pyg_sar.distribute(copy.deepcopy(plain_model), policy)
+        model = pyg_sar.distribute(copy.deepcopy(plain_model), policy, view="local")
         with pyg_sar.Ledger(pyg_sar.comm.current()) as ledger:
             result = pyg_sar.Trainer(model, data, config).fit()
         return len(ledger.gradient_errors), result.losses

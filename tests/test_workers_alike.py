@@ -17,8 +17,8 @@ from pyg_sar.train.config import TrainConfig
 
 
 def change(root, where, name, value, learns):
-    data = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, norm=GraphNorm(4)).double())
+    data = pyg_sar.load_partition(root, view="local")
+    model = pyg_sar.distribute(GAT(data.x.size(1), 4, 2, norm=GraphNorm(4)).double(), view="local")
     with torch.set_grad_enabled(learns):
         model(data.x, data.edge_index).sum()
         if pyg_sar.comm.current().rank == 1:

@@ -30,6 +30,7 @@ from pyg_sar.comm.issuer import ComputeLock, NoLock
 from pyg_sar.comm.messages import MEET, RECEIVE, SEND, Posts, name_of
 from pyg_sar.comm.processes import interface_to
 from pyg_sar.errors import PygSarError
+from pyg_sar.wording import counted
 
 PeerTensor = tuple[int, Tensor]
 """(peer, contiguous tensor)"""
@@ -348,8 +349,9 @@ class NcclTransport(GroupTransport):
             number = 0
         if number >= torch.cuda.device_count():
             raise ValueError(
-                f"LOCAL_RANK={number}, but this host has {torch.cuda.device_count()} CUDA "
-                f"device(s). Start fewer workers per host, or use backend='gloo'"
+                f"LOCAL_RANK={number}, but this host has "
+                f"{counted(torch.cuda.device_count(), 'CUDA devices')}. Start fewer workers per "
+                "host, or use backend='gloo'"
             )
         return torch.device("cuda", number)
 

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Label
+from pyg_sar.wording import counted
 
 # Where a backward pass began ##################################################
 
@@ -91,9 +92,9 @@ def warn_of_copies(share: Tensor, total: Tensor, world_size: int) -> None:
         names = [] if root.grad_fn is None else [node.name() for node in _scalars(root.grad_fn)]
         if not any(name.startswith((*_SCALES, *_MEANS)) for name in names):
             warnings.warn(
-                f"The gradients of a readout are the same on all {world_size} workers, as those "
-                "of a loss of graphs are that each of them computes: if it is one, all gradients "
-                f"are {world_size} times those of one process. Call backward() on "
+                f"The gradients of a readout are the same on all {counted(world_size, 'workers')}, "
+                "as those of a loss of graphs are that each of them computes: if it is one, all "
+                f"gradients are {world_size} times those of one process. Call backward() on "
                 "pyg_sar.mean(losses), with a loss for each graph",
                 stacklevel=2,
             )

@@ -35,6 +35,7 @@ from pyg_sar.comm.processes import TerminationNotice
 from pyg_sar.comm.sharing import LocalPeers, Sharing
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label, spoken
+from pyg_sar.wording import counted
 
 
 class Listener(Protocol):
@@ -154,7 +155,7 @@ class Communicator(ABC):
         if not 0 <= peer < self.world_size or peer == self.rank:
             raise ValueError(
                 f"'{name}'={peer} must be another rank than {self.rank} of "
-                f"{self.world_size} workers"
+                f"{counted(self.world_size, 'workers')}"
             )
 
     def _check_recv(self, recv: Tensor, src: int) -> Tensor:
@@ -471,4 +472,4 @@ def _as_a_whole(tensor: Tensor) -> Iterator[Tensor]:
 
 def _check_src(src: int, world_size: int) -> None:
     if not 0 <= src < world_size:
-        raise ValueError(f"'src'={src} must be a rank of the {world_size} worker(s)")
+        raise ValueError(f"'src'={src} must be a rank of the {counted(world_size, 'workers')}")

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from pyg_sar.comm.backends import TRANSPORTS
 from pyg_sar.comm.environment import WorkerInfo
+from pyg_sar.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +52,9 @@ def check_gpu(device: torch.device, rank: int, gpus: int) -> None:
         return
     remedy = f"pass 'cuda:0' to 'cuda:{gpus - 1}', or leave 'device' out"
     raise ValueError(
-        f"device='{device}' at rank {rank}, but this host has {gpus} CUDA device(s) that PyTorch "
-        f"sees: {remedy if gpus else 'leave it out, to compute on the CPU'}"
+        f"device='{device}' at rank {rank}, but this host has "
+        f"{counted(gpus, 'CUDA devices')} that PyTorch sees: "
+        f"{remedy if gpus else 'leave it out, to compute on the CPU'}"
     )
 
 
@@ -99,7 +101,7 @@ def placement(
         kind = TRANSPORTS[backend]
         return Placement(backend, device or kind.choose_device(info), "as asked for")
     enough = gpus > 0 and gpus >= info.local_world_size
-    count = f"{gpus} GPU(s) for {info.local_world_size} worker(s) of this host"
+    count = f"{counted(gpus, 'GPUs')} for {counted(info.local_world_size, 'workers')} of this host"
     if device is None and not enough:
         hint = ": init(device='cuda') lets workers share a GPU" if gpus else ""
         return Placement("gloo", torch.device("cpu"), f"{count}{hint}")

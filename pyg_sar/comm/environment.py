@@ -15,11 +15,12 @@ import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch.distributed as dist
 
 from pyg_sar.comm.processes import stopped_processes
+from pyg_sar.wording import counted
 
 REMEDY = (
     "Start the workers with torchrun or pyg_sar.launch(), or set RANK, WORLD_SIZE, MASTER_ADDR "
@@ -95,15 +96,15 @@ def has_starter(env: Mapping[str, str] | None = None) -> bool:
     return launcher is not None and not by_hand
 
 
-def find_stopped(mine: WorkerInfo) -> set[int]:
-    """Returns the ranks of this host's stopped processes that are workers of this run."""
-    found = set()
-    for env in stopped_processes():
+def find_stopped(mine: WorkerInfo) -> dict[int, dict[str, Any]]:
+    """Returns this host's stopped processes that are workers of this run, by rank."""
+    found = {}
+    for who, env in stopped_processes():
         with contextlib.suppress(ValueError):  # Somebody else's.
             info = read_environment(env)
             run = info is not None and (info.world_size, info.address, info.port)
             if info is not None and run == (mine.world_size, mine.address, mine.port):
-                found.add(info.rank)
+                found[info.rank] = who
     return found
 
 
@@ -269,15 +270,16 @@ def _first_host(
     """Returns the host of the first worker."""
     nodes = env.get("SLURM_STEP_NODELIST") if of_slurm else None
     nodes = nodes or env.get("SLURM_JOB_NODELIST") or env.get("SLURM_NODELIST")
-    counted = launcher is Launcher.SRUN or bool(env.get(launcher.local_world))
-    if counted and info.local_world_size == info.world_size:
+    told = launcher is Launcher.SRUN or bool(env.get(launcher.local_world))
+    if told and info.local_world_size == info.world_size:
         return HOST
     if nodes:
         return first_node(nodes)
     raise ValueError(
         f"MASTER_ADDR is not set, and {launcher.title} doesn't name the hosts of its "
-        f"{info.world_size} workers; give all of them the first worker's host and a free port "
-        "there: MASTER_ADDR=HOST0 MASTER_PORT=29500 (mpirun -x MASTER_ADDR -x MASTER_PORT)"
+        f"{counted(info.world_size, 'workers')}; give all of them the first worker's host and a "
+        "free port there: MASTER_ADDR=HOST0 MASTER_PORT=29500 (mpirun -x MASTER_ADDR -x "
+        "MASTER_PORT)"
     )
 
 

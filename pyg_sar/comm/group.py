@@ -286,7 +286,8 @@ def _open(
     watch.begin()
 
     def check() -> None:
-        watch.hear()
+        if not found.agent_store:  # Rank 0, which hosts the store, may come later.
+            watch.hear()
         watch.check()
 
     root = AskedStore(partial(connect, found, timeout, check), watch.check, watch.hear)

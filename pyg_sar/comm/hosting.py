@@ -27,6 +27,7 @@ from pyg_sar.comm.messages import (
 )
 from pyg_sar.comm.part_communicator import TRANSPORT, PartCommunicator
 from pyg_sar.errors import PygSarError
+from pyg_sar.wording import counted
 
 T = TypeVar("T")
 
@@ -46,8 +47,8 @@ def check_parts(parts: int, num_workers: int, backend: str | None) -> None:
         )
     if num_workers > parts:
         raise ValueError(
-            f"parts={parts} can be hosted by 1 to {parts} workers (got {num_workers}); start "
-            "fewer workers, or partition the graph into more parts"
+            f"parts={parts} can be hosted by 1 to {counted(parts, 'workers')} (got {num_workers}); "
+            "start fewer workers, or partition the graph into more parts"
         )
     if backend not in (None, "gloo", "local"):
         gpus = ": call pyg_sar.init('gloo', device='cuda') before" if backend == "nccl" else ""
@@ -88,9 +89,9 @@ class _NotOfParts:
 
     def __init__(self, parts: int, workers: int) -> None:
         self._text = (
-            f"torch.distributed's default group is that of the {workers} worker(s), not of the "
-            f"{parts} parts that this program runs for. Call pyg_sar.mean(), or rank, world_size, "
-            "all_reduce(), all_gather() or broadcast() of pyg_sar.comm.current()"
+            f"torch.distributed's default group is that of the {counted(workers, 'workers')}, not "
+            f"of the {counted(parts, 'parts')} that this program runs for. Call pyg_sar.mean(), or "
+            "rank, world_size, all_reduce(), all_gather() or broadcast() of pyg_sar.comm.current()"
         )
 
     def __repr__(self) -> str:

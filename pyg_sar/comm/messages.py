@@ -38,6 +38,7 @@ from torch import Tensor
 from pyg_sar.comm.issuer import Progress
 from pyg_sar.errors import LostWorkerError, MismatchError, PygSarError, WorkerError
 from pyg_sar.ledger import Label, spoken
+from pyg_sar.wording import counted
 
 # Values as bytes ##############################################################
 
@@ -295,7 +296,7 @@ def explain(
         lines[-1] += f" ({post.name})"
     lines += [f"rank {rank}'s program has ended" for rank in sorted(ended)[:MOST_NAMED]]
     hidden = len(found) + len(ended) - len(lines)
-    lines += [f"{hidden} more ranks likewise"] if hidden else []
+    lines += [f"{counted(hidden, 'more ranks')} likewise"] if hidden else []
     return MismatchError(f"The workers run different operations: {'; '.join(lines)}. {REMEDY}")
 
 

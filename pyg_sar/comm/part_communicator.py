@@ -28,6 +28,7 @@ from pyg_sar.comm.messages import (
 )
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label, spoken
+from pyg_sar.wording import counted
 
 TRANSPORT = "parts"
 """The name of transfers between parts, in ledgers."""
@@ -138,7 +139,9 @@ class PartCommunicator(Communicator):
 
     def broadcast(self, tensor: Tensor, src: int = 0, *, label: Label = BROADCAST) -> Tensor:
         if not 0 <= src < self.world_size:
-            raise ValueError(f"'src'={src} must be a rank of the {self.world_size} part(s)")
+            raise ValueError(
+                f"'src'={src} must be a rank of the {counted(self.world_size, 'parts')}"
+            )
         host, target = self.host, tensor.detach()
         worker = host.worker_of[src]
 

@@ -56,8 +56,11 @@ def find_process(pid: int) -> Process | None:
 
 def this_process() -> dict[str, Any]:
     """Returns what tells this process from every other: host, process id, time of start."""
-    pid = os.getpid()
-    return {"host": _host(), "net": network(), "pid": pid, "start": _started(pid)}
+    return _describe(os.getpid())
+
+
+def _describe(pid: int) -> dict[str, Any]:
+    return {"host": _host(), "net": network(pid), "pid": pid, "start": _started(pid)}
 
 
 def place(who: Mapping[str, Any]) -> tuple[Any, Any]:
@@ -65,14 +68,22 @@ def place(who: Mapping[str, Any]) -> tuple[Any, Any]:
     return who["host"], who.get("net")
 
 
-def stopped_processes() -> Iterator[dict[str, str]]:
-    """Yields the environments of this user's stopped processes (SIGSTOP) of this host."""
+def stopped_processes() -> Iterator[tuple[dict[str, Any], dict[str, str]]]:
+    """Yields this user's stopped processes (SIGSTOP) here, in this network: who, environment."""
     for folder in Path("/proc").glob("[0-9]*"):
-        found = find_process(int(folder.name))
-        if found is not None and found.state == "T":
+        pid = int(folder.name)
+        found = find_process(pid)
+        if found is not None and found.state == "T" and network(pid) == network():
             with contextlib.suppress(OSError):  # Another user's, or ended meanwhile.
                 entries = (folder / "environ").read_bytes().decode(errors="replace").split("\0")
-                yield dict(entry.split("=", 1) for entry in entries if "=" in entry)
+                yield _describe(pid), dict(e.split("=", 1) for e in entries if "=" in e)
+
+
+def kill_stopped(who: Mapping[str, Any]) -> None:
+    """Ends a process of this host that was stopped: SIGTERM would wait until it goes on."""
+    if not is_dead(who) and is_stopped(who):
+        with contextlib.suppress(OSError):  # Another user's, or ended meanwhile.
+            os.kill(int(who["pid"]), signal.SIGKILL)
 
 
 def is_dead(who: Mapping[str, Any]) -> bool:
@@ -114,10 +125,10 @@ def _host() -> str:
     return f"{socket.gethostname()} {boot} {space}"
 
 
-def network() -> str:
-    """Names the network namespace."""
+def network(pid: int | str = "self") -> str:
+    """Names a process's network namespace."""
     try:
-        return os.readlink("/proc/self/ns/net")
+        return os.readlink(f"/proc/{pid}/ns/net")
     except OSError:
         return ""
 

@@ -29,6 +29,7 @@ from pyg_sar.comm.backends import SMALL_SUM, PeerTensor, Transport, reduced, to_
 from pyg_sar.comm.issuer import Issuer, Work
 from pyg_sar.comm.messages import Posts, count, name_of, num_bytes
 from pyg_sar.ledger import Label, spoken
+from pyg_sar.wording import counted
 
 # The interface ################################################################
 
@@ -141,8 +142,8 @@ def as_rows(data: Tensor, rows: int, width: int, dtype: torch.dtype, src: int, r
     size = rows * width * dtype.itemsize
     if data.numel() != size:
         raise ValueError(
-            f"rank {rank} expects {size} bytes (shape ({rows}, {width}), {dtype}) from rank {src}, "
-            f"which sends {data.numel()}"
+            f"rank {rank} expects {counted(size, 'bytes')} (shape ({rows}, {width}), {dtype}) from "
+            f"rank {src}, which sends {data.numel()}"
         )
     return data.view(dtype).view(rows, width)
 

@@ -24,6 +24,7 @@ from pyg_sar.comm.environment import WorkerInfo
 from pyg_sar.comm.messages import LAUNCHER, lost, to_error
 from pyg_sar.comm.processes import is_loopback
 from pyg_sar.errors import CommTimeoutError
+from pyg_sar.wording import counted
 
 PROBE = 5.0  # Seconds that one attempt to reach the store's port may take.
 REFUSED = 5.0  # Seconds of refusals after which a launcher's store is gone: it was there before.
@@ -153,8 +154,8 @@ def _unreached(info: WorkerInfo, timeout: float, error: BaseException) -> CommTi
     who = "the launcher" if info.agent_store else "rank 0"
     first_line = str(error).partition("\n")[0][:300]
     return CommTimeoutError(
-        f"Rank {info.rank} did not reach the store of the {info.world_size} workers, which "
-        f"{who} hosts at {info.address}:{info.port}, within {timeout:g} s ({first_line}). Is "
+        f"Rank {info.rank} did not reach the store of the {counted(info.world_size, 'workers')}, "
+        f"which {who} hosts at {info.address}:{info.port}, within {timeout:g} s ({first_line}). Is "
         f"every worker started, with the same MASTER_ADDR and MASTER_PORT, and reachable?"
     )
 
@@ -167,7 +168,7 @@ class AskedStore:
 
     Args:
         make: Returns the store; called on that thread.
-        check: Called while an answer is waited for.
+        check: Called before a question, and while an answer is waited for.
         hear: Called with each answer.
         patience: Seconds to wait for an answer; ``None``: as long as ``check`` allows.
     """
@@ -219,6 +220,7 @@ class AskedStore:
             TimeoutError: There is none within ``patience`` seconds. As long as it hasn't come,
                 further questions aren't asked.
         """
+        self.check_workers()
         if self.patience is not None and not self._last.done():
             raise TimeoutError("the workers' store does not answer")
         answer: Future[Any] = Future()

@@ -14,13 +14,6 @@ gone and the operation under way has made no progress since; or all it waits for
 wait themselves, in other operations. For that a worker whose wait takes long writes into the store
 what it has posted and waits for, once per wait; see [Note: waiting in vain] in messages.
 
-[Note: silence] Heartbeats stop where a worker was stopped, and also where it computes in code that
-keeps Python's lock: that is no reason to give it up. They all stop where the store is silent, as
-its host was stopped or can't be reached. So a silent worker is examined from outside, without the
-store: in ``/proc`` on this host, by its status server elsewhere. A process that runs is waited for,
-as long as the timeout of the operation allows. Each worker judges by its own clock, which stands
-still while it is stopped itself: it has not seen what the others did meanwhile.
-
 [Note: the start] The watch begins before the workers have met, and before the store is reached.
 Until they have met nobody may end: a dead process is a lost worker at once. One that was stopped
 before it has said who it is shows among this host's stopped processes, by its environment.
@@ -39,41 +32,27 @@ import os
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import torch.distributed as dist
 
 from pyg_sar.comm.environment import WorkerInfo, find_stopped, has_starter
-from pyg_sar.comm.issuer import Progress
+from pyg_sar.comm.heartbeats import START, Heartbeats
 from pyg_sar.comm.messages import (
     LAUNCHER,
     GetProgress,
     OnFailure,
     Posts,
-    State,
     Watch,
     explain,
     failed,
-    from_text,
     in_vain,
     is_consequence,
     lost,
     to_error,
-    to_text,
     unmatched,
 )
-from pyg_sar.comm.processes import (
-    RUNS,
-    STOPPED,
-    StatusServer,
-    ask,
-    find_process,
-    is_dead,
-    is_stopped,
-    place,
-)
-from pyg_sar.comm.store import AskedStore
+from pyg_sar.comm.processes import find_process, is_dead, is_stopped, kill_stopped
 from pyg_sar.errors import CommTimeoutError, PygSarError
 
 BEAT = 0.5  # Seconds between two heartbeats.
@@ -84,17 +63,14 @@ SILENT = 20.0  # Seconds without heartbeat after which to check that a peer runs
 UNKNOWN = 30.0  # Seconds without heartbeat after which it is lost where nobody can check.
 VARIABLE = "PYG_SAR_SILENCE"
 """The environment variable for other seconds than :data:`UNKNOWN`."""
-AWAY = 6.0  # Seconds from one look to the next; after more this process was stopped itself.
 INQUIRY = 8.0  # Seconds to find out why a transfer failed.
 LINGER = 5.0  # Seconds to keep the store for those who still have to read it.
 LATE = 15.0  # The same, where a worker was lost before all have met.
 ASK = 20.0  # Seconds that the store may take to be reached.
-ANSWER = 5.0  # Seconds to wait for its answer.
 
 ENDED = "its process ended without a word (killed, out of memory, or crashed)"
 HALTED = "its process was stopped (SIGSTOP)"
 DESERTED = "its program had already ended (do all ranks run the same operations?)"
-START = "the start"  # What a worker does until all have met.
 
 
 def read_limits() -> tuple[float, float]:
@@ -115,7 +91,7 @@ def read_limits() -> tuple[float, float]:
     )
 
 
-class StoreWatch(Watch):
+class StoreWatch(Heartbeats, Watch):
     """A watch through the workers' store.
 
     Args:
@@ -130,35 +106,16 @@ class StoreWatch(Watch):
         info: WorkerInfo,
         everyone: Sequence[Mapping[str, Any]] = (),
     ) -> None:
-        self.info = info
-        self.rank, self.world_size = info.rank, info.world_size
-        self.others = [rank for rank in range(info.world_size) if rank != info.rank]
-        self.everyone: Mapping[int, Mapping[str, Any]] = dict(enumerate(everyone))
+        super().__init__(info, everyone, STUCK)
         self.host = None if info.agent_store else 0
-        self._store: AskedStore | None = None
-        self._store_error: BaseException | None = None
-        self._lock = threading.RLock()
         self._stop = threading.Event()
-        self._record: dict[str, Any] | None = None
         self._silent_after, self._lost_after = read_limits()
-        self._awake = 0.0  # This worker's clock: see [Note: silence].
-        self._looked = time.monotonic()
-        self._answered = 0.0  # When the store last answered, or was not there yet.
         self._starter = os.getppid() if has_starter() else None
-        self._beats = dict.fromkeys(self.others, (-1, 0.0))
-        self._notes: dict[int, dict[str, Any]] = {}
-        self._deaths: dict[int, float] = {}
-        self._count = 0
         self._last_start = (0, 0.0)
         self._told: PygSarError | None = None
-        self._progress: GetProgress = lambda: Progress(0, 0, 1, START)
         self._on_failure: OnFailure = lambda error: None
-        self._posts = Posts()
-        self._published = -1
-        self._states: dict[int, State] = {}
         self._suspected: dict[int, tuple[int, int]] = {}
-        self._status_server: StatusServer | None = None
-        self._status: dict[int, Any] = {}
+        self._stopped_early: dict[int, dict[str, Any]] = {}
         # Not a daemon: ended inside the store's C++ by the interpreter's shutdown, it would abort
         # the process. It ends with the main thread instead.
         self._thread = threading.Thread(target=self._loop, name="pyg_sar watch", daemon=False)
@@ -170,14 +127,6 @@ class StoreWatch(Watch):
     def begin(self) -> None:
         """Watches the start."""
         self._thread.start()
-
-    def use(self, make: Callable[[], dist.Store]) -> None:
-        """Takes the store that ``make`` returns, as soon as it does."""
-        self._store = AskedStore(make, hear=self.hear, patience=ANSWER)
-
-    def hear(self) -> None:
-        """Takes in that the store answers, or that nobody hosts it yet."""
-        self._answered = self._awake
 
     def meet(self, known: Mapping[int, Mapping[str, Any]]) -> None:
         """Takes in who has come so far; raises once one of them has failed."""
@@ -191,26 +140,6 @@ class StoreWatch(Watch):
         """Raises once another worker has failed during the start."""
         if self._told is not None:
             raise self._told
-
-    def serve_status(self, addresses: Sequence[str]) -> None:
-        """Has a process answer for this worker. See [Note: silence]."""
-        with contextlib.suppress(OSError):  # Without one, silence is all there is to see.
-            self._status_server = StatusServer(addresses)
-            text = json.dumps(self._status_server.where)
-            self._ask(lambda store: store.set(f"status/{self.rank}", text))
-
-    def _learn_status(self) -> None:
-        """Reads who answers for the workers of other hosts, as long as the store tells it."""
-        for rank in self.others:
-            away = rank in self.everyone and not self._is_near(rank)
-            if away and self._ask(partial(AskedStore.check, keys=[f"status/{rank}"])):
-                text = self._ask(partial(AskedStore.get, key=f"status/{rank}"))
-                self._status[rank] = json.loads(text or "[]")
-
-    def _is_near(self, rank: int) -> bool:
-        """Returns whether a worker is in this host's network: it is reached where it runs."""
-        who = self.everyone[rank]
-        return bool(place(who) == place(self.everyone.get(self.rank, who)))
 
     def start(
         self, on_failure: OnFailure, progress: GetProgress, posts: Posts | None = None
@@ -239,76 +168,22 @@ class StoreWatch(Watch):
                         on_failure = self._on_failure
                         self._told = to_error(record, self.rank)
                     on_failure(self._told)
-                return
+                break
             if self._stop.wait(BEAT):
-                return
+                break
+        self._end_stopped()
+
+    def _end_stopped(self) -> None:
+        """Ends the lost worker, where it is stopped and no parent of all workers does."""
+        record = self._record
+        if record is None or record["kind"] != "lost" or (self._starter is self.host is None):
+            return
+        who = self.everyone.get(record["rank"]) or self._stopped_early.get(record["rank"])
+        if who is not None and is_stopped(who):
+            time.sleep(2 * BEAT)  # Others see by themselves that it is stopped, not dead.
+            kill_stopped(who)
 
     # What there is to see ----------------------------------------------------
-
-    def _ask(self, question: Callable[[AskedStore], Any]) -> Any:
-        """Asks the store; ``None`` while it is silent, and once it is gone for good."""
-        with self._lock:
-            if self._store_error is not None or self._store is None:
-                return None
-            try:
-                return question(self._store)
-            except TimeoutError:
-                return None
-            except (dist.DistError, PygSarError) as error:
-                self._store_error = error
-                return None
-
-    def _pass_time(self) -> float:
-        """Returns the time by this worker's clock. See [Note: silence]."""
-        now = time.monotonic()
-        self._awake += min(now - self._looked, AWAY)
-        self._looked = now
-        return self._awake
-
-    def _beat(self, left: bool = False) -> None:
-        progress = self._progress()
-        self._count += 1
-        wait_number = self._tell_waits(progress.doing, left)
-        note = {"beat": self._count, "left": left, "wait": wait_number, **progress._asdict()}
-        self._ask(lambda store: store.set(f"beat/{self.rank}", json.dumps(note)))
-
-    def _tell_waits(self, doing: str, left: bool) -> int | None:
-        """Writes what this worker waits for, once it waits long; returns the wait's number."""
-        if not left and not self._posts.for_long(STUCK):
-            return None
-        state = self._posts.state(doing)
-        if state.wait_number != self._published:
-            self._ask(lambda store: store.set(f"waits/{self.rank}", to_text(state)))
-            self._published = state.wait_number
-        return state.wait_number
-
-    def _poll(self) -> dict[str, Any] | None:
-        """Beats, and reads everything once; returns the failure record, if any."""
-        with self._lock:
-            now = self._pass_time()
-            self._beat()
-            # Deaths before notes: whoever is seen dead has written its last note by then.
-            for rank in self.others:
-                who = self.everyone.get(rank)
-                if rank not in self._deaths and who is not None and is_dead(who):
-                    self._deaths[rank] = now
-            if self._record is None and self._ask(lambda store: store.check(["failure"])):
-                self._record = json.loads(self._ask(lambda store: store.get("failure")) or "null")
-            present = [r for r in self.others if r in self._notes or self._came(r)]
-            keys = [f"beat/{rank}" for rank in present]
-            notes = self._ask(lambda store: store.multi_get(keys)) if keys else None
-            for rank, text in zip(present, notes or [], strict=False):
-                note = json.loads(text)
-                if note["beat"] != self._beats[rank][0]:
-                    self._beats[rank] = (note["beat"], now)
-                self._notes[rank] = note
-            return self._record
-
-    def _came(self, rank: int) -> bool:
-        return bool(self._ask(lambda store: store.check([f"beat/{rank}"])))
-
-    def _left(self, rank: int) -> bool:
-        return bool(self._notes.get(rank, {}).get("left"))
 
     def _left_alone(self) -> dict[str, Any] | None:
         """Returns the record of a lost starter. See [Note: the starter]."""
@@ -334,7 +209,8 @@ class StoreWatch(Watch):
             return suspect
         missing = [rank for rank in self.others if rank not in self.everyone]
         if missing and self._awake > self._silent_after / 2:
-            for rank in find_stopped(self.info).intersection(missing):
+            self._stopped_early = find_stopped(self.info)
+            for rank in self._stopped_early.keys() & missing:
                 return lost(rank, HALTED, self.rank, START)
         host = LAUNCHER if self.host is None else self.host
         waited = self._awake - self._answered
@@ -396,13 +272,6 @@ class StoreWatch(Watch):
                 return lost(rank, f"{how} unreachable", self.rank, doing)
         return None
 
-    def _is_stopped(self, rank: int) -> bool | None:
-        """Returns whether a silent worker was stopped; ``None``: unknown. See [Note: silence]."""
-        known = is_stopped(self.everyone[rank])
-        if known or (known is False and self._is_near(rank)):
-            return known
-        return {STOPPED: True, RUNS: False}.get(ask(self._status.get(rank, [])) or "")
-
     def _in_vain(self, doing: str) -> dict[str, Any] | None:
         """Returns the record of workers that wait for what never comes."""
         with self._lock:
@@ -431,20 +300,6 @@ class StoreWatch(Watch):
         for post in in_vain({**states, self.rank: mine}, states.keys()).values():
             return lost(post.peer, DESERTED, self.rank, doing)
         return None
-
-    def _read_waits(self) -> dict[int, State]:
-        """Returns what the others that wait for long, or have left, wrote of it."""
-        found = {}
-        for rank, note in list(self._notes.items()):
-            wait_number, known = note.get("wait"), self._states.get(rank)
-            if wait_number is None:
-                continue
-            if known is None or known.wait_number != wait_number:
-                text = self._ask(partial(AskedStore.get, key=f"waits/{rank}"))
-                known = None if text is None else from_text(text.decode())
-            if known is not None and known.wait_number == wait_number:
-                found[rank] = self._states[rank] = known
-        return found
 
     # What there is to say ----------------------------------------------------
 
@@ -486,6 +341,8 @@ class StoreWatch(Watch):
         late = isinstance(error, TimeoutError) or "timed out" in said or "timeout" in said
         begin = time.monotonic()
         record: dict[str, Any] | None = None
+        if isinstance(error, dist.DistNetworkError):  # A connection to the store, which broke.
+            self._store_error = self._store_error or error
         while True:
             record = self._poll()
             if record is None and (suspect := self._suspect(doing)) is not None:

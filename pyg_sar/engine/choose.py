@@ -39,6 +39,7 @@ from pyg_sar.message.target_index import Reductions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import shards_of
+from pyg_sar.wording import counted
 
 _PLAN: Label = ("", "", "plan")
 
@@ -220,8 +221,8 @@ def _check_sums(
 def _check_edges(tensor: Tensor, edge_index: DistEdgeIndex, title: str) -> None:
     if tensor.size(0) != edge_index.size(1):
         raise ValueError(
-            f"{title} got an edge-level tensor of {tensor.size(0)} rows for "
-            f"{edge_index.size(1)} edges at rank {edge_index.plan.rank}; pass this "
+            f"{title} got an edge-level tensor of {counted(tensor.size(0), 'rows')} for "
+            f"{counted(edge_index.size(1), 'edges')} at rank {edge_index.plan.rank}; pass this "
             "worker's edge attributes, as pyg_sar.load_partition returns them"
         )
 

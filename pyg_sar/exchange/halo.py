@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pyg_sar.exchange.cover import StoredCovers
 from pyg_sar.exchange.wire import Wire
+from pyg_sar.wording import counted
 
 if TYPE_CHECKING:
     from pyg_sar.comm.group import Communicator
@@ -103,7 +104,8 @@ class HaloPlan:
             if len(counts) != world:
                 raise ValueError(
                     f"Expected {world} numbers in '{name}', one per worker (got {len(counts)}); "
-                    f"partition the graph into {world} parts or start {len(counts)} workers"
+                    f"partition the graph into {counted(world, 'parts')} or start "
+                    f"{counted(len(counts), 'workers')}"
                 )
             if counts[comm.rank] != 0:
                 raise ValueError(f"'{name}' of rank {comm.rank} counts its own rows as remote")
@@ -111,7 +113,7 @@ class HaloPlan:
         if sum(self.send_counts) != self.send_index.numel():
             raise ValueError(
                 f"'send_counts' sum to {sum(self.send_counts)}, but 'send_index' holds "
-                f"{self.send_index.numel()} rows"
+                f"{counted(self.send_index.numel(), 'rows')}"
             )
         offsets = [0, *accumulate(self.halo_counts)]
         peers = [((comm.rank + u) % world, (comm.rank - u) % world) for u in range(world)]

@@ -20,6 +20,7 @@ from pyg_sar.exchange.row_plan import RowPlan, Turn, gap_of, joined_runs, plan_r
 from pyg_sar.ledger import Label
 from pyg_sar.store.part_store import PartStore
 from pyg_sar.store.row_file import RowFile, as_bytes
+from pyg_sar.wording import counted
 
 _Ints = NDArray[Any]
 Read = Callable[[int, int, Tensor], None]
@@ -50,8 +51,8 @@ class RowCache:
     def __init__(self, plan: RowPlan, slots: Tensor, read: Read, gap: int = 0) -> None:
         if slots.dim() < 2 or slots.size(0) != plan.num_slots:
             raise ValueError(
-                f"Expected 'slots' of {plan.num_slots} rows, as the plan has (got shape "
-                f"{list(slots.shape)})"
+                f"Expected 'slots' of {counted(plan.num_slots, 'rows')}, as the plan has (got "
+                f"shape {list(slots.shape)})"
             )
         self.plan, self.slots, self.read, self.gap = plan, slots, read, gap
         self.loaded = self.found = self.requests = 0
@@ -435,9 +436,12 @@ class StoredTables(Tables):
         super().__init__(host, routes, kinds, label)
         self._store, self._file = store, file
         capacity = store.cache_bytes // max(sum(self._row_bytes), 1)
-        if not routes.has_plan(capacity):
+        planned = routes.has_plan(capacity)
+        if not planned:
             store.make_room(routes.planning_bytes())
         self.plan = routes.plan(host, capacity)
+        if not planned:
+            store.count()  # Planning has given its memory back.
         self._places: list[dict[int, int]] = [{} for _ in kinds]
         self._caches = []
         for number, (dtype, width) in enumerate(kinds):

@@ -28,6 +28,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from pyg_sar.wording import counted
+
 _Ints = NDArray[Any]
 Keep = Literal["belady", "adjacent"]
 
@@ -174,7 +176,9 @@ def _checked_offsets(needs: Sequence[_Ints], first: Sequence[int] | _Ints) -> _I
 def _checked_order(order: Sequence[int] | None, parts: int) -> list[int]:
     turns = list(range(parts)) if order is None else [int(part) for part in order]
     if sorted(turns) != list(range(parts)):
-        raise ValueError(f"Expected 'order' to hold each of the {parts} parts once (got {turns})")
+        raise ValueError(
+            f"Expected 'order' to hold each of the {counted(parts, 'parts')} once (got {turns})"
+        )
     return turns
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from pyg_sar.kernels import triton_attention, triton_sums
 from pyg_sar.kernels.attention_terms import check_sum_shapes, wide_dtype
 from pyg_sar.kernels.fallback import threshold
+from pyg_sar.wording import counted
 
 TILE = 2048  # Numbers of a tile, of which a program has a few at a time.
 LARGEST_TILE = 8192  # of one edge: heads times channels, each filled up to a power of two
@@ -369,7 +370,10 @@ def _check_edges(
     fine = (counts >= 0).all() & (offsets[0] == 0) & (offsets[-1] == source.numel())
     torch._assert_async(fine, "'offsets' don't ascend from 0 to the number of edges")
     if targets is None and offsets.numel() - 1 > num_written:
-        raise IndexError(f"{offsets.numel() - 1} targets are more than {num_written} rows")
+        raise IndexError(
+            f"{counted(offsets.numel() - 1, 'targets')} are more than "
+            f"{counted(num_written, 'rows')}"
+        )
     if targets is not None:
         _check_index(targets, num_written, "'targets' names a row")
         torch._assert_async((targets[1:] > targets[:-1]).all(), "'targets' don't ascend")

@@ -32,6 +32,7 @@ from pyg_sar.space import draws as fills
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.space.draws import Draws, Fill, draw
 from pyg_sar.space.edge_ids import edge_ids, edge_places
+from pyg_sar.wording import counted
 
 Strength = Literal["same", "keyed"]
 
@@ -337,7 +338,7 @@ class _EdgeDrawing(Drawing):
         if x.dim() == 0 or x.size(0) != self._count + self._padding:
             raise draws._refusal(
                 f"draws {fill.name} numbers for a tensor of shape {list(x.shape)}, which isn't a "
-                f"row for each of the {self._count} edges that it gets at a time"
+                f"row for each of the {counted(self._count, 'edges')} that it gets at a time"
             )
         if in_other_order(x):
             raise draws._refusal(told_order(fill, x))

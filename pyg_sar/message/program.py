@@ -22,6 +22,7 @@ from pyg_sar.message.layer_state import padded_to
 from pyg_sar.message.target_index import NeedsAllEdges, Reductions, TargetIndex, make_target_index
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.shard import Tile
+from pyg_sar.wording import counted
 
 Role = Literal["source", "target", "edge", "whole"]
 
@@ -106,7 +107,7 @@ def check_nodes(value: Tensor | None, axis: int, nodes: int, name: str, rank: in
     dims = value.dim()
     if not -dims <= axis < dims or value.size(axis) != nodes:
         raise ValueError(
-            f"Expected '{name}' to hold the {nodes} nodes of rank {rank} "
+            f"Expected '{name}' to hold the {counted(nodes, 'nodes')} of rank {rank} "
             f"on its axis {axis} (got shape {list(value.shape)}); pass this worker's rows, as "
             "pyg_sar.load_partition returns them (data.n_id to a layer that takes node ids)"
         )

@@ -41,8 +41,9 @@ from pyg_sar.nn.newer import (
     SGModule,
 )
 from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch
-from pyg_sar.tensors import NodeTensor
-from pyg_sar.tensors.boundary import FromLocal, to_local
+from pyg_sar.tensors import FromLocal, NodeTensor
+from pyg_sar.tensors.boundary import to_local
+from pyg_sar.wording import counted
 
 
 def graphs_of(x: Tensor, batch: Tensor | None) -> DistBatch:
@@ -50,7 +51,7 @@ def graphs_of(x: Tensor, batch: Tensor | None) -> DistBatch:
     found = one_graph(x.size(0), x.device) if batch is None else dist_batch(batch)
     if found.numel() != x.size(0):
         raise ValueError(
-            f"Expected 'batch' to hold the graph of each of the {x.size(0)} nodes (got "
+            f"Expected 'batch' to hold the graph of each of the {counted(x.size(0), 'nodes')} (got "
             f"{found.numel()} at rank {found.comm.rank})"
         )
     return found

@@ -13,6 +13,7 @@ from torch_geometric.nn.models.linkx import SparseLinear
 from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import PygSarError
 from pyg_sar.reduction.parameters import gather_to_first, ids_of, in_global_order, owned_parameters
+from pyg_sar.wording import counted
 
 _DRAWN = 2**20  # numbers that are drawn at a time
 
@@ -181,7 +182,7 @@ def own_rows(
     for name, module, parameter in found:
         if n_id.numel() and int(n_id.max()) >= parameter.size(0):
             raise ValueError(
-                f"'{name}' has {parameter.size(0)} rows, but 'n_id' holds the node "
+                f"'{name}' has {counted(parameter.size(0), 'rows')}, but 'n_id' holds the node "
                 f"{int(n_id.max())}; build the model for the whole graph"
             )
         rows = parameter[n_id.to(parameter.device)].clone()
@@ -212,8 +213,9 @@ def gather_embedding(
     comm = comm or current()
     if tuple(n_id.shape) != (embedding.weight.size(0),):
         raise ValueError(
-            f"Expected 'n_id' to hold the global ids of the {embedding.weight.size(0)} rows of "
-            f"rank {comm.rank} (got shape {list(n_id.shape)}); pass data.n_id"
+            "Expected 'n_id' to hold the global ids of the "
+            f"{counted(embedding.weight.size(0), 'rows')} of rank {comm.rank} (got shape "
+            f"{list(n_id.shape)}); pass data.n_id"
         )
     parts = gather_to_first(embedding.weight, comm)
     ids = gather_to_first(n_id, comm)

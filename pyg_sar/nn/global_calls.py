@@ -7,6 +7,7 @@ workers through :class:`~pyg_sar.tensors.boundary.Shared`: their backward passes
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache, partial
@@ -29,6 +30,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
     with_edges_of_matrix,
@@ -40,9 +42,11 @@ from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
 from pyg_sar.nn.shared_parameters import compute_again
+from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
-from pyg_sar.tensors import Edges, NodeTensor, Rows, edge_tensor, mapped, node_tensors
-from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
+from pyg_sar.tensors.boundary import Shared, to_local
+from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
 
@@ -101,6 +105,9 @@ class _Call:
             if value.edges is not None:
                 return value.edges.index
             rows = value.rows
+            if self.edges and all(rows.total != r.total for r in self.known):
+                # No rows of the edges' nodes: a weight that was computed from some, say.
+                return self.local(value.full_tensor())
             if self.known and rows not in self.known:
                 same = [r for r in self.known if r.total == rows.total]
                 if len(same) != 1:
@@ -203,7 +210,8 @@ class _Call:
         """
         policy = getattr(self.module, "policy", None)
         rows: DrawsOfForward | None = getattr(self.module, "model_draws", None)
-        if policy is None or (policy.random is not None and not self.module.training):
+        silent = policy is not None and (not self.module.training or draws_nothing(self.module))
+        if policy is None or (policy.random is not None and silent):
             yield
             return
         if policy.random is not None and rows is not None:
@@ -236,7 +244,7 @@ class _Call:
         if value.dim() == 0 or axis < 0 or value.size(axis) != rows.count:
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a tensor of shape {list(value.shape)} for "
-                f"{rows.count} rows (rank {self.comm.rank}): it has no global view"
+                f"{counted(rows.count, 'rows')} (rank {self.comm.rank}): it has no global view"
             )
         return FromLocal.apply(value, rows, axis)
 
@@ -369,6 +377,24 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
     return cast(Tensor, own(inputs, **kwargs))
 
 
+@contextmanager
+def _policy_of_parts(layer: Any) -> Iterator[None]:
+    """A layer that one process got without a policy has that of parts where it gets their tensors.
+
+    Args:
+        layer: The layer, whose policy may have been set since.
+    """
+    before, policy = getattr(layer, "policy", None), layer.__dict__.get("policy_of_parts")
+    if policy is None or before != SARPolicy():
+        yield
+        return
+    layer.policy = policy
+    try:
+        yield
+    finally:
+        layer.policy = before
+
+
 def _refuse_local(module: Any, *given: Any) -> None:
     """Raises on edges of the local view, with which gradients would stay each worker's own."""
     comm = current()
@@ -403,7 +429,7 @@ class GlobalCalls:
             return super().__call__(*args, **kwargs)  # type: ignore[misc]
         args, kwargs = without_matrix(self, args, kwargs)
         call = _Call(self, args, kwargs)  # type: ignore[arg-type]
-        with explained(self, args, kwargs), call.parameters():
+        with _policy_of_parts(self), explained(self, args, kwargs), call.parameters():
             own_args, own_kwargs = call.arguments(args, kwargs)
             own_args, own_kwargs = _sharing(call, own_args, own_kwargs)
             with call.draws(own_args, own_kwargs):
@@ -437,13 +463,13 @@ class GlobalPropagation(DistMessagePassing):
     def propagate(self, edge_index: Any, size: Any = None, **kwargs: Any) -> Tensor:
         if isinstance(edge_index, SparseTensor) or not node_tensors(edge_index, kwargs):
             return super().propagate(edge_index, size=size, **kwargs)
+        given = {**kwargs, "edge_index": edge_index}
+        edge_index = with_made_edges(self, (), given)[1]["edge_index"]
         edge_index = self._given_edges(edge_index)
         if size is not None:
             kwargs["size"] = size
-        _, kwargs = with_made_edges(self, (), {**kwargs, "edge_index": edge_index})
-        edge_index = kwargs.pop("edge_index")
         call = _Call(self, (edge_index,), kwargs)
-        with call.parameters():
+        with _policy_of_parts(self), call.parameters():
             (edges,), local = call.arguments((edge_index,), kwargs)
             edges = self._local_edges(edges)
             (edges,), local = _sharing(call, (edges,), local)
@@ -465,11 +491,11 @@ class GlobalPropagation(DistMessagePassing):
 class GlobalSuperGAT(GlobalPropagation):
     """``SuperGATConv``: the edges that its loss samples are those of the whole graph."""
 
-    def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        edges = (t for t in node_tensors(args, kwargs) if t.edges is not None)
-        self.__dict__["_given"] = next(edges, None)
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        edges = [t for t in node_tensors(args, kwargs) if t.edges is not None]
+        self.__dict__.update(_given=edges[0] if edges else None)
         try:
-            return cast(Tensor, super().forward(*args, **kwargs))
+            return super().__call__(*args, **kwargs)
         finally:
             del self.__dict__["_given"]
 
@@ -485,16 +511,25 @@ class GlobalSuperGAT(GlobalPropagation):
 
 
 _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+_KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
+_DENSE = frozenset({"to_dense_adj"})
+"""Functions of edges whose result has all nodes; layers that call them work on these."""
 
 
 def _works_on_all_nodes(kind: Any) -> bool:
     """Returns whether a layer's ``forward`` may do more than treat each row for itself."""
-    if issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)):
+    if not issubclass(kind, MessagePassing):
+        return False
+    plain = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
+    author = next((base for base in plain.__mro__ if "forward" in vars(base)), object)
+    if issubclass(plain, MessagePassing) and not author.__module__.startswith(_KNOWN):
         return True
-    own = next((c for c in kind.__mro__ if not issubclass(c, DistMessagePassing)), object)
-    author = next((c for c in own.__mro__ if "forward" in vars(c)), object)
-    return issubclass(own, MessagePassing) and not author.__module__.startswith(
-        ("torch_geometric.", "torch.", "pyg_sar.")
+    own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch")]
+    methods = [method for names in own for method in names.values()]
+    return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
+        not _DENSE.isdisjoint(method.__code__.co_names)
+        for method in methods
+        if inspect.isfunction(method)
     )
 
 

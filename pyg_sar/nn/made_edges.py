@@ -22,6 +22,7 @@ from torch.utils._pytree import tree_leaves
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator, current
+from pyg_sar.errors import DistributedIndexError
 from pyg_sar.partition.assignment import assign_nodes
 from pyg_sar.space.distributed_index import InSpace
 from pyg_sar.tensors import NodeTensor, Rows, mapped, node_rows, node_tensors, whole
@@ -217,11 +218,11 @@ def _check_ids(title: str, bounds: Sequence[int], counts: Sequence[int], rank: i
 
 
 def _is_made(value: Any) -> bool:
+    if isinstance(value, NodeTensor) and (value.axis != 1 or value.edges is not None):
+        return False
     if not isinstance(value, Tensor) or isinstance(value, InSpace) or value.dim() != 2:
         return False
-    if value.size(0) != 2 or value.dtype != torch.long or value.layout != torch.strided:
-        return False
-    return not isinstance(value, NodeTensor) or (value.edges is None and value.axis == 1)
+    return value.size(0) == 2 and value.dtype == torch.long and value.layout == torch.strided
 
 
 def _with_ends(
@@ -230,11 +231,12 @@ def _with_ends(
     """Yields made edges of a call, and the nodes that they join, where these are known."""
     names = [*inspect.signature(layer.forward).parameters, *map(str, range(len(args)))]
     given = dict(zip(names, args, strict=False)) | kwargs
-    ends = _ends(layer, given)
     types = next((v for k, v in given.items() if isinstance(v, dict) and _is_of_types(v)), {})
     for value in given.values():
-        if _is_made(value) and ends is not None:
-            yield value, ends
+        if _is_made(value):
+            ends = _ends(layer, value, given)
+            if ends is not None:
+                yield value, ends
         elif isinstance(value, dict):
             for kind, made in value.items():
                 if _is_made(made) and isinstance(kind, tuple):
@@ -247,11 +249,9 @@ def _is_of_types(value: dict[Any, Any]) -> bool:
     return all(isinstance(key, str) for key in value)
 
 
-def _ends(layer: Any, given: dict[str, Any]) -> Sequence[NodeTensor | int] | None:
+def _ends(layer: Any, made: Tensor, given: dict[str, Any]) -> Sequence[NodeTensor | int] | None:
     """Returns the nodes that a call's edges join, where its arguments tell."""
-    tensors = [v for v in given.values() if isinstance(v, Tensor) and not _is_made(v)]
-    nodes = [v for v in tensors if isinstance(v, NodeTensor) and v.edges is None]
-    x = given["x"] if "x" in given else next(iter([*nodes, *tensors]), None)
+    x = given["x"] if "x" in given else _nodes(layer, made, given)
     if x is None and isinstance(getattr(layer, "in_channels_l", None), int):
         return [layer.in_channels_l]  # RGCNConv: a parameter's row for each node
     if isinstance(x, Tensor):
@@ -262,6 +262,44 @@ def _ends(layer: Any, given: dict[str, Any]) -> Sequence[NodeTensor | int] | Non
     if target is None and given.get("size") is not None:
         target = given["size"][1]
     return None if target is None else _joined(layer, x[0], target)
+
+
+def _nodes(layer: Any, made: Tensor, given: dict[str, Any]) -> Any:
+    """Returns the tensor of the nodes, of arguments of which none is named ``x``.
+
+    Node tensors come first. Of several (weights, encodings, selected rows) the edges tell, which
+    name no node behind the last one.
+
+    Raises:
+        DistributedIndexError: Several numbers of nodes would do.
+    """
+    tensors = [v for v in given.values() if isinstance(v, Tensor) and v.dim() and not _is_made(v)]
+    pairs = [v for v in given.values() if isinstance(v, tuple | list) and len(v) == 2]
+    of_edges = getattr(made, "rows", None)
+    tensors = [v for v in tensors if getattr(v, "edges", None) is None]
+    nodes = [v for v in tensors if isinstance(v, NodeTensor) and v.rows is not of_edges]
+    if not nodes and pairs:
+        return pairs[0]
+    found: list[Any] = nodes or [v for v in tensors if not isinstance(v, NodeTensor)]
+    counts: dict[int, Tensor] = {}
+    for value in found:
+        end = _end(layer, value)
+        counts.setdefault(end.rows.total if isinstance(end, NodeTensor) else end, value)
+    if len(counts) > 1:
+        bounds = _bounds(made.local if isinstance(made, NodeTensor) else made)[:2]
+        if isinstance(made, NodeTensor):
+            facts = torch.tensor(bounds, device=made.device)
+            bounds = current().all_reduce(facts, "max", label=_LABEL).tolist()
+        counts = {count: value for count, value in counts.items() if count > max(bounds)}
+    if len(counts) > 1:
+        counts.pop(made.size(1), None)  # They have a row per edge.
+    if len(counts) > 1:
+        raise DistributedIndexError(
+            f"{type(layer).__name__} got tensors of {sorted(counts)} rows, of which each may be "
+            f"the number of nodes (rank {current().rank}): name the nodes' argument of forward() "
+            "'x'"
+        )
+    return next(iter([*counts.values(), *found]), None)
 
 
 def _joined(layer: Any, source: Tensor, target: Any) -> Sequence[NodeTensor | int]:

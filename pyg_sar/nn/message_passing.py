@@ -26,7 +26,7 @@ from pyg_sar.engine.analysis import (
 )
 from pyg_sar.engine.choose import attention_kernel, message_kernel, only_sums, sums_call
 from pyg_sar.engine.run import run
-from pyg_sar.errors import DistributedIndexError, note_place
+from pyg_sar.errors import DistributedIndexError, note_place, refuse_transforms
 from pyg_sar.exchange.gather import KeptRows
 from pyg_sar.kernels.ops import warn_if_missing
 from pyg_sar.message.decompose import PLAIN, decompose
@@ -40,6 +40,7 @@ from pyg_sar.message.layer_state import (
 from pyg_sar.message.program import DeferredEdge, TileProgram, deferred_edge
 from pyg_sar.message.target_index import NeedsAllEdges
 from pyg_sar.nn.compiled import between_graphs
+from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.fused_layers import as_aggregated, attention_of
 from pyg_sar.nn.model_draws import (
     DrawsOfForward,
@@ -366,14 +367,15 @@ class DistMessagePassing(MessagePassing):
             result = hook(self, (edge_index, size, kwargs))
             if result is not None:
                 edge_index, size, kwargs = result
-        random = self.policy.random is not None
+        random = self.policy.random is not None and not draws_nothing(self)
         with drawing(self, edge_index, kwargs) if random else nullcontext() as draws:
             out = None if choice.sums is None else self._summed(edge_index, kwargs, choice)
             if out is None:
                 out = self._attended(edge_index, kwargs, choice, draws)
             if out is None:
                 out = self._aggregated(edge_index, kwargs, choice, draws)
-        self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
+        if choice.sets:
+            self._stand_in(attributes_of(self, choice.sets), edge_index.plan)
         own = "update" in self.__dict__ or type(self).update is not MessagePassing.update
         if not own and not self._propagate_forward_hooks:
             return out
@@ -484,6 +486,8 @@ class DistMessagePassing(MessagePassing):
         self, edges: Sequence[DistEdgeIndex], args: Sequence[Any], kwargs: dict[str, Any]
     ) -> Any:
         """Runs on distributed edges: ledgers charge this layer for what they gather meanwhile."""
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transforms(title_of(self))
         plan, whole = edges[0].plan, self._one_shot_call
         own: Any = type(self)
         if isinstance(self, RGCNConv):

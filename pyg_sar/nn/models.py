@@ -29,6 +29,7 @@ from pyg_sar.space.graph_index import dist_batch
 from pyg_sar.space.index_space import DistEdgeIndex
 from pyg_sar.space.negative_sampling import negative_sampling
 from pyg_sar.space.node_rows import node_rows, plain_rows
+from pyg_sar.wording import counted
 
 _COLOURS = ("", "forward", "colours")
 
@@ -194,8 +195,8 @@ class DistCorrectAndSmooth(gnn.CorrectAndSmooth):
         number = int(mask.sum()) if mask.dtype == torch.bool else mask.size(0)
         if y_true.size(0) != number:
             raise ValueError(
-                f"Expected 'y_true' to hold the labels of the {number} nodes of 'mask' (got "
-                f"{y_true.size(0)} at rank {current().rank})"
+                f"Expected 'y_true' to hold the labels of the {counted(number, 'nodes')} of 'mask' "
+                f"(got {y_true.size(0)} at rank {current().rank})"
             )
         if y_true.dtype == torch.long and y_true.size(0) == y_true.numel():
             y_true = one_hot(y_true.view(-1), num_classes=y_soft.size(-1), dtype=y_soft.dtype)

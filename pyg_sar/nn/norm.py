@@ -28,6 +28,7 @@ from pyg_sar.reduction.moments import (
     standardise,
 )
 from pyg_sar.space.graph_index import plain_batch
+from pyg_sar.wording import counted
 
 # Norms per graph #############################################################
 
@@ -198,8 +199,8 @@ def check_several(found: Moments) -> None:
     total = int(found.count)
     if total <= 1:
         raise ValueError(
-            f"Expected more than 1 spatial element when training (got {total} nodes on all "
-            f"{current().world_size} workers)"
+            f"Expected more than 1 spatial element when training (got {counted(total, 'nodes')} on "
+            f"all {counted(current().world_size, 'workers')})"
         )
 
 
@@ -359,8 +360,8 @@ def _over_all_rows(norm: Any, input: Tensor, allow_single_element: bool) -> Tens
         return _by_running(norm, input)
     if total <= 1:
         raise ValueError(
-            f"Expected more than 1 value per channel when training (got {total} rows on all "
-            f"{current().world_size} workers)"
+            f"Expected more than 1 value per channel when training (got {counted(total, 'rows')} "
+            f"on all {counted(current().world_size, 'workers')})"
         )
     if norm.training and norm.track_running_stats:
         _track(norm, found.mean[0], found.variance[0] * (total / (total - 1)))

@@ -42,6 +42,7 @@ from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.nn.attention import heads_of, outer_sums, self_attention
 from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch, whole_batch
 from pyg_sar.space.node_rows import plain_rows
+from pyg_sar.wording import counted
 
 # Functions ###################################################################
 
@@ -53,11 +54,13 @@ def _index(x: Tensor, batch: Tensor | None, size: int | None) -> tuple[DistBatch
     index = one_graph(x.size(dim), x.device) if batch is None else dist_batch(batch)
     if index.numel() != x.size(dim):
         raise ValueError(
-            f"Expected 'batch' to hold the graph of each of the {x.size(dim)} rows of 'x' (got "
-            f"{index.numel()} at rank {index.comm.rank})"
+            f"Expected 'batch' to hold the graph of each of the {counted(x.size(dim), 'rows')} of "
+            f"'x' (got {index.numel()} at rank {index.comm.rank})"
         )
     if size is not None and size < index.num_graphs:
-        raise ValueError(f"'size'={size} is less than the {index.num_graphs} graphs of 'batch'")
+        raise ValueError(
+            f"'size'={size} is less than the {counted(index.num_graphs, 'graphs')} of 'batch'"
+        )
     return index, dim
 
 
@@ -149,7 +152,8 @@ class DistReadout(Aggregation):
         size = index.num_graphs if dim_size is None else dim_size
         if size < index.num_graphs:
             raise ValueError(
-                f"{name} got 'dim_size'={size} for {index.num_graphs} graphs at rank {rank}"
+                f"{name} got 'dim_size'={size} for {counted(index.num_graphs, 'graphs')} at rank "
+                f"{rank}"
             )
         index = whole_batch(plain_batch(index), size, index.comm)
         plain = next(chain(self.parameters(), self.buffers()), None) is None

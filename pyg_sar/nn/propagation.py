@@ -24,6 +24,7 @@ from pyg_sar.message.program import DeferredEdge
 from pyg_sar.nn.transform_first import standing_in
 from pyg_sar.space.index_space import DistEdgeIndex, version_of
 from pyg_sar.space.joint_index import widened
+from pyg_sar.wording import counted
 
 
 def kind_of_argument(value: Any) -> Any:
@@ -144,8 +145,8 @@ def known_size(edge_index: DistEdgeIndex, size: Any, layer: Any) -> Any:
         if given not in (None, expected):
             raise ValueError(
                 f"{title_of(layer)} got size={tuple(size)} for a relation of {known[0]} and "
-                f"{known[1]} nodes at rank {edge_index.plan.rank}; pass this worker's numbers of "
-                "nodes, or leave 'size' out"
+                f"{counted(known[1], 'nodes')} at rank {edge_index.plan.rank}; pass this worker's "
+                "numbers of nodes, or leave 'size' out"
             )
     return known
 

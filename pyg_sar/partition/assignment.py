@@ -25,6 +25,7 @@ from pyg_sar.partition.balance import (
 )
 from pyg_sar.partition.coarsening import Edges, coarsened_assignment
 from pyg_sar.partition.scratch import Scratch
+from pyg_sar.wording import counted
 
 METHODS: tuple[str, ...] = ("balanced", "metis", "coarsened", "random", "contiguous")
 _MOST_PARTS = 99_999
@@ -115,8 +116,9 @@ def _assign(
     if scratch is not None and needs > scratch.memory and method != "coarsened":
         if method == "metis":
             raise ValueError(
-                f"method='metis' takes about {needs / 1e9:.1f} GB for {num_edges:,} edges, more "
-                f"than memory={scratch.memory / 1e9:.1f} GB; take 'balanced' or 'coarsened'"
+                f"method='metis' takes about {needs / 1e9:.1f} GB for "
+                f"{counted(num_edges, 'edges')}, more than memory={scratch.memory / 1e9:.1f} GB; "
+                "take 'balanced' or 'coarsened'"
             )
         report(f"METIS would take about {needs / 1e9:.1f} GB: it cuts a coarsened graph")
         method = "coarsened"
@@ -205,7 +207,7 @@ def check_assignment(
         node = int(wrong[0])
         raise ValueError(
             f"Expected the assignment to hold parts 0 to {num_parts - 1} (got {int(part[node])} "
-            f"at node {node}, {wrong.numel()} nodes in all); correct it or set "
+            f"at node {node}, {counted(wrong.numel(), 'nodes')} in all); correct it or set "
             f"num_parts={max(int(part.max()) + 1, 1)}"
         )
     return part

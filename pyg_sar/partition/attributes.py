@@ -31,6 +31,7 @@ from torch import Tensor
 from torch_geometric.typing import SparseTensor
 
 from pyg_sar.files import from_json, to_json
+from pyg_sar.wording import counted
 
 
 def coo_matrix(index: Tensor, entries: Tensor, size: Sequence[int], coalesced: bool) -> Tensor:
@@ -227,8 +228,8 @@ def encode_rows(store: Mapping[str, Any], level: str, count: int, owner: str) ->
             found = level if rows_of(name, value) == count else "graph"
             if found == "graph" and (is_sparse(value) or name in required):
                 raise ValueError(
-                    f"should have one row per {level}, {count} rows (got {type(value).__name__} "
-                    f"of shape {list(getattr(value, 'shape', []))})"
+                    f"should have one row per {level}, {counted(count, 'rows')} (got "
+                    f"{type(value).__name__} of shape {list(getattr(value, 'shape', []))})"
                 )
             columns[name] = encode(name, value, found)
         except ValueError as error:

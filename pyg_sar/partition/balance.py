@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_sar.kernels.ops import sort_edges, use_kernel
+from pyg_sar.wording import counted
 
 _Ints = NDArray[np.int64]
 
@@ -253,8 +254,8 @@ class _MetisCall:
         )
         if code != 1:
             raise RuntimeError(
-                f"METIS ended with code {code} on {len(graph.size):,} nodes and "
-                f"{num_parts} parts (-3: not enough memory; -4: an error or a signal); "
+                f"METIS ended with code {code} on {counted(len(graph.size), 'nodes')} and "
+                f"{counted(num_parts, 'parts')} (-3: not enough memory; -4: an error or a signal); "
                 "free memory or partition with method='random'"
             )
         return part.astype(np.int64)
@@ -387,9 +388,9 @@ def _warn_if_uneven(loads: Tensor, totals: Sequence[int], most_edges: int) -> No
     nodes, edges, *others = (m / max(mean, 1e-9) for m, mean in zip(most, means, strict=True))
     more = "".join(f", and {other:.2f} times the mean of training nodes" for other in others)
     warnings.warn(
-        f"{num_parts} parts can't all be within {LIMIT} of the mean: the largest have "
-        f"{most[0]:,} nodes ({nodes:.2f} times the mean) and {most[1]:,} edges ({edges:.2f} times "
-        f"the mean){more}, and one node alone has {most_edges:,} in-edges of {totals[1]:,}; "
-        "the worker of the largest part sets the pace: fewer parts waste less",
+        f"{counted(num_parts, 'parts')} can't all be within {LIMIT} of the mean: the largest have "
+        f"{counted(most[0], 'nodes')} ({nodes:.2f} times the mean) and {counted(most[1], 'edges')} "
+        f"({edges:.2f} times the mean){more}, and one node alone has {most_edges:,} in-edges of "
+        f"{totals[1]:,}; the worker of the largest part sets the pace: fewer parts waste less",
         stacklevel=2,
     )

@@ -52,6 +52,7 @@ from pyg_sar.partition.balance import (
     metis_assignment,
 )
 from pyg_sar.partition.scratch import GroupedRows, Scratch, group_by_part, offsets_of
+from pyg_sar.wording import counted
 
 CLUSTERING, RESTREAMS, MOST_RESTREAMS = 3, 3, 8
 CLUSTERS = 100
@@ -187,7 +188,10 @@ def _coarse_assignment(blocks: Blocks, num_parts: int, seed: int, scratch: Scrat
     key = (low.long() * count + high).index_select(0, order)
     key, weight = key.unique_consecutive(return_counts=True)
     low, high = torch.div(key, count, rounding_mode="floor"), key % count
-    scratch.report(f"METIS cuts {count:,} clusters with {weight.numel():,} edges between them")
+    scratch.report(
+        f"METIS cuts {counted(count, 'clusters')} with {counted(weight.numel(), 'edges')} between "
+        "them"
+    )
     graph = Coarse.of(low, high, weight, blocks.loads(label, count))
     return metis_assignment(graph, num_parts, seed).to(blocks.dtype)[label]
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from pyg_sar.partition.assignment import EdgeType
 from pyg_sar.partition.scratch import GroupedEdges, Scratch, group_by_part, offsets_of
+from pyg_sar.wording import Shown, counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,7 +150,7 @@ def make_layout(
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartitionStatistics:
+class PartitionStatistics(Shown):
     r"""Counts that tell how good a partition is.
 
     Attributes:
@@ -242,8 +243,9 @@ def format_statistics(statistics: PartitionStatistics, max_rows: int = 16) -> st
         columns.append(("training nodes", s.training_nodes))
     columns.append(("halo rows", s.halo))
     lines = [
-        f"{s.num_nodes:,} nodes and {s.num_edges:,} edges in {s.num_parts:,} part(s)",
-        f"edge cut            {s.edge_cut:,} edges ({100 * s.edge_cut_fraction:.2f}%)",
+        f"{counted(s.num_nodes, 'nodes')} and {counted(s.num_edges, 'edges')} in "
+        f"{counted(s.num_parts, 'parts')}",
+        f"edge cut            {counted(s.edge_cut, 'edges')} ({100 * s.edge_cut_fraction:.2f}%)",
         f"replication factor  {s.replication_factor:.3f} (own and halo rows over nodes)",
         table_row("part", [name for name, _ in columns]),
     ]
@@ -260,7 +262,7 @@ def table_row(name: str, cells: list[str]) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TypeStatistics:
+class TypeStatistics(Shown):
     """Nodes of one type per part, and its training nodes if it has a ``train_mask``."""
 
     name: str
@@ -269,7 +271,7 @@ class TypeStatistics:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RelationStatistics:
+class RelationStatistics(Shown):
     """Edges of one relation per part, the halo rows that they need, and how many are cut."""
 
     edge_type: list[str]

@@ -24,6 +24,7 @@ from pyg_sar.partition.attributes import (
     is_sparse,
     rows_of,
 )
+from pyg_sar.wording import counted
 
 SURELY_NODES = (*NODE_NAMES, "y", "z", "batch", "normal")
 """Names of node-level attributes that PyG documents; others may have a row per edge as well."""
@@ -94,8 +95,8 @@ def level_of(
         count = {"node": num_nodes, "edge": num_edges}.get(levels[name])
         if count is not None and rows_of(name, value) != count:
             raise ValueError(
-                f"levels[{name!r}] is {levels[name]!r}, but it has {rows_of(name, value)} rows "
-                f"instead of {count}"
+                f"levels[{name!r}] is {levels[name]!r}, but it has "
+                f"{counted(rows_of(name, value), 'rows')} instead of {count}"
             )
         return levels[name]
     return _level_by_rows(data, name, value, num_nodes, num_edges)
@@ -115,7 +116,8 @@ def _asked_level(
     told = told or "node" in name or name.endswith("_mask")
     if level == "node" and num_nodes == num_edges and not told:
         raise ValueError(
-            f"The attribute '{name}' has {num_nodes} rows, and the graph has as many edges as "
+            f"The attribute '{name}' has {counted(num_nodes, 'rows')}, and the graph has as many "
+            f"edges as "
             f"nodes: say write_partitions(..., levels={{'{name}': 'edge'}}) or "
             f"levels={{'{name}': 'node'}} (--levels {name}=edge), or rename it to "
             f"'edge_{name}' or 'node_{name}'"
@@ -151,6 +153,8 @@ def _level_by_rows(data: Data, name: str, value: Any, num_nodes: int, num_edges:
         return "edge" if edge else "node"
     if not isinstance(value, (Tensor, np.ndarray, list, tuple)):
         return "graph"
+    if num_nodes == num_edges == rows_of(name, value) and "edge" in name:
+        return "edge"  # PyG takes lists for nodes, whatever their name.
     if data.is_node_attr(name):
         return "node"
     return "edge" if data.is_edge_attr(name) else "graph"
@@ -164,6 +168,6 @@ def _check_level(name: str, value: Any, level: str, num_nodes: int, num_edges: i
         if name in names and level != expected:
             shape = list(getattr(value, "shape", []))
             raise ValueError(
-                f"Expected '{name}' to have one row per {expected}, {number} rows (got "
+                f"Expected '{name}' to have one row per {expected}, {counted(number, 'rows')} (got "
                 f"{type(value).__name__} of shape {shape})"
             )

@@ -123,7 +123,7 @@ def load_partition(
     *,
     device: torch.device | str | None = None,
     verify: bool = True,
-    view: Literal["local", "global"] = "local",
+    view: Literal["local", "global"] = "global",
 ) -> Data | HeteroData:
     """Loads this worker's part of a partitioned graph.
 

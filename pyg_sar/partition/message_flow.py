@@ -172,7 +172,7 @@ def _mask(seeds: Tensor, plan: HaloPlan) -> Tensor:
     elif seeds.dtype == torch.uint8:
         problem = "a mask or a list of ids (got torch.uint8; if it is a mask, pass seeds.bool())"
     elif seeds.dtype == torch.bool and len(seeds) != num:
-        problem = f"a mask of this worker's {num} nodes (got {len(seeds)} values)"
+        problem = f"a mask of this worker's nodes, {num} values (got {len(seeds)})"
     elif seeds.dtype != torch.bool and not bool(((seeds >= 0) & (seeds < num)).all()):
         problem = f"local ids below {num} (got {int(seeds.min())} to {int(seeds.max())})"
     elif seeds.dtype != torch.bool and len(seeds.unique()) < len(seeds):

@@ -28,6 +28,7 @@ from pyg_sar.partition.layout import (
 )
 from pyg_sar.partition.node_lists import PLACE, NodeList
 from pyg_sar.partition.whole_graph import FORMAT, VERSION, HeteroSchema, StoreInfo
+from pyg_sar.wording import Shown, counted
 
 _MOST = 2**63 - 1
 
@@ -156,7 +157,7 @@ _ID_DTYPES = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "u
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartInfo:
+class PartInfo(Shown):
     """One part's file: its name, checksum (SHA-256), size in bytes, and row counts."""
 
     file: str
@@ -168,7 +169,7 @@ class PartInfo:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class PartitionMetadata:
+class PartitionMetadata(Shown):
     """The content of ``metadata.json``, about the whole partition."""
 
     root: Path
@@ -197,12 +198,13 @@ class PartitionMetadata:
         if world_size == self.num_parts:
             return
         parts = self.num_parts
-        there, start = f"{world_size} workers", f"start {parts} workers, host them (parts={parts})"
+        there, start = counted(world_size, "workers"), f"start {counted(parts, 'workers')}"
+        start += f", host them (parts={parts})"
         if hosted:
-            there, start = f"{world_size} hosted parts", f"pass parts={parts}"
+            there, start = counted(world_size, "hosted parts"), f"pass parts={parts}"
         raise PartitionError(
-            f"The partition '{self.root}' has {parts} parts, but there are {there}; {start} or "
-            f"partition the graph into {world_size} parts"
+            f"The partition '{self.root}' has {counted(parts, 'parts')}, but this run has {there}; "
+            f"{start} or partition the graph into {counted(world_size, 'parts')}"
         )
 
 

@@ -29,6 +29,7 @@ from pyg_sar.partition.attributes import (
     rows_of,
 )
 from pyg_sar.partition.levels import level_of
+from pyg_sar.wording import counted
 
 NodeIds = Sequence[str] | Mapping[str, bool]
 """Names of attributes that hold node ids; or for each name whether it does."""
@@ -220,8 +221,8 @@ def list_of(name: str, rows: int, level: str, lists: Mapping[str, tuple[str, int
             continue
         if kind == "links" and name == start + end and rows >= 0 and rows != count:
             raise ValueError(
-                f"Expected '{name}' to have one row per column of '{other}', {count} rows (got "
-                f"{rows})"
+                f"Expected '{name}' to have one row per column of '{other}', "
+                f"{counted(count, 'rows')} (got {rows})"
             )
         size = len(start) + len(end)
         if rows == count and size > longest and (kind == "links" or level == "graph"):

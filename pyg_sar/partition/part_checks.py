@@ -24,6 +24,7 @@ from pyg_sar.partition.metadata import PartitionMetadata
 from pyg_sar.partition.node_lists import NodeList
 from pyg_sar.partition.parts import PartTensors, list_tensors
 from pyg_sar.partition.whole_graph import HeteroSchema, StoreInfo, store_tensors
+from pyg_sar.wording import counted
 
 _PLAN = ("halo_n_id", "halo_counts", "send_index", "send_counts")
 _TABLES = ("pair_rows", "pair_units")  # in versions 3 to 5; not read
@@ -208,7 +209,9 @@ def _check_relation(
         store.check(known, "cover_costs", f"it does not hold the costs of 0 to {_MOST_COVERS}")
         cut = int((edges[0] >= own.numel()).sum())
         covered = int(store.of_kind("cover_edges", torch.int64, 1))
-        store.check(covered == cut, "cover_edges", f"there are {cut} edges from other parts")
+        store.check(
+            covered == cut, "cover_edges", f"there are {counted(cut, 'edges')} from other parts"
+        )
 
 
 def _check_halo(store: _Store, part: int, num_parts: int, own: Tensor, sources: int) -> int:
@@ -238,7 +241,7 @@ def _check_counts(
     most = rows.numel()
     # Bounded one by one first: a sum of large numbers may come out small.
     good = bool(((counts >= 0) & (counts <= most)).all()) and int(counts.sum()) == most
-    store.check(good, name, f"it does not add up to the {most} rows of '{of}'")
+    store.check(good, name, f"it does not add up to the {counted(most, 'rows')} of '{of}'")
     store.check(int(counts[part]) == 0, name, "it counts rows of the part itself")
     return counts
 
@@ -296,7 +299,9 @@ def _check_attributes(
 def _check_offsets(store: _Store, name: str, rows: int, of: str, entries: Tensor) -> Tensor:
     offsets = store.of_kind(name, torch.int64, rows + 1)
     good = ascends(offsets, entries.size(0))
-    store.check(good, name, f"it does not ascend from 0 to the {entries.size(0)} rows of '{of}'")
+    store.check(
+        good, name, f"it does not ascend from 0 to the {counted(entries.size(0), 'rows')} of '{of}'"
+    )
     return offsets
 
 
@@ -389,8 +394,8 @@ def check_marks(metadata: PartitionMetadata, marks: Tensor) -> None:
         )
     if metadata.num_graphs is not None and max(r[2] for r in rows) != metadata.num_graphs:
         raise PartitionError(
-            f"The parts of '{metadata.root}' hold {max(r[2] for r in rows)} graphs ('batch'), its "
-            f"metadata says {metadata.num_graphs}: one was altered; {remedy}"
+            f"The parts of '{metadata.root}' hold {counted(max(r[2] for r in rows), 'graphs')} "
+            f"('batch'), its metadata says {metadata.num_graphs}: one was altered; {remedy}"
         )
     count = metadata.num_parts
     for p in range(count):

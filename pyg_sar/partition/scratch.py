@@ -22,6 +22,7 @@ from torch import Tensor
 
 from pyg_sar.kernels.ops import sort_edges
 from pyg_sar.partition.unfinished import Unfinished
+from pyg_sar.wording import counted
 
 Unsigned = NDArray[np.uint64]
 
@@ -116,11 +117,11 @@ class Scratch:
         remedy = f"memory='{wanted.replace(' ', '')}'"
         if left > 0:
             more = math.ceil(1.2 * len(nodes) * most / left)  # Smaller parts are less even.
-            remedy = f"about {max(more, len(nodes) + 1)} parts, or {remedy}"
+            remedy = f"about {counted(max(more, len(nodes) + 1), 'parts')}, or {remedy}"
         raise ValueError(
-            f"Expected 'memory' to hold {PER_NODE} bytes for each of {sum(nodes):,} nodes and the "
-            f"largest part of {len(nodes)}, {wanted} in all (got {self.memory / 2**20:.3g} MiB); "
-            f"choose {remedy}"
+            f"Expected 'memory' to hold {counted(PER_NODE, 'bytes')} for each of "
+            f"{counted(sum(nodes), 'nodes')} and the largest part of {len(nodes)}, {wanted} in all "
+            f"(got {self.memory / 2**20:.3g} MiB); choose {remedy}"
         )
 
     def check_even(

@@ -59,6 +59,7 @@ from pyg_sar.partition.whole_graph import (
     prepare_hetero,
     prepare_homogeneous,
 )
+from pyg_sar.wording import counted
 
 Progress = Callable[[str], None]
 
@@ -132,6 +133,7 @@ def write_partitions(
             not fit it.
         FileExistsError: When ``root`` exists.
         OSError: When ``root`` can't be written; it is then as it was before.
+        KeyboardInterrupt: On Ctrl-C; with ``memory`` it says where what is done is kept.
     """
     report = progress or (lambda text: None)
     check_path("root", root)
@@ -181,6 +183,13 @@ def write_partitions(
         unfinished.keep = True
         more = "what is done is kept: the same call takes it once the folder is empty"
         raise FileExistsError(f"{error}; {more}") from None
+    except KeyboardInterrupt:
+        if unfinished is not None:
+            unfinished.keep = True
+            raise KeyboardInterrupt(
+                f"what is done is kept in '{unfinished.folder}'; the same call goes on from there"
+            ) from None
+        raise
     except (OSError, SafetensorError) as error:
         raise explained(error, root) from error
     finally:
@@ -406,8 +415,8 @@ def _check(name: str, value: Any, metadata: PartitionMetadata, nodes: int) -> No
         raise ValueError(f"'{name}' is an attribute of the partition '{metadata.root}' already")
     if not isinstance(value, Tensor) or value.dim() == 0 or value.size(0) != nodes:
         raise ValueError(
-            f"Expected '{name}' to have a row for each of this worker's {nodes} nodes (got "
-            f"{list(value.shape) if isinstance(value, Tensor) else type(value).__name__})"
+            f"Expected '{name}' to have a row for each of this worker's {counted(nodes, 'nodes')} "
+            f"(got {list(value.shape) if isinstance(value, Tensor) else type(value).__name__})"
         )
 
 
@@ -448,7 +457,9 @@ def read_part(
     try:
         size = path.stat().st_size
         if size != info.bytes:
-            raise PartitionError(f"'{path}' has {size} bytes instead of {info.bytes}; {remedy}")
+            raise PartitionError(
+                f"'{path}' has {counted(size, 'bytes')} instead of {info.bytes:,}; {remedy}"
+            )
         if verify and sha256_of(path) != info.sha256:
             raise PartitionError(f"'{path}' was altered: its SHA-256 checksum differs; {remedy}")
         tensors = read_aligned(path)

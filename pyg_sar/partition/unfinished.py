@@ -4,8 +4,8 @@
 part are kept in a hidden folder beside the partition as soon as they are whole, under names that
 only a rename gives. The next call takes them if its arguments, and a digest of the whole graph, are
 the same to the bit, and checksums say that they were not altered; else it begins anew. The same
-arguments give the same bytes, so parts of two runs belong together. An error, or Ctrl-C, leaves
-nothing.
+arguments give the same bytes, so parts of two runs belong together. Ctrl-C
+leaves them as well, an error nothing.
 """
 
 from __future__ import annotations
@@ -162,8 +162,10 @@ class Unfinished:
         return about
 
     def close(self) -> None:
-        """Removes the folder, unless ``keep``."""
-        if not self.keep:
+        """Removes the folder; where ``keep``, scratch files only."""
+        if self.keep:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+        else:
             with suppress(OSError):
                 remove_folder(self.folder, self._descriptor)
         os.close(self._descriptor)

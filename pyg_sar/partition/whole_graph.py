@@ -71,6 +71,7 @@ from pyg_sar.partition.parts import (
     relation_tensors,
 )
 from pyg_sar.partition.scratch import Scratch, is_symmetric
+from pyg_sar.wording import counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -352,7 +353,7 @@ def prepare_homogeneous(
     rows = _row_bytes(columns, "node"), _row_bytes(columns, "edge")
     if scratch is not None and isinstance(num_parts, int) and num_parts > 0:
         scratch.check_even(num_parts, num_nodes, edge_index.size(1), rows)
-    report(f"assigning {num_nodes:,} nodes to {num_parts} part(s)")
+    report(f"assigning {counted(num_nodes, 'nodes')} to {counted(num_parts, 'parts')}")
     marked = None
     if balance_training:
         marked = _marked({"": _train_mask(columns)}, method)[""]
@@ -402,7 +403,10 @@ def prepare_hetero(
     said = said_of(node_ids, {name for store in data.stores for name in store})
     graph = HeteroGraph(data, said, whole=scratch is None)
     total = sum(graph.num_nodes.values())
-    report(f"assigning {total:,} nodes of {len(graph.num_nodes)} type(s) to {num_parts} part(s)")
+    report(
+        f"assigning {counted(total, 'nodes')} of {counted(len(graph.num_nodes), 'types')} to "
+        f"{counted(num_parts, 'parts')}"
+    )
     marked = None
     if balance_training:
         masks = {name: _train_mask(columns) for name, columns in graph.node_columns.items()}

@@ -141,7 +141,8 @@ def unsummed_parameter(values: Tensor) -> Tensor | None:
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, torch.nn.Parameter) and not hasattr(leaf, MARK):
             return leaf
-        stack += [parent for parent, _ in node.next_functions]
+        if node.name() != "ToLocalBackward":  # What is before it is of the whole graph.
+            stack += [parent for parent, _ in node.next_functions]
     return None
 
 
@@ -385,7 +386,7 @@ class _Pass:
 
 
 def _named(parameters: Sequence[Tensor]) -> list[tuple[str, Tensor]]:
-    return [(getattr(p, MARK), p) for p in parameters]
+    return [(getattr(p, MARK, "?"), p) for p in parameters]  # Frozen ones have no name.
 
 
 def post_totals(

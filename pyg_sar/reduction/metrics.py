@@ -13,6 +13,7 @@ from pyg_sar.exchange.rows import flat_rows
 from pyg_sar.ledger import Label
 from pyg_sar.reduction.gradients import unsummed_parameter
 from pyg_sar.tensors import NodeTensor
+from pyg_sar.wording import counted
 
 
 class _GlobalMean(torch.autograd.Function):
@@ -116,14 +117,15 @@ def accuracy(pred: Tensor, y: Tensor, mask: Tensor | None = None) -> float:
     rank = current().rank
     _check_accuracy(pred, y, mask, rank)
     right = (pred.argmax(dim=-1) if pred.dim() == 2 else pred) == y
-    counted = y
+    chosen = y
     if mask is not None:
-        right, counted = right[mask], y[mask]
-    highest = int(counted.max()) if pred.dim() == 2 and counted.numel() else -1
+        right, chosen = right[mask], y[mask]
+    highest = int(chosen.max()) if pred.dim() == 2 and chosen.numel() else -1
     if highest >= pred.size(-1):
         raise ValueError(
-            f"'pred' has scores of {pred.size(1)} classes, 'y' holds label {highest} (rank {rank})"
-            ": pass a score for each class; of one score per node the classes, (pred > 0).long()"
+            f"'pred' has scores of {counted(pred.size(1), 'classes')}, 'y' holds label {highest} "
+            f"(rank {rank}): pass a score for each class; of one score per node the classes, (pred "
+            "> 0).long()"
         )
     counts = torch.tensor([int(right.sum()), right.numel()], device=y.device)
     current().all_reduce(counts, label=("", "", "accuracy"))
@@ -274,8 +276,8 @@ def _check(values: Any, places: Tensor, dst: Any, comm: Communicator) -> None:
         raise ValueError(f"Expected 'dst' to be in 0 .. {comm.world_size - 1} (got {dst!r})")
     if values.dim() == 0 or values.size(0) != places.numel():
         raise ValueError(
-            f"Expected 'values' to have one row per node, {places.numel()} rows (got shape "
-            f"{list(values.shape)})"
+            f"Expected 'values' to have one row per node, {counted(places.numel(), 'rows')} (got "
+            f"shape {list(values.shape)})"
         )
 
 

@@ -40,6 +40,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.kernels import ops
 from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.reduction.parameters import hooks_are_forgotten
+from pyg_sar.wording import counted
 
 OVER_ROWS: tuple[type, ...] = (
     _NormBase,
@@ -156,8 +157,8 @@ def check_batch(x: Tensor, batch: Tensor | None, size: int | None, comm: Communi
         return
     if batch.dtype != torch.long or batch.dim() != 1 or batch.numel() != x.size(0):
         raise ValueError(
-            f"Expected one group (int64) for each of the {x.size(0)} rows of rank {comm.rank}, got "
-            f"{batch.dtype} of shape {list(batch.shape)}"
+            f"Expected one group (int64) for each of the {counted(x.size(0), 'rows')} of rank "
+            f"{comm.rank}, got {batch.dtype} of shape {list(batch.shape)}"
         )
     if batch.numel():
         least, most = (int(value) for value in batch.aminmax())

@@ -39,6 +39,7 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import PygSarError
 from pyg_sar.ledger import Label
 from pyg_sar.space.distributed_index import InSpace
+from pyg_sar.wording import counted
 
 # Rows that a worker owns ######################################################
 
@@ -95,8 +96,9 @@ def ids_of(module: torch.nn.Module, rows: int) -> Tensor | None:
         return None
     if not isinstance(n_id, Tensor) or tuple(n_id.shape) != (rows,):
         raise ValueError(
-            f"Expected 'n_id' of {type(module).__name__} to hold the global ids of its {rows} rows "
-            f"(got shape {list(getattr(n_id, 'shape', []))}); set it to data.n_id"
+            f"Expected 'n_id' of {type(module).__name__} to hold the global ids of its "
+            f"{counted(rows, 'rows')} (got shape {list(getattr(n_id, 'shape', []))}); set it to "
+            "data.n_id"
         )
     return n_id
 
@@ -338,7 +340,9 @@ def check_settings(
     rows.append(f"optimizer: {type(optimizer).__qualname__}")
     for k, group in enumerate(optimizer.param_groups):
         options = {name: value for name, value in group.items() if name != "params"}
-        rows.append(f"optimizer.param_groups[{k}]['params']: {len(group['params'])} parameters")
+        rows.append(
+            f"optimizer.param_groups[{k}]['params']: {counted(len(group['params']), 'parameters')}"
+        )
         rows += [
             f"optimizer.param_groups[{k}][{name!r}]: {plain(value)}"
             for name, value in sorted(options.items())

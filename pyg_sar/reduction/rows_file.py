@@ -18,6 +18,7 @@ from torch import Tensor
 from pyg_sar.comm.group import Communicator, Label, current
 from pyg_sar.files import TemporaryFolder, explained, flush
 from pyg_sar.reduction.metrics import _agree, _places
+from pyg_sar.wording import counted
 
 _LABEL: Label = ("", "", "rows file")
 _WINDOW = 2**24  # bytes of the file that a worker maps at a time
@@ -46,8 +47,8 @@ def write_rows(values: Tensor, places: Tensor, path: str | os.PathLike[str]) -> 
         places = _places(places, None).cpu()
         if values.dim() == 0 or values.size(0) != places.numel():
             raise ValueError(
-                f"Expected 'values' to have one row per node, {places.numel()} rows (got shape "
-                f"{list(values.shape)})"
+                f"Expected 'values' to have one row per node, {counted(places.numel(), 'rows')} "
+                f"(got shape {list(values.shape)})"
             )
         rows = values.as_subclass(Tensor).detach().resolve_conj().resolve_neg().cpu().numpy()
     except (TypeError, ValueError) as error:

@@ -25,6 +25,7 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.space.edge_ids import Given, Recipe
 from pyg_sar.space.pyg_calls import pyg_call
+from pyg_sar.wording import counted
 
 _MEMORY = 16  # derivations remembered per tensor
 
@@ -347,7 +348,7 @@ def require_rows(x: Tensor, dim: int, plan: HaloPlan, what: str) -> None:
         raise DistributedIndexError(
             f"{f'{call!r}: ' if call else ''}{what} a tensor of shape {list(x.shape)} with a "
             f"distributed index at rank {plan.rank}: axis {dim} must hold the worker's "
-            f"{plan.num_local} nodes"
+            f"{counted(plan.num_local, 'nodes')}"
         )
 
 

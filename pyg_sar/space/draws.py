@@ -33,6 +33,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from pyg_sar.kernels.ops import use_kernel
+from pyg_sar.wording import counted
 
 #: The strengths of :class:`Draws`.
 STRENGTHS: tuple[str, ...] = ("same", "keyed")
@@ -224,7 +225,7 @@ def draw(
         if size > draws.limit and not _goes_in_pieces(make, rest, total, device):
             raise ValueError(
                 f"random='same' draws a tensor of shape {[total, *rest]} as one process would: "
-                f"{size} bytes on each worker at once, more than {draws.limit}. Say "
+                f"{counted(size, 'bytes')} on each worker at once, more than {draws.limit}. Say "
                 "random='keyed', which needs the worker's own rows only"
             )
         return drawn_rows(make, rest, ids, total, device)

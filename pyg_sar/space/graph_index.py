@@ -25,6 +25,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.kernels.attention_terms import wide_dtype
 from pyg_sar.space.distributed_index import METADATA, builtin, name_of
+from pyg_sar.wording import counted
 
 _LABEL = ("", "", "number of graphs")
 _HANDLERS: dict[Any, Callable[..., Any]] = {}
@@ -237,8 +238,8 @@ def _rows(out: Tensor, dim: int, index: DistBatch, values: Tensor) -> tuple[Tens
     if size < graphs:
         if size or index.flat.numel():
             raise ValueError(
-                f"Expected room for the {graphs} graphs of all workers along axis {dim} "
-                f"(got {size} at rank {index.comm.rank})"
+                f"Expected room for the {counted(graphs, 'graphs')} of all workers along axis "
+                f"{dim} (got {size} at rank {index.comm.rank})"
             )
         size = graphs  # See [Note: graph indices] on workers without nodes.
     if flat.size(0) != index.flat.numel():

@@ -19,6 +19,7 @@ from pyg_sar.errors import DistributedIndexError
 from pyg_sar.exchange.gather import halo_gather
 from pyg_sar.space.distributed_index import DistEdgeIndex, DistIndex, handles, plain, refusal
 from pyg_sar.space.pyg_calls import module_of
+from pyg_sar.wording import counted
 
 _LOOPS = ("add_self_loops", "add_remaining_self_loops")
 
@@ -52,9 +53,9 @@ def _count(edges: DistEdgeIndex) -> int:
     count = int(within.sum())
     if not bool(within[:count].all()):
         raise DistributedIndexError(
-            f"The number of nodes is not given, and {plan.n_id.numel() - count} nodes of rank "
-            f"{plan.rank} are behind the graph's last node with an edge (id {int(top)}), but among "
-            "others here: pass num_nodes=data.num_nodes"
+            f"The number of nodes is not given, and {counted(plan.n_id.numel() - count, 'nodes')} "
+            f"of rank {plan.rank} are behind the graph's last node with an edge (id {int(top)}), "
+            "but among others here: pass num_nodes=data.num_nodes"
         )
     return count
 

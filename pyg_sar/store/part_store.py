@@ -22,6 +22,7 @@ import weakref
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from torch.overrides import TorchFunctionMode
 from pyg_sar.errors import StoreError
 from pyg_sar.store.pager import Pager
 from pyg_sar.store.row_file import RowFile
+from pyg_sar.wording import counted
 
 RESERVE = 0.06, 8 << 20
 """Share of the memory, and bytes, that are left for what the pager has not allocated."""
@@ -42,6 +44,8 @@ CACHES = 8
 """Rows of one pass are cached in this part of the memory; two passes overlap."""
 LEAST = 0.15
 """Share of the memory that the waiting parts' tensors need at least."""
+LIBRARIES = ("pyg_sar.nn", "pyg_sar.tools")
+"""Modules that import, with all that they need, what parts compute with: about 100 MiB."""
 AT_ONCE = 3
 """Tensors as large as the largest one that a part needs in memory together, about."""
 
@@ -65,7 +69,7 @@ class PartStore:
     Args:
         parts: Parts of this process.
         all_parts: Parts of the graph.
-        memory: Bytes that this process may take beyond what it has now.
+        memory: Bytes that this process may take beyond what it has now, with all libraries loaded.
         directory: Where its files lie; ``None``: nothing can be moved out.
 
     Attributes:
@@ -84,6 +88,8 @@ class PartStore:
         self._all, self._overrun = all_parts, 0
         self.rows = None if directory is None else RowFile(directory)
         self.cache_bytes = memory // CACHES
+        for name in LIBRARIES:  # Else the first part's turn loads them, and they count as its own.
+            import_module(name)
         self._start = resident_bytes()
         self._pager = Pager(parts, memory, directory)
         self._spare: defaultdict[tuple[int, torch.dtype], list[Tensor]] = defaultdict(list)
@@ -100,7 +106,7 @@ class PartStore:
         """Begins a part's turn, on its thread. Arenas are the parts' numbers in this process."""
         self._arena = arena
         self._pager.turn(arena)
-        self._limit()
+        self.count()
         self._pager.enter(arena)
 
     def end(self) -> None:
@@ -114,8 +120,8 @@ class PartStore:
         if found.overrun_bytes > self._overrun:
             more, self._overrun = found.overrun_bytes - self._overrun, found.overrun_bytes
             raise StoreError(
-                f"memory={self.memory:,} bytes: an operator of a part needed {more:,} bytes more "
-                f"at once. {self.remedy(self.memory + more)}"
+                f"memory={counted(self.memory, 'bytes')}: an operator of a part needed "
+                f"{counted(more, 'bytes')} more at once. {self._remedy_of_operator(more)}"
             )
 
     def fix(self, budget: int, cache_bytes: int) -> None:
@@ -125,8 +131,12 @@ class PartStore:
         """
         self._fixed, self.cache_bytes = budget, cache_bytes
 
-    def _limit(self) -> None:
-        """Leaves to the pager what nothing else of this process has taken."""
+    def count(self) -> None:
+        """Leaves to the pager what nothing else of this process has taken by now.
+
+        Raises:
+            StoreError: That is too little, or an operation has needed more.
+        """
         self.check()
         if self._fixed is not None:
             self._pager.budget = max(self._fixed - self._slots, 1)
@@ -135,20 +145,38 @@ class PartStore:
         left = self.memory - max(int(self.memory * RESERVE[0]), RESERVE[1]) - other
         if left < self.memory * LEAST:
             raise StoreError(
-                f"memory={self.memory:,} bytes: {other:,} of them are taken by what can't wait in "
-                "the store (libraries' buffers, and small tensors and objects of all parts of this "
-                "process). Allow more memory, start more workers, or cut the graph into fewer parts"
+                f"memory={counted(self.memory, 'bytes')}: {other:,} of them are taken by what "
+                "can't wait in the store (libraries' buffers, and small tensors and objects of "
+                "all parts of this process). Allow more memory, start more workers, or cut the "
+                "graph into fewer parts"
             )
         self._pager.budget = left
 
-    def remedy(self, needed: int) -> str:
-        """Says what to do where parts need so many bytes at once."""
+    def remedy(self, needed: int, enough: int | None = None) -> str:
+        """Says what to do where parts need so many bytes at once; ``enough`` leave room for all."""
         parts = max(2 * self._all, -(-self._all * needed // self.memory))
-        least = math.ceil(needed / (1 - RESERVE[0]))
+        least = math.ceil((enough or needed) / (1 - RESERVE[0]))
         return (
             f"Cut the graph into more parts (about {parts} instead of {self._all}: pyg-sar "
-            f"partition --parts {parts}), or allow more memory (at least {least:,} bytes)"
+            f"partition --parts {parts}), or allow more memory (at least {counted(least, 'bytes')})"
         )
+
+    def _remedy_of_operator(self, more: int) -> str:
+        """Says what to do where one operator needs so many bytes more.
+
+        Backward passes touch about twice as much; caches of two passes grow with the memory.
+        """
+        room = self._pager.budget or 0
+        others = int(self.memory * (1 - RESERVE[0])) - room - self._slots
+        needed = math.ceil((max(others, 0) + 2 * (room + more)) / (1 - 2 / CACHES))
+        if 2 * (others + self._slots) > self.memory:
+            least = math.ceil(needed / (1 - RESERVE[0]))
+            return (
+                f"Allow more memory (at least {least:,} bytes): {others + self._slots:,} bytes are "
+                "taken by what more parts don't make smaller (libraries' buffers, caches of rows, "
+                "and their plan)"
+            )
+        return self.remedy(self.memory + more, needed)
 
     def explained(self, error: torch.OutOfMemoryError) -> StoreError:
         """Returns the pager's refusal with the remedy."""
@@ -156,15 +184,14 @@ class PartStore:
         wanted = re.search(r"tensor of (\d+) bytes", text)
         more = re.search(r"needed (\d+) bytes more", text)
         needed = AT_ONCE * int(wanted[1]) if wanted else 2 * self.memory
-        if more:
-            needed = self.memory + int(more[1])
         cause = text.partition(". Cut the graph")[0]
         if "store takes no more" in cause:
             return StoreError(
                 f"store={str(self.directory)!r} is full: {cause}. Free some space, or pass another "
                 "directory"
             )
-        return StoreError(f"memory={self.memory:,} bytes: {cause}. {self.remedy(needed)}")
+        remedy = self._remedy_of_operator(int(more[1])) if more else self.remedy(needed)
+        return StoreError(f"memory={counted(self.memory, 'bytes')}: {cause}. {remedy}")
 
     @contextmanager
     def unpaged(self, size: int = 0) -> Iterator[None]:
@@ -178,8 +205,8 @@ class PartStore:
         """
         if size > (self._pager.budget or 0):
             raise StoreError(
-                f"memory={self.memory:,} bytes: rows on their way between workers need {size:,} "
-                f"bytes more at once. {self.remedy(self.memory + size)}"
+                f"memory={counted(self.memory, 'bytes')}: rows on their way between workers need "
+                f"{size:,} bytes more at once. {self.remedy(self.memory + size)}"
             )
         if size:
             self.make_room(size)

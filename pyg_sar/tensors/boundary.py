@@ -15,38 +15,10 @@ import torch
 from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
-from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.node_tensor import NodeTensor
-from pyg_sar.tensors.operands import wrap
+from pyg_sar.tensors.node_tensor import FromLocal, NodeTensor, ToLocal, rows_at
 from pyg_sar.tensors.rows import Rows
 
 _LABEL = ("", "backward", "gradient sum")
-
-
-class _ToLocal(torch.autograd.Function):
-    """A tensor's rows here, as :func:`to_local` finds them. Its adjoint is :class:`FromLocal`."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, local: Tensor, rows: Rows, axis: int) -> Tensor:
-        ctx.place = rows, axis
-        return local.view_as(local)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return FromLocal.apply(gradient, *ctx.place), None, None, None
-
-
-class FromLocal(torch.autograd.Function):
-    """Rows here as a node tensor. Its adjoint is :func:`to_local`."""
-
-    @staticmethod
-    def forward(ctx: Any, local: Tensor, rows: Rows, axis: int) -> Tensor:
-        ctx.place = rows, axis
-        return wrap(local.detach(), rows, axis)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return to_local(gradient, *ctx.place), None, None
 
 
 class _Total(torch.autograd.Function):
@@ -111,18 +83,54 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
         rows: The layout.
         axis: The axis of the rows.
     """
-    if not isinstance(x, NodeTensor):
-        local = rows.cut(x.detach(), axis)
-    elif x.axis == axis and x.rows.same(rows):
-        local = x.local
-    elif x.axis == axis:
-        local = x.rows.moved(x.local, axis, rows)
-    else:
-        raise DistributedIndexError(
-            f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
-            f"{axis} is asked for (rank {rows.comm.rank})"
+    return cast(Tensor, ToLocal.apply(x, rows_at(x, rows, axis), rows, axis))
+
+
+def from_local(rows: Tensor, data: Any) -> NodeTensor:
+    """Returns rows of all workers' nodes as a tensor of the whole graph, differentiable.
+
+    The way back from :meth:`~pyg_sar.tensors.NodeTensor.to_local`. Nothing is sent.
+
+    .. code-block:: python
+
+        h = pyg_sar.from_local(own_code(data.x.to_local()), data)  # row by row
+
+    Args:
+        rows: This worker's rows, a plain tensor ``[rows here, *]``.
+        data: Whose they are: what :func:`pyg_sar.load_partition` gave, or the store of a node type,
+            for its nodes; a node tensor, for rows where that has its own (``data.edge_attr``).
+
+    Raises:
+        TypeError: When ``rows`` is no plain tensor.
+        ValueError: When the number of rows is another one, or ``data`` has no node tensors.
+    """
+    if not isinstance(rows, Tensor) or isinstance(rows, NodeTensor) or not rows.dim():
+        raise TypeError(
+            f"Expected 'rows' to be a plain tensor with this worker's rows (got "
+            f"{type(rows).__name__})"
         )
-    return cast(Tensor, _ToLocal.apply(x, local, rows, axis))
+    layout = data.rows if isinstance(data, NodeTensor) else _nodes_of(data)
+    if layout is None:
+        raise ValueError(
+            "Expected 'data' to be what pyg_sar.load_partition gave, a node store of it, or a node "
+            f"tensor (got {type(data).__name__})"
+        )
+    if rows.size(0) != layout.count:
+        raise ValueError(
+            f"Expected 'rows' to have this worker's {layout.count} of {layout.total} rows (got "
+            f"shape {list(rows.shape)} at rank {layout.comm.rank}): see x.to_local()"
+        )
+    return cast(NodeTensor, FromLocal.apply(rows, layout, 0))
+
+
+def _nodes_of(data: Any) -> Rows | None:
+    """Returns the layout of a graph's nodes, or of those of a type."""
+    values = [v for v in getattr(data, "values", list)() if isinstance(v, NodeTensor)]
+    edges = next((v.edges for v in values if v.edges is not None), None)
+    if edges is not None:
+        return cast(Rows, edges.targets)
+    total = getattr(data, "num_nodes", None)
+    return next((v.rows for v in values if v.rows.total == total), None)
 
 
 def by_rows(

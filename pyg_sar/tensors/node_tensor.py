@@ -17,12 +17,6 @@ kernels come before a tensor's class does. They are taken where they are called,
 (``torch_scatter::scatter_max``), and refused there where none is known, whatever an operator of
 torch by that name does.
 
-[Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
-anywhere. What is written into such a copy is written into the tensor that it is a view of, too. To
-use a copy after that tensor was written raises: the copy knows its origin, and how often was
-written into that. Writes are counted here, for all tensors that share memory: PyTorch's versions
-leave out those by ``x.data``, and those in inference mode.
-
 [Note: lazy bits] ``z.conj()`` is a view with a bit that operators look at, and so is the negative
 of an imaginary part. A worker's own rows carry these bits; the node tensor around them doesn't.
 PyTorch switches the look at them off where it calls a rule, so it is switched on again.
@@ -32,16 +26,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import nullcontext
-from typing import Any
+from functools import cache
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch._ops import OpOverload, OpOverloadPacket
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space.pyg_calls import pyg_call
+from pyg_sar.tensors.copies import PASSES_BACK, Origin, RowCopy, pass_back, shares_memory
 from pyg_sar.tensors.nested import mapped as mapped
 from pyg_sar.tensors.nested import tensors_in as tensors_in
 from pyg_sar.tensors.rows import Rows, Writes
@@ -140,6 +135,26 @@ class NodeTensor(Tensor):
             self.make = None
         return self._local
 
+    def to_local(self) -> Tensor:
+        """Returns this worker's rows, differentiable: ``[rows here, *]``, a plain tensor.
+
+        Of ``data.edge_index`` it is the distributed ``edge_index`` of the edges into this worker's
+        nodes, in its own numbering. What is computed with rows is this worker's alone: a sum, a
+        mean or a loss of them is not the graph's, and gradients of parameters are not summed.
+        :func:`pyg_sar.from_local` is the way back. Nothing is sent.
+        """
+        if self.edges is not None:
+            return cast(Tensor, self.edges.index)
+        return cast(Tensor, ToLocal.apply(self, self.local, self.rows, self.axis))
+
+    def full_tensor(self) -> Tensor:
+        """Returns all rows in the graph's order on every worker, differentiable. Collective.
+
+        Raises:
+            DistributedIndexError: When they take more than 2 GiB.
+        """
+        return cast(Tensor, _Full.apply(self))
+
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         found = METHODS.get(func)
@@ -205,95 +220,63 @@ class NodeTensor(Tensor):
         return format(whole(self, "print()"), spec)
 
 
-class Origin:
-    """What a tensor is a copy of, where torch has a view. See [Note: copies for views].
+class ToLocal(torch.autograd.Function):
+    """A tensor's rows here, in a layout. Its adjoint is :class:`FromLocal`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, local: Tensor, rows: Rows, axis: int) -> Tensor:
+        ctx.place = rows, axis
+        return local.view_as(local)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return FromLocal.apply(gradient, *ctx.place), None, None, None
+
+
+class FromLocal(torch.autograd.Function):
+    """Rows here as a node tensor. Its adjoint is :class:`ToLocal`."""
+
+    @staticmethod
+    def forward(ctx: Any, local: Tensor, rows: Rows, axis: int) -> Tensor:
+        ctx.place = rows, axis
+        return NodeTensor(local.detach(), rows, axis % local.dim())
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        rows, axis = ctx.place
+        return ToLocal.apply(gradient, rows_at(gradient, rows, axis), rows, axis), None, None
+
+
+class _Full(torch.autograd.Function):
+    """All rows on every worker, where their gradient is complete."""
+
+    @staticmethod
+    def forward(ctx: Any, x: NodeTensor) -> Tensor:
+        ctx.place = x.rows, x.axis
+        return cast(Tensor, whole(x, "full_tensor()"))
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        rows, axis = ctx.place
+        return cast(Tensor, FromLocal.apply(rows.cut(gradient, axis), rows, axis))
+
+
+def rows_at(x: Tensor, rows: Rows, axis: int) -> Tensor:
+    """Returns this worker's rows of a tensor of the whole graph, in a layout; no gradient.
 
     Args:
-        copy: The copy's rows.
-        source: What it is a view of.
-        view: Returns the same view of another tensor with the source's rows.
+        x: A node tensor, or a plain one, which all workers hold.
+        rows: The layout.
+        axis: The axis of the rows.
     """
-
-    def __init__(
-        self, copy: Tensor, source: NodeTensor, view: Callable[[NodeTensor], NodeTensor]
-    ) -> None:
-        self.copy, self.source, self._view = copy, source, view
-        self._seen = source.writes.count
-
-    def stale(self) -> bool:
-        """Returns whether the source, or what that is a copy of, was written since."""
-        above = self.source.origin
-        return self._seen != self.source.writes.count or (above is not None and above.stale())
-
-    def put(self) -> None:
-        """Writes the copy where it was taken from."""
-        source, local = self.source, self.source.local
-        places = torch.arange(local.numel(), device=local.device).view(local.shape)
-        local.put_(self._view(NodeTensor(places, source.rows, source.axis)).local, self.copy)
-        source.writes.count += 1
-        self._seen = source.writes.count
-        if source.origin is not None:
-            source.origin.put()
-
-
-class RowCopy(Tensor):
-    """A plain copy where torch gives a view. See [Note: copies for views].
-
-    Attributes:
-        of: Of one row of a node tensor: that tensor, the row's number, all of the row, and the
-            writes that it has seen.
-    """
-
-    of: list[Any] | None = None
-
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _PASSES_BACK:
-            return _pass_back(func, args, kwargs or {})
-        name = getattr(func, "__name__", "")
-        writes = name.endswith("_") and not name.endswith("__")
-        writes = writes or name in _IN_PLACE or (kwargs or {}).get("inplace") is True
-        into_out = isinstance((kwargs or {}).get("out"), cls)
-        writes = bool(args) and isinstance(args[0], cls) and writes
-        copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
-        if name != "__get__" and any(t.of and t.of[3] != t.of[0].writes.count for t in copies):
-            raise DistributedIndexError(
-                f"'{name}' takes a row of a node tensor that was written since: take the row again"
-            )
-        if writes and not into_out and args[0].of:
-            return _write_row(func, args, kwargs or {})
-        if into_out or writes:
-            raise DistributedIndexError(
-                f"'{name}' would write into a copy of rows, not into the node tensor that they are "
-                "of: assign to it, x[3] = x[3] + 1, say"
-            )
-        plain = lambda t: t.as_subclass(Tensor) if isinstance(t, cls) else t  # noqa: E731
-        with torch._C.DisableTorchFunctionSubclass():
-            out = func(*mapped(plain, args), **mapped(plain, kwargs or {}))
-            origins = [t for t in copies if isinstance(out, Tensor) and _shares(out, t)]
-        if origins:
-            out = out.as_subclass(cls)
-            out.of = origins[0].of
-        return out
-
-
-def _write_row(func: Any, args: Any, kwargs: Any) -> Any:
-    """Writes into a row, or a part of it, and then the row into the tensor that it is of."""
-    of: list[Any] = args[0].of
-    with torch._C.DisableTorchFunctionSubclass():
-        func(*args, **kwargs)
-    of[0][of[1]] = of[2]
-    of[3] = of[0].writes.count
-    return args[0]
-
-
-_IN_PLACE = frozenset(
-    f"__{name}__"
-    for name in (
-        *("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor"),
-        *("ilshift", "irshift", "setitem"),
-    )
-)
+    if not isinstance(x, NodeTensor):
+        return rows.cut(x.detach(), axis)
+    if x.axis != axis:
+        raise DistributedIndexError(
+            f"A tensor of shape {list(x.shape)} has its rows along axis {x.axis}, where axis "
+            f"{axis} is asked for (rank {rows.comm.rank})"
+        )
+    return x.local if x.rows.same(rows) else x.rows.moved(x.local, axis, rows)
 
 
 def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
@@ -307,7 +290,7 @@ def _into_out(func: Any, args: Any, kwargs: dict[str, Any]) -> Tensor:
 
 
 def _check_copies(func: Any, args: Any, kwargs: Any) -> None:
-    """Raises where what a copy is of was written. See [Note: copies for views]."""
+    """Raises where what a copy is of was written. See :mod:`pyg_sar.tensors.copies`."""
     for tensor in node_tensors(args, kwargs):
         if tensor.origin is not None and tensor.origin.stale():
             raise refusal(func, "takes rows of a tensor that was written since", tensor)
@@ -340,7 +323,7 @@ def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
     if not isinstance(out, NodeTensor):
         return out.as_subclass(RowCopy) if isinstance(out, Tensor) else out
     source = args[0]
-    if out.make is None and source.make is None and _shares(out.local, source.local):
+    if out.make is None and source.make is None and shares_memory(out.local, source.local):
         out.writes, out.origin = source.writes, source.origin
         return return_and_correct_aliasing(func, args, kwargs, out)
     if source.edges is None:
@@ -351,18 +334,12 @@ def _with_origin(func: Any, args: Any, kwargs: Any, out: Any, view: Any) -> Any:
     return out
 
 
-def _shares(one: Tensor, other: Tensor) -> bool:
-    """Returns whether two tensors lie in the same memory."""
-    if one.layout != torch.strided or other.layout != torch.strided:
-        return False
-    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
-
-
 def _full_name(func: Any) -> str:
     """Returns an operator's name with its package: ``torch_scatter::scatter_max``."""
     return str(func._schema.name if isinstance(func, OpOverload) else func._qualified_op_name)
 
 
+@cache
 def _is_own(func: Any) -> bool:
     """Returns whether an operator is one of torch's, of which all of torch is composed."""
     return _full_name(func).startswith("aten::")
@@ -458,26 +435,6 @@ def into_plain(func: Any, args: Any, kwargs: Any) -> Any:
     return args[0]
 
 
-# Functions that autograd doesn't see ##########################################
-
-_PASSES_BACK = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
-
-
-@method(*_PASSES_BACK)
+@method(*PASSES_BACK)
 def _pass_back(func: Any, args: Any, kwargs: Any) -> Any:
-    """Backward passes, with which all tensors of subclasses stay what they are.
-
-    Messages, and layers under a checkpoint, run again in them. So what is called here isn't
-    called with functions of subclasses switched off: it gets edges of autograd's graph instead of
-    tensors.
-    """
-    if func is Tensor.backward:
-        func, kwargs = torch.autograd.backward, {**kwargs, "grad_tensors": kwargs["gradient"]}
-        del kwargs["gradient"]
-    given = tensors_in(args, kwargs.get("inputs"))
-    if not all(tensor.requires_grad for tensor in given):
-        with torch._C.DisableTorchFunctionSubclass():  # It says so.
-            return func(*args, **kwargs)
-    if kwargs.get("inputs") is not None:
-        kwargs["inputs"] = mapped(get_gradient_edge, kwargs["inputs"])
-    return func(*mapped(get_gradient_edge, args), **kwargs)
+    return pass_back(func, args, kwargs)

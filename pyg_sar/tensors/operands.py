@@ -11,6 +11,7 @@ from torch import Tensor
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.tensors.node_tensor import NodeTensor, refusal, whole
 from pyg_sar.tensors.rows import GATHER_LIMIT, Rows
+from pyg_sar.wording import counted
 
 
 def wrap(local: Tensor, rows: Rows, axis: int) -> NodeTensor:
@@ -108,7 +109,8 @@ def own(tensor: Any, rows: Rows, axis: int) -> Any:
         )
     if tensor.size(axis) != rows.total:
         raise RuntimeError(
-            f"A tensor of shape {list(tensor.shape)} has not {rows.total} rows along axis {axis}"
+            f"A tensor of shape {list(tensor.shape)} has not {counted(rows.total, 'rows')} along "
+            f"axis {axis}"
         )
     return rows.cut(tensor, axis)
 

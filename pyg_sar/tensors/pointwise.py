@@ -151,7 +151,7 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(target, NodeTensor):
             return into_plain(func, args, kwargs)
         if not target.rows.agree(target.local.is_contiguous()):
-            raise refusal(func, _TRANSPOSED, target)
+            raise refusal(func, _OTHER_ORDER, target)
         target.local.copy_(_of_rows(func, args, kwargs))
     else:
         order = _order_in_memory(func, target)
@@ -160,7 +160,7 @@ def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     return target
 
 
-_TRANSPOSED = "on a transposed tensor would draw in another order: take x.contiguous() before"
+_OTHER_ORDER = "on such a view would draw in another order: take x.contiguous() before"
 
 
 def _order_in_memory(func: Any, source: NodeTensor) -> list[int] | None:
@@ -184,7 +184,7 @@ def _order_in_memory(func: Any, source: NodeTensor) -> list[int] | None:
     order = own if most < 0 else [most >> 4 * k & 15 for k in own]
     large = order != own and source.numel() * source.element_size() > GATHER_LIMIT
     if gaps or large or (most >= 0 and most != -least):
-        raise refusal(func, _TRANSPOSED, source)
+        raise refusal(func, _OTHER_ORDER, source)
     return None if order == own else order
 
 

@@ -21,6 +21,7 @@ from pyg_sar.comm.group import Communicator
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.ledger import Label
 from pyg_sar.space.distributed_index import version_of
+from pyg_sar.wording import counted
 
 GATHER_LIMIT = 1 << 31
 """Bytes that a worker gathers of one tensor, for ``.numpy()``, say."""
@@ -386,8 +387,9 @@ class Rows:
         size = row * self.total
         if size > GATHER_LIMIT:
             raise DistributedIndexError(
-                f"{what} needs all {self.total} rows on every worker, {size >> 20} MiB, more than "
-                f"{GATHER_LIMIT >> 20} MiB (rank {comm.rank}). Select rows or columns first"
+                f"{what} needs all {counted(self.total, 'rows')} on every worker, {size >> 20} "
+                f"MiB, more than {GATHER_LIMIT >> 20} MiB (rank {comm.rank}). Select rows or "
+                "columns first"
             )
         if comm.world_size == 1:
             out = torch.empty_like(local, memory_format=torch.contiguous_format)

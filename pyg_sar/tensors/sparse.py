@@ -18,8 +18,9 @@ import torch
 from torch import Tensor
 
 from pyg_sar.errors import DistributedIndexError
-from pyg_sar.tensors.boundary import FromLocal, Shared, to_local
+from pyg_sar.tensors.boundary import Shared, to_local
 from pyg_sar.tensors.node_tensor import (
+    FromLocal,
     NodeTensor,
     by_gathering,
     mapped,

@@ -39,10 +39,11 @@ from pyg_sar.tools.run import (
 from pyg_sar.tools.script import RUN_EPILOG, add_run, run_command
 from pyg_sar.tools.start import add_workers, levels_in, node_ids_of, on_workers, tell_agent
 from pyg_sar.tools.verify import call_with, verify
-from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, Scores, TrainConfig, TrainResult
+from pyg_sar.train.config import OPTIMIZERS, SCHEDULES, TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling
 from pyg_sar.train.report import hosting_lines
 from pyg_sar.usage import COMMANDS, command_parser
+from pyg_sar.wording import counted
 
 T = TypeVar("T")
 
@@ -129,8 +130,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = _parser().parse_args(argv)
     try:
         code: int = arguments.run(arguments)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as interrupt:
         code = EXIT_INTERRUPT
+        if _rank() == 0:
+            left = str(interrupt) or "nothing is kept; the same command begins anew"
+            print(f"Interrupted: {left}", file=sys.stderr)
     except Exception as error:
         # Every failure ends here, as one line; its traceback is a question of --debug.
         code = _explain(error, arguments.debug)
@@ -225,11 +229,9 @@ def _train(arguments: argparse.Namespace) -> int:
         try:
             result, speaks = on_workers(arguments, work, config)
         except KeyboardInterrupt:
-            if _rank() == 0:
-                print(say_kept(config), file=sys.stderr)
-            raise
+            raise KeyboardInterrupt(say_kept(config)) from None
     if speaks:
-        print(describe(result))
+        print(result)
         for line in [] if config.report is None else hosting_lines(config.report):
             print(line)
         for what, path in (("checkpoint", config.checkpoint), ("report", config.report)):
@@ -246,7 +248,7 @@ def _predict(arguments: argparse.Namespace) -> int:
     config = _settings(PredictConfig, arguments)
     shape, speaks = on_workers(arguments, predict_worker, config)
     if speaks:
-        print(f"{shape[0]:,} rows of {shape[1:]} written to {arguments.out}")
+        print(f"{counted(shape[0], 'rows')} of {shape[1:]} written to {arguments.out}")
     return 0
 
 
@@ -320,23 +322,6 @@ def _sampler(arguments: argparse.Namespace) -> NeighborSampling | None:
     return NeighborSampling(num_neighbors=numbers, batch_size=_given(arguments.batch_size, 1024))
 
 
-def describe(result: TrainResult) -> str:
-    """Returns a training's result as a few lines of text."""
-    lines = []
-    if result.losses:
-        lines.append(f"{result.epochs} epochs, last loss {result.losses[-1]:.6f}")
-    if result.stopped_early:
-        lines[-1] += ", stopped early"
-    if result.best is not None:
-        lines.append(f"best epoch {result.best_epoch}: {_accuracies(result.best)}")
-    return "\n".join(lines) or "nothing to train"
-
-
-def _accuracies(scores: Scores) -> str:
-    values = {split: scores[f"{split}_accuracy"] for split in ("train", "val", "test")}
-    return "  ".join(f"{name} {value:.4f}" for name, value in values.items() if value is not None)
-
-
 def _verify(arguments: argparse.Namespace) -> int:
     data = _graph(arguments)
     if not isinstance(data, Data):
@@ -354,7 +339,8 @@ def _verify(arguments: argparse.Namespace) -> int:
         model = imported_model(arguments.model, data)
     nodes = min(data.num_nodes, arguments.max_nodes)
     print(
-        f"comparing {arguments.workers} workers with one process on {nodes:,} nodes ...",
+        f"comparing {counted(arguments.workers, 'workers')} with one process on "
+        f"{counted(nodes, 'nodes')} ...",
         file=sys.stderr,
     )
     report = verify(

@@ -5,9 +5,6 @@ reported as an object and as a table, which name the first place that differs.
 
 The error of a tensor is ``max |a - b| / max |b|``; that of a parameter's gradient is relative to
 the largest gradient of the model, since one that is 0 by construction is rounding noise.
-
-[Note: levels] A tensor of a whole graph has a row per node, a row per edge, or neither. What one
-process holds tells which; a worker then holds its own rows of the former two, and all of the last.
 """
 
 from __future__ import annotations
@@ -25,13 +22,17 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch_geometric.nn import MessagePassing
 
 from pyg_sar.files import spoken_bytes
-from pyg_sar.train.hosted import aligned, describe_hosting
+from pyg_sar.nn import NORMS, attention
+from pyg_sar.nn.global_calls import GlobalCalls
+from pyg_sar.tensors import NodeTensor
+from pyg_sar.train.hosted import describe_hosting
+from pyg_sar.wording import Shown, aligned, counted
 
 # The report ###################################################################
 
 
 @dataclass
-class LayerReport:
+class LayerReport(Shown):
     """How one message passing layer ran.
 
     Attributes:
@@ -61,7 +62,7 @@ class LayerReport:
 
 
 @dataclass
-class VerifyReport:
+class VerifyReport(Shown):
     """The verdict of :func:`pyg_sar.verify`; ``str(report)`` is a table.
 
     Attributes:
@@ -107,8 +108,9 @@ class VerifyReport:
 
     def __str__(self) -> str:
         lines = [
-            f"{self.model} on {self.num_nodes:,} of {self.of_nodes:,} nodes, {self.num_edges:,} "
-            f"edges: {self.num_workers} workers against one process, float64"
+            f"{self.model} on {self.num_nodes:,} of {counted(self.of_nodes, 'nodes')}, "
+            f"{self.num_edges:,} edges: {counted(self.num_workers, 'workers')} against one "
+            "process, float64"
         ]
         if self.layers:
             lines += _table(self.layers)
@@ -157,12 +159,14 @@ Key = tuple[str, int, str, int]
 def watched(model: nn.Module) -> dict[str, nn.Module]:
     """Returns the modules that a model calls outside of messages, by name.
 
-    What a message passing layer calls may run edge by edge, several times, or not at all.
+    What a message passing layer calls may run edge by edge, several times, or not at all; norms and
+    attention over all nodes call others with this worker's rows.
     """
     inside = tuple(
         f"{name}." if name else ""
         for name, module in model.named_modules()
-        if isinstance(module, MessagePassing)
+        if isinstance(module, MessagePassing | GlobalCalls)
+        or type(module) in (*NORMS, *attention.MODULES)
     )
     return {
         name: module
@@ -183,40 +187,10 @@ def floats(value: Any) -> list[Tensor]:
     ]
 
 
-@dataclass
-class Rows:
-    """Tells which rows of a whole graph's tensors a process holds.
-
-    Attributes:
-        num_nodes: Nodes of the whole graph.
-        num_edges: Edges of the whole graph.
-        n_id: Global ids of the process's nodes.
-        e_id: Global ids of its edges.
-        lists: By their length, lists of node ids or pairs: the places that the process holds.
-    """
-
-    num_nodes: int
-    num_edges: int
-    n_id: Tensor
-    e_id: Tensor
-    lists: dict[int, Tensor] = field(default_factory=dict)
-
-    def ids(self, whole: Tensor) -> Tensor | None:
-        """Returns the rows of a whole graph's tensor that the process holds (``None``: all)."""
-        if whole.dim() and whole.size(0) == self.num_nodes:
-            return self.n_id
-        if whole.dim() and whole.size(0) == self.num_edges:
-            return self.e_id
-        return self.lists.get(whole.size(0)) if whole.dim() else None
-
-    def mine(self, whole: Any) -> Any:
-        """Returns the process's part of whatever a module returned for the whole graph."""
-
-        def part(leaf: Any) -> Any:
-            ids = self.ids(leaf) if isinstance(leaf, Tensor) else None
-            return leaf if ids is None else leaf[ids]
-
-        return tree_map(part, whole)
+def in_full(tensor: Tensor) -> Tensor:
+    """Returns a tensor of the whole graph with all rows, without its gradient. Collective."""
+    whole: Tensor = tensor.full_tensor() if isinstance(tensor, NodeTensor) else tensor
+    return whole.detach().clone()
 
 
 class Recorder:
@@ -268,7 +242,7 @@ class Recorder:
 
     def _note(self, name: str, what: str, value: Any) -> None:
         for number, tensor in enumerate(floats(value)):
-            self.events[name, self._calls[name], what, number] = tensor.detach().clone()
+            self.events[name, self._calls[name], what, number] = in_full(tensor)
 
 
 class StandIn(nn.Module):
@@ -276,16 +250,15 @@ class StandIn(nn.Module):
 
     Args:
         results: Its results for the whole graph, one per call.
-        rows: Which rows this process holds.
     """
 
-    def __init__(self, results: list[Any], rows: Rows) -> None:
+    def __init__(self, results: list[Any]) -> None:
         super().__init__()
-        self.results, self.rows, self.calls = results, rows, 0
+        self.results, self.calls = results, 0
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.calls += 1
-        return self.rows.mine(self.results[(self.calls - 1) % len(self.results)])
+        return self.results[(self.calls - 1) % len(self.results)]
 
 
 def put(model: nn.Module, name: str, module: nn.Module) -> None:
@@ -340,7 +313,6 @@ class NoDropout(TorchFunctionMode):
 class ModelPass:
     """Holds what a forward and backward pass leaves."""
 
-    rows: Rows
     events: dict[Key, Tensor]
     outputs: list[Tensor]
     input_grads: dict[str, Tensor | None] = field(default_factory=dict)
@@ -363,13 +335,12 @@ def compare(
         report: Where the result goes. Gradients count where it holds no refused modules.
     """
     errors = {
-        key: _error([w.events.get(key) for w in workers], [w.rows for w in workers], whole)
+        key: _error([w.events.get(key) for w in workers], whole)
         for key, whole in expected.events.items()
     }
     known = {key: value for key, value in errors.items() if value is not None}
-    rows = [w.rows for w in workers]
     for k, whole in enumerate(expected.outputs):
-        found = _error([w.outputs[k] if k < len(w.outputs) else None for w in workers], rows, whole)
+        found = _error([w.outputs[k] if k < len(w.outputs) else None for w in workers], whole)
         report.output_error = max(report.output_error, float("inf") if found is None else found)
     gradients = {} if report.refused else expected.parameter_grads
     scale = max((float(g.abs().max()) for g in gradients.values() if g is not None), default=0.0)
@@ -378,7 +349,7 @@ def compare(
         report.gradient_errors[name] = max(each)
     for name, gradient in ({} if report.refused else expected.input_grads).items():
         if gradient is not None:
-            found = _error([w.input_grads[name] for w in workers], rows, gradient)
+            found = _error([w.input_grads[name] for w in workers], gradient)
             report.gradient_errors[f"data.{name}"] = float("inf") if found is None else found
     for name, buffer in ({} if report.refused else expected.buffers).items():
         each = [_distance(w.buffers[name], buffer) for w in workers]
@@ -404,19 +375,12 @@ def _merged_layers(
     return layers
 
 
-def _error(found: Sequence[Tensor | None], rows: Sequence[Rows], whole: Tensor) -> float | None:
-    """Returns the error of workers' rows (or copies) of a tensor; ``None`` if not comparable."""
-    worst = 0.0
-    seen = 0
+def _error(found: Sequence[Tensor | None], whole: Tensor) -> float | None:
+    """Returns the largest error of the workers' tensors; ``None`` if not comparable."""
     scale = float(whole.abs().max()) if whole.numel() else 0.0
-    for mine, place in zip(found, rows, strict=True):
-        ids = place.ids(whole)
-        part = whole if ids is None else whole[ids]
-        if mine is None or mine.shape != part.shape:
-            return None
-        seen += part.size(0)
-        worst = max(worst, _distance(mine, part, scale))
-    return worst
+    if any(one is None or one.shape != whole.shape for one in found):
+        return None
+    return max(_distance(one, whole, scale) for one in found)
 
 
 def _distance(a: Tensor | None, b: Tensor | None, scale: float | None = None) -> float:
@@ -447,8 +411,8 @@ def _first_difference(model: nn.Module, errors: Mapping[Key, float], report: Ver
             owner = parent if parent not in ("ModuleList", "ModuleDict") else kinds[""]
             return (
                 f"the input of {title}{call} differs by {error:.1e}, and nothing before it: the "
-                f"code that computes it, in {owner}.forward(), gives other numbers on a part of "
-                "the nodes (a reduction over nodes such as x.mean(0)?)"
+                f"code that computes it, in {owner}.forward(), gives other numbers on workers "
+                "(of rows of x.to_local(), which are one worker's?)"
             )
         inner = [n for n in kinds if n.startswith(f"{name}." if name else "") and n != name]
         code = f": the code of {kinds[name]}.forward()" if inner else ""

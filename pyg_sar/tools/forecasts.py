@@ -13,6 +13,8 @@ from pyg_sar.files import spoken_bytes
 from pyg_sar.store.part_store import LEAST, RESERVE
 from pyg_sar.tools.plan_sample import PublishedPartition
 from pyg_sar.tools.rates import Disk, Moved, Rates, Work, peak_together
+from pyg_sar.train.report import legend_below
+from pyg_sar.wording import Shown, counted
 
 PROCESS = 8 << 20
 """Bytes that training takes in a process beside its tensors: code that is read, the allocator's."""
@@ -203,7 +205,7 @@ class Machine:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Forecast:
+class Forecast(Shown):
     """A row of a :class:`Plan`.
 
     Attributes:
@@ -233,7 +235,7 @@ class Forecast:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
+class Plan(Shown):
     """Forecasts, and the one to take. ``print`` shows a table.
 
     Attributes:
@@ -295,13 +297,14 @@ class Plan:
         for one in self.forecasts:
             place = one.seconds, max(one.memory) / 2**30
             axes.plot(*place, "*" if one is self.best else "o", color=f"C{one.mode}", markersize=9)
-            axes.annotate(f"{one.workers} workers, mode {one.mode}", place, (5, 5),
+            axes.annotate(f"{counted(one.workers, 'workers')}, mode {one.mode}", place, (5, 5),
                           textcoords="offset points", fontsize="small")  # fmt: skip
         if self.limit is not None:
             axes.axhline(self.limit / 2**30, color="black", linestyle="--", label="limit")
-            axes.legend()
-        axes.set(xlabel="seconds per epoch", ylabel="GiB of the largest worker", ylim=(0, None))
-        axes.margins(x=0.25)
+            legend_below(axes)
+        axes.set(xlabel="seconds per epoch", ylabel="GiB of the largest worker")
+        axes.margins(x=0.3, y=0.1)
+        axes.set_ylim(bottom=0)
         figure.savefig(path)
 
     def _why(self) -> str:
@@ -315,11 +318,13 @@ class Plan:
             least = min(possible, key=lambda one: max(one.memory))
             return (
                 f"None fits into {spoken_bytes(self.limit or 0)}; the least is "
-                f"{spoken_bytes(max(least.memory))} (mode {least.mode}, {least.workers} workers): "
-                "take more parts, or host several in turn with --memory and --store"
+                f"{spoken_bytes(max(least.memory))} (mode {least.mode}, "
+                f"{counted(least.workers, 'workers')}): take more parts, or host several in turn "
+                "with --memory and --store"
             )
         limit = "" if self.limit is None else f" of those within {spoken_bytes(self.limit)}"
         return (
-            f"* take mode {self.best.mode} with {self.best.workers} workers: the shortest "
-            f"epoch{limit}. Memory is beyond the start of a process, which takes some 350 MB"
+            f"* take mode {self.best.mode} with {counted(self.best.workers, 'workers')}: the "
+            f"shortest epoch{limit}. Memory is beyond the start of a process, which takes some 350 "
+            "MB"
         )

@@ -49,6 +49,7 @@ from torch_geometric.data.storage import (
 
 from pyg_sar.files import check_regular
 from pyg_sar.partition.attributes import MASKS, ascends, coo_matrix
+from pyg_sar.wording import counted
 
 # Files ########################################################################
 
@@ -314,8 +315,8 @@ class SyntheticGraph:
         largest = self.nodes * (self.nodes - 1) // (1 if self.directed else 2)
         if self.num_pairs > largest // 2:
             raise ValueError(
-                f"{self.num_pairs} edges are more than half of the {largest} that {self.nodes} "
-                "nodes can have; ask for fewer 'edges' or a smaller 'degree'"
+                f"{counted(self.num_pairs, 'edges')} are more than half of the {largest} that "
+                f"{self.nodes} nodes can have; ask for fewer 'edges' or a smaller 'degree'"
             )
 
     @property
@@ -395,8 +396,9 @@ def _distinct(graph: SyntheticGraph, draw: _EndDrawer, number: int, same: bool) 
         keys = np.sort(np.concatenate([keys, new]))
     raise ValueError(
         f"Could not draw {number} distinct edges {'within' if same else 'between'} "
-        f"{graph.classes} classes of {graph.nodes} nodes (exponent {graph.exponent}); ask for "
-        "fewer edges, a larger 'exponent' or a 'homophily' nearer 1 / classes"
+        f"{counted(graph.classes, 'classes')} of {counted(graph.nodes, 'nodes')} (exponent "
+        f"{graph.exponent}); ask for fewer edges, a larger 'exponent' or a 'homophily' nearer 1 / "
+        "classes"
     )
 
 

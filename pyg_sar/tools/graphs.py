@@ -61,6 +61,7 @@ from pyg_sar.tools.ogb_folders import (
     official_name,
 )
 from pyg_sar.tools.tables import TABLES
+from pyg_sar.wording import counted
 
 DATASETS: dict[str, tuple[str, str | None]] = {
     "actor": ("Actor", None),
@@ -307,7 +308,9 @@ def _unavailable(name: str, folder: Path, error: OSError) -> str:
 
 def _single_graph(dataset: Any, name: str) -> Data | HeteroData:
     if len(dataset) != 1:
-        raise ValueError(f"'{name}' holds {len(dataset)} graphs; only single graphs are supported")
+        raise ValueError(
+            f"'{name}' holds {counted(len(dataset), 'graphs')}; only single graphs are supported"
+        )
     data = dataset[0]
     if type(data) not in (Data, HeteroData):
         raise ValueError(f"'{name}' is neither a Data nor a HeteroData ({type(data).__name__})")

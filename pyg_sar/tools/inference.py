@@ -36,6 +36,7 @@ from pyg_sar.reduction.gradients import GradientSum, SummedByHand
 from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.reduction.rows_file import write_rows
 from pyg_sar.tensors import NodeTensor
+from pyg_sar.wording import counted
 
 Forward = Callable[[nn.Module, Any], Tensor]
 
@@ -230,8 +231,9 @@ def _run(model: nn.Module, data: Any, forward: Forward | None, node_type: str | 
     found = f"shape {list(rows.shape)}" if isinstance(rows, Tensor) else type(rows).__name__
     if not isinstance(rows, Tensor) or rows.dim() == 0 or rows.size(0) != count:
         raise ValueError(
-            f"Expected the model to return a tensor with a row for each of the {count} nodes of "
-            f"rank {current().rank} (got {found}): pass forward=, a function of model and data"
+            "Expected the model to return a tensor with a row for each of the "
+            f"{counted(count, 'nodes')} of rank {current().rank} (got {found}): pass forward=, a "
+            "function of model and data"
         )
     if _is_global(data) and not (isinstance(rows, NodeTensor) and rows.axis == 0):
         raise ValueError(
@@ -423,7 +425,7 @@ def propagate_features(
     """
     if isinstance(K, bool) or not isinstance(K, int) or K < 1:
         raise ValueError(f"Expected 'K' to be an integer >= 1 (got {K!r})")
-    data = load_partition(parts)
+    data = load_partition(parts, view="local")
     x = data.get("x") if isinstance(data, Data) else None
     if not isinstance(data, Data) or not isinstance(x, Tensor) or x.dim() != 2:
         raise ValueError(
@@ -437,7 +439,7 @@ def propagate_features(
     weight = None if weight is None else weight.view(-1).to(x.dtype)
     if add_self_loops:
         edge_index, weight = add_remaining_self_loops(edge_index, weight, 1.0, data.num_nodes)
-    layer = distribute(LGConv())
+    layer = distribute(LGConv(), view="local")
     found: dict[str, Tensor] = {}
     for k in range(1, K + 1):
         x = found[f"x{k}"] = layer(x, edge_index, weight)

@@ -47,6 +47,7 @@ from torch_geometric.data import Data, HeteroData
 from pyg_sar.files import check_regular
 from pyg_sar.tools.graph_sources import safe_data_classes
 from pyg_sar.tools.tables import Array, ColumnFile, joined_ends
+from pyg_sar.wording import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -349,7 +350,9 @@ def _whole_labels(path: Path, labels: Tensor) -> Tensor:
 
 def _check_rows(path: Path, values: Tensor, expected: int | None) -> None:
     if expected is not None and len(values) != expected:
-        raise ValueError(f"Expected '{path}' to give {expected:,} rows (got {len(values):,})")
+        raise ValueError(
+            f"Expected '{path}' to give {counted(expected, 'rows')} (got {len(values):,})"
+        )
 
 
 def _archive(path: Path) -> zipfile.ZipFile:

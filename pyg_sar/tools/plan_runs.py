@@ -165,10 +165,10 @@ class Training:
         watch: AbstractContextManager[Any] | None = None,
     ) -> None:
         with watch or nullcontext():
-            self._data, self._call = load_partition(root), call
+            self._data, self._call = load_partition(root, view="local"), call
             torch.manual_seed(0)
             own = copy.deepcopy(model) if isinstance(model, nn.Module) else model(self._data)
-            self._model = distribute(own, policy)
+            self._model = distribute(own, policy, view="local")
             self._optimizer = torch.optim.Adam(self._model.parameters())
             for _ in range(2):
                 self.step()

@@ -22,6 +22,7 @@ from pyg_sar.tools.run import UsageError, _features, call_of
 from pyg_sar.tools.tables import TABLES
 from pyg_sar.train.checkpoint import Checkpoint, inspect_checkpoint, load_checkpoint
 from pyg_sar.train.targets import find_targets
+from pyg_sar.wording import counted
 
 Weights = Literal["best", "last"]
 
@@ -158,7 +159,7 @@ def predict_worker(config: PredictConfig) -> list[int]:
         UsageError: on every worker, where the model does not fit the graph.
     """
     comm = current()
-    data = load_partition(config.parts)
+    data = load_partition(config.parts, view="local")
     if not isinstance(data, Data):
         raise UsageError(
             f"{config.parts!r} holds a heterogeneous graph: write a script that calls "
@@ -210,9 +211,9 @@ def _show_labels(
     highest = int(targets.values[shown].max()) if len(shown) else -1
     if (highest := max(current().all_gather_object(highest))) >= columns:
         raise UsageError(
-            f"The model of {config.checkpoint!r} was trained with the labels of {columns} classes "
-            f"as inputs, a training node of {config.parts!r} has label {highest}: give the parts "
-            "of a graph with the same classes"
+            f"The model of {config.checkpoint!r} was trained with the labels of "
+            f"{counted(columns, 'classes')} as inputs, a training node of {config.parts!r} has "
+            f"label {highest}: give the parts of a graph with the same classes"
         )
     data.label_mask = torch.zeros_like(targets.values, dtype=torch.bool)
     data.label_mask[shown] = True

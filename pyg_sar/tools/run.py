@@ -44,9 +44,10 @@ from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling, call_model, flow_that_pays
-from pyg_sar.train.report import Report
+from pyg_sar.train.report import Report, legend_below
 from pyg_sar.train.targets import find_targets, node_labels, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
+from pyg_sar.wording import counted
 
 _FEW_CLASSES = 2**16  # may be numbered with gaps, however small the graph
 
@@ -125,11 +126,11 @@ def say_kept(config: RunConfig) -> str:
     """Says what an interrupted run leaves."""
     path = config.checkpoint
     if path is None:
-        return "Interrupted: nothing is kept of this run (--checkpoint FILE keeps its state)"
+        return "nothing is kept of this run (--checkpoint FILE keeps its state)"
     if not os.path.exists(path):
-        return f"Interrupted before the first checkpoint: there is no {path!r}"
+        return f"there is no {path!r} before the first checkpoint; the same command begins anew"
     epoch = inspect_checkpoint(path).state["epoch"]
-    return f"Interrupted: {path!r} holds the state after epoch {epoch}; --resume goes on from there"
+    return f"{path!r} holds the state after epoch {epoch}; --resume goes on from there"
 
 
 def train_worker(config: RunConfig, stop: SignalNotice | None = None) -> TrainResult:
@@ -159,7 +160,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
             f"--checkpoint {config.checkpoint}: the file is there, and this run would replace it; "
             "go on from it (--resume), give another file, or replace it (--overwrite)"
         )
-    data = load_partition(config.parts)
+    data = load_partition(config.parts, view="local")
     if not isinstance(data, Data):
         raise UsageError(
             f"{config.parts!r} holds a heterogeneous graph, which the models of this command don't "
@@ -175,7 +176,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     one_graph = flow is None and config.sampler is None
     stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
     trainer = Trainer(
-        distribute(stock.build().to(comm.device), policy=config.policy),
+        distribute(stock.build().to(comm.device), policy=config.policy, view="local"),
         data,
         config.train,
         forward=call_of(config.model.name, data, columns),
@@ -234,8 +235,8 @@ def classes_of(highest: int, num_nodes: int) -> int:
     """
     if highest >= max(num_nodes, _FEW_CLASSES):
         raise UsageError(
-            f"data.y holds the label {highest} in a graph of {num_nodes:,} nodes: number the "
-            "classes from 0 on, as y.unique(return_inverse=True)[1] does, with -1 for none"
+            f"data.y holds the label {highest} in a graph of {counted(num_nodes, 'nodes')}: number "
+            "the classes from 0 on, as y.unique(return_inverse=True)[1] does, with -1 for none"
         )
     return highest + 1
 
@@ -361,12 +362,18 @@ def run_demo(config: DemoConfig) -> int:
     with TemporaryFolder("pyg_sar-demo-", out) as folder:
         parts = folder / "parts"
         data = load_graph("synthetic", seed=config.seed, nodes=config.nodes, classes=CLASSES)
-        print(f"synthetic graph: {data.num_nodes:,} nodes, {data.num_edges:,} edges")
+        print(
+            f"synthetic graph: {counted(data.num_nodes, 'nodes')}, "
+            f"{counted(data.num_edges, 'edges')}"
+        )
         print(str(write_partitions(data, config.workers, parts, seed=config.seed)))
         del data
-        print(f"\ntraining a GAT for {config.epochs} epochs: one process with plain PyG ...")
+        print(
+            f"\ntraining a GAT for {counted(config.epochs, 'epochs')}: one process with plain "
+            f"PyG ..."
+        )
         single = launch(_single, 1, str(parts), config)[0]
-        print(f"... and {config.workers} workers\n")
+        print(f"... and {counted(config.workers, 'workers')}\n")
         workers = launch(_worker, config.workers, str(parts), config)
         halos = [part.num_halo for part in read_metadata(parts).parts]
     same = _show_losses(single.losses, workers[0].losses)
@@ -396,10 +403,10 @@ def _single(parts: str, config: DemoConfig) -> DemoRun:
 
 def _worker(parts: str, config: DemoConfig) -> DemoRun:
     """Trains the same on a worker's part: other data, ``distribute``, the global mean."""
-    data = load_partition(parts)
+    data = load_partition(parts, view="local")
     # The law that is shown is that of pulling all rows.
     policy = SARPolicy(mode=config.mode, prefetch=config.prefetch, push="off")
-    model = distribute(_model(data.num_features, config.seed), policy=policy)
+    model = distribute(_model(data.num_features, config.seed), policy=policy, view="local")
     return _train(model, data, config, mean)
 
 
@@ -483,8 +490,8 @@ def _show_bytes(workers: list[DemoRun], halos: list[int], config: DemoConfig) ->
     sent = sum(w.sent for w in workers)
     by_law = sum(sum(expected.values()) for expected in law)
     print(
-        f"{sent:,} bytes sent in all, {by_law:,} by the law and {sent - by_law:,} for sums "
-        f"(loss, parameter gradients): {'equal' if lawful else 'NOT equal'} to the byte"
+        f"{counted(sent, 'bytes')} sent in all, {by_law:,} by the law and {sent - by_law:,} for "
+        f"sums (loss, parameter gradients): {'equal' if lawful else 'NOT equal'} to the byte"
     )
     return lawful
 
@@ -500,9 +507,9 @@ def _draw(
     loss, memory, traffic = figure.subplots(1, 3)
     epochs = range(1, len(single.losses) + 1)
     loss.plot(epochs, single.losses, linewidth=4, alpha=0.4, label="one process, plain PyG")
-    loss.plot(epochs, workers[0].losses, "k--", label=f"{len(workers)} workers")
+    loss.plot(epochs, workers[0].losses, "k--", label=f"{counted(len(workers), 'workers')}")
     loss.set(title="Loss", xlabel="epoch", ylabel="mean cross entropy")
-    loss.legend()
+    legend_below(loss)
     names = ["one", *(str(p) for p in range(len(workers)))]
     used = [(r.peak_memory - r.base_memory) / 2**20 for r in (single, *workers)]
     memory.bar(names, used, color=["tab:gray", *["tab:blue"] * len(workers)])
@@ -520,4 +527,4 @@ def _draw_bytes(axes: Any, workers: list[DemoRun], law: list[dict[str, int]]) ->
         axes.bar([p + offset for p in range(len(workers))], totals, width=0.38, label=label)
     axes.set(title="Halo rows and gradients", xlabel="worker", ylabel="MiB")
     axes.set_xticks(range(len(workers)))
-    axes.legend()
+    legend_below(axes)

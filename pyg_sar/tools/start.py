@@ -22,6 +22,7 @@ from pyg_sar.partition.levels import LEVELS
 from pyg_sar.partition.metadata import read_metadata
 from pyg_sar.store.host_store import PINNED
 from pyg_sar.tools.graphs import names_in
+from pyg_sar.wording import counted
 
 T = TypeVar("T")
 
@@ -64,9 +65,9 @@ def on_workers(
     workers = workers if arguments.workers is None else arguments.workers
     if not 1 <= workers <= num_parts:
         raise PartitionError(
-            f"--workers {workers}: the folder {config.parts!r} has {num_parts} parts, of which "
-            f"each worker takes one or more; start 1 to {num_parts} workers, or partition the "
-            f"graph into {max(workers, 1)} parts"
+            f"--workers {workers}: the folder {config.parts!r} has {counted(num_parts, 'parts')}, "
+            f"of which each worker takes one or more; start 1 to {counted(num_parts, 'workers')}, "
+            f"or partition the graph into {counted(max(workers, 1), 'parts')}"
         )
     if hosting or workers < num_parts:
         hosting["parts"] = num_parts

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from pyg_sar.files import check_regular
+from pyg_sar.wording import counted
 
 Array = NDArray[Any]
 
@@ -311,7 +312,8 @@ class ColumnFile:
         if values.dtype != self.dtype or values.shape[1:] != self._shape:
             raise ValueError(
                 f"{self._what} changes from {self.dtype} of shape {list(self._shape)} to "
-                f"{values.dtype} of shape {list(values.shape[1:])} after {self.rows:,} rows"
+                f"{values.dtype} of shape {list(values.shape[1:])} after "
+                f"{counted(self.rows, 'rows')}"
             )
         self._file.write(np.ascontiguousarray(values).data)
         self.rows += len(values)

@@ -29,28 +29,30 @@ from pyg_sar.convert import distribute
 from pyg_sar.errors import OneShotWarning, WorkerError
 from pyg_sar.files import TemporaryFolder, check_folder, check_type
 from pyg_sar.ledger import HALO_KINDS, Ledger
+from pyg_sar.partition.global_view import global_data
 from pyg_sar.partition.levels import check_levels, levels_of
 from pyg_sar.partition.loading import PartData, load_partition
-from pyg_sar.partition.node_lists import PLACE, NodeIds, said_of, without_lists
+from pyg_sar.partition.metadata import read_metadata
+from pyg_sar.partition.node_lists import NodeIds, said_of, without_lists
 from pyg_sar.partition.parts import restricted
 from pyg_sar.partition.storage import write_partitions
 from pyg_sar.policy import SARPolicy
-from pyg_sar.reduction.metrics import mean
 from pyg_sar.tools.comparison import (
     LayerReport,
     ModelPass,
     NoDropout,
     Recorder,
-    Rows,
     StandIn,
     VerifyReport,
     compare,
     floats,
+    in_full,
     put,
     watched,
     without_dropout,
 )
 from pyg_sar.train.hosted import HostedRun, backward_case
+from pyg_sar.wording import counted
 
 __all__ = ["call_with", "sample_nodes", "verify"]
 
@@ -127,7 +129,7 @@ def verify(
         )
     check_folder("store", store)
     hosting = None if memory is None and store is None else Hosting.of(num_workers, memory, store)
-    with _float64():
+    with _float64(), torch.random.fork_rng(devices=[]):  # Layers seed their draws, also of none.
         # Of the graph: in a sample there may be as many edges as nodes.
         check_levels(levels, data.keys())
         rest, _ = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
@@ -140,7 +142,7 @@ def verify(
         if num_workers > part.num_nodes:
             raise ValueError(
                 f"'num_workers' is {num_workers}, of which some would have none of the "
-                f"{part.num_nodes} nodes: take fewer"
+                f"{counted(part.num_nodes, 'nodes')}: take fewer"
             )
         plain = without_dropout(copy.deepcopy(model)).cpu().double()
         run = call or call_with(_required(plain, part))
@@ -151,7 +153,7 @@ def verify(
                 part, num_workers, root, method, seed, node_ids=node_ids, levels=levels
             )
             drawn = replace(policy or SARPolicy(), random=None)  # Dropout is off.
-            task = _Task(plain, run, root, drawn, expected, _lists(part, node_ids, levels))
+            task = _Task(plain, run, root, drawn, expected)
             report = VerifyReport(
                 type(model).__name__, part.num_nodes, data.num_nodes, part.num_edges, num_workers,
                 tolerance,
@@ -283,33 +285,13 @@ class _Task:
     root: str
     policy: SARPolicy
     expected: ModelPass
-    lists: dict[int, tuple[str, str | None]]
     refused: dict[str, str] = field(default_factory=dict)
 
 
-def _lists(
-    data: Data, node_ids: NodeIds | None, levels: Mapping[str, str]
-) -> dict[int, tuple[str, str | None]]:
-    """Returns names and keys of lists of node ids, by length where it tells them apart."""
-    _, lists = without_lists(data, data.num_nodes, said_of(node_ids, data.keys()), levels)
-    counts = [whole.ids.size(-1) for whole in lists]
-    return {
-        count: (whole.info.name, whole.info.key)
-        for count, whole in zip(counts, lists, strict=True)
-        if counts.count(count) == 1
-    }
-
-
-def _places(data: Data, name: str, key: str | None) -> Tensor:
-    found = data[f"{name}{PLACE}"]
-    place: Tensor = found if key is None else found[key]
-    return place
-
-
-def _values(tensor: Tensor, ids: Tensor | None) -> Tensor:
+def _values(tensor: Tensor) -> Tensor:
     """Returns one number per row, in which every entry has a weight of its own."""
     rows = tensor.flatten(1) if tensor.dim() > 1 else tensor.view(-1, 1)
-    place = torch.arange(rows.size(0)) if ids is None else ids
+    place = torch.arange(rows.size(0))
     columns = torch.arange(rows.size(1))
     weight = torch.cos(place.view(-1, 1) * 1.3 + columns * 0.7 + 0.1)
     return (rows * weight + 0.1 * rows.square()).sum(-1)
@@ -331,22 +313,19 @@ def _reference(plain: nn.Module, data: Data, call: Call) -> ModelPass:
         with torch.no_grad(), NoDropout():
             call(plain, data)
     model = copy.deepcopy(plain)
-    rows = Rows(
-        data.num_nodes, data.num_edges, torch.arange(data.num_nodes), torch.arange(data.num_edges)
-    )
     data, leaves = _leaves(data)
     with NoDropout(), Recorder(model, keep_results=True).watch() as recorder:
         outputs = floats(call(model, data))
-    loss = sum((_values(out, rows.ids(out)).mean() for out in outputs), torch.zeros(()))
-    if loss.requires_grad:
-        torch.autograd.backward(loss)
-    found = ModelPass(rows, recorder.events, [out.detach() for out in outputs])
+    _backward(outputs)
+    found = ModelPass(recorder.events, [out.detach() for out in outputs])
     found.results = recorder.results
     return _with_gradients(found, model, leaves)
 
 
 def _with_gradients(found: ModelPass, model: nn.Module, leaves: Mapping[str, Tensor]) -> ModelPass:
-    found.input_grads = {name: leaf.grad for name, leaf in leaves.items()}
+    found.input_grads = {
+        name: None if leaf.grad is None else in_full(leaf.grad) for name, leaf in leaves.items()
+    }
     found.parameter_grads = {
         name: None if p.grad is None else p.grad.clone() for name, p in model.named_parameters()
     }
@@ -404,7 +383,7 @@ def _refusals(task: _Task) -> dict[str, str]:
     found = {}
     for name, module in watched(task.model).items():
         try:
-            distribute(copy.deepcopy(module))
+            distribute(copy.deepcopy(module), SARPolicy())
         except (ValueError, TypeError) as error:
             found[name] = str(error)
     return found
@@ -421,49 +400,47 @@ def _innermost(refused: Mapping[str, str]) -> dict[str, str]:
 
 def _worker(task: _Task) -> ModelPass:
     """Makes two passes: one is compared; the other is counted, when all that is kept is there."""
-    mine = load_partition(task.root)
-    whole = task.expected.rows
-    lists = {count: _places(mine, *which) for count, which in task.lists.items()}
-    rows = Rows(whole.num_nodes, whole.num_edges, mine.n_id, mine.e_id, lists)
+    # Workers that are threads share PyTorch's generator; here nothing is drawn.
+    part = load_partition(task.root, view="local")
+    mine = global_data(part, read_metadata(task.root), current())
     model = copy.deepcopy(task.model)
     for name in task.refused:
-        put(model, name, StandIn(task.expected.results[name], rows))
+        put(model, name, StandIn(task.expected.results[name]))
     model = distribute(model, task.policy)
     recorder = Recorder(model)
     try:
         with recorder.watch():
-            found = _pass(task, model, mine, rows)
+            found = _pass(task, model, mine)
     except Exception as error:
         error.module_name = recorder.active[-1] if recorder.active else ""  # type: ignore
         raise
     found.events = recorder.events
     run = HostedRun(current())
     with Ledger(current()) as ledger:
-        _pass(task, model, mine, rows)
-    found.hosting = run.summary(model, ledger, mine.num_nodes, 1)
-    plan = mine.edge_index.plan
+        _pass(task, model, mine)
+    found.hosting = run.summary(model, ledger, part.num_nodes, 1)
+    plan = part.edge_index.plan
     for name, module in model.named_modules():
         if isinstance(module, MessagePassing):
             found.layers[name] = _layer(name, module, ledger, plan.num_halo)
     return found
 
 
-def _pass(task: _Task, model: nn.Module, mine: Data, rows: Rows) -> ModelPass:
+def _pass(task: _Task, model: nn.Module, mine: Data) -> ModelPass:
     data, leaves = _leaves(mine)
     model.zero_grad()
     with NoDropout():
         outputs = floats(task.call(model, data))
-    found = ModelPass(rows, {}, [out.detach().clone() for out in outputs])
+    found = ModelPass({}, [in_full(out) for out in outputs])
     if task.refused:
         return found
-    _backward(task.expected, outputs, rows)
+    _backward(outputs)
     return _with_gradients(found, model, leaves)
 
 
-def _backward(expected: ModelPass, outputs: Sequence[Tensor], rows: Rows) -> None:
-    loss = torch.zeros(())
-    for out, whole in zip(outputs, expected.outputs, strict=True):
-        loss = loss + mean(_values(out, rows.ids(whole)))
+def _backward(outputs: Sequence[Tensor]) -> None:
+    """Passes a loss back that weights every output in another way."""
+    loss = sum((_values(out).mean() for out in outputs), torch.zeros(()))
     if loss.requires_grad:
         torch.autograd.backward(loss)
 

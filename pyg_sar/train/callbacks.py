@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +14,8 @@ from tqdm import tqdm
 
 from pyg_sar.comm.processes import SignalNotice
 from pyg_sar.errors import StoppedError
+from pyg_sar.files import spoken_bytes
+from pyg_sar.store.part_store import PartStore
 from pyg_sar.train.config import EpochRecord, Scores, TrainResult
 from pyg_sar.train.trainer import Callback, Trainer
 
@@ -19,6 +23,40 @@ from pyg_sar.train.trainer import Callback, Trainer
 def _write_line(text: str) -> None:
     sys.stdout.write(text + "\n")
     sys.stdout.flush()
+
+
+LONG_EPOCH = 15.0
+"""Seconds after which an epoch that goes on says so."""
+
+
+class _Ticking:
+    """Calls a function with the seconds of the epoch so far, on a thread, while an epoch is long.
+
+    Args:
+        every: Seconds between calls.
+        tell: What is called.
+    """
+
+    def __init__(self, every: float, tell: Callable[[float], object]) -> None:
+        self._every, self._tell = every, tell
+        self._begin, self._over = time.monotonic(), threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+        self._thread.start()
+
+    def again(self) -> None:
+        """An epoch begins."""
+        self._begin = time.monotonic()
+
+    def close(self) -> None:
+        """Ends the calls."""
+        self._over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._over.wait(self._every):
+            passed = time.monotonic() - self._begin
+            if passed >= self._every:
+                self._tell(passed)
 
 
 class TqdmProgress(Callback):
@@ -32,16 +70,18 @@ class TqdmProgress(Callback):
         self.description = description
         self._bar: tqdm[Any] | None = None
         self._scores: Scores | None = None
+        self._ticking: _Ticking | None = None
 
     def on_start(self, trainer: Trainer) -> None:
         if trainer.comm.rank == 0:
             self._scores = trainer.final
-            self._bar = tqdm(
+            self._bar = bar = tqdm(
                 total=trainer.config.epochs,
                 initial=trainer.epoch,
                 desc=self.description,
                 unit="epoch",
             )
+            self._ticking = _Ticking(1.0, lambda _: bar.refresh())
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
         if self._bar is None:
@@ -51,6 +91,9 @@ class TqdmProgress(Callback):
         self._bar.update()
 
     def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.close()
+            self._ticking = None
         if self._bar is not None:
             self._bar.close()
             self._bar = None
@@ -59,14 +102,39 @@ class TqdmProgress(Callback):
 class LineProgress(Callback):
     """A line per evaluation, on rank 0: for logs, where a bar would be noise.
 
+    An epoch that takes long has a line every 15 seconds, with the bytes that a store has moved.
+
     Args:
         write: Takes each line; by default it goes to stdout at once, also where that is a file.
     """
 
     def __init__(self, write: Callable[[str], object] = _write_line) -> None:
         self.write = write
+        self._ticking: _Ticking | None = None
+
+    def on_start(self, trainer: Trainer) -> None:
+        if trainer.comm.rank != 0:
+            return
+        store = getattr(trainer.comm.host, "store", None)
+
+        def tell(seconds: float) -> None:
+            text = f"epoch {trainer.epoch + 1:4d}  {seconds:.0f} s so far"
+            if isinstance(store, PartStore):
+                found = store.counters()
+                moved = spoken_bytes(found["bytes_read"] + found["bytes_written"])
+                text += f", {moved} moved by the store since the start"
+            self.write(text)
+
+        self._ticking = _Ticking(LONG_EPOCH, tell)
+
+    def close(self) -> None:
+        if self._ticking is not None:
+            self._ticking.close()
+            self._ticking = None
 
     def on_epoch(self, trainer: Trainer, record: EpochRecord) -> None:
+        if self._ticking is not None:
+            self._ticking.again()
         if trainer.comm.rank == 0 and record.scores is not None:
             figures = _figures(record.loss, record.scores)
             text = "  ".join(f"{name} {value}" for name, value in figures.items())

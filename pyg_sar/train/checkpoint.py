@@ -29,6 +29,7 @@ from pyg_sar.errors import CheckpointError
 from pyg_sar.files import check_path, replace_file, save_tensors
 from pyg_sar.reduction.parameters import check_replicas
 from pyg_sar.train.checkpoint_rows import cut_rows, gather_rows
+from pyg_sar.wording import Shown, counted
 
 __all__ = ["Checkpoint", "load_checkpoint", "save_checkpoint"]
 
@@ -39,7 +40,7 @@ _LABEL = ("", "", "checkpoint")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Checkpoint:
+class Checkpoint(Shown):
     """The content of a checkpoint besides model, optimizer and random states.
 
     Attributes:
@@ -414,9 +415,9 @@ def _check(
     written_by = content.header["world_size"]
     if world_size is not None and written_by != world_size:
         raise CheckpointError(
-            f"it was written by {written_by} ranks, this run has {world_size}, and each has a "
-            f"random state: start workers that host {written_by} parts, load the model alone, or "
-            "pass restore_rng=False"
+            f"it was written by {counted(written_by, 'ranks')}, this run has {world_size}, and "
+            f"each has a random state: start workers that host {counted(written_by, 'parts')}, "
+            "load the model alone, or pass restore_rng=False"
         )
     if model is not None:
         group = content.group("model" if weights == "last" else "extra/best")

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.reduction.parameters import gather_to_first, ids_of, in_global_order, owned_parameters
+from pyg_sar.wording import counted
 
 Tensors = dict[str, Tensor]
 
@@ -170,8 +171,8 @@ def _rows_of(
     if n_id is not None and (about is None or about["by_id"]):
         if n_id.numel() and int(n_id.max()) >= total:
             raise ValueError(
-                f"'{name}' has {total} rows, but rank {comm.rank} owns node {int(n_id.max())}: it "
-                "is of another graph"
+                f"'{name}' has {counted(total, 'rows')}, but rank {comm.rank} owns node "
+                f"{int(n_id.max())}: it is of another graph"
             )
         return n_id.cpu()
     counts = [total] if about is None else about["counts"]

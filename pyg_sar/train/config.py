@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from numbers import Real
 from typing import Literal
 
+from pyg_sar.wording import Shown, counted
+
 #: Names that :class:`TrainConfig` takes.
 OPTIMIZERS: tuple[str, ...] = ("adam", "adamw", "sgd")
 SCHEDULES: tuple[str, ...] = ("none", "cosine", "step", "plateau")
@@ -119,7 +121,7 @@ Scores = dict[str, float | None]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class EpochRecord:
+class EpochRecord(Shown):
     """One epoch.
 
     Attributes:
@@ -140,7 +142,7 @@ class EpochRecord:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class TrainResult:
+class TrainResult(Shown):
     """The result of ``Trainer.fit``, the same on every worker except for ``seconds``.
 
     Attributes:
@@ -160,3 +162,14 @@ class TrainResult:
     final: Scores | None
     stopped_early: bool
     seconds: float
+
+    def __str__(self) -> str:
+        if not self.losses:
+            return "nothing to train"
+        first = f"{counted(self.epochs, 'epochs')}, last loss {self.losses[-1]:.6f}"
+        lines = [first + (", stopped early" if self.stopped_early else "")]
+        if self.best is not None:
+            values = ((s, self.best.get(f"{s}_accuracy")) for s in ("train", "val", "test"))
+            scores = "  ".join(f"{name} {value:.4f}" for name, value in values if value is not None)
+            lines.append(f"best epoch {self.best_epoch}: {scores}")
+        return "\n".join(lines)

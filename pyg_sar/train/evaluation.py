@@ -18,9 +18,12 @@ from torch_geometric.data import Data
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.reduction.metrics import gather_selected
+from pyg_sar.tensors import NodeTensor, to_local
 from pyg_sar.train.config import Scores, TrainConfig
 from pyg_sar.train.objective import Objective
-from pyg_sar.train.targets import SPLITS, Targets, find_targets
+from pyg_sar.train.own_rows import own_rows
+from pyg_sar.train.targets import MASKS, SPLITS, Targets, find_targets
+from pyg_sar.wording import counted
 
 Metric = Any
 """``metric(pred, target)`` gives a number; or an object with ``update(pred, target)``,
@@ -168,6 +171,7 @@ class Evaluation:
 
     Attributes:
         graphs: The first one is the one to train on.
+        part: This worker's rows of it.
         counts: Rows of targets, then those of each split, of each worker; they tell partitions
             apart.
         totals: Rows of each split on all workers.
@@ -195,8 +199,10 @@ class Evaluation:
         options["probabilities"] = not objective.default
         problem: str | None = None
         self.graphs: list[Graph] = []
+        names = (splits or (MASKS if target == "y" else {})).values()
         try:
-            self.graphs = _graphs(data, others, target, splits, options)
+            self.part = own_rows(data, target, names)
+            self.graphs = _graphs(data, self.part, others, target, splits, options)
         except ValueError as error:
             problem = str(error)
         problems = comm.all_gather_object(problem)
@@ -252,6 +258,10 @@ class Evaluation:
 
     def _predict(self, forward: Forward, model: nn.Module, data: Data, targets: Targets) -> Tensor:
         out, rows, rank = forward(model, data), len(targets.values), self.comm.rank
+        if isinstance(out, NodeTensor):
+            values = data.get(self.target)
+            fits = isinstance(values, NodeTensor) and values.rows.total == out.rows.total
+            out = to_local(out, values.rows if fits else out.rows, 0)
         if out.dim() == 0 or out.size(0) != rows or (self.classifies and out.dim() < 2):
             wanted = f"[{rows}, {'num_classes' if self.classifies else '*'}]"
             raise ValueError(
@@ -260,8 +270,8 @@ class Evaluation:
             )
         if self.classifies and out.size(1) < self._num_classes:
             raise ValueError(
-                f"The model returns scores for {out.size(1)} classes, data.{self.target} holds "
-                f"labels up to {self._num_classes - 1}"
+                f"The model returns scores for {counted(out.size(1), 'classes')}, "
+                f"data.{self.target} holds labels up to {self._num_classes - 1}"
             )
         return out
 
@@ -302,6 +312,7 @@ class Evaluation:
 
 def _graphs(
     data: Data,
+    part: Data,
     others: Mapping[str, Data],
     target: str,
     splits: Mapping[str, str] | None,
@@ -310,7 +321,7 @@ def _graphs(
     unknown = set(others) - {"val", "test"}
     if unknown:
         raise ValueError(f"'evaluate_on' is for 'val' and 'test' (got {sorted(unknown)})")
-    own = find_targets(data, target, splits=splits, **options)
+    own = find_targets(part, target, splits=splits, **options)
     for split in others:
         if own.index[split].numel():
             raise ValueError(
@@ -319,5 +330,6 @@ def _graphs(
     rest = tuple(split for split in SPLITS if split not in others)
     graphs: list[Graph] = [(data, own, rest)]
     for split, other in others.items():
-        graphs.append((other, find_targets(other, target, whole=split, **options), (split,)))
+        rows = own_rows(other, target, ())
+        graphs.append((other, find_targets(rows, target, whole=split, **options), (split,)))
     return graphs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
@@ -10,6 +10,7 @@ from torch_geometric.nn import MessagePassing
 
 from pyg_sar.comm.group import Communicator
 from pyg_sar.ledger import Ledger
+from pyg_sar.wording import aligned, counted
 
 PHASES = ("forward", "backward")
 
@@ -113,12 +114,6 @@ _CASES = {
 }
 
 
-def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Returns a table's rows as lines of text, with columns of equal width."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-
-
 def describe_hosting(found: Mapping[str, Any]) -> list[str]:
     """Returns the lines of a table of what :meth:`HostedRun.summary` has found."""
     parts = found["parts"]
@@ -138,7 +133,10 @@ def describe_hosting(found: Mapping[str, Any]) -> list[str]:
                 *(f"{way['read']:,.0f}, {way['read_per_node']:.2f}" for way in (forward, backward)),
             ]
         )
-    lines = [f"{sum(parts)} parts on {len(parts)} worker(s) ({each}), {memory}, {store}"]
+    lines = [
+        f"{counted(sum(parts), 'parts')} on {counted(len(parts), 'workers')} ({each}), "
+        f"{memory}, {store}"
+    ]
     lines += aligned(rows)
     if found["store"] is not None:
         written, read, bits = (

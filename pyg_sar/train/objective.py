@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from pyg_sar.comm.group import Communicator
 from pyg_sar.reduction.metrics import mean
 from pyg_sar.reduction.parameters import plain
+from pyg_sar.wording import counted
 
 Loss = Callable[[Tensor, Tensor], Tensor]
 """``loss(pred, target)``: a value for each row."""
@@ -100,9 +101,9 @@ class Objective:
         if not good or len(values) != rows:
             shape = list(values.shape) if isinstance(values, Tensor) else type(values).__name__
             raise ValueError(
-                f"Expected 'loss' to give a value for each of {rows} rows (got {shape} on rank "
-                f"{rank}): the mean over one worker's rows is not that over all. Return the values "
-                "of the rows, reduction='none'"
+                f"Expected 'loss' to give a value for each of {counted(rows, 'rows')} (got {shape} "
+                f"on rank {rank}): the mean over one worker's rows is not that over all. Return "
+                "the values of the rows, reduction='none'"
             )
         same = self.of_classes or pred.dim() == target.dim()
         if values.dim() > 1 and not (same and values.shape in (pred.shape, target.shape)):

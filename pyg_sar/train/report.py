@@ -112,7 +112,7 @@ class Report(Callback):
     def on_end(self, trainer: Trainer, result: TrainResult) -> None:
         assert self._ledger is not None and self._hosted is not None
         workers = trainer.comm.all_gather_object(self._ledger.summary())
-        nodes = int(trainer.data.num_nodes or 0)
+        nodes = int(trainer.rows.part.num_nodes or 0)
         hosting = self._hosted.summary(trainer.model, self._ledger, nodes, self._epochs)
         if trainer.comm.rank != 0:
             return
@@ -286,9 +286,8 @@ def draw_report(folder: str | os.PathLike[str]) -> Path | None:
     _draw_scores(loss, scores, metrics)
     _draw_bytes(memory, traffic, kinds, metrics)
     seconds.plot(*_points(metrics, "seconds"))
-    seconds.set_ylim(bottom=0)
     loss.set(title="Loss", ylabel="mean over rows")
-    scores.set(title="Metrics")
+    scores.set(title="Metrics", ylabel="value (accuracy: share of rows)")
     seconds.set(title="Time per epoch, with its evaluation", ylabel="seconds (rank 0)")
     memory.set(title="Peak memory per worker", xlabel="worker", ylabel="MiB")
     traffic.set(title="Bytes sent per epoch and rank", ylabel="MiB")
@@ -296,12 +295,23 @@ def draw_report(folder: str | os.PathLike[str]) -> Path | None:
     for axes in (loss, scores, seconds, traffic, kinds):
         axes.set_xlabel("epoch")
         axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        for line in axes.lines:
+            line.set_marker(".")  # One epoch is a point, which a line alone doesn't show.
+    for axes in (seconds, memory, traffic, kinds):
+        axes.set_ylim(bottom=0)
     for axes in (loss, scores, memory, traffic, kinds):
-        if axes.get_legend_handles_labels()[0]:
-            axes.legend(fontsize="small")
+        legend_below(axes)
     path = Path(folder) / _PICTURE
     replace_file(path, lambda file: figure.savefig(file, dpi=110, format="png"))
     return path
+
+
+def legend_below(axes: Any) -> None:
+    """Puts the legend, if there is anything to name, below the axes: no curve is behind it."""
+    number = len(axes.get_legend_handles_labels()[0])
+    if number:
+        place = {"loc": "upper center", "bbox_to_anchor": (0.5, -0.17)}
+        axes.legend(fontsize="small", ncols=min(number, 4), **place)
 
 
 def _draw_scores(loss: Any, scores: Any, metrics: list[dict[str, Any]]) -> None:

@@ -23,6 +23,7 @@ from pyg_sar.files import from_json
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.train.arguments import cycles_momentum
 from pyg_sar.train.checkpoint import Checkpoint
+from pyg_sar.wording import counted
 
 #: Settings that a resumed run may change without leaving the loss curve it continues.
 _FREE = frozenset({"epochs", "patience", "restore_best"})
@@ -96,11 +97,11 @@ def check_same_graph(
         )
     if moved and (graph is None or before is None) and not allow_changes:
         raise CheckpointError(
-            f"{name!r} is of {saved.world_size} parts, this run has {size}, and it can't be shown "
-            "that they are of the same graph: 'data' must have 'n_id' and 'edge_index' (as "
-            "load_partition gives them) when saving and now. Start workers that host "
-            f"{saved.world_size} parts, or pass "
-            "allow_changes=True (--allow-changes)"
+            f"{name!r} is of {counted(saved.world_size, 'parts')}, this run has {size}, and it "
+            "can't be shown that they are of the same graph: 'data' must have 'n_id' and "
+            "'edge_index' (as load_partition gives them) when saving and now. Start workers that "
+            f"host {counted(saved.world_size, 'parts')}, or pass allow_changes=True "
+            "(--allow-changes)"
         )
     local = [parameter for parameter, by_id in saved.owned.items() if not by_id]
     if moved and local:

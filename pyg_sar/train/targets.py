@@ -18,6 +18,7 @@ from torch import Tensor
 from torch_geometric.data import Data
 
 from pyg_sar.space.draws import keyed_numbers
+from pyg_sar.wording import counted
 
 SPLITS: tuple[str, ...] = ("train", "val", "test")
 
@@ -156,14 +157,14 @@ def _rows(
             )
         if len(rows.unique()) < len(rows):
             raise ValueError(
-                f"data.{mask_name} lists {len(rows.unique())} rows in {len(rows)} numbers: give "
-                f"each once; if it is a mask, data.{mask_name}.bool()"
+                f"data.{mask_name} lists {counted(len(rows.unique()), 'rows')} in {len(rows)} "
+                f"numbers: give each once; if it is a mask, data.{mask_name}.bool()"
             )
         return rows
     if target == "y" and rows.dtype == torch.bool and len(rows) == data.num_nodes != len(values):
         raise ValueError(
-            f"Expected 'data.y' to have a row for each of {len(rows)} nodes, as data.{mask_name} "
-            f"has (got {len(values)}); a node without a label has y=-1"
+            f"Expected 'data.y' to have a row for each of {counted(len(rows), 'nodes')}, as "
+            f"data.{mask_name} has (got {len(values)}); a node without a label has y=-1"
         )
     if rows.dtype != torch.bool or rows.dim() not in (1, 2) or len(rows) != len(values):
         raise ValueError(
@@ -211,8 +212,8 @@ def ratio_mask(mask: Tensor, ratio: float, n_id: Tensor, key: int) -> Tensor:
     """
     if mask.dtype != torch.bool or mask.shape != n_id.shape:
         raise ValueError(
-            f"Expected 'mask' to be bool with a value for each of the {len(n_id)} nodes of 'n_id' "
-            f"(got {mask.dtype} {list(mask.shape)})"
+            "Expected 'mask' to be bool with a value for each of the "
+            f"{counted(len(n_id), 'nodes')} of 'n_id' (got {mask.dtype} {list(mask.shape)})"
         )
     if not 0 <= ratio <= 1:
         raise ValueError(f"Expected 'ratio' to be in [0, 1] (got {ratio!r})")

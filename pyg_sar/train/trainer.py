@@ -35,6 +35,7 @@ from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DivergedError
 from pyg_sar.files import to_json
 from pyg_sar.reduction.parameters import check_settings, clip_grad_norm
+from pyg_sar.tensors import NodeTensor, from_local
 from pyg_sar.train.arguments import check_arguments, check_scheduler, make_schedulers, step
 from pyg_sar.train.checkpoint import (
     Checkpoint,
@@ -49,6 +50,7 @@ from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
 from pyg_sar.train.targets import LabelSplit
 from pyg_sar.train.wire_error import gradient_error, measure_every
+from pyg_sar.wording import counted
 
 __all__ = [
     "Callback",
@@ -184,6 +186,11 @@ class Trainer:
             comm=self.comm,
         )
         own, config = self.rows.graphs[0][1], self.config
+        if self.rows.part is not data and not (flow is None and sampler is None):
+            raise ValueError(
+                "'flow' and 'sampler' take each worker's own rows: give the Trainer the data of "
+                "load_partition(root, view='local') and a model of distribute(model, view='local')"
+            )
         self.flow = flow
         if flow is not None:
             refuse_in_flow(model)
@@ -347,8 +354,11 @@ class Trainer:
         shown = None
         if self.labels is not None:
             shown = self.labels.shown(self.epoch)
-            data.label_mask = torch.zeros(data.num_nodes, dtype=torch.bool, device=index.device)
-            data.label_mask[index[shown]] = True
+            mask = torch.zeros_like(self.labels.everything())
+            if self.flow is not None:
+                mask = mask.new_zeros(data.num_nodes)
+            mask[index[shown]] = True
+            self._put_mask(data, mask)
         if self.flow is None:
             out, target = self.rows.training_rows(self.forward, self.model)
         else:
@@ -371,10 +381,15 @@ class Trainer:
         """Gives each graph the mask of evaluations."""
         if self.labels is None:
             return
-        self.data.label_mask = self.labels.everything()
+        self._put_mask(self.data, self.labels.everything())
         if self.flow is not None:
             self.flow.label_mask = torch.zeros_like(self.flow.n_id, dtype=torch.bool)
             self.flow.label_mask[self._seeds] = True
+
+    def _put_mask(self, data: Data, mask: Tensor) -> None:
+        """Gives a graph the mask of the nodes that show their labels."""
+        values = data.get(self.target)
+        data.label_mask = from_local(mask, values) if isinstance(values, NodeTensor) else mask
 
     def _take_note(self, scores: Scores) -> None:
         """Keeps the best weights, and counts evaluations without a better value."""
@@ -490,8 +505,9 @@ class Trainer:
         if self.comm.rank == 0:
             start = "go on as they are" if seed is None else f"start from seed {seed} + {epoch}"
             warnings.warn(
-                f"{os.fspath(path)!r} holds the random states of {saved.world_size} parts, this "
-                f"run has {self.comm.world_size}: they {start} (other dropout masks)",
+                f"{os.fspath(path)!r} holds the random states of "
+                f"{counted(saved.world_size, 'parts')}, this run has {self.comm.world_size}: they "
+                f"{start} (other dropout masks)",
                 stacklevel=3,
             )
 
@@ -503,8 +519,10 @@ class Trainer:
     def _graph(self) -> dict[str, Any] | None:
         """Returns what tells the graph from others; the first call is collective."""
         if not self._digest:
-            data, own, _ = self.rows.graphs[0]
-            self._digest.append(graph_digest(data, own.values, own.ids, own.index, self.comm))
+            own = self.rows.graphs[0][1]
+            self._digest.append(
+                graph_digest(self.rows.part, own.values, own.ids, own.index, self.comm)
+            )
         return self._digest[0]
 
 

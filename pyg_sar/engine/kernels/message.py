@@ -17,7 +17,7 @@ Tiles are remade in the order in which they were made, from the random state at 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -124,6 +124,7 @@ class Messages(Kernel):
         named = program.layer.named_parameters()
         self.parameters = {name: p for name, p in named if p.requires_grad}
         self.graphs: list[_Graph] = []
+        self.read: dict[str, Tensor] = {}  # by a message of no edges, in a call that had none
         self.title = titled(type(program.layer).__name__, name, schedule.plan.rank)
         self.ambient = AmbientState(schedule.in_degree.device, program.layer)
 
@@ -273,12 +274,39 @@ class MessagesForward(Pass):
         """Each reduction's result ``[num_targets, *]``."""
         kernel = self._kernel
         if not self._seen:  # This worker has no edges: others know what a row looks like.
+            if self._record:
+                kernel.read = self._read()
             nothing = [_Root(row, None, Reductions()) for row in kernel.out_rows]
             self._merge(_Graph(empty_tile(kernel.ambient.device), nothing))
         found = [reducer for group in self._reducers for reducer in group]
         out = [reducer.finish() for reducer in found]
         self.states = [reducer.state() if self._record else [] for reducer in found]
         return out
+
+    def _read(self) -> dict[str, Tensor]:
+        """Zeros for the parameters that the message reads: their gradients where no edge is."""
+        program, ambient = self._kernel.program, self._kernel.ambient
+        tile = empty_tile(ambient.device)
+        with (
+            torch.random.fork_rng([]),
+            preserved_attributes(program.layer, buffers=True),
+            ambient.autocast(),
+            detached_parameters(program.layer) as parameters,
+            suppress(IndexError, RuntimeError, ValueError),  # Some messages fail without edges.
+        ):
+            rows = [source[:0] for source in self.sources]
+            values = program.gather(tile, self._tensors, rows)
+            with torch.enable_grad():
+                found = [one.messages for one in program.run(tile, values, Reductions())]
+                roots = [one for one in found if one.requires_grad]
+                shares = [torch.zeros_like(one) for one in roots]
+                if not (roots and parameters):
+                    return {}
+                leaves = list(parameters.values())
+                gradients = torch.autograd.grad(roots, leaves, shares, allow_unused=True)
+            pairs = zip(parameters, gradients, strict=True)
+            return {name: value for name, value in pairs if value is not None}
+        return {}
 
 
 class MessagesBackward(Pass):
@@ -426,7 +454,8 @@ class MessagesBackward(Pass):
         """The gradients of operands and parameters."""
         for reducer in self._found:
             reducer.finish_backward()
-        return [*self._totals, *map(self._sums.get, self._kernel.parameters)]
+        found = self._kernel.read | self._sums
+        return [*self._totals, *map(found.get, self._kernel.parameters)]
 
 
 def changed_message(title: str) -> DistributedIndexError:

@@ -1,0 +1,66 @@
+"""Layers of PyG that draw no random numbers, of which no draw has to be watched."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from functools import cache
+from typing import Any
+
+from torch import nn
+from torch_geometric.nn import Aggregation, MessagePassing
+from torch_geometric.nn.dense import linear
+
+_WORDS = re.compile(
+    r"dropout|drop|rand|bernoulli|multinomial|normal_\(|gauss|uniform_\(|_sampl|sampling|sampler|"
+    r"\.sample|noise|exponential_|gumbel|generator",
+    re.IGNORECASE,
+)
+_PLAIN = (
+    *(nn.Linear, nn.Identity, nn.Sequential, nn.ModuleList, nn.ModuleDict, nn.ParameterList),
+    *(nn.ReLU, nn.LeakyReLU, nn.ELU, nn.PReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid),
+    *(nn.BatchNorm1d, nn.LayerNorm, linear.Linear, linear.HeteroLinear, linear.HeteroDictLinear),
+)
+
+
+def draws_nothing(layer: nn.Module) -> bool:
+    """Returns whether it is sure that a layer draws no random numbers in a call.
+
+    So it is of PyG's own classes whose modules say nothing of randomness in their source, but for
+    dropout whose probability is 0.
+    """
+    if getattr(layer, "_edge_mask", None) is not None:
+        return False
+    return all(_is_silent(module) for module in layer.modules())
+
+
+def _is_silent(module: Any) -> bool:
+    kind: Any = type(module)
+    if kind in _PLAIN:
+        return True
+    words = _words(kind)
+    if words is None or words - {"dropout"} or not _OWN_METHODS.isdisjoint(vars(module)):
+        return False
+    given = [v for name, v in vars(module).items() if name.endswith(_HOOKS) or "drop" in name]
+    return not any(given)
+
+
+_HOOKS = ("forward_hooks", "forward_pre_hooks")
+_OWN_METHODS = frozenset({"forward", "message", "aggregate", "update", "edge_update", "propagate"})
+
+
+@cache
+def _words(kind: type) -> frozenset[str] | None:
+    """Returns words of randomness around a class of PyG; ``None`` of others'."""
+    if not issubclass(kind, MessagePassing | Aggregation):
+        return None
+    found: set[str] = set()
+    for base in kind.__mro__:
+        home = base.__module__
+        own = home.startswith(("torch_geometric.nn.conv.", "torch_geometric.nn.aggr."))
+        if own and base not in (MessagePassing, Aggregation):
+            found |= set(map(str.lower, _WORDS.findall(inspect.getsource(sys.modules[home]))))
+        elif not own and not home.startswith(("torch.", "builtins", "pyg_sar.", "typing", "abc")):
+            return None
+    return frozenset(found)

@@ -1,0 +1,140 @@
+"""Copies where torch has views, and backward passes.
+
+[Note: copies for views] Some of torch's views are copies here: runs of rows, say, which lie
+anywhere. What is written into such a copy is written into the tensor that it is a view of, too. To
+use a copy after that tensor was written raises: the copy knows its origin, and how often was
+written into that. Writes are counted here, for all tensors that share memory: PyTorch's versions
+leave out those by ``x.data``, and those in inference mode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+from pyg_sar.errors import DistributedIndexError
+from pyg_sar.tensors.nested import mapped, tensors_in
+
+
+class Origin:
+    """What a tensor is a copy of, where torch has a view. See [Note: copies for views].
+
+    Args:
+        copy: The copy's rows.
+        source: What it is a view of.
+        view: Returns the same view of another tensor with the source's rows.
+    """
+
+    def __init__(self, copy: Tensor, source: Any, view: Callable[[Any], Any]) -> None:
+        self.copy, self.source, self._view = copy, source, view
+        self._seen = source.writes.count
+
+    def stale(self) -> bool:
+        """Returns whether the source, or what that is a copy of, was written since."""
+        above = self.source.origin
+        return self._seen != self.source.writes.count or (above is not None and above.stale())
+
+    def put(self) -> None:
+        """Writes the copy where it was taken from."""
+        source, local = self.source, self.source.local
+        places = torch.arange(local.numel(), device=local.device).view(local.shape)
+        local.put_(self._view(type(source)(places, source.rows, source.axis)).local, self.copy)
+        source.writes.count += 1
+        self._seen = source.writes.count
+        if source.origin is not None:
+            source.origin.put()
+
+
+class RowCopy(Tensor):
+    """A plain copy where torch gives a view. See [Note: copies for views].
+
+    Attributes:
+        of: Of one row of a node tensor: that tensor, the row's number, all of the row, and the
+            writes that it has seen.
+    """
+
+    of: list[Any] | None = None
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in PASSES_BACK:
+            return pass_back(func, args, kwargs or {})
+        name = getattr(func, "__name__", "")
+        writes = name.endswith("_") and not name.endswith("__")
+        writes = writes or name in _IN_PLACE or (kwargs or {}).get("inplace") is True
+        into_out = isinstance((kwargs or {}).get("out"), cls)
+        writes = bool(args) and isinstance(args[0], cls) and writes
+        copies = [t for t in tensors_in(args, kwargs) if isinstance(t, cls)]
+        if name != "__get__" and any(t.of and t.of[3] != t.of[0].writes.count for t in copies):
+            raise DistributedIndexError(
+                f"'{name}' takes a row of a node tensor that was written since: take the row again"
+            )
+        if writes and not into_out and args[0].of:
+            return _write_row(func, args, kwargs or {})
+        if into_out or writes:
+            raise DistributedIndexError(
+                f"'{name}' would write into a copy of rows, not into the node tensor that they are "
+                "of: assign to it, x[3] = x[3] + 1, say"
+            )
+        plain = lambda t: t.as_subclass(Tensor) if isinstance(t, cls) else t  # noqa: E731
+        with torch._C.DisableTorchFunctionSubclass():
+            out = func(*mapped(plain, args), **mapped(plain, kwargs or {}))
+            origins = [t for t in copies if isinstance(out, Tensor) and shares_memory(out, t)]
+        if origins:
+            out = out.as_subclass(cls)
+            out.of = origins[0].of
+        return out
+
+
+def _write_row(func: Any, args: Any, kwargs: Any) -> Any:
+    """Writes into a row, or a part of it, and then the row into the tensor that it is of."""
+    of: list[Any] = args[0].of
+    with torch._C.DisableTorchFunctionSubclass():
+        func(*args, **kwargs)
+    of[0][of[1]] = of[2]
+    of[3] = of[0].writes.count
+    return args[0]
+
+
+_IN_PLACE = frozenset(
+    f"__{name}__"
+    for name in (
+        *("iadd", "isub", "imul", "itruediv", "ifloordiv", "ipow", "imod", "iand", "ior", "ixor"),
+        *("ilshift", "irshift", "setitem"),
+    )
+)
+
+
+def shares_memory(one: Tensor, other: Tensor) -> bool:
+    """Returns whether two tensors lie in the same memory."""
+    if one.layout != torch.strided or other.layout != torch.strided:
+        return False
+    return one.untyped_storage()._cdata == other.untyped_storage()._cdata
+
+
+# Functions that autograd doesn't see ##########################################
+
+PASSES_BACK = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+def pass_back(func: Any, args: Any, kwargs: Any) -> Any:
+    """Backward passes, with which all tensors of subclasses stay what they are.
+
+    Messages, and layers under a checkpoint, run again in them. So what is called here isn't
+    called with functions of subclasses switched off: it gets edges of autograd's graph instead of
+    tensors.
+    """
+    if func is Tensor.backward:
+        func, kwargs = torch.autograd.backward, {**kwargs, "grad_tensors": kwargs["gradient"]}
+        del kwargs["gradient"]
+    given = tensors_in(args, kwargs.get("inputs"))
+    if not all(tensor.requires_grad for tensor in given):
+        with torch._C.DisableTorchFunctionSubclass():  # It says so.
+            return func(*args, **kwargs)
+    if kwargs.get("inputs") is not None:
+        kwargs["inputs"] = mapped(get_gradient_edge, kwargs["inputs"])
+    return func(*mapped(get_gradient_edge, args), **kwargs)
