@@ -363,10 +363,10 @@ def test_a_model_of_one_view_refuses_tensors_of_the_other(roots: Callable[[int],
             hidden = pyg_sar.distribute(Hidden(data), view=view)
             with pytest.raises(DistributedIndexError, match=f"of the {other} view"):
                 hidden().sum().backward()
-            own = "is of the global view" if view == "local" else "of this worker's rows alone"
+            own = "is of the whole graph" if view == "local" else "of this worker's rows alone"
             with pytest.raises(DistributedIndexError, match=own):
                 conv(both["local"].x, both["global"].edge_index)
-            whole = "is of the global view" if view == "local" else "no edges of which it is known"
+            whole = "is of the whole graph" if view == "local" else "no edges of which it is known"
             with pytest.raises(DistributedIndexError, match=whole):
                 conv(both["global"].x, both["local"].edge_index)
 

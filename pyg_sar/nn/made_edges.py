@@ -1,4 +1,4 @@
-"""Edges that were made, not loaded: layers of the global view distribute them on their way in.
+"""Edges that were made, not loaded: layers distribute them on their way in.
 
 [Note: made edges] Layers run on distributed edges. An ``edge_index`` that was computed
 (``dropout_edge``, ``coalesce``, ``cat``), or that every worker holds, stands for none. It is
