@@ -101,9 +101,9 @@ def distribute(
         layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
         sum_gradients: With ``view='local'``: sum parameter gradients over the workers inside
             ``backward()``. If not, call :func:`pyg_sar.reduction.sum_gradients` yourself.
-        replicated: With ``view='local'``: names of submodules whose inputs are the same on all workers: what comes after
-            a readout, such as ``['head']``. Their rows are graphs, each of which every worker
-            has, so their norms and aggregations stay as they are.
+        replicated: With ``view='local'``: names of submodules whose inputs are the same on all
+            workers: what comes after a readout, such as ``['head']``. Their rows are graphs, each
+            of which every worker has, so their norms and aggregations stay as they are.
         view: As that of :func:`load_partition`. By default layers and norms take and give tensors
             of the whole graph, and all other modules, readouts included, stay as they are; the
             default policy draws random numbers as one process (``SARPolicy(random='same')``).

@@ -354,6 +354,7 @@ def test_a_model_of_one_view_refuses_tensors_of_the_other(roots: Callable[[int],
         both = {view: pyg_sar.load_partition(root, view=view) for view in ("local", "global")}
         for view, other in (("local", "global"), ("global", "local")):
             data = both[other]
+            wanted = "of the whole graph" if other == "global" else "got a worker's own"
             conv = pyg_sar.distribute(gnn.SAGEConv(8, 2).to(DOUBLE), view=view)
             with pytest.raises(DistributedIndexError, match=wanted):
                 conv(data.x, data.edge_index)

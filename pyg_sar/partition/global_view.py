@@ -49,8 +49,8 @@ def draw_alike(comm: Communicator) -> None:
     """
     if comm.backend == "threads" and comm.host is None and comm.world_size > 1:
         raise ValueError(
-            "data of the whole graph needs workers that each have a generator of random numbers, and "
-            f"threads share PyTorch's (rank {comm.rank}): start processes, launch(fn, W), or "
+            "data of the whole graph needs workers that each have a generator of random numbers, "
+            f"and threads share PyTorch's (rank {comm.rank}): start processes, launch(fn, W), or "
             "parts of one process, launch(fn, 1, parts=P)"
         )
     if comm.world_size > 1:
