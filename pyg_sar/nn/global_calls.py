@@ -368,8 +368,10 @@ def _explain_message(layer: Any, own: Any, no_loops: bool, inputs: Tensor, **kwa
 
 def _refuse_local(module: Any, *given: Any) -> None:
     """Raises on a worker's own edges, with which gradients would stay each worker's own."""
+    if not any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
+        return
     comm = current()
-    if comm.world_size > 1 and any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
+    if comm.world_size > 1:
         raise DistributedIndexError(
             f"{type(module).__name__} got a worker's own 'edge_index' (rank {comm.rank}): pass "
             "data of load_partition(root), or convert the model by distribute(model, view='local')"

@@ -166,8 +166,8 @@ def _take_rows(
         else:
             raise PartitionError(
                 f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "
-                f"a tensor of the whole graph (rank {rows.comm.rank}): make it a dense tensor before write_partitions(), or "
-                "leave it out"
+                f"a tensor of the whole graph (rank {rows.comm.rank}): make it a dense "
+                "tensor before write_partitions(), or leave it out"
             )
 
 
