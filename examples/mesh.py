@@ -52,11 +52,11 @@ class MeshGraphNet(torch.nn.Module):
         return self.last(x["point"])
 
 
-def train(model: torch.nn.Module, data: HeteroData, mean) -> list[float]:
+def train(model: torch.nn.Module, data: HeteroData) -> list[float]:
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=3e-3), []
     for _ in range(40):
         optimizer.zero_grad()
-        loss = mean((model(data) - data["point"].y).square().sum(1))
+        loss = (model(data) - data["point"].y).square().sum(1).mean()
         loss.backward()
         optimizer.step()
         losses.append(loss.item())
@@ -65,8 +65,7 @@ def train(model: torch.nn.Module, data: HeteroData, mean) -> list[float]:
 
 def work(root: str) -> list[float]:
     torch.manual_seed(0)
-    own = pyg_sar.distribute(MeshGraphNet().double())
-    return train(own, pyg_sar.load_partition(root), pyg_sar.mean)
+    return train(pyg_sar.distribute(MeshGraphNet().double()), pyg_sar.load_partition(root))
 
 
 if __name__ == "__main__":
@@ -75,6 +74,6 @@ if __name__ == "__main__":
         print(pyg_sar.write_partitions(graph, WORKERS, f"{root}/parts"))
         found = pyg_sar.launch(work, WORKERS, f"{root}/parts")[0]
     torch.manual_seed(0)
-    alone = train(MeshGraphNet().double(), graph, torch.mean)
+    alone = train(MeshGraphNet().double(), graph)
     apart = max(abs(a / b - 1) for a, b in zip(found, alone, strict=True))
     print(f"loss {found[0]:.3f} to {found[-1]:.3f}; largest difference {apart:.0e}")

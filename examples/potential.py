@@ -49,13 +49,13 @@ class Potential(torch.nn.Module):
         return self.head(x.tanh())
 
 
-def train(model: torch.nn.Module, data: Data, mean) -> list[float]:
+def train(model: torch.nn.Module, data: Data) -> list[float]:
     optimizer, losses = torch.optim.Adam(model.parameters(), lr=1e-2), []
     for _ in range(EPOCHS):
         pos = data.pos.clone().requires_grad_()
-        energy = model(data.z, pos, data.edge_index)  # of each atom; a worker sums its own
+        energy = model(data.z, pos, data.edge_index)
         (gradient,) = torch.autograd.grad(energy.sum(), pos, create_graph=True)
-        loss = mean((gradient + data.force).square())
+        loss = (gradient + data.force).square().mean()
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -66,7 +66,7 @@ def train(model: torch.nn.Module, data: Data, mean) -> list[float]:
 def work(root: str) -> list[float]:
     torch.manual_seed(0)
     model = pyg_sar.distribute(Potential().double(), pyg_sar.SARPolicy(mode=3))
-    return train(model, pyg_sar.load_partition(root), pyg_sar.mean)
+    return train(model, pyg_sar.load_partition(root))
 
 
 if __name__ == "__main__":
@@ -75,6 +75,6 @@ if __name__ == "__main__":
         pyg_sar.write_partitions(crystal, WORKERS, f"{root}/parts")
         found = pyg_sar.launch(work, WORKERS, f"{root}/parts")[0]
     torch.manual_seed(0)
-    alone = train(Potential().double(), crystal, torch.mean)
+    alone = train(Potential().double(), crystal)
     apart = max(abs(a / b - 1) for a, b in zip(found, alone, strict=True))
     print(f"loss {found[0]:.3f} to {found[-1]:.3f}; largest difference {apart:.0e}")

@@ -60,13 +60,13 @@ class RGCN(torch.nn.Module):
 
 
 def train(root: str, entities: int, relations: int, classes: int) -> None:
-    data = pyg_sar.load_partition(root)
+    data = pyg_sar.load_partition(root, view="local")  # a worker owns its entities' vectors
     config = pyg_sar.train.TrainConfig(epochs=EPOCHS, lr=0.01, eval_every=EPOCHS)
     call = lambda model, data: model(data.edge_index, data.edge_type)  # noqa: E731
     for how in ({"num_bases": 8}, {"num_blocks": 4}):
         torch.manual_seed(0)
         own = pyg_sar.nn.NodeEmbedding(data.num_nodes, HIDDEN, n_id=data.n_id, num_nodes=entities)
-        model = pyg_sar.distribute(RGCN(own, relations, classes, **how))
+        model = pyg_sar.distribute(RGCN(own, relations, classes, **how), view="local")
         result = pyg_sar.Trainer(model, data, config, forward=call).fit()
         if pyg_sar.comm.current().rank == 0:
             print(f"{how}: test accuracy {result.final['test_accuracy']:.3f}")

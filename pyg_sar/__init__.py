@@ -10,7 +10,7 @@ A plugin for PyTorch Geometric with the sequential aggregation and rematerializa
     pyg_sar.init()                                      # in each worker
     data = pyg_sar.load_partition("parts")
     model = pyg_sar.distribute(model)
-    loss = pyg_sar.mean(F.cross_entropy(out[mask], data.y[mask], reduction="none"))
+    loss = F.cross_entropy(model(data.x, data.edge_index)[mask], data.y[mask])
 
 Errors are in :mod:`pyg_sar.errors`; all other public names in the subpackages: ``comm``, ``space``,
 ``partition``, ``reduction``, ``nn``, ``train``, ``tools``, and ``functional``.

@@ -89,27 +89,26 @@ def distribute(
 
         data = pyg_sar.load_partition(root)
         model = pyg_sar.distribute(GAT(data.num_features, 64, 3, num_classes))
-        loss = pyg_sar.mean(F.cross_entropy(model(data.x, data.edge_index)[data.train_mask],
-                                            data.y[data.train_mask], reduction='none'))
-        loss.backward()   # every p.grad holds the sum over all workers
+        out = model(data.x, data.edge_index)
+        loss = F.cross_entropy(out[data.train_mask], data.y[data.train_mask])
+        loss.backward()   # every p.grad is that of one process, on every worker
 
-    So do the gradients that hooks on parameters see, and that ``torch.autograd.grad`` returns.
+    So are the gradients that hooks on parameters see, and that ``torch.autograd.grad`` returns.
 
     Args:
         model: The model, built alike on every worker.
         policy: How its layers run.
         layer_policies: Policies of single layers, by their name in ``model.named_modules()``.
-        sum_gradients: Sum parameter gradients over the workers inside ``backward()``. If not,
-            call :func:`pyg_sar.reduction.sum_gradients` yourself.
-        replicated: Names of submodules whose inputs are the same on all workers: what comes after
-            a readout, such as ``['head']``. Their rows are graphs, each of which every worker
-            has, so their norms and aggregations stay as they are.
-        view: ``'global'``: for the tensors of ``load_partition(root, view='global')``. Layers and
-            norms take and give these; all other modules, readouts included, stay as they are.
-            Gradients are complete on every worker: ``sum_gradients`` and ``replicated`` have no
-            meaning then. The default policy draws random numbers as one process
-            (``SARPolicy(random='same')``); on an ordinary graph in one process it is
-            ``SARPolicy()``, with which kernels draw their own.
+        sum_gradients: With ``view='local'``: sum parameter gradients over the workers inside
+            ``backward()``. If not, call :func:`pyg_sar.reduction.sum_gradients` yourself.
+        replicated: With ``view='local'``: names of submodules whose inputs are the same on all
+            workers: what comes after a readout, such as ``['head']``. Their rows are graphs, each
+            of which every worker has, so their norms and aggregations stay as they are.
+        view: As that of :func:`load_partition`. By default layers and norms take and give tensors
+            of the whole graph, and all other modules, readouts included, stay as they are; the
+            default policy draws random numbers as one process (``SARPolicy(random='same')``; on an
+            ordinary graph in one process ``SARPolicy()``, with which kernels draw their own).
+            ``'local'``: they take each worker's own rows.
 
     Returns:
         ``model``.

@@ -88,7 +88,7 @@ class SARPolicy:
             its order, so that outputs and gradients are plain PyG's for the same
             ``torch.manual_seed``; ``'keyed'``: by a counter-based generator, the same for any
             number of workers and any partition. For both, seed all workers alike. See
-            docs/random_numbers.md for what they cost. Must be the same on all workers.
+            docs/global-view.md for what they cost. Must be the same on all workers.
         refresh_every: Steps from one exchange of halo rows and their gradients to the next, in
             training; in between a layer takes the rows and gradients of the last exchange (stale
             features, as in PipeGCN, Sancus and DistGNN). Above 1, gradients differ from those of

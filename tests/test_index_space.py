@@ -216,7 +216,7 @@ def test_positions_of_edges_are_warned_of(cut: slice, named: str | None, root: P
 
     for found in on_workers(run, root):
         assert len(found) == (named is not None)
-        assert all(named in line and "view='global'" in line for line in found)
+        assert all(named in line and "data of load_partition(root)" in line for line in found)
 
 
 @pytest.mark.parametrize("reduce", ["max", "min"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import random
 import re
 import runpy
@@ -296,7 +295,7 @@ def test_the_example_shows_one_curve(capsys, monkeypatch):
     assert len(EXAMPLE.read_text().splitlines()) <= 80
     source = "synthetic:nodes=300,classes=4,features=16"
     monkeypatch.setattr("sys.argv", [str(EXAMPLE), source])
-    monkeypatch.setattr(pyg_sar, "launch", functools.partial(pyg_sar.launch, backend="threads"))
+    monkeypatch.setattr(pyg_sar, "launch", host)
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     found = [re.fullmatch(r"(\d) workers: (loss .* test AUC (0\.\d+))", line) for line in lines]

@@ -1,4 +1,4 @@
-"""Trains on this worker's part, however the workers were started (docs/launching.md).
+"""Trains on the workers' parts, however the workers were started (docs/launching.md).
 
 ``pyg-sar partition synthetic --parts 4 --out parts``, then one of this folder's files starts a
 worker for each part.
@@ -20,7 +20,7 @@ def main(parts: str, checkpoint: str) -> float:
     with SignalNotice() as stop:  # SIGUSR1: all workers save the same epoch, and end
         comm = pyg_sar.init()  # of torchrun, srun, mpirun, or a process group that is there
         data = pyg_sar.load_partition(parts)
-        classes = 1 + int(comm.all_reduce(data.y.max(), "max"))
+        classes = 1 + int(data.y.max())
         torch.manual_seed(0)
         model = pyg_sar.distribute(GraphSAGE(data.num_features, 32, 2, classes))
         callbacks = [LineProgress(), CheckpointEvery(checkpoint, every=10, stop=stop)]

@@ -28,6 +28,7 @@ from pyg_sar.nn.norm import (
 from pyg_sar.nn.pool import DistReadout, global_add_pool, global_max_pool, global_mean_pool
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.space.node_rows import shuffle_nodes
+from pyg_sar.tensors import NodeTensor
 
 __all__ = [
     "NORMS",
@@ -84,7 +85,8 @@ def initialize(model: torch.nn.Module, *args: Any, **kwargs: Any) -> torch.nn.Mo
     """
 
     def cut(value: Any) -> Any:
-        if isinstance(value, DistEdgeIndex):
+        edges = isinstance(value, NodeTensor) and value.edges is not None
+        if edges or isinstance(value, DistEdgeIndex):
             return torch.zeros(2, 1, dtype=torch.long, device=value.device)
         if isinstance(value, Tensor) and value.dim() > 0:
             return torch.zeros(1, *value.shape[1:], dtype=value.dtype, device=value.device)

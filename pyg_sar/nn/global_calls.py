@@ -136,7 +136,7 @@ class _Call:
                 raise DistributedIndexError(
                     f"{type(self.module).__name__} got a plain tensor of shape "
                     f"{list(value.shape)}, of this worker's rows alone (rank {self.comm.rank}): "
-                    "pass tensors of load_partition(root, view='global')"
+                    "pass tensors of load_partition(root), or pyg_sar.from_local(rows, data)"
                 )
         if value.requires_grad:
             self.shared.append(value)
@@ -244,7 +244,8 @@ class _Call:
         if value.dim() == 0 or axis < 0 or value.size(axis) != rows.count:
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a tensor of shape {list(value.shape)} for "
-                f"{counted(rows.count, 'rows')} (rank {self.comm.rank}): it has no global view"
+                f"{counted(rows.count, 'rows')} (rank {self.comm.rank}): it is no tensor of the "
+                "whole graph"
             )
         return FromLocal.apply(value, rows, axis)
 
@@ -268,7 +269,7 @@ class _Call:
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave a {type(out).__name__} (rank "
                 f"{self.comm.rank}), of which it is not known which rows they have: call it on "
-                "load_partition(view='local')"
+                "data of load_partition(root, view='local')"
             )
         return self.out(out, self._targets())
 
@@ -296,7 +297,7 @@ class _Call:
         if not rows.agree(isinstance(index, DistEdgeIndex) and index.size(1) == rows.count):
             raise DistributedIndexError(
                 f"{type(self.module).__name__} gave values of other edges than its own, and loops "
-                f"(rank {self.comm.rank}): call it on load_partition(view='local')"
+                f"(rank {self.comm.rank}): call it on data of load_partition(root, view='local')"
             )
         found = edge_tensor(Edges(index, edges.sources, edges.targets), rows)
         return self.out(out, self._targets()), (found, self.out(attention, rows))
@@ -396,13 +397,14 @@ def _policy_of_parts(layer: Any) -> Iterator[None]:
 
 
 def _refuse_local(module: Any, *given: Any) -> None:
-    """Raises on edges of the local view, with which gradients would stay each worker's own."""
+    """Raises on a worker's own edges, with which gradients would stay each worker's own."""
+    if not any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
+        return
     comm = current()
-    if comm.world_size > 1 and any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
+    if comm.world_size > 1:
         raise DistributedIndexError(
-            f"{type(module).__name__} got an 'edge_index' of the local view (rank {comm.rank}), "
-            "but the model was converted for the global view: call load_partition(root, "
-            "view='global'), or distribute(model)"
+            f"{type(module).__name__} got a worker's own 'edge_index' (rank {comm.rank}): pass "
+            "data of load_partition(root), or convert the model by distribute(model, view='local')"
         )
 
 

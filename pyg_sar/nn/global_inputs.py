@@ -1,4 +1,4 @@
-"""Hooks of layers in the global view, and ``adj_t``: what their calls take besides node tensors.
+"""Hooks of layers on the whole graph, and ``adj_t``: what their calls take besides node tensors.
 
 Hooks of a layer get tensors of the whole graph. In the place of ``adj_t`` a layer gets its edges
 and their weights.
@@ -63,7 +63,7 @@ def refuse_inner_hooks(module: torch.nn.Module, rank: int) -> None:
                         f"{type(inner).__name__} {name!r} of {type(module).__name__} has a hook in "
                         f"'{kind}', which would see the rows of rank {rank} only: put a forward or "
                         f"backward hook on the {type(module).__name__}, or call it on "
-                        "load_partition(view='local')"
+                        "data of load_partition(root, view='local')"
                     )
 
 

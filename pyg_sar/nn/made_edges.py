@@ -1,4 +1,4 @@
-"""Edges that were made, not loaded: layers of the global view distribute them on their way in.
+"""Edges that were made, not loaded: layers distribute them on their way in.
 
 [Note: made edges] Layers run on distributed edges. An ``edge_index`` that was computed
 (``dropout_edge``, ``coalesce``, ``cat``), or that every worker holds, stands for none. It is
@@ -53,6 +53,8 @@ def with_made_edges(layer: Any, args: Any, kwargs: Any) -> tuple[Any, Any]:
     leaves = [value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)]
     if not isinstance(layer, MessagePassing) or not any(map(_is_made, leaves)):
         return args, kwargs
+    if torch.compiler.is_compiling() and not node_tensors(args, kwargs):
+        return args, kwargs  # Dynamo can't trace context variables.
     known = made_edges(current())
     inner = any(isinstance(value, InSpace) for value in leaves)
     if inner or not (node_tensors(args, kwargs) or known.all_plain):

@@ -1,4 +1,4 @@
-"""The global view of a part: its attributes as tensors of the whole graph."""
+"""A part as the whole graph: its attributes as tensors of the whole graph."""
 
 from __future__ import annotations
 
@@ -49,8 +49,8 @@ def draw_alike(comm: Communicator) -> None:
     """
     if comm.backend == "threads" and comm.host is None and comm.world_size > 1:
         raise ValueError(
-            "view='global' needs workers that each have a generator of random numbers, and "
-            f"threads share PyTorch's (rank {comm.rank}): start processes, launch(fn, W), or "
+            "data of the whole graph needs workers that each have a generator of random numbers, "
+            f"and threads share PyTorch's (rank {comm.rank}): start processes, launch(fn, W), or "
             "parts of one process, launch(fn, 1, parts=P)"
         )
     if comm.world_size > 1:
@@ -165,9 +165,9 @@ def _take_rows(
             store[name] = wrap(plain, rows, attribute.dim)
         else:
             raise PartitionError(
-                f"'{name}' ({attribute.form}, a row per {attribute.level}) has no global view "
-                f"(rank {rows.comm.rank}): make it a dense tensor before write_partitions(), or "
-                "leave it out"
+                f"'{name}' ({attribute.form}, a row per {attribute.level}) can't be "
+                f"a tensor of the whole graph (rank {rows.comm.rank}): make it a dense "
+                "tensor before write_partitions(), or leave it out"
             )
 
 

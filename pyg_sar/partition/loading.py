@@ -125,9 +125,14 @@ def load_partition(
     verify: bool = True,
     view: Literal["local", "global"] = "global",
 ) -> Data | HeteroData:
-    """Loads this worker's part of a partitioned graph.
+    """Loads a partitioned graph, of which this worker holds its part.
 
-    The result is a PyG ``Data`` with this worker's rows of every attribute, the distributed
+    The result is a PyG ``Data`` with tensors of the whole graph
+    (:class:`~pyg_sar.tensors.NodeTensor`): code that is written for one process computes its
+    numbers. All workers draw random numbers alike: their generators take the state of rank 0's
+    here, and must be seeded alike from then on.
+
+    With ``view='local'`` it has this worker's rows of every attribute, the distributed
     ``edge_index``, and global ids ``n_id`` (of its nodes) and ``e_id`` (of its edges). A node-level
     ``batch`` (graph ids) becomes a :class:`~pyg_sar.space.DistBatch`, into which all workers
     scatter together. Of a heterogeneous graph it is a ``HeteroData`` that has these for each node
@@ -148,15 +153,11 @@ def load_partition(
         device: Where the tensors go: this worker's device (``comm.device``), which is the default.
             A single process on the CPU may choose any.
         verify: Compare the file's checksum.
-        view: ``'local'``: this worker's rows, in its own numbering. ``'global'``: tensors of the
-            whole graph, of which this worker holds its rows
-            (:class:`~pyg_sar.tensors.NodeTensor`): code that is written for one process computes
-            its numbers. Models need ``distribute(model, view='global')``. All workers draw random
-            numbers alike: their generators take the state of rank 0's here, and must be seeded
-            alike from then on.
+        view: ``'global'``, as above, or ``'local'``: this worker's rows, in its own numbering,
+            for ``distribute(model, view='local')``.
 
     Returns:
-        ``data`` with ``data.num_nodes`` own nodes and ``data.num_edges`` edges into them.
+        ``data``. With ``view='local'`` its ``num_nodes`` and ``num_edges`` are this worker's.
 
     Raises:
         ValueError: When ``view`` is none of these, or is ``'global'`` on workers that are threads;

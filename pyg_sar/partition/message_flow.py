@@ -120,8 +120,8 @@ def _distributed_edges(data: Data) -> DistEdgeIndex:
     edges = data.get("edge_index") if isinstance(data, Data) else None
     if not isinstance(edges, DistEdgeIndex) or edges.bipartite or edges.partial is not None:
         raise TypeError(
-            "Expected 'data' to be a part with one type of nodes, as pyg_sar.load_partition gives "
-            f"it in the local view (got {type(data).__name__} with "
+            "Expected 'data' to be a part with one type of nodes, as "
+            f"load_partition(root, view='local') gives it (got {type(data).__name__} with "
             f"{_kind(edges)} as edge_index)"
         )
     if edges.dist_row != 0:

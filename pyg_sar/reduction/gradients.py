@@ -147,11 +147,11 @@ def unsummed_parameter(values: Tensor) -> Tensor | None:
 
 
 def other_view(what: str, rank: int) -> DistributedIndexError:
-    """Returns the error of a model of the local view that meets tensors of the global view."""
+    """Returns the error of a model for own rows that meets tensors of the whole graph."""
     return DistributedIndexError(
-        f"{what} is of the global view (rank {rank}), where gradients are complete on every worker "
-        "already, but the model was converted for the local view, which sums them over the "
-        "workers: call distribute(model, view='global'), or load_partition(root, view='local')"
+        f"{what} is of the whole graph (rank {rank}), where gradients are complete on every worker "
+        "already, but the model was converted with view='local', which sums them over the "
+        "workers: call distribute(model), or load_partition(root, view='local')"
     )
 
 

@@ -179,7 +179,7 @@ def _warn_of_positions(columns: slice) -> None:
     warnings.warn(
         f"edge_index[:, {cut}] counts each worker's own edges, not those of the whole graph: only "
         "a computation that takes the other edges as well, as in pieces, gives the same numbers. "
-        "Choose edges by a mask of what they are, or load with load_partition(view='global')",
+        "Choose edges by a mask of what they are, or take data of load_partition(root)",
         stacklevel=2,
     )
 
