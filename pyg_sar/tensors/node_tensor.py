@@ -403,9 +403,10 @@ _OWN = ("aten", "torch_nn")
 def _without_rule(func: Any) -> Rule:
     """Returns how an operator of torch's own without a rule of its own is right: by all rows.
 
-    Those that change a tensor's shape, or write into several, and others' operators are refused.
+    Those that read memory by its strides, change a tensor's shape, or write into several, and
+    others' operators are refused.
     """
-    if func.namespace not in _OWN or func is torch.ops.aten.as_strided.default:
+    if func.namespace not in _OWN or "as_strided" in func._schema.name:
         return refused
     if not func._schema.is_mutable:
         return by_gathering
