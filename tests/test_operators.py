@@ -131,10 +131,10 @@ def called(op: Any, given: list[Any], bits: Any) -> Any:
 
 def tried(op: Any, sample: Any, rows: Rows, all_of_them: bool, bits: Any = None) -> str:
     """One call: nothing, or how it differs."""
-    given = [sample.input, sample.args, sample.kwargs]
-    found = [spread(sample.input, rows), sample.args, sample.kwargs]
-    if all_of_them:
-        found = spread(given, rows)
+    # Each thread has leaves of its own.
+    own = lambda t: t.detach().clone().requires_grad_() if t.requires_grad else t  # noqa: E731
+    given = mapped(own, [sample.input, sample.args, sample.kwargs])
+    found = spread(given, rows) if all_of_them else [spread(given[0], rows), *given[1:]]
     try:
         plain = called(op, given, bits)
         learns = isinstance(plain, Tensor) and plain.requires_grad
