@@ -134,7 +134,7 @@ def distribute(
     default = None if policy or not whole else SARPolicy(random="same")
     policy = policy or default or SARPolicy()
     _check_alike(model, policy, policies, replicated, comm)
-    if policy.random is not None:
+    if policy.random is not None and not whole:
         refuse_dense_attention(model, policy.random)
     draws = None if policy.random is None else DrawsOfForward(comm, policy.random)
     graphs, shared = OwnGraphs(), SharedParameters()
@@ -161,9 +161,9 @@ def distribute(
                 module.__class__ = registry.named_as(NORMS[plain], plain)
             if whole:
                 _take_whole(module, name, shared)
-        elif whole and type(module) in attention.MODULES:
-            module.__class__ = registry.class_after(type(module))
-            _take_whole(module, name, shared)
+        elif whole and type(module) is torch.nn.MultiheadAttention:
+            whole_kind: Any = attention.GlobalMultiheadAttention
+            module.__class__ = registry.named_as(whole_kind, torch.nn.MultiheadAttention)
         elif name in seeing.nodes and not whole:
             module.__class__ = registry.class_after(type(module))
     DrawsOfForward.remove(model)

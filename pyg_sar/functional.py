@@ -26,7 +26,6 @@ from pyg_sar.kernels.attention_terms import (
     check_terms,
     wide_dtype,
 )
-from pyg_sar.wording import counted
 
 
 def use_kernel(native: bool | None, fits: bool) -> bool:
@@ -127,7 +126,7 @@ def gather_sum(
         )
     if weight is not None and (weight.dim() != 1 or weight.size(0) != source.size(0)):
         raise ValueError(
-            f"gather_sum: expected a 'weight' for each of the {counted(source.numel(), 'edges')} "
+            f"gather_sum: expected a 'weight' for each of the {source.numel()} edges "
             f"(got shape {list(weight.shape)})"
         )
     count = offsets.size(0) - 1
@@ -205,8 +204,8 @@ def attention(
     count = offsets.size(0) - 1
     if query is not None and query.size(0) != count:
         raise ValueError(
-            f"attention: expected 'query' with a row for each of the {counted(count, 'targets')} "
-            f"of 'offsets' (got {query.size(0)})"
+            f"attention: expected 'query' with a row for each of the {count} targets of 'offsets' "
+            f"(got {query.size(0)})"
         )
     wide = wide_dtype(value.dtype)
     low, high = (0, 0)

@@ -442,5 +442,5 @@ def test_a_worker_killed_mid_epoch_and_the_curve_after_it(tmp_path):
         assert "another model" in result["errors"]["model"]
         assert "Cannot write" in result["errors"]["folder"]
         assert "(rank 0)" in result["errors"]["folder"]
-        expected = "written by 1 ranks, this run has 3, and each has a random state: start workers"
+        expected = "written by 1 rank, this run has 3, and each has a random state: start workers"
         assert expected in result["errors"]["workers"]

@@ -41,7 +41,8 @@ def test_they_find_what_workers_from_nothing_find(monkeypatch, forked, tmp_path)
     monkeypatch.setattr(_Worker, "start", forked.from_nothing)
     (expected,) = launch(surroundings, 1)
     differ = {name for name in {*found, *expected} if found.get(name) != expected.get(name)}
-    assert differ == set()
+    # Modules are loaded when they are used: by others of the template's workers, too.
+    assert differ <= {"modules"} and set(expected["modules"]) <= set(found["modules"])
 
 
 def test_no_launch_finds_what_another_left():

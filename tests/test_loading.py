@@ -22,6 +22,7 @@ from pyg_sar.partition.metadata import METADATA
 from pyg_sar.partition.storage import part_file, read_part
 from pyg_sar.space import DistEdgeIndex
 from pyg_sar.space.index_space import plain
+from pyg_sar.wording import counted
 
 WORLD = 3
 
@@ -201,7 +202,7 @@ def other_format(root: Path) -> None:
 
 # name: (damage, what the error names)
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated part": (truncate, r"part-00001-of-00003\.safetensors' has \d+ bytes"),
+    "truncated part": (truncate, r"part-00001-of-00003\.safetensors' has [\d,]+ bytes"),
     "altered part": (alter, r"part-00001-of-00003\.safetensors' was altered"),
     "missing part": (remove_part, "part 1 of '.*', is missing"),
     "folder instead of part": (folder_for_part, "part-00001-of-00003"),
@@ -252,8 +253,8 @@ def test_several_damaged_parts_are_all_named(root: Path):
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_wrong_world_size(world: int, root: Path):
     message = same_error(root, world)
-    assert "has 3 parts" in message and f"{world} workers" in message
-    assert "start 3 workers" in message and f"into {world} parts" in message
+    assert "has 3 parts" in message and counted(world, "workers") in message
+    assert "start 3 workers" in message and f"into {counted(world, 'parts')}" in message
 
 
 def test_one_worker_sees_another_folder(graph: Data, root: Path, tmp_path: Path):

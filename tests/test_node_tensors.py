@@ -461,7 +461,7 @@ REFUSED: dict[str, Callable[[Values], Any]] = {
     "a shape that changes": lambda v: v.x.unsqueeze_(1),
     "merged rows": lambda v: v.z.transpose(0, 1).reshape(3, 2 * N),
     "rows and a mask of columns": lambda v: put(v.x, (slice(2, 5), v.x[0] > 0), 1.0),
-    "random numbers like a transpose": lambda v: torch.rand_like(v.x.t()),
+    "random numbers into some columns": lambda v: v.x[:, :2].uniform_(),
     "out= of another shape": lambda v: torch.add(v.x, 1, out=torch.zeros(N, 5, dtype=DOUBLE)),
 }
 

@@ -8,8 +8,6 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor
 
-from pyg_sar.wording import counted
-
 Kind = Literal["additive", "gatv2", "dot", "mixed", "tanh"]
 _PRODUCTS = 2**18  # held at a time
 
@@ -194,8 +192,8 @@ class AttentionState:
         wide = wide_dtype(attention.value.dtype)
         if attention.query is not None and rows != attention.query.size(0):
             raise ValueError(
-                f"attention: expected 'acc' with the {counted(attention.query.size(0), 'rows')} of "
-                f"'query' (got {list(self.acc.shape)})"
+                f"attention: expected 'acc' with the {attention.query.size(0)} rows of 'query' "
+                f"(got {list(self.acc.shape)})"
             )
         for name, expected in (("acc", [-1, *shape[1:]]), ("maximum", [rows, shape[1]])):
             expect(name, getattr(self, name), expected, wide)
@@ -399,8 +397,8 @@ def check_per_edge(
     for name, tensor in (("edge_attr", edge_attr), ("drop_key", drop_key)):
         if tensor is not None and tensor.size(0) != source.numel():
             raise ValueError(
-                f"attention: expected '{name}' with a row for each of the "
-                f"{counted(source.numel(), 'edges')} (got shape {list(tensor.shape)})"
+                f"attention: expected '{name}' with a row for each of the {source.numel()} edges "
+                f"(got shape {list(tensor.shape)})"
             )
 
 
@@ -425,8 +423,8 @@ def check_segments(
         expect("targets", targets, [offsets.numel() - 1], torch.int64)
     if edges is not None and edges.shape != source.shape:
         raise ValueError(
-            f"attention: expected 'edges' for each of the {counted(source.numel(), 'edges')} (got "
-            f"shape {list(edges.shape)})"
+            f"attention: expected 'edges' for each of the {source.numel()} edges (got shape "
+            f"{list(edges.shape)})"
         )
 
 
@@ -491,6 +489,6 @@ def check_sum_shapes(
         )
     if weight is not None and weight.shape != source.shape:
         raise ValueError(
-            f"{name}: expected a 'weight' for each of the {counted(source.numel(), 'edges')} (got "
-            f"shape {list(weight.shape)})"
+            f"{name}: expected a 'weight' for each of the {source.numel()} edges (got shape "
+            f"{list(weight.shape)})"
         )

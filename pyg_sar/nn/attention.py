@@ -41,6 +41,8 @@ from pyg_sar.nn.newer import (
     SGModule,
 )
 from pyg_sar.space.graph_index import DistBatch, dist_batch, one_graph, plain_batch
+from pyg_sar.tensors import FromLocal, NodeTensor
+from pyg_sar.tensors.boundary import to_local
 from pyg_sar.wording import counted
 
 
@@ -58,10 +60,15 @@ def graphs_of(x: Tensor, batch: Tensor | None) -> DistBatch:
 # Softmax attention ###########################################################
 
 
+def has_other_inputs(attn: MultiheadAttention) -> bool:
+    """Returns whether keys or values are more, or others, than one projection of the nodes."""
+    unlike = not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn
+    return unlike or attn.in_proj_weight is None
+
+
 def heads_of(attn: MultiheadAttention, x: Tensor, part: int) -> Tensor:
     """Returns queries (0), keys (1) or values (2) of ``x [n, C]`` as ``[n, heads, d]``."""
-    unlike = not attn._qkv_same_embed_dim or attn.bias_k is not None or attn.add_zero_attn
-    if unlike or attn.in_proj_weight is None:
+    if has_other_inputs(attn):
         raise ValueError(
             "Attention over all nodes needs a MultiheadAttention without 'kdim', 'vdim', "
             f"'add_bias_kv' and 'add_zero_attn' (rank {current().rank})"
@@ -392,6 +399,47 @@ class DistTransformerDecoderLayer(TransformerDecoderLayer):
     def forward(self, tgt: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         check_sequences(self, tgt, self.self_attn.batch_first)
         return super().forward(tgt, *args, **kwargs)
+
+
+class GlobalMultiheadAttention(MultiheadAttention):
+    """:class:`torch.nn.MultiheadAttention` between tensors of the whole graph.
+
+    Attention of all nodes to each other streams keys and values, where torch's own would give no
+    weights and drop none of them. All else is torch's, by its operators.
+    """
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        key_padding_mask: Tensor | None = None,
+        need_weights: bool = True,
+        attn_mask: Tensor | None = None,
+        average_attn_weights: bool = True,
+        is_causal: bool = False,
+    ) -> Any:
+        axis = 1 if query.dim() == 3 and self.batch_first else 0
+        streams = (
+            isinstance(query, NodeTensor)
+            and query is key is value
+            and query.axis == axis
+            and (query.dim() == 2 or query.size(1 - axis) == 1)
+            and attn_mask is None
+            and not (need_weights or is_causal or (self.training and self.dropout))
+            and (key_padding_mask is None or not bool(key_padding_mask.any()))
+            and not has_other_inputs(self)
+        )
+        if not streams:
+            return super().forward(
+                *(query, key, value, key_padding_mask, need_weights, attn_mask),
+                *(average_attn_weights, is_causal),
+            )
+        x = cast(NodeTensor, query if query.dim() == 2 else query.squeeze(1 - axis))
+        q, k, v = (to_local(heads_of(self, x, part), x.rows, 0) for part in range(3))
+        out = global_attention(q, k, v, one_graph(x.rows.count, x.device))
+        out = self.out_proj(FromLocal.apply(out, x.rows, 0).reshape(x.shape))
+        return (out if query.dim() == 2 else out.unsqueeze(1 - axis)), None
 
 
 SEQUENCES: dict[type, type] = {

@@ -18,6 +18,7 @@ import inspect
 import math
 from collections.abc import Callable
 from functools import partial
+from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -460,6 +461,20 @@ def own_forward(kind: type, function: Callable[..., Any]) -> Callable[..., Any]:
     return forward
 
 
+def without_overloads(forward: Any) -> Any:
+    """A copy of a function of which no overloads are known: TorchScript calls no others alone."""
+    copy = FunctionType(
+        forward.__code__,
+        forward.__globals__,
+        forward.__name__,
+        forward.__defaults__,
+        forward.__closure__,
+    )
+    copy.__annotations__, copy.__kwdefaults__ = forward.__annotations__, forward.__kwdefaults__
+    copy.__module__ = __name__  # Overloads are known by the module and the name.
+    return copy
+
+
 def is_plain(args: tuple[Any, ...], kwargs: dict[str, Any], pairs: bool) -> bool:
     """Tells whether a call has plain edges and node rows, and asks for the output alone."""
     edges: Any = args[1] if len(args) > 1 else kwargs.get("edge_index")
@@ -488,6 +503,8 @@ def methods_of(kind: type, by_kernel: bool) -> dict[str, Any]:
     found["compiled_propagate"] = None
     if by_kernel and kind in FORWARD:
         found["forward"] = own_forward(kind, FORWARD[kind])
+    elif torch._jit_internal._get_overloaded_methods(kind.forward, kind) is not None:  # type: ignore
+        found["forward"] = without_overloads(kind.forward)  # type: ignore
     function = PROPAGATE.get(kind) if by_kernel else None
     if function is not None:
         found["compiled_propagate"] = staticmethod(function)

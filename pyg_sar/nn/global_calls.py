@@ -41,6 +41,7 @@ from pyg_sar.nn.made_edges import with_made_edges
 from pyg_sar.nn.message_passing import DistMessagePassing
 from pyg_sar.nn.model_draws import DrawsOfForward
 from pyg_sar.nn.registry import names_of
+from pyg_sar.nn.shared_parameters import compute_again
 from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
@@ -191,6 +192,8 @@ class _Call:
         finally:
             for registry, name, original in places:
                 registry[name] = original
+            if computed:
+                compute_again(layer)
             for _, _, value in _computed(layer) if learns else ():
                 if all(value is not before for _, _, before in computed):
                     value._pyg_sar_rows = True  # What the layer keeps of this worker's rows.
@@ -463,6 +466,8 @@ class GlobalPropagation(DistMessagePassing):
         given = {**kwargs, "edge_index": edge_index}
         edge_index = with_made_edges(self, (), given)[1]["edge_index"]
         edge_index = self._given_edges(edge_index)
+        if size is not None:
+            kwargs["size"] = size
         call = _Call(self, (edge_index,), kwargs)
         with _policy_of_parts(self), call.parameters():
             (edges,), local = call.arguments((edge_index,), kwargs)
@@ -506,11 +511,19 @@ class GlobalSuperGAT(GlobalPropagation):
 
 
 _WORK_ON_ALL_NODES = (ARMAConv, LabelPropagation)
+_KNOWN = ("torch.", "torch_geometric.", "pyg_sar.")
 _DENSE = frozenset({"to_dense_adj"})
 """Functions of edges whose result has all nodes; layers that call them work on these."""
 
 
-def _works_on_all_nodes(kind: type) -> bool:
+def _works_on_all_nodes(kind: Any) -> bool:
+    """Returns whether a layer's ``forward`` may do more than treat each row for itself."""
+    if not issubclass(kind, MessagePassing):
+        return False
+    plain = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
+    author = next((base for base in plain.__mro__ if "forward" in vars(base)), object)
+    if issubclass(plain, MessagePassing) and not author.__module__.startswith(_KNOWN):
+        return True
     own = [vars(base) for base in kind.__mro__ if not base.__module__.startswith("torch")]
     methods = [method for names in own for method in names.values()]
     return issubclass(kind, (*_WORK_ON_ALL_NODES, SuperGATConv)) or any(
@@ -524,7 +537,7 @@ def _works_on_all_nodes(kind: type) -> bool:
 def global_class(kind: type) -> type:
     """Returns a class of modules that also take and give tensors of the whole graph."""
     before = GlobalSuperGAT if issubclass(kind, SuperGATConv) else GlobalPropagation
-    if issubclass(kind, MessagePassing) and _works_on_all_nodes(kind):
+    if _works_on_all_nodes(kind):
         own = next(base for base in kind.__mro__ if not issubclass(base, DistMessagePassing))
         return type(kind.__name__, (before, own), names_of(kind))
     return type(kind.__name__, (GlobalCalls, kind), names_of(kind))

@@ -17,6 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.prune import BasePruningMethod
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 from torch_geometric.nn.models.linkx import SparseLinear
 
 from pyg_sar.comm.group import Communicator
@@ -98,6 +101,20 @@ def shared_in(layer: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
             rows = isinstance(module, SparseLinear) and own == "weight"
             if parameter is not None and parameter.requires_grad and not rows:
                 yield f"{name}.{own}" if name else own, parameter
+
+
+def compute_again(layer: torch.nn.Module) -> None:
+    """Hooks that computed weights in a call did so of what parameters were then: now of these.
+
+    Args:
+        layer: The layer, with its own parameters again.
+    """
+    for module in layer.modules():
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, BasePruningMethod | WeightNorm):
+                hook(module, ())
+            elif isinstance(hook, SpectralNorm):
+                setattr(module, hook.name, hook.compute_weight(module, do_power_iteration=False))
 
 
 class _Shared(torch.autograd.Function):

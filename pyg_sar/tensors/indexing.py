@@ -39,7 +39,7 @@ class Chosen:
     def read(self, source: Tensor, axis: int) -> Tensor:
         """Returns what it chooses, with rows at ``axis``."""
         if isinstance(self.local, Fetch):
-            return self.local.get(source.movedim(axis, 0)).movedim(0, axis)
+            return self.local.get(source.movedim(axis, 0)).movedim(0, axis).contiguous()
         return source.index_select(axis, self.local)
 
 
@@ -68,6 +68,8 @@ def _source(rows: Rows) -> Tensor:
 def _index(func: Any, args: Any, kwargs: Any) -> Any:
     source, indices = args[0], list(args[1])
     named = [k for k, index in enumerate(indices) if index is not None]
+    if _over_rows(source, indices):
+        return by_gathering(func, args, kwargs)
     if not isinstance(source, NodeTensor):
         return _index_plain(func, source, indices, named)
     if source.axis not in named:
@@ -104,6 +106,22 @@ def _index(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _is_mask(index: Tensor) -> bool:
     return index.dtype in (torch.bool, torch.uint8)
+
+
+def _over_rows(source: Tensor, indices: list[Any]) -> bool:
+    """Returns whether a mask of several axes, of which the rows may be one, is among the indices.
+
+    The indices after it are of other axes than their places say.
+    """
+    if not isinstance(source, NodeTensor):
+        return False
+    axis = 0
+    for index in indices:
+        width = 1 if index is None or not _is_mask(index) else index.dim()
+        if width > 1 and axis <= source.axis:
+            return True
+        axis += width
+    return False
 
 
 def _axis_after(func: Any, source: NodeTensor, indices: list[Any]) -> int:
@@ -209,6 +227,8 @@ def _index_put(func: Any, args: Any, kwargs: Any) -> Any:
         return into_plain(func, args, kwargs) if writes else by_gathering(func, args, kwargs)
     out: Any = target if writes else target.clone()
     out.edges = None
+    if _over_rows(target, indices):
+        return _put_gathered(given, out)
     axis = target.axis
     if axis not in named:
         indices = [whole(index, "index_put()") for index in indices]

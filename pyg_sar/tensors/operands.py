@@ -101,6 +101,8 @@ def own(tensor: Any, rows: Rows, axis: int) -> Any:
             return tensor.local
         if tensor.axis == axis % tensor.dim() and tensor.rows.total == rows.total:
             return tensor.rows.moved(tensor.local, tensor.axis, rows)
+        if tensor.size(axis) == rows.total:  # Pairs of rows, which lie by the other one.
+            return rows.cut(whole(tensor, "an operand with rows along another axis"), axis)
         raise DistributedIndexError(
             f"A tensor of shape {list(tensor.shape)} has its rows along axis {tensor.axis} (rank "
             f"{rows.comm.rank}), not along axis {axis % tensor.dim()}, or other rows"

@@ -23,7 +23,7 @@ from pyg_sar.tensors.node_tensor import (
     tensors_in,
 )
 from pyg_sar.tensors.operands import arguments, beside, one_row, place, wrap
-from pyg_sar.tensors.rows import Rows
+from pyg_sar.tensors.rows import GATHER_LIMIT, Rows
 
 
 def _writes(func: Any) -> bool:
@@ -163,16 +163,52 @@ def _new(func: Any, args: Any, kwargs: Any) -> Any:
 def _draw_into(func: Any, args: Any, kwargs: Any) -> Any:
     """Every worker draws what one process would draw, and keeps its rows."""
     target, *rest = args
-    if isinstance(target, NodeTensor) and not target.rows.agree(target.local.is_contiguous()):
-        why = "on a transposed tensor would draw in another order: take x.contiguous() before"
-        raise refusal(func, why, target)
     if node_tensors(rest, kwargs):
         if not isinstance(target, NodeTensor):
             return into_plain(func, args, kwargs)
+        if not target.rows.agree(target.local.is_contiguous()):
+            raise refusal(func, _OTHER_ORDER, target)
         target.local.copy_(_of_rows(func, args, kwargs))
     else:
-        target.local.copy_(_own_of(target, lambda like: func(like, *rest, **kwargs)))
+        order = _order_in_memory(func, target)
+        draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
+        target.local.copy_(_own_of(target, draw) if order is None else _own_as(target, draw, order))
     return target
+
+
+_OTHER_ORDER = "on such a view would draw in another order: take x.contiguous() before"
+
+
+def _order_in_memory(func: Any, source: NodeTensor) -> list[int] | None:
+    """Returns the axes as one process's tensor has them in memory; ``None``: in their own order.
+
+    Raises:
+        DistributedIndexError: Workers' rows lie in different orders, with gaps, or take too much.
+    """
+    local, steps = source.local, source.local.stride()
+    wide = [d for d, n in enumerate(local.shape) if n > 1 and steps[d]]
+    by_step = iter(sorted(wide, key=lambda d: -steps[d]))
+    order = [next(by_step) if d in wide else d for d in range(local.dim())]
+    knows, code = source.rows.count > 1, sum(d << 4 * k for k, d in enumerate(order))
+    gaps = knows and not local.permute(order).is_contiguous()
+    facts = [code, -code, int(gaps)] if knows else [-1, -(1 << 62), 0]
+    told = source.rows.comm.all_reduce(
+        torch.tensor(facts, device=source.device), "max", label=("", "", "node tensors")
+    )
+    most, least, gaps = told.tolist()
+    own = list(range(local.dim()))
+    order = own if most < 0 else [most >> 4 * k & 15 for k in own]
+    large = order != own and source.numel() * source.element_size() > GATHER_LIMIT
+    if gaps or large or (most >= 0 and most != -least):
+        raise refusal(func, _OTHER_ORDER, source)
+    return None if order == own else order
+
+
+def _own_as(source: NodeTensor, draw: Callable[[Tensor], Tensor], order: list[int]) -> Tensor:
+    """Returns this worker's rows of what ``draw`` makes of one process's tensor, as that lies."""
+    like = source.local.new_empty([source.size(d) for d in order])
+    back = [order.index(d) for d in range(len(order))]
+    return source.rows.cut(draw(like.permute(back)), source.axis)
 
 
 def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
@@ -193,21 +229,14 @@ def _own_of(source: NodeTensor, draw: Callable[[Tensor], Tensor]) -> Tensor:
     return drawn.view(*before, source.rows.count, *rest)
 
 
-def _in_order(local: Tensor) -> bool:
-    """Returns whether the axes lie in memory in their own order."""
-    steps = [step for size, step in zip(local.shape, local.stride(), strict=True) if size > 1]
-    steps = [step for step in steps if step]
-    return steps == sorted(steps, reverse=True)
-
-
 @rule("rand_like", "randn_like", "randint_like")
 def _draw_like(func: Any, args: Any, kwargs: Any) -> Any:
     source, *rest = args
     as_it_lies = kwargs.get("memory_format") in (None, torch.preserve_format)
-    if as_it_lies and not source.rows.agree(_in_order(source.local)):
-        why = "on a transposed tensor would draw in another order: take x.contiguous() before"
-        raise refusal(func, why, source)
-    drawn = _own_of(source, lambda like: func(like, *rest, **kwargs))
+    dense = wrap(torch.empty_like(source.local), source.rows, source.axis)
+    order = _order_in_memory(func, dense) if as_it_lies else None
+    draw = lambda like: func(like, *rest, **kwargs)  # noqa: E731
+    drawn = _own_of(source, draw) if order is None else _own_as(source, draw, order)
     return wrap(drawn, source.rows, source.axis)
 
 

@@ -352,14 +352,20 @@ class Rows:
     # Moving rows #############################################################
 
     def cut(self, whole: Tensor, axis: int) -> Tensor:
-        """Returns this worker's rows of a tensor that all workers hold."""
+        """Returns this worker's rows of a tensor that all workers hold, as they lie there."""
         if whole.layout != torch.strided:
             return whole.to_sparse_coo().index_select(axis, self.ids)
         if whole.stride(axis) == 0:
             return whole.narrow(axis, 0, min(1, self.total)).expand(
                 *(self.count if d == axis % whole.dim() else n for d, n in enumerate(whole.shape))
             )
-        return whole.index_select(axis, self.ids)
+        if whole.is_contiguous():
+            return whole.index_select(axis, self.ids)
+        steps = whole.stride()
+        order = sorted(range(whole.dim()), key=lambda d: -steps[d])
+        place = order.index(axis % whole.dim())
+        own = whole.permute(order).index_select(place, self.ids)
+        return own.permute([order.index(d) for d in range(whole.dim())])
 
     def whole(self, local: Tensor, axis: int, what: str) -> Tensor:
         """Returns all workers' rows, on each of them, to the bit. Collective.
@@ -461,7 +467,8 @@ class Rows:
     def moved(self, local: Tensor, axis: int, other: Rows) -> Tensor:
         """Returns the rows in the places of ``other``. Collective."""
         plan = self.fetch(other.ids)
-        return plan.get(local.movedim(axis, 0)).movedim(0, axis)
+        out = plan.get(local.movedim(axis, 0)).movedim(0, axis)
+        return out.contiguous() if local.is_contiguous() else out
 
 
 def _bytes(rows: Tensor) -> Tensor:
