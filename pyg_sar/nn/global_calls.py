@@ -29,7 +29,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError, refuse_transforms
 from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
@@ -65,6 +65,7 @@ class _Call:
     """
 
     def __init__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
         self.edge_tensors = [t for t in found if t.edges is not None]
