@@ -1,4 +1,4 @@
-"""Gradients of what only messages read, where no edge is: zeros or ``None``, as in one process."""
+"""Parameters' gradients as one process has them: where no edge is, and through ``torch.func``."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from torch_geometric.nn import (
     GINEConv,
     HeteroConv,
     HGTConv,
+    LayerNorm,
     MessagePassing,
     NNConv,
     SAGEConv,
@@ -31,6 +32,7 @@ from torch_geometric.nn.aggr import PowerMeanAggregation, SoftmaxAggregation
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.tensors import NodeTensor
 
 
 class Reads(MessagePassing):
@@ -73,6 +75,20 @@ class Aggregates(MessagePassing):
 
     def forward(self, x: Tensor, edge_index: Any, edge_attr: Tensor) -> Tensor:
         return self.propagate(edge_index, x=x.abs())
+
+
+class Products(MessagePassing):
+    """Needs its parameters and the source rows in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return self.lin(x_j).tanh() * x_i[:, :3]
 
 
 class Alone(nn.Module):
@@ -283,3 +299,62 @@ def test_transforms_of_functions_are_refused(tmp_path: Path) -> None:
     for worker in threads(transformed, 2, root):
         for text in worker:
             assert "torch.func." in text and ("autograd.grad" in text or "loop" in text), text
+
+
+def replaced(model: nn.Module, data: Any, learns: bool) -> list[Tensor | None]:
+    """Value and gradients of a call with other parameters, which want gradients or don't."""
+    x = data.x.clone().requires_grad_()
+    other = {name: (2 * p.detach()).requires_grad_(learns) for name, p in model.named_parameters()}
+    given = (x,) if isinstance(model, LayerNorm) else (x, data.edge_index)
+    loss = functional_call(model, other, given).square().mean()
+    wanted = [x, *other.values()] if learns else [x]
+    found = [loss.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True)]
+    return [t.full_tensor() if isinstance(t, NodeTensor) else t for t in found]
+
+
+def transforms(model: nn.Module, data: Any) -> dict[str, Callable[[], Any]]:
+    one = torch.ones(2, dtype=torch.float64)
+    edges = () if isinstance(model, nn.Linear | LayerNorm) else (data.edge_index,)
+
+    def run(s: Tensor) -> Tensor:
+        return model(data.x * s, *edges).square().mean()
+
+    return {
+        "grad": lambda: grad(run)(one[0]),
+        "jacrev": lambda: jacrev(run)(one[0]),
+        "vmap": lambda: vmap(run)(one),
+        "jvp": lambda: torch.stack(jvp(run, (one[0],), (one[0],))),
+    }
+
+
+def whole_models() -> list[nn.Module]:
+    torch.manual_seed(3)
+    found = [GCNConv(6, 3), EdgeConv(nn.Linear(12, 3)), GATConv(6, 3), Products(), LayerNorm(6)]
+    return [model.double() for model in found]
+
+
+def transformed_whole(root: Path) -> list[Any]:
+    data, found = pyg_sar.load_partition(root), []
+    for mode in (1, 2):
+        for plain in whole_models():
+            model = pyg_sar.distribute(plain, SARPolicy(mode=mode))
+            found.append([replaced(model, data, learns) for learns in (True, False)])
+            for call in transforms(model, data).values():
+                with pytest.raises(pyg_sar.errors.DistributedIndexError, match=r"torch\.func\."):
+                    call()
+    torch.manual_seed(4)
+    linear = pyg_sar.distribute(nn.Linear(6, 3).double())
+    calls = transforms(linear, data)
+    return [found, [calls[name]() for name in ("grad", "jacrev", "vmap")]]
+
+
+def test_transforms_between_tensors_of_the_whole_graph(tmp_path: Path) -> None:
+    """Layers refuse them, or are right; with others' parameters layers are right, too."""
+    data = make_graph()
+    right = [[replaced(m, data, learns) for learns in (True, False)] for m in whole_models()]
+    torch.manual_seed(4)
+    calls = transforms(nn.Linear(6, 3).double(), data)
+    expected = [2 * right, [calls[name]() for name in ("grad", "jacrev", "vmap")]]
+    root = Partitions(tmp_path)(data, 2, "random")
+    for worker in pyg_sar.launch(transformed_whole, 1, root, parts=2):
+        torch.testing.assert_close(worker, expected, rtol=1e-10, atol=1e-10)

@@ -215,7 +215,7 @@ def modes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 class AmbientState:
-    """Random numbers, autocast, training flags, parameters of a moment: to compute again as at first.
+    """Random numbers, autocast, flags and parameters of a moment: to compute again as at first.
 
     Others stand for the parameters and buffers within ``torch.func.functional_call``, say.
 
@@ -227,7 +227,9 @@ class AmbientState:
     def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
         self.device = device
         self._training = [(module, module.training) for module in layer.modules()]
-        registries = [r for m in layer.modules() for r in (m._parameters, m._buffers) if r]
+        registries: list[Any] = [
+            r for m in layer.modules() for r in (m._parameters, m._buffers) if r
+        ]
         self._tensors = [(registry, dict(registry)) for registry in registries]
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None

@@ -46,6 +46,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import Shared, to_local
+from pyg_sar.tensors.node_tensor import is_transformed
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
@@ -397,8 +398,13 @@ def _policy_of_parts(layer: Any) -> Iterator[None]:
 
 
 def _refuse_local(module: Any, *given: Any) -> None:
-    """Raises on edges of the local view, with which gradients would stay each worker's own."""
+    """Raises on edges of the local view, with which gradients would stay each worker's own.
+
+    Also where a transform of ``torch.func`` has wrapped node tensors.
+    """
     comm = current()
+    if any(map(is_transformed, tree_leaves(given))):
+        refuse_transforms(type(module).__name__)
     if comm.world_size > 1 and any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
         raise DistributedIndexError(
             f"{type(module).__name__} got an 'edge_index' of the local view (rank {comm.rank}), "

@@ -366,6 +366,12 @@ def refusal(func: Any, why: str, *tensors: Any) -> DistributedIndexError:
 @rule("refused")
 def refused(func: Any, args: Any, kwargs: Any) -> Any:
     """Raises: there is no rule."""
+    if isinstance(func, OpOverload) and func.namespace == "prims":  # What jvp is composed of.
+        why = (
+            "has no derivative in forward mode (torch.func.jvp, jacfwd, hessian): use "
+            "torch.autograd.grad(), or backward()"
+        )
+        raise refusal(func, why, *tensors_in(args, kwargs))
     why = (
         "has no rule that would give the whole graph's numbers. Take it of what is the same on all "
         "workers: x.numpy(), x.tolist() and torch.from_numpy(x.numpy()) have all rows"
@@ -376,6 +382,14 @@ def refused(func: Any, args: Any, kwargs: Any) -> Any:
 def node_tensors(*values: Any) -> list[NodeTensor]:
     """Returns all node tensors in nested lists, tuples and dicts."""
     return [t for t in tensors_in(*values) if isinstance(t, NodeTensor)]
+
+
+def is_transformed(value: Any) -> bool:
+    """Returns whether a value is a node tensor that a transform of ``torch.func`` has wrapped."""
+    inner = value
+    while isinstance(inner, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        inner = torch._C._functorch.get_unwrapped(inner)
+    return inner is not value and isinstance(inner, NodeTensor)
 
 
 def whole(value: Any, what: str) -> Any:
