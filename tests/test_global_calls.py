@@ -78,6 +78,9 @@ def gradients(module: torch.nn.Module, *more: Tensor) -> list[Tensor]:
 # Backward passes that begin at a node tensor ##################################
 
 
+SAGEConv(1, 1)  # PyG writes the class's propagate() for the first layer that is built.
+
+
 def conv_of(kind: str) -> torch.nn.Module:
     return SAGEConv(6, 3, aggr="softmax") if kind == "sage" else GATConv(6, 3)
 
