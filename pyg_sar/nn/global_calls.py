@@ -66,7 +66,8 @@ class _Call:
     """
 
     def __init__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
-        refuse_transforms(type(module).__name__)
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
         self.edge_tensors = [t for t in found if t.edges is not None]
@@ -403,7 +404,8 @@ def _refuse_local(module: Any, *given: Any) -> None:
     Also where a transform of ``torch.func`` has wrapped node tensors.
     """
     comm = current()
-    if any(map(is_transformed, tree_leaves(given))):
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    if transforms and any(map(is_transformed, tree_leaves(given))):
         refuse_transforms(type(module).__name__)
     if comm.world_size > 1 and any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
         raise DistributedIndexError(
