@@ -1,8 +1,9 @@
-"""Gradients of what only messages read, where no edge is: zeros or ``None``, as in one process."""
+"""Parameters' gradients as one process has them: where no edge is, and through ``torch.func``."""
 
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,21 +12,27 @@ import torch
 from oracle import Partitions, make_graph, threads
 from torch import Tensor, nn
 from torch.func import functional_call, grad, jacrev, jvp, vmap
-from torch_geometric.data import Data
+from torch_geometric.data import Data, HeteroData
 from torch_geometric.nn import (
     EdgeConv,
     GATConv,
+    GATv2Conv,
     GCNConv,
     GINEConv,
+    HeteroConv,
+    HGTConv,
+    LayerNorm,
     MessagePassing,
     NNConv,
     SAGEConv,
     TransformerConv,
+    to_hetero,
 )
 from torch_geometric.nn.aggr import PowerMeanAggregation, SoftmaxAggregation
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.tensors import NodeTensor
 
 
 class Reads(MessagePassing):
@@ -70,6 +77,20 @@ class Aggregates(MessagePassing):
         return self.propagate(edge_index, x=x.abs())
 
 
+class Products(MessagePassing):
+    """Needs its parameters and the source rows in the backward pass."""
+
+    def __init__(self) -> None:
+        super().__init__(aggr="add")
+        self.lin = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor, edge_index: Any) -> Tensor:
+        return self.propagate(edge_index, x=x)
+
+    def message(self, x_i: Tensor, x_j: Tensor) -> Tensor:
+        return self.lin(x_j).tanh() * x_i[:, :3]
+
+
 class Alone(nn.Module):
     """A layer that takes no edge attributes."""
 
@@ -95,14 +116,85 @@ def models() -> list[nn.Module]:
         NNConv(4, 3, nn.Linear(2, 12)),
         GINEConv(nn.Linear(4, 3), edge_dim=2, train_eps=True),
         TransformerConv(4, 3, edge_dim=2),
+        GATConv(4, 3, edge_dim=2, add_self_loops=False),
+        GATv2Conv(4, 3, edge_dim=2, add_self_loops=False),
     ]
     return [model.double() for model in found]
 
 
+RELATIONS = [("a", "to", "b"), ("b", "to", "a"), ("a", "near", "a")]
+
+
+class Relations(nn.Module):
+    """A layer for each relation, twice; ``b`` is a node type without nodes on the last worker."""
+
+    def __init__(self, make: Callable[[], nn.Module], attributes: bool) -> None:
+        super().__init__()
+        self.attributes = attributes
+        layers = [HeteroConv({kind: make() for kind in RELATIONS}) for _ in range(2)]
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: dict[str, Tensor], edges: Any, attributes: Any) -> Tensor:
+        given = {"edge_attr_dict": attributes} if self.attributes else {}
+        for layer in self.layers:
+            x = layer(x, edges, **given)
+        return torch.cat([x["a"], x["b"]])
+
+
+class Converted(nn.Module):
+    """What takes dictionaries of features and of edges."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: dict[str, Tensor], edges: Any, attributes: Any) -> Tensor:
+        out = self.model(x, edges)
+        return torch.cat([out["a"], out["b"]])
+
+
+class TwoLayers(nn.Module):
+    """To be converted by ``to_hetero``."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = GATConv((4, 4), 4, add_self_loops=False)
+        self.second = SAGEConv((4, 4), 4)
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        return self.second(self.first(x, edge_index).relu(), edge_index)
+
+
+def hetero_models() -> list[nn.Module]:
+    torch.manual_seed(0)
+    both, kinds = (4, 4), (["a", "b"], RELATIONS)
+    found = [
+        Relations(lambda: SAGEConv(both, 4), False),
+        Relations(lambda: GATConv(both, 4, add_self_loops=False, edge_dim=2), True),
+        Relations(lambda: NNConv(both, 4, nn.Linear(2, 16)), True),
+        Relations(lambda: EdgeConv(nn.Linear(8, 4)), False),
+        Converted(to_hetero(TwoLayers(), kinds)),
+        Converted(HGTConv(4, 4, kinds)),
+    ]
+    return [model.double() for model in found]
+
+
+def hetero_graph(counts: list[int]) -> HeteroData:
+    """A graph with as many edges of each relation, to nodes of the first worker."""
+    data = HeteroData()
+    data["a"].x, data["b"].x = torch.randn(8, 4).double(), torch.randn(6, 4).double()
+    for kind, count in zip(RELATIONS, counts, strict=True):
+        data[kind].edge_index = torch.randint(0, 4, (2, count))
+        data[kind].edge_attr = torch.randn(count, 2).double()
+    return data
+
+
 def stepped(model: nn.Module, data: Any) -> tuple[list[Tensor | None], list[Tensor]]:
     """Gradients, and parameters after a step with weight decay."""
-    optimizer = torch.optim.Adam(model.parameters(), lr=0.1, weight_decay=0.5)
-    model(data.x, data.edge_index, data.edge_attr).square().sum().backward()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, weight_decay=0.5)
+    kinds = "_dict" if isinstance(data, HeteroData) else ""
+    given = [getattr(data, f"{name}{kinds}") for name in ("x", "edge_index", "edge_attr")]
+    model(*given).square().sum().backward()
     gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
     optimizer.step()
     return gradients, [p.detach() for p in model.parameters()]
@@ -118,6 +210,18 @@ def trained(root: Path, every: list[nn.Module], view: str, modes: list[int]) -> 
     return found
 
 
+def same(got: list[Any], right: list[Any], every: list[nn.Module], modes: int) -> None:
+    for number, one in enumerate(got):
+        expected, model = right[number // modes], every[number // modes]
+        names = [name for name, _ in model.named_parameters()]
+        pairs = zip([*one[0], *one[1]], [*expected[0], *expected[1]], strict=True)
+        for k, (mine, plain) in enumerate(pairs):
+            name = f"{type(model).__name__} {number}: {names[k % len(names)]}"
+            assert (mine is None) == (plain is None), name
+            if mine is not None:
+                torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10, msg=name)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("some", [False, True])
 def test_gradients_are_there_where_one_process_has_them(some: bool, tmp_path: Path) -> None:
@@ -129,16 +233,37 @@ def test_gradients_are_there_where_one_process_has_them(some: bool, tmp_path: Pa
     every = models()
     right = [stepped(copy.deepcopy(model), data) for model in every]
     root = Partitions(tmp_path)(data, 2, "contiguous")
-    local = threads(trained, 2, root, every, "local", [1, 2, 3])
-    whole = pyg_sar.launch(trained, 1, root, every, "global", [1], parts=2)
-    for workers, modes in ((local, 3), (whole, 1)):
-        for got in workers:
-            for number, one in enumerate(got):
-                expected, name = right[number // modes], type(every[number // modes]).__name__
-                for mine, plain in zip(one[0] + one[1], expected[0] + expected[1], strict=True):
-                    assert (mine is None) == (plain is None), name
-                    if mine is not None:
-                        torch.testing.assert_close(mine, plain, rtol=1e-10, atol=1e-10, msg=name)
+    for modes, found in (
+        (3, threads(trained, 2, root, every, "local", [1, 2, 3])),
+        (1, pyg_sar.launch(trained, 1, root, every, "local", [1], parts=2)),
+        (2, pyg_sar.launch(trained, 1, root, every, "global", [2, 3], parts=2)),
+        (1, pyg_sar.launch(trained, 2, root, every, "global", [1]) if some else []),
+    ):
+        for got in found:
+            same(got, right, every, modes)
+
+
+def all_trained(roots: list[Path]) -> list[Any]:
+    every = hetero_models()
+    views = [("local", [1, 3]), ("global", [2])]
+    return [[trained(root, every, *view) for view in views] for root in roots]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_gradients_of_relations_without_edges(tmp_path: Path) -> None:
+    """No relation has edges; one has none; two have none."""
+    torch.manual_seed(2)
+    every = hetero_models()
+    graphs = [hetero_graph(counts) for counts in ([0, 0, 0], [9, 0, 7], [9, 0, 0])]
+    right = [[stepped(copy.deepcopy(model), data) for model in every] for data in graphs]
+    parts = {"a": torch.arange(8) // 4, "b": torch.zeros(6, dtype=torch.long)}
+    roots = [tmp_path / str(number) for number in range(len(graphs))]
+    for data, root in zip(graphs, roots, strict=True):
+        pyg_sar.write_partitions(data, 2, root, parts)
+    for worker in pyg_sar.launch(all_trained, 1, roots, parts=2):
+        for (local, whole), expected in zip(worker, right, strict=True):
+            same(local, expected, every, 2)
+            same(whole, expected, every, 1)
 
 
 def transformed(root: Path) -> list[str]:
@@ -174,3 +299,62 @@ def test_transforms_of_functions_are_refused(tmp_path: Path) -> None:
     for worker in threads(transformed, 2, root):
         for text in worker:
             assert "torch.func." in text and ("autograd.grad" in text or "loop" in text), text
+
+
+def replaced(model: nn.Module, data: Any, learns: bool) -> list[Tensor | None]:
+    """Value and gradients of a call with other parameters, which want gradients or don't."""
+    x = data.x.clone().requires_grad_()
+    other = {name: (2 * p.detach()).requires_grad_(learns) for name, p in model.named_parameters()}
+    given = (x,) if isinstance(model, LayerNorm) else (x, data.edge_index)
+    loss = functional_call(model, other, given).square().mean()
+    wanted = [x, *other.values()] if learns else [x]
+    found = [loss.detach(), *torch.autograd.grad(loss, wanted, allow_unused=True)]
+    return [t.full_tensor() if isinstance(t, NodeTensor) else t for t in found]
+
+
+def transforms(model: nn.Module, data: Any) -> dict[str, Callable[[], Any]]:
+    one = torch.ones(2, dtype=torch.float64)
+    edges = () if isinstance(model, nn.Linear | LayerNorm) else (data.edge_index,)
+
+    def run(s: Tensor) -> Tensor:
+        return model(data.x * s, *edges).square().mean()
+
+    return {
+        "grad": lambda: grad(run)(one[0]),
+        "jacrev": lambda: jacrev(run)(one[0]),
+        "vmap": lambda: vmap(run)(one),
+        "jvp": lambda: torch.stack(jvp(run, (one[0],), (one[0],))),
+    }
+
+
+def whole_models() -> list[nn.Module]:
+    torch.manual_seed(3)
+    found = [GCNConv(6, 3), EdgeConv(nn.Linear(12, 3)), GATConv(6, 3), Products(), LayerNorm(6)]
+    return [model.double() for model in found]
+
+
+def transformed_whole(root: Path) -> list[Any]:
+    data, found = pyg_sar.load_partition(root), []
+    for mode in (1, 2):
+        for plain in whole_models():
+            model = pyg_sar.distribute(plain, SARPolicy(mode=mode))
+            found.append([replaced(model, data, learns) for learns in (True, False)])
+            for call in transforms(model, data).values():
+                with pytest.raises(pyg_sar.errors.DistributedIndexError, match=r"torch\.func\."):
+                    call()
+    torch.manual_seed(4)
+    linear = pyg_sar.distribute(nn.Linear(6, 3).double())
+    calls = transforms(linear, data)
+    return [found, [calls[name]() for name in ("grad", "jacrev", "vmap")]]
+
+
+def test_transforms_between_tensors_of_the_whole_graph(tmp_path: Path) -> None:
+    """Layers refuse them, or are right; with others' parameters layers are right, too."""
+    data = make_graph()
+    right = [[replaced(m, data, learns) for learns in (True, False)] for m in whole_models()]
+    torch.manual_seed(4)
+    calls = transforms(nn.Linear(6, 3).double(), data)
+    expected = [2 * right, [calls[name]() for name in ("grad", "jacrev", "vmap")]]
+    root = Partitions(tmp_path)(data, 2, "random")
+    for worker in pyg_sar.launch(transformed_whole, 1, root, parts=2):
+        torch.testing.assert_close(worker, expected, rtol=1e-10, atol=1e-10)

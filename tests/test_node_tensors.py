@@ -650,6 +650,15 @@ def test_a_selection_is_known_again_and_a_changed_mask_is_not() -> None:
     threads(select, 2)
 
 
+def _written(z: Tensor) -> Tensor:
+    """Writes into parts of conjugates, which are views."""
+    out = z.clone()
+    out.conj().imag.mul_(3)
+    out.conj()[2:5].real[1] = out[0].imag
+    out.imag.conj()[7:] = 2
+    return out.mul(1 + 2j)
+
+
 COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
     "a square of lengths": lambda z: (z * z.conj()).real.sum(),
     "resolved": lambda z: (z.conj().resolve_conj() * 1j).imag.sum(),
@@ -659,6 +668,7 @@ COMPLEX: dict[str, Callable[[Tensor], Tensor]] = {
     "matrices": lambda z: (z.mH @ z).abs().sum() + torch.vdot(z[:, 0], z[:, 1]).imag,
     "a variance": lambda z: torch.view_as_real(z.conj().resolve_conj()).var(0).sum(),
     "a row, and rows": lambda z: z.conj()[2].imag.sum() + z.conj()[[3, 1]].imag.square().sum(),
+    "written parts": lambda z: torch.view_as_real(_written(z)).var(0).sum(),
 }
 
 
@@ -676,6 +686,8 @@ def test_conjugates_keep_their_bits_with_gradients() -> None:
 
     def work() -> list[Tensor]:
         rows = _layout()
+        with pytest.raises(DistributedIndexError, match="as_strided_copy"):
+            torch.as_strided_copy(wrap(z[rows.ids], rows, 0).T, (2, 2), (1, 1))
         return found(lambda: wrap(z[rows.ids].clone(), rows, 0))
 
     expected = found(z.clone)

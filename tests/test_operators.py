@@ -1,7 +1,7 @@
 """A sweep over torch's operators: of node tensors each gives the whole tensor's numbers or raises.
 
-The samples are those that PyTorch tests its own operators with (``OpInfo``). By default a few of
-each; ``pytest --operators`` takes more.
+The samples are those that PyTorch tests its own operators with (``OpInfo``), of real and of complex
+numbers. By default a few of each; ``pytest --operators`` takes more.
 """
 
 from __future__ import annotations
@@ -25,10 +25,14 @@ WORLD = 2
 # Threads share one generator of random numbers; test_node_tensors.py has processes draw.
 RANDOM = (
     *("rand", "dropout", "bernoulli", "multinomial", "normal", "uniform", "exponential", "cauchy"),
-    *("geometric", "rrelu", "empty", "fractional_max_pool", "multi_head_attention"),
+    *("geometric", "rrelu", "empty", "fractional_max_pool", "multi_head_attention", "lowrank"),
 )
 # Many samples of no use here: quadrature and special functions of one element each.
 SLOW = ("svd", "pinv", "lstsq", "ormqr", "eig", "matrix_rank", "cond", "interpolate", "grid_sample")
+# Of a complex tensor: itself, and views with the conjugate and the negative bit.
+BITS = (torch.clone, torch.conj, lambda z: z.conj().imag)
+# The gradient of torch's own determinant is wrong for a view with the negative bit.
+PLAIN_WRONG = ("linalg.det",)
 
 
 def operators() -> list[Any]:
@@ -115,22 +119,33 @@ def gradients(out: Tensor, inputs: list[Any]) -> tuple[Any, ...]:
     return torch.autograd.grad((out * weights).sum(), wanted, allow_unused=True)
 
 
-def tried(op: Any, sample: Any, rows: Rows, all_of_them: bool) -> str:
+def called(op: Any, given: list[Any], bits: Any) -> Any:
+    """Calls an operator with views of its complex arguments."""
+
+    def change(t: Tensor) -> Tensor:
+        return bits(t) if t.is_complex() and t.layout == torch.strided else t
+
+    first, args, kwargs = mapped(change, given) if bits else given
+    return op(first, *args, **kwargs)
+
+
+def tried(op: Any, sample: Any, rows: Rows, all_of_them: bool, bits: Any = None) -> str:
     """One call: nothing, or how it differs."""
-    given = [sample.input, sample.args, sample.kwargs]
-    found = [spread(sample.input, rows), sample.args, sample.kwargs]
-    if all_of_them:
-        found = spread(given, rows)
+    # Each thread has leaves of its own.
+    own = lambda t: t.detach().clone().requires_grad_() if t.requires_grad else t  # noqa: E731
+    given = mapped(own, [sample.input, sample.args, sample.kwargs])
+    found = spread(given, rows) if all_of_them else [spread(given[0], rows), *given[1:]]
     try:
-        plain = op(given[0], *given[1], **given[2])
+        plain = called(op, given, bits)
+        learns = isinstance(plain, Tensor) and plain.requires_grad
+        right = gradients(plain, given) if learns else ()
     except Exception:
         return ""
     try:
-        out = op(found[0], *found[1], **found[2])
+        out = called(op, found, bits)
         if not equal(plain, out):
             return "other values"
-        learns = isinstance(plain, Tensor) and plain.requires_grad
-        if learns and not same_gradients(gradients(plain, given), gradients(out, found)):
+        if learns and not same_gradients(right, gradients(out, found)):
             return "other gradients"
     except DistributedIndexError as error:
         return "" if "node tensors" in str(error) or "rows" in str(error) else str(error)
@@ -141,13 +156,15 @@ def tried(op: Any, sample: Any, rows: Rows, all_of_them: bool) -> str:
 
 def sweep(op: Any, samples: list[Any]) -> list[str]:
     found = []
-    for sample in samples:
-        rows = layout(first_of(sample).size(0))  # type: ignore[union-attr]
+    for number, sample in enumerate(samples):
+        first: Any = first_of(sample)
+        rows = layout(first.size(0))
+        bits = BITS[number % len(BITS)] if first.is_complex() else None
         for all_of_them in (False, True):
-            problem = tried(op, sample, rows, all_of_them)
+            problem = tried(op, sample, rows, all_of_them, bits)
             if problem:
-                shape = list(first_of(sample).shape)  # type: ignore[union-attr]
-                found.append(f"{op.name} of {shape}: {problem}")
+                what = f"{first.dtype} {list(first.shape)}, view {number % len(BITS)}"
+                found.append(f"{op.name} of {what}: {problem}")
     return found
 
 
@@ -174,6 +191,8 @@ def test_every_operator_is_right_or_refused(group: str, pytestconfig: pytest.Con
     for op in some(mine, group, 6):
         torch.manual_seed(0)
         samples = samples_of(op, most)
+        if op.name not in PLAIN_WRONG:
+            samples += samples_of(op, most + 1, torch.complex128)
         if not samples:
             continue
         with warnings.catch_warnings():

@@ -215,16 +215,22 @@ def modes_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 class AmbientState:
-    """Random numbers, autocast and training flags of a moment: to compute again as at first.
+    """Random numbers, autocast, flags and parameters of a moment: to compute again as at first.
+
+    Others stand for the parameters and buffers within ``torch.func.functional_call``, say.
 
     Args:
         device: The device that the layer computes on.
-        layer: Whose training flags matter.
+        layer: Whose training flags, parameters and buffers matter.
     """
 
     def __init__(self, device: torch.device, layer: torch.nn.Module) -> None:
         self.device = device
         self._training = [(module, module.training) for module in layer.modules()]
+        registries: list[Any] = [
+            r for m in layer.modules() for r in (m._parameters, m._buffers) if r
+        ]
+        self._tensors = [(registry, dict(registry)) for registry in registries]
         self._cpu = torch.get_rng_state()
         self._cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
         self._autocast = torch.is_autocast_enabled(device.type)
@@ -241,6 +247,7 @@ class AmbientState:
         """Runs in this state and puts the present state back afterwards."""
         devices = [self.device] if self._cuda is not None else []
         now = [(module, module.training) for module, _ in self._training]
+        tensors = [(registry, dict(registry)) for registry, _ in self._tensors]
         with torch.random.fork_rng(devices=devices), self.autocast():
             torch.set_rng_state(self._cpu)
             if self._cuda is not None:
@@ -248,8 +255,12 @@ class AmbientState:
             try:
                 for module, training in self._training:
                     module.training = training
+                for registry, held in self._tensors:
+                    registry.update(held)
                 yield
             finally:
+                for registry, held in tensors:
+                    registry.update(held)
                 for module, training in now:
                     module.training = training
 

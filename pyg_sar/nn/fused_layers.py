@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ from torch_geometric.utils import scatter
 from pyg_sar.engine.kernels.relational import RelationalTerms
 from pyg_sar.kernels.attention_terms import Attention
 from pyg_sar.kernels.ops import made_for
+from pyg_sar.message.message_checks import maximum
 from pyg_sar.message.program import DeferredEdge
 from pyg_sar.space.index_space import DistEdgeIndex
 
@@ -69,6 +71,10 @@ def attention_of(
     found: Attention | RelationalTerms | None = make(layer, kwargs)
     if isinstance(found, Attention) and isinstance(layer, HGTConv):
         found = _by_relation(found, edge_index, kwargs["edge_attr"])
+    if isinstance(layer, GATConv) and isinstance(found, Attention) and found.edge_attr is not None:
+        most = partial(maximum, edge_index.plan.comm, [edge_index.size(1)], edge_index.device)
+        if edge_index.remember_together("most edges", most) == [0]:  # GATConv doesn't read these.
+            found = replace(found, edge_attr=None, edge_weight=None)
     if found is None:
         return None
     first, *others = found.tensors().values()

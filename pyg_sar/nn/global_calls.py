@@ -29,7 +29,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
-from pyg_sar.errors import DistributedIndexError
+from pyg_sar.errors import DistributedIndexError, refuse_transforms
 from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
@@ -46,6 +46,7 @@ from pyg_sar.policy import SARPolicy
 from pyg_sar.space.distributed_index import DistEdgeIndex
 from pyg_sar.tensors import Edges, FromLocal, NodeTensor, Rows, edge_tensor, mapped, node_tensors
 from pyg_sar.tensors.boundary import Shared, to_local
+from pyg_sar.tensors.node_tensor import is_transformed
 from pyg_sar.wording import counted
 
 _LABEL = ("", "backward", "gradient sum")
@@ -65,6 +66,8 @@ class _Call:
     """
 
     def __init__(self, module: torch.nn.Module, args: Any, kwargs: Any) -> None:
+        if torch._C._functorch.peek_interpreter_stack() is not None:
+            refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
         self.edge_tensors = [t for t in found if t.edges is not None]
@@ -397,7 +400,13 @@ def _policy_of_parts(layer: Any) -> Iterator[None]:
 
 
 def _refuse_local(module: Any, *given: Any) -> None:
-    """Raises on a worker's own edges, with which gradients would stay each worker's own."""
+    """Raises on a worker's own edges, with which gradients would stay each worker's own.
+
+    Also where a transform of ``torch.func`` has wrapped node tensors.
+    """
+    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    if transforms and any(map(is_transformed, tree_leaves(given))):
+        refuse_transforms(type(module).__name__)
     if not any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
         return
     comm = current()

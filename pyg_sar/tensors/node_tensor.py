@@ -366,6 +366,12 @@ def refusal(func: Any, why: str, *tensors: Any) -> DistributedIndexError:
 @rule("refused")
 def refused(func: Any, args: Any, kwargs: Any) -> Any:
     """Raises: there is no rule."""
+    if isinstance(func, OpOverload) and func.namespace == "prims":  # What jvp is composed of.
+        why = (
+            "has no derivative in forward mode (torch.func.jvp, jacfwd, hessian): use "
+            "torch.autograd.grad(), or backward()"
+        )
+        raise refusal(func, why, *tensors_in(args, kwargs))
     why = (
         "has no rule that would give the whole graph's numbers. Take it of what is the same on all "
         "workers: x.numpy(), x.tolist() and torch.from_numpy(x.numpy()) have all rows"
@@ -376,6 +382,14 @@ def refused(func: Any, args: Any, kwargs: Any) -> Any:
 def node_tensors(*values: Any) -> list[NodeTensor]:
     """Returns all node tensors in nested lists, tuples and dicts."""
     return [t for t in tensors_in(*values) if isinstance(t, NodeTensor)]
+
+
+def is_transformed(value: Any) -> bool:
+    """Returns whether a value is a node tensor that a transform of ``torch.func`` has wrapped."""
+    inner = value
+    while isinstance(inner, Tensor) and torch._C._functorch.is_functorch_wrapped_tensor(inner):
+        inner = torch._C._functorch.get_unwrapped(inner)
+    return inner is not value and isinstance(inner, NodeTensor)
 
 
 def whole(value: Any, what: str) -> Any:
@@ -403,9 +417,10 @@ _OWN = ("aten", "torch_nn")
 def _without_rule(func: Any) -> Rule:
     """Returns how an operator of torch's own without a rule of its own is right: by all rows.
 
-    Those that change a tensor's shape, or write into several, and others' operators are refused.
+    Those that read memory by its strides, change a tensor's shape, or write into several, and
+    others' operators are refused.
     """
-    if func.namespace not in _OWN or func is torch.ops.aten.as_strided.default:
+    if func.namespace not in _OWN or "as_strided" in func._schema.name:
         return refused
     if not func._schema.is_mutable:
         return by_gathering

@@ -15,6 +15,7 @@ from pyg_sar.tensors.node_tensor import (
     by_gathering,
     into_plain,
     mapped,
+    method,
     name_of,
     node_tensors,
     refusal,
@@ -101,6 +102,21 @@ def ids_of(source: NodeTensor, change: Callable[[Tensor], Tensor]) -> Callable[[
 def _complex_view(func: Any, args: Any, kwargs: Any) -> Any:
     source = args[0]
     return wrap(func(source.local.resolve_conj().resolve_neg()), source.rows, source.axis)
+
+
+_REAL: Any = Tensor.real
+_IMAG: Any = Tensor.imag
+
+
+@method(torch.real, torch.imag, _REAL.__get__, _IMAG.__get__)
+def _part(func: Any, args: Any, kwargs: Any) -> Any:
+    """Takes a conjugate's parts of what it is the conjugate of, as torch does: as views."""
+    source: NodeTensor = (*args, *kwargs.values())[0]
+    with torch._C.DisableTorchFunctionSubclass():
+        if not (source.is_complex() and source.local.is_conj()):
+            return func(source)
+        part = func(source.conj())
+        return torch._neg_view(part) if func in (torch.imag, _IMAG.__get__) else part
 
 
 # Tensors like others ##########################################################

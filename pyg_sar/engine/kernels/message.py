@@ -358,8 +358,8 @@ class MessagesBackward(Pass):
             ledger.count("recompute")
         layer = kernel.program.layer
         with (
-            preserved_attributes(layer, buffers=True),
             kernel.ambient.restored(),
+            preserved_attributes(layer, buffers=True),
             detached_parameters(layer) as parameters,
         ):
             self._parameters = parameters
