@@ -404,7 +404,8 @@ def _refuse_local(module: Any, *given: Any) -> None:
 
     Also where a transform of ``torch.func`` has wrapped node tensors.
     """
-    transforms = torch._C._functorch.peek_interpreter_stack() is not None
+    compiling = torch.compiler.is_compiling()
+    transforms = not compiling and torch._C._functorch.peek_interpreter_stack() is not None
     if transforms and any(map(is_transformed, tree_leaves(given))):
         refuse_transforms(type(module).__name__)
     if not any(isinstance(a, DistEdgeIndex) for a in tree_leaves(given)):
