@@ -51,14 +51,11 @@ def distributed_edges(edge_index: Tensor, sources: Rows, targets: Rows) -> NodeT
     order = torch.cat(units)
     source, target = _of(ends[0], order), _of(targets.places()[1], _of(ends[1], order))
     unit = _repeated([run.numel() for run in units], order.device)
-    wanted = (
-        None
-        if numbers is not None
-        else [
-            _of(ends[0], runs[peer * world + rank][: None if peer != rank else 0])
-            for peer in range(world)
-        ]
-    )
+    wanted = None
+    if numbers is None:
+        others = [runs[peer * world + rank] for peer in range(world)]
+        others[rank] = order[:0]
+        wanted = [_of(ends[0], run) for run in others]
     plan, source = _sources(source, units[0].numel(), wanted, sources, sources is targets)
     # Stable sorts, the last key first.
     by_unit, _ = sort_edges(unit, world, sort_edges(target, targets.count)[0])
@@ -119,8 +116,10 @@ def _positions(rows: Rows) -> tuple[Tensor, Tensor]:
 
 def _repeated(counts: list[int], device: torch.device) -> Tensor:
     """Returns 0, 1, ... as often as ``counts`` says."""
-    numbers = torch.arange(len(counts), dtype=torch.int32, device=device)
-    return numbers.repeat_interleave(torch.tensor(counts, device=device))
+    found = torch.empty(sum(counts), dtype=torch.int32, device=device)
+    for number, part in enumerate(found.split(counts)):
+        part.fill_(number)
+    return found
 
 
 def _of(table: Tensor, ids: Tensor) -> Tensor:
