@@ -563,6 +563,9 @@ def test_masks_written_in_place_are_noticed(root: Path):
         assert edges[:, mask].size(1) == data.num_edges
         mask[:2] = False
         assert edges[:, mask].size(1) == data.num_edges - 2
+        for wrong in (torch.ones(data.num_edges + 1, dtype=torch.bool), mask[:-1]):
+            with pytest.raises(IndexError, match="shape of the mask"):
+                edges[:, wrong]
         compared = edges[0] != edges[1]
         loops = int((~compared).sum())
         compared.fill_(True)

@@ -14,6 +14,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -229,7 +230,9 @@ def _with_ends(
     layer: Any, args: Any, kwargs: Any
 ) -> Iterator[tuple[Tensor, Sequence[NodeTensor | int]]]:
     """Yields made edges of a call, and the nodes that they join, where these are known."""
-    names = [*inspect.signature(layer.forward).parameters, *map(str, range(len(args)))]
+    forward = getattr(layer.forward, "__func__", None)
+    known = _parameters(layer.forward) if forward is None else _parameters(forward)[1:]
+    names = [*known, *map(str, range(len(args)))]
     given = dict(zip(names, args, strict=False)) | kwargs
     types = next((v for k, v in given.items() if isinstance(v, dict) and _is_of_types(v)), {})
     for value in given.values():
@@ -243,6 +246,11 @@ def _with_ends(
                     source, target = types.get(kind[0]), types.get(kind[-1])
                     if source is not None and target is not None:
                         yield made, _joined(layer, source, target)
+
+
+@lru_cache(256)
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
 
 
 def _is_of_types(value: dict[Any, Any]) -> bool:
