@@ -18,7 +18,7 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.comm.group import current
-from pyg_sar.nn.made_edges import made_edges
+from pyg_sar.nn.made_edges import _outline, made_edges
 from pyg_sar.tensors import NodeTensor, Rows, whole
 from pyg_sar.tensors.distributing import distributed_edges
 
@@ -186,6 +186,12 @@ def recognised(root: str) -> None:
     for wrong in (plain + 1, torch.cat([data.edge_index, plain - NODES], 1)):
         with pytest.raises(ValueError, match="GraphConv got an 'edge_index' with .* nodes 0 to 39"):
             layer(data.x, wrong)
+
+
+def test_long_lists_are_told_apart() -> None:
+    """As float32 has no number for their last edge."""
+    long = torch.zeros(2, 1, dtype=torch.long).expand(2, 2**24 + 4)
+    assert _outline(long) != _outline(long[:, 1:])
 
 
 def bounded(root: str) -> None:

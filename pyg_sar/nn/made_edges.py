@@ -36,7 +36,7 @@ METHOD = "balanced"
 _FEW = 16  # lists of edges that are kept whatever they take
 _ROOM = 1 << 28  # bytes of others
 _BYTES = 40  # of an edge: as it was given, distributed, and its number
-_SAMPLE = 16  # edges by which lists are told apart before they are compared
+_SAMPLE = 16  # edges, or a few more, by which lists are told apart before they are compared
 _LABEL = ("", "", "made edges")
 
 
@@ -83,11 +83,13 @@ class _Kept:
         content: The edges, ``[2, E]``; of a node tensor this worker's, and their numbers
             ``[3, E_p]``.
         found: The distributed edges.
+        edges: How many there are.
     """
 
     number: int
     content: Tensor
     found: NodeTensor
+    edges: int
 
 
 class MadeEdges:
@@ -108,6 +110,7 @@ class MadeEdges:
         self._seen: OrderedDict[Any, tuple[Any, NodeTensor]] = OrderedDict()
         # Apart: which plain ones are known is the same on all workers, without a message.
         self._kept: dict[bool, OrderedDict[Any, _Kept]] = {k: OrderedDict() for k in (False, True)}
+        self._held = dict.fromkeys(self._kept, 0)  # edges
 
     def distributed(self, title: str, made: Tensor, ends: Sequence[NodeTensor | int]) -> NodeTensor:
         """Returns distributed edges for made ones. Collective.
@@ -139,7 +142,7 @@ class MadeEdges:
         layouts = [self._layout(title, made, end, len(ends) > 1) for end in ends]
         spread = isinstance(made, NodeTensor)
         known, key = self._kept[spread], (*map(id, layouts), *_outline(content))
-        kept = known.pop(key, None)
+        old = kept = known.get(key)
         if kept is not None and not torch.equal(kept.content, content):
             kept = None
         if spread:
@@ -153,11 +156,13 @@ class MadeEdges:
             _check_ids(title, bounds, [rows.total for rows in layouts], self.comm.rank)
             self.made += 1
             found = distributed_edges(made.detach(), layouts[0], layouts[-1])
-            kept = _Kept(self.made, content if spread else content.clone(), found)
+            content = content if spread else content.clone()
+            kept = _Kept(self.made, content, found, made.size(1))
         known[key] = kept
-        held = _BYTES * sum(kept.found.size(1) for kept in known.values())
-        while len(known) > _FEW and held > self.room:
-            held -= _BYTES * known.popitem(last=False)[1].found.size(1)
+        known.move_to_end(key)
+        self._held[spread] += kept.edges - (0 if old is None else old.edges)
+        while len(known) > _FEW and _BYTES * self._held[spread] > self.room:
+            self._held[spread] -= known.popitem(last=False)[1].edges
         return kept.found
 
     def _layout(self, title: str, made: Tensor, end: NodeTensor | int, bipartite: bool) -> Rows:
@@ -192,8 +197,7 @@ def _id(value: Any) -> int:
 def _outline(content: Tensor) -> tuple[int, ...]:
     """Returns what tells most lists of edges apart: their size, sums and a few of them."""
     count = content.size(1)
-    columns = torch.linspace(0, max(count - 1, 0), min(_SAMPLE, count), device=content.device)
-    sample = content[:, columns.long()].flatten().tolist()
+    sample = content[:, :: max(count // _SAMPLE, 1)].flatten().tolist()
     return (count, *content.sum(1).tolist(), *sample)
 
 
