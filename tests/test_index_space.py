@@ -27,6 +27,7 @@ from torch_geometric.nn.conv.gcn_conv import gcn_norm
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.space import DistEdgeIndex, DistIndex
+from pyg_sar.space.edge_ids import edge_ids
 
 # Many of these tests cut edge lists into pieces.
 pytestmark = pytest.mark.filterwarnings("ignore:edge_index.* counts each worker's own:UserWarning")
@@ -563,6 +564,12 @@ def test_masks_written_in_place_are_noticed(root: Path):
         assert edges[:, mask].size(1) == data.num_edges
         mask[:2] = False
         assert edges[:, mask].size(1) == data.num_edges - 2
+        for wrong in (torch.ones(data.num_edges + 1, dtype=torch.bool), mask[:-1]):
+            with pytest.raises(IndexError, match="shape of the mask"):
+                edges[:, wrong]
+        chosen = edges[:, mask]
+        mask.fill_(False)  # Which edges were chosen was written down.
+        assert torch.equal(edge_ids(chosen).ids, edge_ids(edges).ids[2:])
         compared = edges[0] != edges[1]
         loops = int((~compared).sum())
         compared.fill_(True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -17,8 +18,9 @@ from torch_geometric.data import Data
 
 import pyg_sar
 from pyg_sar.comm.group import current
-from pyg_sar.nn.made_edges import made_edges
-from pyg_sar.tensors import whole
+from pyg_sar.nn.made_edges import _outline, made_edges
+from pyg_sar.tensors import NodeTensor, Rows, whole
+from pyg_sar.tensors.distributing import distributed_edges
 
 NODES, EDGES = 40, 170
 DOUBLE = torch.float64
@@ -186,6 +188,12 @@ def recognised(root: str) -> None:
             layer(data.x, wrong)
 
 
+def test_long_lists_are_told_apart() -> None:
+    """As float32 has no number for their last edge."""
+    long = torch.zeros(2, 1, dtype=torch.long).expand(2, 2**24 + 4)
+    assert _outline(long) != _outline(long[:, 1:])
+
+
 def bounded(root: str) -> None:
     """A few lists are kept whatever they take; of many, as much as there is room for."""
     data, layer = pyg_sar.load_partition(root, view="global"), gnn.SimpleConv()
@@ -199,7 +207,37 @@ def bounded(root: str) -> None:
     current().made_edges = None
 
 
+def unsent() -> None:
+    """Edges that all workers hold lie as those that each has a share of, without a message."""
+    comm, plain = current(), make_graph().edge_index
+    draw = torch.Generator().manual_seed(5)
+
+    def layout() -> Rows:
+        owner, ids = torch.randint(comm.world_size, (NODES,), generator=draw), order(NODES)
+        rows = Rows(comm, NODES, int((owner == comm.rank).sum()), ids[owner[ids] == comm.rank])
+        rows.places()
+        return rows
+
+    def described(made: NodeTensor) -> list[Any]:
+        index = made.edges.index
+        plan = index.plan
+        rows = [t.long().tolist() for t in (*index.ends(), made.rows.ids, plan.send_index)]
+        return [*rows, plan.send_counts, plan.halo_counts, plan.num_local, index.targets]
+
+    nodes, others = layout(), layout()
+    for edges in (plain, plain.repeat(1, 2), plain[:, :1], plain[:, :0]):
+        ids = torch.arange(edges.size(1))[comm.rank :: comm.world_size].flip(0)
+        share = NodeTensor(edges[:, ids], Rows(comm, edges.size(1), len(ids), ids), 1)
+        for ends in ((nodes, nodes), (nodes, others)):
+            expected = described(distributed_edges(share, *ends))
+            silent = ("all_gather", "all_reduce", "exchange", "exchange_all")
+            with mock.patch.multiple(comm, **dict.fromkeys(silent)):
+                found = distributed_edges(edges, *ends)
+            assert described(found) == expected
+
+
 def both(root: str) -> list[str]:
+    unsent()
     recognised(root)
     current().made_edges = None
     bounded(root)

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -159,8 +159,11 @@ def _cut(edge_index: DistEdgeIndex, owner: int, pulled: Tensor | None, numbered:
     row = narrowed(source[columns] - (first + rows.start), halo.num_ids)
     into = narrowed(target[columns], edge_index.num_targets)
     columns = narrowed(columns, edge_index.size(1))
-    pulls = torch.zeros_like(row, dtype=torch.bool) if pulled is None else pulled[rows][row]
-    pushes = ~pulls
+    pulls: Any = slice(0)
+    pushes: Any = slice(None)
+    if pulled is not None:
+        pulls = pulled[rows][row]
+        pushes = ~pulls
     return Cut(
         torch.unique(row[pulls]),
         torch.unique(into[pushes]),

@@ -14,6 +14,7 @@ import inspect
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ METHOD = "balanced"
 _FEW = 16  # lists of edges that are kept whatever they take
 _ROOM = 1 << 28  # bytes of others
 _BYTES = 40  # of an edge: as it was given, distributed, and its number
-_SAMPLE = 16  # edges by which lists are told apart before they are compared
+_SAMPLE = 16  # edges, or a few more, by which lists are told apart before they are compared
 _LABEL = ("", "", "made edges")
 
 
@@ -84,11 +85,13 @@ class _Kept:
         content: The edges, ``[2, E]``; of a node tensor this worker's, and their numbers
             ``[3, E_p]``.
         found: The distributed edges.
+        edges: How many there are.
     """
 
     number: int
     content: Tensor
     found: NodeTensor
+    edges: int
 
 
 class MadeEdges:
@@ -109,6 +112,7 @@ class MadeEdges:
         self._seen: OrderedDict[Any, tuple[Any, NodeTensor]] = OrderedDict()
         # Apart: which plain ones are known is the same on all workers, without a message.
         self._kept: dict[bool, OrderedDict[Any, _Kept]] = {k: OrderedDict() for k in (False, True)}
+        self._held = dict.fromkeys(self._kept, 0)  # edges
 
     def distributed(self, title: str, made: Tensor, ends: Sequence[NodeTensor | int]) -> NodeTensor:
         """Returns distributed edges for made ones. Collective.
@@ -140,7 +144,7 @@ class MadeEdges:
         layouts = [self._layout(title, made, end, len(ends) > 1) for end in ends]
         spread = isinstance(made, NodeTensor)
         known, key = self._kept[spread], (*map(id, layouts), *_outline(content))
-        kept = known.pop(key, None)
+        old = kept = known.get(key)
         if kept is not None and not torch.equal(kept.content, content):
             kept = None
         if spread:
@@ -154,11 +158,13 @@ class MadeEdges:
             _check_ids(title, bounds, [rows.total for rows in layouts], self.comm.rank)
             self.made += 1
             found = distributed_edges(made.detach(), layouts[0], layouts[-1])
-            kept = _Kept(self.made, content if spread else content.clone(), found)
+            content = content if spread else content.clone()
+            kept = _Kept(self.made, content, found, made.size(1))
         known[key] = kept
-        held = _BYTES * sum(kept.found.size(1) for kept in known.values())
-        while len(known) > _FEW and held > self.room:
-            held -= _BYTES * known.popitem(last=False)[1].found.size(1)
+        known.move_to_end(key)
+        self._held[spread] += kept.edges - (0 if old is None else old.edges)
+        while len(known) > _FEW and _BYTES * self._held[spread] > self.room:
+            self._held[spread] -= known.popitem(last=False)[1].edges
         return kept.found
 
     def _layout(self, title: str, made: Tensor, end: NodeTensor | int, bipartite: bool) -> Rows:
@@ -193,8 +199,7 @@ def _id(value: Any) -> int:
 def _outline(content: Tensor) -> tuple[int, ...]:
     """Returns what tells most lists of edges apart: their size, sums and a few of them."""
     count = content.size(1)
-    columns = torch.linspace(0, max(count - 1, 0), min(_SAMPLE, count), device=content.device)
-    sample = content[:, columns.long()].flatten().tolist()
+    sample = content[:, :: max(count // _SAMPLE, 1)].flatten().tolist()
     return (count, *content.sum(1).tolist(), *sample)
 
 
@@ -231,7 +236,9 @@ def _with_ends(
     layer: Any, args: Any, kwargs: Any
 ) -> Iterator[tuple[Tensor, Sequence[NodeTensor | int]]]:
     """Yields made edges of a call, and the nodes that they join, where these are known."""
-    names = [*inspect.signature(layer.forward).parameters, *map(str, range(len(args)))]
+    forward = getattr(layer.forward, "__func__", None)
+    known = _parameters(layer.forward) if forward is None else _parameters(forward)[1:]
+    names = [*known, *map(str, range(len(args)))]
     given = dict(zip(names, args, strict=False)) | kwargs
     types = next((v for k, v in given.items() if isinstance(v, dict) and _is_of_types(v)), {})
     for value in given.values():
@@ -245,6 +252,11 @@ def _with_ends(
                     source, target = types.get(kind[0]), types.get(kind[-1])
                     if source is not None and target is not None:
                         yield made, _joined(layer, source, target)
+
+
+@lru_cache(256)
+def _parameters(forward: Any) -> tuple[str, ...]:
+    return tuple(inspect.signature(forward).parameters)
 
 
 def _is_of_types(value: dict[Any, Any]) -> bool:

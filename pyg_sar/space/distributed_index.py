@@ -436,8 +436,8 @@ class Selections:
         self._by_identity: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
         self._by_content: OrderedDict[Any, tuple[Tensor, DistEdgeIndex]] = OrderedDict()
 
-    def find(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
-        """The edges in these columns (a mask, or their numbers)."""
+    def find(self, columns: Tensor, make: Callable[[Tensor], DistEdgeIndex]) -> DistEdgeIndex:
+        """The edges in these columns (a mask, or their numbers), made of the columns' numbers."""
         key = (id(columns), version_of(columns))
         if key not in self._by_identity:
             # The entry keeps `columns` alive, so that its id stays its own.
@@ -447,19 +447,19 @@ class Selections:
         self._by_identity.move_to_end(key)
         return self._by_identity[key][1]
 
-    def _equal(self, columns: Tensor, make: Callable[[], DistEdgeIndex]) -> DistEdgeIndex:
+    def _equal(self, columns: Tensor, make: Callable[[Tensor], DistEdgeIndex]) -> DistEdgeIndex:
         with torch.inference_mode(False):
             mask = columns.dtype in (torch.bool, torch.uint8)
             numbers = columns.nonzero().view(-1) if mask else columns.clone()
             numbers = numbers.int() if self._narrow else numbers
-        places = torch.arange(numbers.numel(), device=numbers.device) % 1009
+        places = torch.arange(numbers.numel(), dtype=numbers.dtype, device=numbers.device)
         key = numbers.numel(), int(numbers.sum()), int((numbers * places).sum())
         found = self._by_content.pop(key, None)
         if found is not None and not torch.equal(found[0], numbers):
             self._held -= numbers.numel()
             found = None
         if found is None:
-            found = numbers, make()
+            found = numbers, make(numbers)
             found[1].by_content = True
             self._held += numbers.numel()
         self._by_content[key] = found

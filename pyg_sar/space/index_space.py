@@ -116,7 +116,7 @@ def _only_loops_left_out(source: DistEdgeIndex, columns: Any) -> bool:
     return torch.equal(ends[0], ends[1])
 
 
-def _selected_order(source: Any, columns: Any) -> Order | None:
+def _selected_order(source: Any, columns: Any, ascending: bool = False) -> Order | None:
     """The edges' order after a selection; unknown when that changes it."""
     places: Order | None = source.places
     if places is None:
@@ -125,11 +125,16 @@ def _selected_order(source: Any, columns: Any) -> Order | None:
     if isinstance(columns, slice):
         permutes = (columns.step or 1) < 0
     elif isinstance(columns, Tensor):
-        permutes = columns.dtype != torch.bool and bool((columns.diff() <= 0).any())
-    order = None if permutes else places.find()
+        ascending = ascending or columns.dtype == torch.bool
+        permutes = not ascending and bool((columns.diff() <= 0).any())
     # All workers' recipes are of one form, also where the order is lost on some.
     recipe = places.recipe and Selected(places.recipe, None if permutes else columns)
-    return Order(None if order is None else order[columns], recipe)
+
+    def make() -> Tensor | None:
+        order = places.find()
+        return None if order is None else order[columns]
+
+    return Order(None if permutes else make, recipe)
 
 
 def _recipe(part: Tensor, plan: HaloPlan) -> Recipe:
@@ -167,11 +172,6 @@ def _joined_order(parts: Sequence[Any], edges: bool, plan: HaloPlan) -> Order | 
     return Order(make, Joined([_recipe(part, plan) for part in parts]) if edges else None)
 
 
-def _all_of(columns: Any) -> bool:
-    """True where a mask leaves no edge out."""
-    return isinstance(columns, Tensor) and columns.dtype == torch.bool and bool(columns.all())
-
-
 def _warn_of_positions(columns: slice) -> None:
     cut = ":".join("" if n is None else str(n) for n in (columns.start, columns.stop, columns.step))
     if columns.step is None:
@@ -187,24 +187,29 @@ def _warn_of_positions(columns: slice) -> None:
 def _selected_edges(source: DistEdgeIndex, columns: Any) -> DistEdgeIndex:
     """``edge_index[:, columns]``. See [Note: once per structure]."""
 
-    def make() -> DistEdgeIndex:
+    mask = isinstance(columns, Tensor) and columns.dtype in (torch.bool, torch.uint8)
+
+    def make(found: Any = columns) -> DistEdgeIndex:
+        numbers = mask and found is not columns
         with torch.inference_mode(False):
-            if _all_of(columns):
+            if numbers and found.numel() == source.size(1):
                 # The same memory, but edges of their own: other workers may have lost some.
                 everything = _edges_like(plain(source), source)
                 return everything.ordered(source.places)
-            chosen = _edges_like(plain(source)[:, columns], source)
+            pairs = plain(source)
+            pairs = pairs.index_select(1, found) if numbers else pairs[:, found]
+            chosen = _edges_like(pairs, source)
             if source.partial is not None:
                 derived(chosen, source, known=_only_loops_left_out(source, columns))
-            return chosen.ordered(_selected_order(source, columns))
+            return chosen.ordered(_selected_order(source, found, mask))
 
     if isinstance(columns, slice):
         whole = columns.indices(source.size(1)) == (0, source.size(1), 1)
         if source.plan.world_size > 1 and not whole:
             _warn_of_positions(columns)
         return source.remember(("columns", str(columns)), make)
-    if not isinstance(columns, Tensor):
-        return make()
+    if not isinstance(columns, Tensor) or (mask and columns.shape != source.shape[1:]):
+        return make()  # PyTorch refuses the mask.
     selections: Selections = source.remember("selections", lambda: Selections(source.size(1)))
     return selections.find(columns, make)
 
@@ -235,7 +240,8 @@ def _getitem(func: Any, args: Any, kwargs: Any) -> Any:
         if not isinstance(key, InSpace) and source.dim() == 1 and not isinstance(key, int):
             chosen = dist_index(plain(source)[key], source.plan, targets=source.targets)
             derived(chosen, source, known=False)
-            return chosen.ordered(_selected_order(source, key))
+            kept = key.clone() if isinstance(key, Tensor) else key
+            return chosen.ordered(_selected_order(source, kept))
         raise refusal(func)
     if isinstance(key, DistIndex):
         return _gather(source, 0, key)
@@ -423,7 +429,7 @@ def _index_select(func: Any, args: Any, kwargs: Any) -> Any:
     if isinstance(x, DistIndex) and not isinstance(index, InSpace):
         chosen = dist_index(plain(x).index_select(0, index), x.plan, targets=x.targets)
         derived(chosen, x, known=False)
-        return chosen.ordered(_selected_order(x, index))
+        return chosen.ordered(_selected_order(x, index.clone()))
     if isinstance(x, InSpace) or not isinstance(index, DistIndex):
         raise refusal(func)
     return _gather(x, dim, index)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import Protocol
 
 import torch
@@ -13,6 +14,9 @@ from torch import Tensor
 from pyg_sar.exchange.halo import HaloPlan
 from pyg_sar.kernels.ops import sort_edges, transpose
 from pyg_sar.space.index_space import DistEdgeIndex
+
+_FEW = 1 << 16
+"""Edges whose columns are kept whether or not anything asks for them."""
 
 
 def narrowed(index: Tensor, bound: int) -> Tensor:
@@ -316,7 +320,7 @@ class Shards:
         rows, order, starts = self._sort()
         # Columns of edges are asked for by edge-level data alone; see columns().
         self._in_order = bool((order[1:] > order[:-1]).all())
-        self._columns: Tensor | None = None
+        self._columns: Tensor | None = order if self.num_edges <= _FEW else None
         narrow = max(plan.num_ids, self.num_edges) < 2**31
         index = torch.int32 if narrow else torch.int64
         if not self._in_order:
@@ -350,16 +354,18 @@ class Shards:
         plan = self.plan
         if plan.world_size == 1:
             return narrowed(source, plan.num_ids), source[:0]
-        if self._joined:
-            halo = source >= plan.num_local
-            return narrowed(source, plan.num_ids) - plan.num_local * halo.int(), halo.int()
-        ends = torch.tensor(plan.halo_offsets, device=source.device) + plan.num_local
-        owner = torch.bucketize(source.contiguous(), ends[1:], right=True, out_int32=True)
-        owner[source < plan.num_local] = plan.rank
-        moves = ends[:-1].clone()
-        moves[plan.rank] = 0
-        rows = narrowed(source, plan.num_ids) - narrowed(moves, plan.num_ids)[owner]
-        return rows, (owner - plan.rank) % plan.world_size
+        source = narrowed(source, plan.num_ids).contiguous()
+        sizes, units = [plan.num_local, plan.num_halo], [0, 1]
+        if not self._joined:
+            sizes = [plan.num_local, *plan.halo_counts]
+            units = [
+                0,
+                *((owner - plan.rank) % plan.world_size for owner in range(plan.world_size)),
+            ]
+        starts = source.new_tensor([0, *accumulate(sizes[:-1])])
+        run = torch.bucketize(source, starts[1:], right=True, out_int32=True)
+        unit = torch.tensor(units, dtype=torch.int32, device=source.device).index_select(0, run)
+        return source - starts.index_select(0, run), unit
 
     def edges(self, unit: int) -> slice:
         """The shard's edges in shard order."""

@@ -3,8 +3,9 @@
 [Note: known places] Edges that were computed, or that every worker holds, have no partition. Their
 nodes have one: a layout says who owns which. So each worker takes the edges into its own nodes, and
 they are numbered as a partition numbers them (``partition/parts.py``): own nodes, then the halo by
-owner and global id; edges by the worker of their source, own ones first, and target. Nothing is
-searched: each layout has a table of all its nodes.
+owner and the row there; edges by the worker of their source, own ones first, and target. Nothing is
+searched: each layout has a table of all its nodes. Where every worker holds all edges, it sees as
+well what the others need of it, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -32,54 +33,93 @@ def distributed_edges(edge_index: Tensor, sources: Rows, targets: Rows) -> NodeT
         targets: That of the target nodes; the same object where these are nodes of one type.
     """
     comm = sources.comm
-    worker, _ = targets.places()
+    world, rank = comm.world_size, comm.rank
+    worker = targets.places()[0]
     if isinstance(edge_index, NodeTensor):
         found = torch.cat([edge_index.local, edge_index.rows.ids.view(1, -1)])
-        order, first = sort_edges(_of(worker, found[1]), comm.world_size)
+        order, first = sort_edges(_of(worker, found[1]), world)
         parts = found.t().index_select(0, order).split(first.diff().tolist())
-        source, target, ids = torch.cat(all_to_all(parts, comm)).unbind(1)
+        here = torch.cat(all_to_all(parts, comm))
+        *ends, numbers = here.index_select(0, here[:, 2].argsort()).unbind(1)
     else:
-        ids = (_of(worker, edge_index[1]) == comm.rank).nonzero().view(-1)
-        source, target = (end.index_select(0, ids) for end in edge_index)
-    plan, source, owner = _sources(source, sources, sources is targets)
-    target = _of(targets.places()[1], target)
-    by_id = ids.argsort() if isinstance(edge_index, NodeTensor) else None
+        ends, numbers = list(edge_index), None
+    # Edges by the worker of their target, and that of their source.
+    key = _of(worker, ends[1]).mul_(world).add_(_of(sources.places()[0], ends[0]))
+    order, first = sort_edges(key, world * world)
+    runs = order.split(first.diff().tolist())
+    units = [runs[rank * world + (rank + unit) % world] for unit in range(world)]
+    order = torch.cat(units)
+    source, target = _of(ends[0], order), _of(targets.places()[1], _of(ends[1], order))
+    unit = _repeated([run.numel() for run in units], order.device)
+    wanted = None
+    if numbers is None:
+        others = [runs[peer * world + rank] for peer in range(world)]
+        others[rank] = order[:0]
+        wanted = [_of(ends[0], run) for run in others]
+    plan, source = _sources(source, units[0].numel(), wanted, sources, sources is targets)
     # Stable sorts, the last key first.
-    order, _ = sort_edges(target, targets.count, by_id)
-    order, first = sort_edges(owner, comm.world_size, order)
-    order = order.roll(-int(first[comm.rank]))
-    ends = torch.stack([_of(source, order), _of(target, order)]).long()
+    by_unit, _ = sort_edges(unit, world, sort_edges(target, targets.count)[0])
+    ids = _of(order, by_unit).long()
+    ids = ids if numbers is None else _of(numbers, ids)
+    local = torch.stack([_of(source, by_unit), _of(target, by_unit)]).long()
     count = None if sources is targets else targets.count
-    rows = Rows(comm, edge_index.size(1), ids.numel(), _of(ids, order))
-    index = dist_edge_index(ends, plan, targets=count).ordered(rows.ids)
+    rows = Rows(comm, edge_index.size(1), ids.numel(), ids)
+    index = dist_edge_index(local, plan, targets=count).ordered(ids)
     return edge_tensor(Edges(index, sources, targets), rows)
 
 
-def _sources(ids: Tensor, rows: Rows, named: bool) -> tuple[HaloPlan, Tensor, Tensor]:
-    """Returns a halo plan of source nodes, and of each edge its source by it, and the owner.
+def _sources(
+    ids: Tensor, own: int, wanted: list[Tensor] | None, rows: Rows, named: bool
+) -> tuple[HaloPlan, Tensor]:
+    """Returns a halo plan of source nodes, and of each edge its source by it.
 
     Args:
         ids: The source of each of this worker's edges, by global ids ``[E]``.
+        own: How many of them, the first ones, are nodes of this worker.
+        wanted: The own nodes that each worker's edges come from, by global ids, each of them once
+            or more; ``None``: each worker is to say it.
         rows: The layout of the nodes.
         named: Whether the plan is to know the own nodes' ids.
     """
-    comm, (worker, place) = rows.comm, rows.places()
-    owner = _of(worker, ids)
-    away = (owner != comm.rank).nonzero().view(-1)
-    remote = _of(ids, away)
+    comm, place = rows.comm, rows.places()[1]
+    position, starts = rows.keep("positions", None, lambda: _positions(rows))
+    remote = _of(position, ids[own:])
     needed = torch.zeros(rows.total, dtype=torch.bool, device=ids.device)
     halo = needed.index_fill_(0, remote, True).nonzero().view(-1)
-    halo = halo[worker[halo].argsort(stable=True)]
-    counts = torch.bincount(worker[halo], minlength=comm.world_size).tolist()
-    sends = all_to_all(place[halo].split(counts), comm)
     number = torch.empty_like(place)  # of halo nodes only
-    number[halo] = torch.arange(
-        rows.count, rows.count + halo.numel(), dtype=place.dtype, device=ids.device
-    )
-    local = _of(place, ids).index_copy_(0, away, _of(number, remote))
-    sent = [part.numel() for part in sends]
+    stop = rows.count + halo.numel()
+    number[halo] = torch.arange(rows.count, stop, dtype=place.dtype, device=ids.device)
+    local = torch.cat([_of(place, ids[:own]), _of(number, remote)])
+    counts = torch.searchsorted(halo, starts).diff()
+    if wanted is None:
+        there = halo - starts[:-1].repeat_interleave(counts)
+        sends = all_to_all(there.split(counts.tolist()), comm)
+        sent, send = [part.numel() for part in sends], torch.cat(sends)
+    else:
+        key = _repeated([part.numel() for part in wanted], ids.device).long() * rows.count
+        key += _of(place, torch.cat(wanted))
+        needed = torch.zeros(len(wanted) * rows.count, dtype=torch.bool, device=ids.device)
+        found = needed.index_fill_(0, key, True).nonzero().view(-1)
+        send, peer = found % max(rows.count, 1), found // max(rows.count, 1)
+        sent = torch.bincount(peer, minlength=len(wanted)).tolist()
     known = rows.ids if named else None
-    return HaloPlan(comm, rows.count, counts, torch.cat(sends), sent, known), local, owner
+    return HaloPlan(comm, rows.count, counts.tolist(), send, sent, known), local
+
+
+def _positions(rows: Rows) -> tuple[Tensor, Tensor]:
+    """Returns each node's place among all, worker by worker, and each worker's first one."""
+    worker, place = rows.places()
+    counts = torch.bincount(worker, minlength=rows.comm.world_size)
+    starts = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
+    return _of(starts, worker).add_(place), starts
+
+
+def _repeated(counts: list[int], device: torch.device) -> Tensor:
+    """Returns 0, 1, ... as often as ``counts`` says."""
+    found = torch.empty(sum(counts), dtype=torch.int32, device=device)
+    for number, part in enumerate(found.split(counts)):
+        part.fill_(number)
+    return found
 
 
 def _of(table: Tensor, ids: Tensor) -> Tensor:
