@@ -158,7 +158,7 @@ def check_the_rest(summary: dict[str, Any], parameters: list[Tensor], layer: str
     gradients = sum(p.numel() for p in parameters) + len(parameters) + LIMBS * WORLD
     assert others[""]["backward gradient sum in"] == gradients * 8
     rest = sum(n for key, n in others[""].items() if "gradient sum" not in key)
-    assert rest <= 64
+    assert rest <= 96
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
