@@ -247,7 +247,12 @@ class AmbientState:
         """Runs in this state and puts the present state back afterwards."""
         devices = [self.device] if self._cuda is not None else []
         now = [(module, module.training) for module, _ in self._training]
-        tensors = [(registry, dict(registry)) for registry, _ in self._tensors]
+        others = [
+            (registry, name, held, registry[name])
+            for registry, tensors in self._tensors
+            for name, held in tensors.items()
+            if registry.get(name, held) is not held
+        ]
         with torch.random.fork_rng(devices=devices), self.autocast():
             torch.set_rng_state(self._cpu)
             if self._cuda is not None:
@@ -255,12 +260,13 @@ class AmbientState:
             try:
                 for module, training in self._training:
                     module.training = training
-                for registry, held in self._tensors:
-                    registry.update(held)
+                for registry, name, held, _ in others:
+                    registry[name] = held
                 yield
             finally:
-                for registry, held in tensors:
-                    registry.update(held)
+                for registry, name, held, other in others:
+                    if registry[name] is held:  # What the message has put there is its change.
+                        registry[name] = other
                 for module, training in now:
                     module.training = training
 
