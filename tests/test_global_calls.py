@@ -19,6 +19,7 @@ from torch_geometric.utils import softmax
 
 import pyg_sar
 from pyg_sar.errors import DistributedIndexError
+from pyg_sar.nn.shared_parameters import SharedParameters
 from pyg_sar.tensors import NodeTensor, mapped, whole
 
 DOUBLE = torch.float64
@@ -453,6 +454,16 @@ def test_a_pass_sends_one_sum_and_compares_the_models(tmp_path: Path) -> None:
     for found, errors in pyg_sar.launch(summed_once, 2, tmp_path):
         assert found == [1, 1]
         assert "module_0.negative_slope" in errors[0] and "module_2.lin_l.weight" in errors[1]
+
+
+def test_layers_join_in_the_same_order_where_a_number_was_anothers() -> None:
+    """``id()`` of a layer that is gone comes again on one worker, and on another it doesn't."""
+    shared, (gone, second, third) = SharedParameters(), (SAGEConv(2, 2) for _ in range(3))
+    shared.join("gone", gone)
+    shared._layers[id(third)] = shared._layers.pop(id(gone))  # as if they had one number
+    shared.join("second", second)
+    shared.join("third", third)
+    assert [name for name, _ in shared.layers()] == ["second", "third"]
 
 
 # Out and back ##################################################################

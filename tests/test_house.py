@@ -57,20 +57,10 @@ TREES = {name: ast.parse(path.read_text(), str(path)) for name, path in MODULES.
 
 
 # Wings whose docstrings say what comes out, in sentences.
-SENTENCES = (
-    *("usage", "errors", "wording", "files", "policy", "ledger", "store", "comm"),
-    *(
-        "exchange",
-        "space",
-        "reduction",
-        "partition",
-        "message",
-        "engine",
-        "nn",
-        "convert",
-        "train",
-        "tools",
-    ),
+SENTENCES = tuple(
+    wing
+    for wing in WINGS
+    if wing not in ("kernels", "functional", "tensors", "pyg_sar", "__main__")
 )
 
 

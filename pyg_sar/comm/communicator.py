@@ -77,7 +77,7 @@ class Communicator(ABC):
         self.layouts: dict[int, Any] = {}
         """Where nodes lie in the global view, by how many they are (``tensors/rows.py``)."""
         self.made_edges: Any = None
-        """What is known of edges that were computed (``nn/made_edges.py``)."""
+        """Facts known of edges that were computed (``nn/made_edges.py``)."""
         self.closed = False
         self._listeners: WeakValueDictionary[int, Listener] = WeakValueDictionary()
         self._joined = 0

@@ -42,12 +42,15 @@ class SharedParameters:
         return SharedParameters, ()
 
     def join(self, name: str, layer: torch.nn.Module) -> None:
-        """Takes in a layer.
+        """Takes in a layer, behind the others: in the same order on all workers.
+
+        A layer that is gone may have had its ``id()``, on some workers alone.
 
         Args:
             name: Its name in the model, for errors.
             layer: The layer.
         """
+        self._layers.pop(id(layer), None)
         self._layers[id(layer)] = name, weakref.ref(layer)
 
     def layers(self) -> Iterator[tuple[str, torch.nn.Module]]:

@@ -21,7 +21,7 @@ from pyg_sar.tensors.nested import mapped, tensors_in
 
 
 class Origin:
-    """What a tensor is a copy of, where torch has a view. See [Note: copies for views].
+    """The tensor that another is a copy of, where torch has a view. See [Note: copies for views].
 
     Args:
         copy: The copy's rows.

@@ -106,7 +106,7 @@ def _pointers(func: Any, args: Any, kwargs: Any) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class _Product:
-    """What products of one matrix with rows of one layout share. See [Note: rows of a product].
+    """Facts that products of a matrix with rows of a layout share. See [Note: rows of a product].
 
     Attributes:
         targets: The layout of the result's rows.

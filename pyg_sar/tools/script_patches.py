@@ -63,7 +63,7 @@ class Process:
     first_thread: int = 0
     """The thread of rank 0, if it is here."""
     float64: bool = False
-    """Whether datasets give float64 for float32."""
+    """Is true where datasets give float64 for float32."""
 
     def here(self) -> Worker | None:
         """Returns the rank that calls, of several workers; ``None`` where rank 0 acts for all."""
