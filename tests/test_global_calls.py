@@ -288,10 +288,22 @@ def test_a_plain_batch(tmp_path: Path) -> None:
 # One sum of gradients per backward pass ########################################
 
 
+class Net(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([GATConv(6, 8), gnn.BatchNorm(8), SAGEConv(8, 3)])
+
+    def __getitem__(self, k: int) -> Any:
+        return self.layers[k]
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        first, norm, last = self.layers
+        out: Tensor = last(norm(first(x, edge_index)), edge_index)
+        return out
+
+
 def net(converted: Converted) -> Any:
-    norm = gnn.BatchNorm(8)
-    layers = [(gnn.GATConv(6, 8), "x, e -> x"), (norm, "x -> x"), (SAGEConv(8, 3), "x, e -> x")]
-    return converted(gnn.Sequential("x, e", layers))
+    return converted(Net())
 
 
 def loss_of(model: Any, data: Data) -> Tensor:
@@ -453,7 +465,7 @@ def test_a_pass_sends_one_sum_and_compares_the_models(tmp_path: Path) -> None:
     pyg_sar.write_partitions(make_graph(), 2, tmp_path)
     for found, errors in pyg_sar.launch(summed_once, 2, tmp_path):
         assert found == [1, 1]
-        assert "module_0.negative_slope" in errors[0] and "module_2.lin_l.weight" in errors[1]
+        assert "layers.0.negative_slope" in errors[0] and "layers.2.lin_l.weight" in errors[1]
 
 
 def test_layers_join_in_the_same_order_where_a_number_was_anothers() -> None:
