@@ -26,6 +26,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
+from pyg_sar.tensors import NodeTensor
 
 TOLERANCE = 1e-10
 SWITCH = "PYG_SAR_SHARED_MEMORY"
@@ -129,15 +130,13 @@ class Partitions:
 
 @dataclass
 class Result:
-    """What a forward and backward pass leaves: rows of this worker, or of the whole graph."""
+    """What a forward and backward pass leaves: all rows, on one process or each worker."""
 
     out: Tensor
     x_grad: Tensor | None
     edge_grads: dict[str, Tensor | None]
     parameter_grads: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
-    n_id: Tensor | None = None
-    e_id: Tensor | None = None
 
 
 @dataclass
@@ -161,22 +160,26 @@ class Job:
 
 def probe(ids: Tensor, like: Tensor) -> Tensor:
     """Fixed weights for the outputs of nodes with these global ids, of the outputs' shape."""
-    width = like[0].numel() if like.size(0) else math.prod(like.shape[1:])
+    width = math.prod(like.shape[1:])
     columns = torch.arange(width, device=ids.device)
     wave = torch.cos(ids.view(-1, 1) * 1.3 + columns.view(1, -1) * 0.7 + 0.1)
     return wave.to(like.dtype).view(-1, *like.shape[1:])
 
 
-def node_losses(out: Tensor, ids: Tensor) -> Tensor:
+def node_losses(out: Tensor, ids: Tensor | None = None) -> Tensor:
     """One value per node, of which every output has its own, nonlinear share."""
+    ids = torch.arange(out.size(0), device=out.device) if ids is None else ids
     return (out * probe(ids, out) + 0.1 * out.square()).flatten(1).sum(-1)
+
+
+def whole(tensor: Tensor | None) -> Tensor | None:
+    """All rows of a tensor, on each worker. Collective."""
+    return tensor.full_tensor() if isinstance(tensor, NodeTensor) else tensor
 
 
 def one_pass(
     layer: torch.nn.Module,
     data: Data,
-    ids: Tensor,
-    mean: Callable[[Tensor], Tensor],
     edge: Sequence[str] = (),
     constants: Sequence[str] = (),
 ) -> Result:
@@ -185,11 +188,11 @@ def one_pass(
     x = data.x.clone().requires_grad_()
     tensors = {name: data[name].clone().requires_grad_() for name in edge}
     out = layer(x, data.edge_index, **tensors, **{name: data[name] for name in constants})
-    mean(node_losses(out, ids)[data.train_mask]).backward()
+    node_losses(out)[data.train_mask].mean().backward()
     return Result(
-        out=out.detach(),
-        x_grad=x.grad,
-        edge_grads={name: tensor.grad for name, tensor in tensors.items()},
+        out=whole(out.detach()),
+        x_grad=whole(x.grad),
+        edge_grads={name: whole(tensor.grad) for name, tensor in tensors.items()},
         parameter_grads={
             name: None if p.grad is None else p.grad.clone() for name, p in layer.named_parameters()
         },
@@ -201,8 +204,7 @@ def single_process(
     layer: torch.nn.Module, data: Data, edge: Sequence[str] = (), constants: Sequence[str] = ()
 ) -> Result:
     """The oracle: plain PyG on the whole graph, on a copy of the layer."""
-    ids = torch.arange(data.num_nodes)
-    return one_pass(copy.deepcopy(layer), data, ids, torch.mean, edge, constants)
+    return one_pass(copy.deepcopy(layer), data, edge, constants)
 
 
 def set_policy(model: torch.nn.Module, policy: SARPolicy) -> None:
@@ -216,16 +218,14 @@ def run_jobs(jobs: Sequence[Job]) -> list[list[Result]]:
     """A worker's part: every job, every policy."""
     found = []
     for job in jobs:
-        data = pyg_sar.load_partition(job.root, view="local")
-        layer = pyg_sar.distribute(copy.deepcopy(job.layer), view="local")
+        data = pyg_sar.load_partition(job.root)
+        layer = pyg_sar.distribute(copy.deepcopy(job.layer))
         start = {name: value.clone() for name, value in layer.state_dict().items()}
         results = []
         for policy in job.policies:
             layer.load_state_dict(start)
             set_policy(layer, policy)
-            mine = one_pass(layer, data, data.n_id, pyg_sar.mean, job.edge, job.constants)
-            mine.n_id, mine.e_id = data.n_id, data.e_id
-            results.append(mine)
+            results.append(one_pass(layer, data, job.edge, job.constants))
         found.append(results)
     return found
 
@@ -278,22 +278,13 @@ def gradient_scale(gradients: Mapping[str, Tensor | None]) -> float:
 
 def errors(results: Sequence[Result], expected: Result) -> dict[str, float]:
     """The error of everything that workers found, by name."""
-    nodes = expected.out.size(0)
-    ids = [r.n_id for r in results]
-    found = {
-        "out": error(
-            assemble(zip(ids, (r.out for r in results), strict=True), nodes), expected.out
-        ),
-        "x.grad": error(
-            assemble(zip(ids, (r.x_grad for r in results), strict=True), nodes), expected.x_grad
-        ),
-    }
-    for name, gradient in expected.edge_grads.items():
-        edges = sum(r.e_id.numel() for r in results)
-        rows = assemble(((r.e_id, r.edge_grads[name]) for r in results), edges)
-        found[f"{name}.grad"] = error(rows, gradient)
+    found: dict[str, float] = {}
     scale = gradient_scale(expected.parameter_grads)
     for rank, result in enumerate(results):
+        found[f"out@{rank}"] = error(result.out, expected.out)
+        found[f"x.grad@{rank}"] = error(result.x_grad, expected.x_grad)
+        for name, gradient in expected.edge_grads.items():
+            found[f"{name}.grad@{rank}"] = error(result.edge_grads[name], gradient)
         for name, gradient in expected.parameter_grads.items():
             key = f"{name}.grad@{rank}"
             found[key] = error(result.parameter_grads[name], gradient, scale)
@@ -326,7 +317,7 @@ class Sweep:
 
     def check(
         self,
-        backend: str = "threads",
+        backend: str | None = None,
         tolerance: float = TOLERANCE,
         timeout: float = 120.0,
         network: bool | None = None,
@@ -367,6 +358,16 @@ def apart() -> Iterator[None]:
         del os.environ[SWITCH]
         if before is not None:
             os.environ[SWITCH] = before
+
+
+def workers(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
+    """Runs ``fn`` on worker processes, which read each other's memory as on one host."""
+    return pyg_sar.launch(fn, world, *args, timeout=60.0)
+
+
+def parts(fn: Callable[..., Any], number: int, *args: Any) -> list[Any]:
+    """Runs ``fn`` for parts of the graph that this process hosts."""
+    return host(fn, number, *args)
 
 
 def threads(fn: Callable[..., Any], world: int, *args: Any) -> list[Any]:
