@@ -30,6 +30,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
+from pyg_sar.message.layer_state import TileValue
 from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
@@ -314,7 +315,7 @@ def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any
     """
     for module in layer.modules():
         for name, value in vars(module).items():
-            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor)
+            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor | TileValue)
             if plain and value.requires_grad and not hasattr(value, "_pyg_sar_rows"):
                 yield vars(module), name, value
 
