@@ -87,7 +87,7 @@ class _Call:
         own = [t.rows for t in self.edge_tensors]
         self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
         self.axis: int | None = None
-        batches = [t for t in found if t.axis and t.is_floating_point()]
+        batches = [t for t in found if t.axis and t.edges is None and t.is_floating_point()]
         if batches:
             self.axis = self._axis_of(batches)
 
