@@ -71,8 +71,9 @@ class _Call:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
-        self.edge_tensors = [t for t in found if t.edges is not None]
-        self.edges: list[Edges] = [t.edges for t in self.edge_tensors]
+        ends_of = [(t, t.edges) for t in found]
+        self.edge_tensors = [t for t, edges in ends_of if edges is not None]
+        self.edges: list[Edges] = [edges for _, edges in ends_of if edges is not None]
         layers = isinstance(module, MessagePassing)
         if layers and found and not self.edges:
             raise DistributedIndexError(
@@ -87,7 +88,7 @@ class _Call:
         own = [t.rows for t in self.edge_tensors]
         self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
         self.axis: int | None = None
-        batches = [t for t in found if t.axis and t.edges is None and t.is_floating_point()]
+        batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
         if batches:
             self.axis = self._axis_of(batches)
 
