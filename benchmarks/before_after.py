@@ -102,7 +102,7 @@ def attention(script: Any, folder: str, *names: str) -> Found:
         return dict(zip(("attention 4x32, s", "fused sum of width 128, s"), times, strict=True))
     torch.save((data.x, data.edge_index), file)
     for name in names:
-        layer = script.pyg_sar.distribute(script.make(name), view="local")
+        layer = script.pyg_sar.distribute(script.make(name))
         work = script.Pass(layer, data.x, data.edge_index)
 
         def passes(parts: Callable[[], tuple[float, float]] = work.parts) -> tuple[float, ...]:

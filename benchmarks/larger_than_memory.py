@@ -146,18 +146,16 @@ def measure(
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
         start = reset_peak_memory(CPU)
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(MODELS[model_name](data.num_features), view="local")
+    model = pyg_sar.distribute(MODELS[model_name](data.num_features))
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     host: Any = getattr(pyg_sar.comm.current(), "host", None)
     moved, times, losses = [], [], []
     for _ in range(epochs + 1):
         begin = time.perf_counter()
         optimizer.zero_grad()
-        values = F.cross_entropy(model(data.x, data.edge_index), data.y, reduction="none")
-        loss = pyg_sar.mean(values)
-        del values
+        loss = F.cross_entropy(model(data.x, data.edge_index), data.y)
         loss.backward()
         optimizer.step()
         losses.append(loss.item())

@@ -115,8 +115,8 @@ def measure(
     comm = pyg_sar.comm.current()
 
     def train(folder: str, policy: pyg_sar.SARPolicy, more: int = 0) -> float:
-        data = pyg_sar.load_partition(folder, view="local")
-        trained = pyg_sar.distribute(copy.deepcopy(model), policy, view="local")
+        data = pyg_sar.load_partition(folder)
+        trained = pyg_sar.distribute(copy.deepcopy(model), policy)
         optimizer = torch.optim.Adam(trained.parameters())
         times = []
         for _ in range(2 + more):
@@ -188,8 +188,8 @@ def measure_stored(root: str, model: nn.Module, group: Path | None) -> tuple[Any
         if group is not None:
             (group / "cgroup.procs").write_text(str(os.getpid()))
         start = reset_peak_memory(cpu)
-    data = pyg_sar.load_partition(root, view="local")
-    trained = pyg_sar.distribute(model, view="local")
+    data = pyg_sar.load_partition(root)
+    trained = pyg_sar.distribute(model)
     optimizer = torch.optim.Adam(trained.parameters())
     steps = []
     for _ in range(STEPS + 2):
