@@ -6,7 +6,7 @@ Every model is trained in single-process PyG, where pyg_sar has no part, and thr
 the same initial parameters. With dropout the runs draw different random numbers, so that
 accuracies are compared over seeds; without it loss curves are compared epoch by epoch.
 
-    python benchmarks/accuracy.py --recipes --workers 1 --seeds 5 --out docs/benchmarks/labels.md
+    python benchmarks/accuracy.py --recipes --workers 1 --seeds 5 --out labels.md
 
 trains through pyg_sar alone, for as many epochs as published, with and without labels as inputs,
 and takes Correct and Smooth of each: the recipes' accuracies.

@@ -1,6 +1,6 @@
 """Layers through ``distribute`` on one worker against plain PyG: time ratios and peak memory.
 
-    python benchmarks/attention.py --out docs/benchmarks/attention.md
+    python benchmarks/attention.py --out attention.md
 
 A power-law graph, float32, no self loops are added. What is compared is timed alternately in one
 process, the least of the rounds counts; peaks are those of fresh processes over what they hold

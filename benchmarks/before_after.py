@@ -4,7 +4,7 @@
 
     git worktree add ../before COMMIT          # and build its kernels there
     sudo python benchmarks/before_after.py --before ../before --results pairs.json \
-        --out docs/benchmarks/before_after.md
+        --out before_after.md
 
 Each case runs in both checkouts, one right after the other, by the functions of each one's script,
 in a process of its own. The order changes from pair to pair; a ratio is one within a pair. Finished

@@ -1,6 +1,6 @@
 """Rows and bytes on the wire: pulling alone, pulling and pushing by a cover, and the bound.
 
-    python benchmarks/cover.py --data ../shared/data --out docs/benchmarks/cover.md
+    python benchmarks/cover.py --data ../shared/data --out cover.md
 
 One layer on METIS parts; the ledger counts what each worker receives in one forward and one
 backward pass. Sums: a SAGEConv layer; the bound is the sum of the largest matchings of all cuts: no

@@ -2,7 +2,7 @@
 
 .. code-block:: bash
 
-    python benchmarks/epochs.py --out docs/benchmarks/epochs.md
+    python benchmarks/epochs.py --out epochs.md
 
 R-MAT (a=.57, b=c=.19), SAGE 100-256-256-40 and GAT 4 heads of 32. One process: a step beside its
 dense products alone, and beside its sums alone as transformed (the last layer's after its map).

@@ -1,6 +1,6 @@
 """Layers, and parts that wait in host memory, on one GPU: times, peak memory, differences.
 
-    python benchmarks/gpu.py --out docs/benchmarks/gpu.md
+    python benchmarks/gpu.py --out gpu.md
 
 A power-law graph, float32. Layers, forward and backward: plain PyG, PyG under ``torch.compile``,
 and through ``distribute``, in turn; the least of the rounds counts. Memory is the peak of PyTorch's

@@ -1,6 +1,6 @@
 """Training over several hosts: network namespaces joined by a bridge, links limited by tc.
 
-    sudo python benchmarks/hosts.py --out docs/benchmarks/hosts.md
+    sudo python benchmarks/hosts.py --out hosts.md
 
 Each namespace is a host with an address and a host name of its own and runs one worker, started by
 ``torchrun``; the bridge is in a namespace too, so that the machine's own network stays as it is.

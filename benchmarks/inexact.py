@@ -1,6 +1,6 @@
 """What inexact policies cost: the gradients' error and the accuracy against the bytes they save.
 
-    python benchmarks/inexact.py --out docs/benchmarks/inexact.md
+    python benchmarks/inexact.py --out inexact.md
 
 Trains the same model under each policy and measures the true error of the gradients as it goes.
 Prints a table; with ``--out`` also draws a picture beside it.
@@ -127,7 +127,7 @@ def main() -> None:
         "# What inexact policies cost",
         "",
         f"{datetime.date.today()}, `python benchmarks/inexact.py{''.join(changed)} --out "
-        f"docs/benchmarks/inexact.md`, torch {torch.__version__}.",
+        f"inexact.md`, torch {torch.__version__}.",
         f"`{graph}` on {given.workers} workers ({given.method} parts), {settings}. Bytes are those "
         "of all training steps, the sums of gradients included, as a share of the exact ones; "
         f"errors are means over every {given.measure_every}th epoch.",

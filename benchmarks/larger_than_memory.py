@@ -1,6 +1,6 @@
 """Memory and time of training with many parts on one worker, with limits and a store.
 
-    python benchmarks/larger_than_memory.py --out docs/benchmarks/larger_than_memory.md
+    python benchmarks/larger_than_memory.py --out larger_than_memory.md
 
 SAGE (3 layers of 256, BatchNorm) and GAT (3 layers of 4 heads of 32, BatchNorm) on a power-law
 graph. One process trains on the whole graph; then one worker hosts P parts, all in memory (no
@@ -9,7 +9,7 @@ Deep models (DeeperGCN: ``DeepGCNLayer`` of ``GENConv`` with a learned softmax) 
 
     python benchmarks/larger_than_memory.py --nodes 20000 --edges 200000 --parts 16 \
         --models gcn-8 gcn-32 gat-8 gat-32 deepergcn-8 deepergcn-32 --memory 160MiB \
-        --out docs/benchmarks/deep.md
+        --out deep.md
 
 Each row is a fresh process; a first epoch is not counted. Memory: the highest resident set
 (``VmHWM``) over the resident set at the start. Where the system lets a cgroup be made, the worker

@@ -1,6 +1,6 @@
 """Peak memory per worker against 1/W, beside the law: modes 1, 2 and 3, SAGE and GAT.
 
-    python benchmarks/memory.py --out docs/benchmarks/memory.md --plot docs/benchmarks/memory.png
+    python benchmarks/memory.py --out memory.md --plot memory.png
 
 Full-batch training of a 3-layer GraphSAGE (256) and GAT (4 heads of 32) on a power-law graph, METIS
 and random parts. Each number of workers, model and kind of parts starts fresh processes, in which

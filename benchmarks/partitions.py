@@ -1,6 +1,6 @@
 """Partitioners compared: balance of nodes and edges, halo rows, covers, epochs, memory.
 
-    python benchmarks/partitions.py --data ../shared/data --out docs/benchmarks/partitions.md
+    python benchmarks/partitions.py --data ../shared/data --out partitions.md
 
 All graphs of the data folder that have one edge index, made undirected where the file has each edge
 once, and an R-MAT graph (a = 0.57, b = c = 0.19). Epochs: full-batch training of a 3-layer

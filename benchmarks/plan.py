@@ -1,6 +1,6 @@
 """Memory and time that ``pyg_sar.plan`` predicts, beside what workers take, on many configurations.
 
-    python benchmarks/plan.py --out docs/benchmarks/plan.md
+    python benchmarks/plan.py --out plan.md
 
 Each graph is cut into parts; for each model and mode fresh processes make two training steps, after
 one on a tiny graph that loads libraries (``measure`` of ``benchmarks/memory.py``). The peak is the
@@ -8,7 +8,7 @@ higher one of two epochs (``VmHWM``) over the baseline, of the worker that needs
 processor's for the thread that trains, the fastest of three later steps, of the worker that needs
 most: on a machine with other work a clock would say little.
 
-    python benchmarks/plan.py --stored --out docs/benchmarks/plan_stored.md
+    python benchmarks/plan.py --stored --out plan_stored.md
 
 Parts that wait in a store, with limits of memory: what is moved, the time of an epoch by the clock,
 and whether the training goes on at all. Each run is a fresh process, from its start on in a cgroup

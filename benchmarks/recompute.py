@@ -1,6 +1,6 @@
 """What lies between layers: kept in the store, as bits, or computed again in the backward pass?
 
-    python benchmarks/recompute.py --out docs/benchmarks/recompute.md
+    python benchmarks/recompute.py --out recompute.md
 
 Three layers of 256 with BatchNorm, ReLU and dropout; 8 parts on one worker, with a quarter of the
 memory that they take without a limit. ReLU and dropout save whole tensors, as in PyTorch, or bits,

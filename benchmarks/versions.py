@@ -3,7 +3,7 @@
 .. code-block:: bash
 
     git worktree add ../before COMMIT          # and build its kernels there
-    python benchmarks/versions.py ../before --out docs/benchmarks/versions.md
+    python benchmarks/versions.py ../before --out versions.md
 
 Both train GraphSAGE and GAT on the same graph and the same random partition, with workers that read
 each other's memory ("one host") and that don't ("network"); the order changes from turn to turn.

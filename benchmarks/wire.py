@@ -1,6 +1,6 @@
 """What the wire costs on one host: epoch times of workers that share memory, and that use gloo.
 
-    python benchmarks/wire.py --out docs/benchmarks/wire.md
+    python benchmarks/wire.py --out wire.md
 
 Full-batch training of a 3-layer GraphSAGE (256) and GAT (4 heads of 32) on a graph with power-law
 degrees. One worker with two threads is the unit; 2, 4 and 8 workers have one thread each. Within a
