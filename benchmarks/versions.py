@@ -100,7 +100,7 @@ def run(checkout: Path, shared: str, args: argparse.Namespace) -> Found:
 def table(before: list[Found], after: list[Found]) -> list[str]:
     """One line per model and policy; ratios of the best turns."""
     lines = [
-        "| | epoch, s | ratio | of processors, s | ratio | peak, MiB | ratio | MB received | ratio |",
+        "| | epoch, s | ratio | processors, s | ratio | peak, MiB | ratio | MB received | ratio |",
         "|---|---|---|---|---|---|---|---|---|",
     ]
     for name in before[0]:
