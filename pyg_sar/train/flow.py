@@ -154,7 +154,7 @@ def _away_from_zero(model: nn.Module) -> Iterator[None]:
             parameter.copy_(value)
 
 
-def flow_rows(flow: Data, index: Tensor, target: str) -> Tensor:
+def seed_rows(flow: Data, index: Tensor, target: str) -> Tensor:
     """Returns where the rows of a split are in a message flow graph.
 
     Args:
