@@ -38,14 +38,16 @@ from pyg_sar.partition.message_flow import message_flow_graphs
 from pyg_sar.partition.storage import merge_partitions, read_metadata, write_partitions
 from pyg_sar.policy import SARPolicy
 from pyg_sar.reduction.metrics import mean
+from pyg_sar.tensors import from_local
 from pyg_sar.tools.graphs import load_graph
 from pyg_sar.tools.models import StockModel, build_model, stock_model
 from pyg_sar.train.callbacks import CheckpointEvery, LineProgress, TqdmProgress
 from pyg_sar.train.checkpoint import inspect_checkpoint
 from pyg_sar.train.config import TrainConfig, TrainResult
 from pyg_sar.train.flow import NeighborSampling, call_model, flow_that_pays
+from pyg_sar.train.own_rows import own_rows
 from pyg_sar.train.report import Report, legend_below
-from pyg_sar.train.targets import find_targets, node_labels, with_labels
+from pyg_sar.train.targets import MASKS, find_targets, node_labels, with_labels
 from pyg_sar.train.trainer import Callback, Trainer
 from pyg_sar.wording import counted
 
@@ -160,7 +162,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
             f"--checkpoint {config.checkpoint}: the file is there, and this run would replace it; "
             "go on from it (--resume), give another file, or replace it (--overwrite)"
         )
-    data = load_partition(config.parts, view="local")
+    data = load_partition(config.parts)
     if not isinstance(data, Data):
         raise UsageError(
             f"{config.parts!r} holds a heterogeneous graph, which the models of this command don't "
@@ -176,7 +178,7 @@ def _prepare(config: RunConfig, comm: Communicator, stop: SignalNotice | None) -
     one_graph = flow is None and config.sampler is None
     stock = config.model.stock(data.x.size(1) + columns, classes, cached=one_graph)
     trainer = Trainer(
-        distribute(stock.build().to(comm.device), policy=config.policy, view="local"),
+        distribute(stock.build().to(comm.device), policy=config.policy),
         data,
         config.train,
         forward=call_of(config.model.name, data, columns),
@@ -263,7 +265,10 @@ def _message_flow(config: RunConfig, data: Data) -> Data | None:
         return None
     if config.mfg == "auto" and (weighted or config.model.norm == "batch"):
         return None
-    seeds = find_targets(data, "y", column=config.train.split).index["train"]
+    own = find_targets(own_rows(data, "y", MASKS.values()), column=config.train.split)
+    mask = torch.zeros(len(own.values), dtype=torch.bool, device=own.values.device)
+    mask[own.index["train"]] = True
+    seeds = from_local(mask, data)
     if config.mfg == "auto":
         return flow_that_pays(data, seeds, config.model.layers)
     return message_flow_graphs(data, seeds, config.model.layers)

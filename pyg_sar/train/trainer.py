@@ -45,7 +45,14 @@ from pyg_sar.train.checkpoint import (
 )
 from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.train.evaluation import Evaluation, Metric, check_metrics
-from pyg_sar.train.flow import NeighborSampling, call_model, check_flow, flow_rows, refuse_in_flow
+from pyg_sar.train.flow import (
+    NeighborSampling,
+    call_model,
+    check_flow,
+    outputs_of_seeds,
+    refuse_in_flow,
+    seed_rows,
+)
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
 from pyg_sar.train.targets import LabelSplit
@@ -186,15 +193,10 @@ class Trainer:
             comm=self.comm,
         )
         own, config = self.rows.graphs[0][1], self.config
-        if self.rows.part is not data and not (flow is None and sampler is None):
-            raise ValueError(
-                "'flow' and 'sampler' take each worker's own rows: give the Trainer the data of "
-                "load_partition(root, view='local') and a model of distribute(model, view='local')"
-            )
         self.flow = flow
         if flow is not None:
             refuse_in_flow(model)
-            self._seeds = flow_rows(flow, own.index["train"], target)
+            self._seeds = seed_rows(flow, own, target)
         self.labels = None
         if labels is not None:
             seed, index, ids, nodes = config.seed or 0, own.index["train"], own.ids, len(own.values)
@@ -329,7 +331,7 @@ class Trainer:
         seed, ids = self.config.seed or 0, targets.ids[index]
         for flow, rows in sampler.batches(self.data, index, ids, seed, self.epoch, self.comm):
             self.optimizer.zero_grad(set_to_none=True)
-            out = self.forward(self.model, flow)[: flow.batch_size]
+            out = outputs_of_seeds(self.model, flow, self.forward)
             losses.append(self._backward((out, y[rows])))
             norm = self._step()
         return sum(losses) / len(losses), norm
@@ -356,13 +358,14 @@ class Trainer:
             shown = self.labels.shown(self.epoch)
             mask = torch.zeros_like(self.labels.everything())
             if self.flow is not None:
-                mask = mask.new_zeros(data.num_nodes)
+                mask = mask.new_zeros(data.n_id.rows.count)
             mask[index[shown]] = True
             self._put_mask(data, mask)
         if self.flow is None:
             out, target = self.rows.training_rows(self.forward, self.model)
         else:
-            out, target = self.forward(self.model, data)[index], self.rows.training_targets()
+            out = outputs_of_seeds(self.model, data, self.forward)[index]
+            target = self.rows.training_targets()
         return (out, target) if shown is None else (out[~shown], target[~shown])
 
     @torch.no_grad()
@@ -383,8 +386,9 @@ class Trainer:
             return
         self._put_mask(self.data, self.labels.everything())
         if self.flow is not None:
-            self.flow.label_mask = torch.zeros_like(self.flow.n_id, dtype=torch.bool)
-            self.flow.label_mask[self._seeds] = True
+            mask = torch.zeros_like(self.flow.n_id.to_local(), dtype=torch.bool)
+            mask[self._seeds] = True
+            self._put_mask(self.flow, mask)
 
     def _put_mask(self, data: Data, mask: Tensor) -> None:
         """Gives a graph the mask of the nodes that show their labels."""
