@@ -369,7 +369,7 @@ def test_mixed_precision(root: Callable[[int], Path]):
 def most(root: Path) -> tuple[int, int]:
     """Bytes on the GPU at most while a deep model trains, and those moved to the host."""
     data: Any = pyg_sar.load_partition(root)
-    model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 64, 6, CLASSES, norm="BatchNorm").double())
+    model = pyg_sar.distribute(gnn.GraphSAGE(CHANNELS, 32, 6, CLASSES, norm="BatchNorm").double())
     optimizer = torch.optim.Adam(model.parameters())
     torch.cuda.reset_peak_memory_stats()
     for _ in range(2):
@@ -381,7 +381,7 @@ def most(root: Path) -> tuple[int, int]:
 
 
 def test_parts_that_wait_take_no_memory_of_the_gpu(tmp_path: Path):
-    pyg_sar.write_partitions(make_graph(600, 2400), 6, tmp_path, "random")
+    pyg_sar.write_partitions(make_graph(2400, 9600), 6, tmp_path, "random")
     (held, nothing), (waiting, moved) = (
         max(hosted(most, tmp_path, parts=6, store=store)) for store in (None, "pinned")
     )
