@@ -30,6 +30,7 @@ from torch_geometric.utils import add_self_loops, remove_self_loops
 from pyg_sar.comm.group import current
 from pyg_sar.engine.analysis import needs_sorted_edges
 from pyg_sar.errors import DistributedIndexError, refuse_transforms
+from pyg_sar.message.layer_state import TileValue
 from pyg_sar.nn.draws_nothing import draws_nothing
 from pyg_sar.nn.global_inputs import (
     refuse_inner_hooks,
@@ -70,8 +71,9 @@ class _Call:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
-        self.edge_tensors = [t for t in found if t.edges is not None]
-        self.edges: list[Edges] = [t.edges for t in self.edge_tensors]
+        ends_of = [(t, t.edges) for t in found]
+        self.edge_tensors = [t for t, edges in ends_of if edges is not None]
+        self.edges: list[Edges] = [edges for _, edges in ends_of if edges is not None]
         layers = isinstance(module, MessagePassing)
         if layers and found and not self.edges:
             raise DistributedIndexError(
@@ -85,8 +87,16 @@ class _Call:
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
         self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        if any(r.compared is not None and module not in r.compared for r in self.known):
+            raise DistributedIndexError(
+                f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
+                f"message flow graph at rank {self.comm.rank} before its model was compared with "
+                "the whole graph: call pyg_sar.train.check_flow(model, data, flow) once, with a "
+                "model that holds this layer (norms, readouts, or more layers than hops would give "
+                "other numbers)"
+            )
         self.axis: int | None = None
-        batches = [t for t in found if t.axis and t.is_floating_point()]
+        batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
         if batches:
             self.axis = self._axis_of(batches)
 
@@ -314,7 +324,7 @@ def _computed(layer: torch.nn.Module) -> Iterator[tuple[dict[str, Any], str, Any
     """
     for module in layer.modules():
         for name, value in vars(module).items():
-            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor)
+            plain = isinstance(value, Tensor) and not isinstance(value, NodeTensor | TileValue)
             if plain and value.requires_grad and not hasattr(value, "_pyg_sar_rows"):
                 yield vars(module), name, value
 

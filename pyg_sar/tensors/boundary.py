@@ -78,12 +78,17 @@ def summed_gradients(
 def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
     """Returns this worker's rows of a tensor of the whole graph, differentiable.
 
+    Of a constant they are the same object in each call, by which layers know it again.
+
     Args:
         x: A node tensor, or a plain one, which all workers hold.
         rows: The layout.
         axis: The axis of the rows.
     """
-    return cast(Tensor, ToLocal.apply(x, rows_at(x, rows, axis), rows, axis))
+    local = rows_at(x, rows, axis)
+    if isinstance(x, NodeTensor) and not (x.requires_grad and torch.is_grad_enabled()):
+        return local
+    return cast(Tensor, ToLocal.apply(x, local, rows, axis))
 
 
 def from_local(rows: Tensor, data: Any) -> NodeTensor:

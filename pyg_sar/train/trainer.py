@@ -41,7 +41,13 @@ from pyg_sar.train.checkpoint import (
 )
 from pyg_sar.train.config import EpochRecord, Scores, TrainConfig, TrainResult
 from pyg_sar.train.evaluation import Evaluation, Metric, check_metrics
-from pyg_sar.train.flow import NeighborSampling, call_model, check_flow, refuse_in_flow, seed_rows
+from pyg_sar.train.flow import (
+    NeighborSampling,
+    call_model,
+    check_flow,
+    refuse_in_flow,
+    training_seeds,
+)
 from pyg_sar.train.objective import Loss, Objective
 from pyg_sar.train.resuming import check_same_graph, check_same_run, graph_digest, resume_schedulers
 from pyg_sar.train.targets import LabelSplit
@@ -183,7 +189,7 @@ class Trainer:
         self.flow = flow
         if flow is not None:
             refuse_in_flow(model)
-            self._seeds = seed_rows(flow, self.rows.targets, target)
+            self._seeds = training_seeds(flow, self.rows.targets, target)
         self.labels = None
         if labels is not None:
             self.labels = LabelSplit(labels, config.seed or 0, self.rows.targets.masks["train"])
