@@ -60,7 +60,7 @@ class Own(nn.Module):
 
 
 def call(model: nn.Module, data: Data) -> Tensor:
-    return model(data) if isinstance(model, Own | Relations) else call_model(model, data)
+    return model(data) if isinstance(model, Own | Relations | Labelled) else call_model(model, data)
 
 
 class Relations(nn.Module):
@@ -262,6 +262,21 @@ def test_dropout_is_that_of_one_process_on_the_subgraph(random, graph, partition
             assert all(error(g, expected[2][n]) < TOLERANCE for n, g in found[2].items())
 
 
+class Labelled(nn.Module):
+    """Training nodes show their labels, as of masked label prediction."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.label = gnn.MaskLabel(CLASSES, CHANNELS)
+        self.conv = gnn.GraphSAGE(CHANNELS, HIDDEN, LAYERS, CLASSES)
+
+    def forward(self, data: Data) -> Tensor:
+        more = {}
+        if "num_sampled_nodes" in data:
+            more = {f"{n}_per_hop": data[n] for n in ("num_sampled_nodes", "num_sampled_edges")}
+        return self.conv(self.label(data.x, data.y, data.label_mask), data.edge_index, **more)
+
+
 def train(root: Any, model: nn.Module, layers: int, arguments: dict[str, Any]) -> Any:
     data = pyg_sar.load_partition(root)
     flow = pyg_sar.message_flow_graphs(data, data.train_mask, layers) if layers else None
@@ -271,8 +286,12 @@ def train(root: Any, model: nn.Module, layers: int, arguments: dict[str, Any]) -
 
 
 def test_the_trainer_trains_the_same(graph, models, partitions):
-    for model, world, run in ((models[0], 2, workers), (models[3], 3, parts)):
-        root, how = partitions(graph, world), {"forward": call}
+    for model, world, run, more in (
+        (models[0], 2, workers, {}),
+        (models[3], 3, parts, {}),
+        (Labelled().double(), 3, workers, {"labels": 0.3}),
+    ):
+        root, how = partitions(graph, world), {"forward": call, **more}
         flow, every = (run(train, world, root, model, n, how)[0] for n in (layers_of(model), 0))
         assert flow.losses == pytest.approx(every.losses, rel=TOLERANCE)
         assert flow.final == pytest.approx(every.final, rel=TOLERANCE)
