@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -112,6 +113,8 @@ class Rows:
     Attributes:
         parent: The rows that these were selected from, if so.
         source: Their numbers among this worker's rows of the parent, ``[count]``.
+        compared: Of nodes of a message flow graph: the layers whose models were shown to compute
+            the same on the whole graph.
     """
 
     def __init__(
@@ -121,6 +124,7 @@ class Rows:
         self._ids = ids
         self.parent: Rows | None = None
         self.source: Tensor | None = None
+        self.compared: WeakSet[Any] | None = None
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
@@ -297,7 +301,7 @@ class Rows:
             inside = (ids >= start) & (ids < stop) & ((ids - start) % step == 0)
             source = inside.nonzero().view(-1)
             rows = Rows(self.comm, total, source.numel(), (ids[source] - start) // step)
-            rows.parent, rows.source = self, source
+            rows.parent, rows.source, rows.compared = self, source, self.compared
             return rows
 
         return self.keep(("slice", start, stop, step), None, make)
