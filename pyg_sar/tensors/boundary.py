@@ -155,7 +155,8 @@ def from_local(rows: Tensor, data: Any) -> NodeTensor:
 
 def _nodes_of(data: Any) -> Rows | None:
     """Returns the layout of a graph's nodes, or of those of a type."""
-    values = [v for v in getattr(data, "values", list)() if isinstance(v, NodeTensor)]
+    held = () if isinstance(data, Tensor) else getattr(data, "values", tuple)()
+    values = [v for v in held if isinstance(v, NodeTensor)]
     edges = next((v.edges for v in values if v.edges is not None), None)
     if edges is not None:
         return cast(Rows, edges.targets)

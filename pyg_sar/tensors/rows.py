@@ -282,11 +282,16 @@ class Rows:
             )
         return torch.where(index < 0, index + self.total, index) if low > 0 else index
 
+    def _in_order(self) -> tuple[Tensor, Tensor]:
+        """Returns this worker's ids in ascending order, and the numbers of their rows."""
+        if self._sorted is None:
+            with torch.inference_mode(False):
+                self._sorted = self.ids.sort()
+        return self._sorted
+
     def local(self, ids: Tensor) -> Tensor:
         """Returns this worker's numbers of rows by their places in the whole, -1 where not here."""
-        if self._sorted is None:
-            self._sorted = self.ids.sort()
-        values, order = self._sorted
+        values, order = self._in_order()
         if not values.numel():
             return torch.full_like(ids, -1)
         at = torch.searchsorted(values, ids.contiguous()).clamp_(max=values.numel() - 1)
@@ -409,8 +414,8 @@ class Rows:
                 "columns first"
             )
         if comm.world_size == 1:
-            out = torch.empty_like(local, memory_format=torch.contiguous_format)
-            return out.index_copy_(axis, self.ids, local) if self.total else out
+            found = local.movedim(axis, 0)[self._in_order()[1]]  # Of every dtype, unlike copying.
+            return found.movedim(0, axis).contiguous()
         with torch.inference_mode(False):
             moved = local.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
             rows = _bytes(moved) if moved.numel() else None
