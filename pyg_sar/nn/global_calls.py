@@ -71,6 +71,10 @@ class _Call:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
+        if self.comm.host is not None:
+            for tensor in found:
+                tensor.rows.check_part()
+            cast(Any, module).shared_parameters.check_part(self.comm)
         ends_of = [(t, t.edges) for t in found]
         self.edge_tensors = [t for t, edges in ends_of if edges is not None]
         self.edges: list[Edges] = [edges for _, edges in ends_of if edges is not None]

@@ -37,6 +37,7 @@ class SharedParameters:
     def __init__(self) -> None:
         self._layers: dict[int, tuple[str, weakref.ref[torch.nn.Module]]] = {}
         self._taken: dict[int, tuple[Tensor, int, Tensor]] = {}
+        self._comm: Communicator | None = None
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return SharedParameters, ()
@@ -75,6 +76,21 @@ class SharedParameters:
         if not all(map(self._is_taken, wanted)):
             self._take(layer, comm)
         return {id(p): self._taken[id(p)][2] for p in wanted}
+
+    def check_part(self, comm: Communicator) -> None:
+        """Raises ``ValueError`` on a model that another part of this process runs.
+
+        Args:
+            comm: That of this part.
+        """
+        before, self._comm = self._comm, comm
+        same = before is None or before is comm or before.closed
+        if not same and before is not None and before.host is comm.host:
+            raise ValueError(
+                f"Rank {before.rank} runs this model in the same process, and rank {comm.rank} "
+                "can't do so as well: make, or copy, the model within the function that each part "
+                "runs"
+            )
 
     def _is_taken(self, parameter: Tensor) -> bool:
         original, version, taken = self._taken.get(id(parameter), (None, 0, parameter))

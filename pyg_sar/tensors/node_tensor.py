@@ -182,11 +182,12 @@ class NodeTensor(Tensor):
         if torch.Tag.nondeterministic_seeded in func.tags and name not in RULES:
             found = refused
         kwargs = kwargs or {}
-        if (task := torch._C._current_graph_task_id()) != -1:
-            for one in args:
-                if isinstance(one, NodeTensor):
-                    one.rows.comm.global_pass = task
-                    break
+        own = next((one for one in args if isinstance(one, NodeTensor)), None)
+        if own is not None:
+            if (task := torch._C._current_graph_task_id()) != -1:
+                own.rows.comm.global_pass = task
+            if own.rows.comm.host is not None:
+                own.rows.check_part()
         _check_copies(func, args, kwargs)
         _count_writes(func, args, kwargs)
         with _bits_are_read(*_BITS[0]), _bits_are_read(*_BITS[1]):

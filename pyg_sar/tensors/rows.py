@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from pyg_sar.comm.group import Communicator
+from pyg_sar.comm.group import Communicator, current
 from pyg_sar.errors import DistributedIndexError
 from pyg_sar.ledger import Label
 from pyg_sar.space.distributed_index import version_of
@@ -164,6 +164,19 @@ class Rows:
                 self._kept.popitem(last=False)
         self._kept.move_to_end(key)
         return self._kept[key][1]
+
+    def check_part(self) -> None:
+        """Raises where another part of this process has taken the rows of this one.
+
+        Raises:
+            DistributedIndexError: On the other part, which would wait for all others forever.
+        """
+        here = current()
+        if here is not self.comm and here.host is not None:
+            raise DistributedIndexError(
+                f"Part {here.rank} got a tensor of part {self.comm.rank} (of {self.total} rows): "
+                "each part loads, or makes, its own within the function that it runs"
+            )
 
     def agree(self, mine: bool) -> bool:
         """Returns whether all workers say yes."""
