@@ -481,6 +481,35 @@ def test_layers_join_in_the_same_order_where_a_number_was_anothers() -> None:
 # Out and back ##################################################################
 
 
+def written_after(write: Callable[[Tensor], Any]) -> Case:
+    def case(data: Data, converted: Converted) -> Any:
+        """Whether a backward pass says that what it needs was written."""
+        net = torch.nn.Sequential(torch.nn.Linear(6, 6), torch.nn.ReLU())
+        out = converted(gnn.GINConv(net))(data.x, data.edge_index)
+        write(out)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+    return case
+
+
+def constant_written(data: Data, converted: Converted) -> Any:
+    """Weights of edges that are written, as what layers keep of them must notice."""
+    layer, weight = converted(gnn.GCNConv(6, 4)), data.edge_index[0].double() + 1
+    outs = [layer(data.x, data.edge_index, weight)]
+    for part in (weight, weight.view(-1, 1)[:, 0], weight.data, weight.detach()):
+        part.mul_(part + 1)
+        outs.append(layer(data.x, data.edge_index, weight))
+        outs.append(layer(data.x, data.edge_index, part))
+    return outs
+
+
+def test_what_layers_keep_of_a_tensor_knows_of_writes(tmp_path: Path) -> None:
+    """As PyTorch's versions do: of a result's, of a view's, of a constant's."""
+    writes = [lambda out: out.mul_(2), lambda out: out[:, :2].add_(1), lambda out: out[3].zero_()]
+    equal(tmp_path, constant_written, *map(written_after, writes))
+
+
 def rows_out_and_back(data: Data, converted: Converted) -> Any:
     """A function of each row and one of each edge; then all rows on every worker."""
     conv = converted(gnn.GINEConv(torch.nn.Linear(6, 6), edge_dim=6))

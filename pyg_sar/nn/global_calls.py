@@ -168,7 +168,8 @@ class _Call:
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the arguments of this worker's computation."""
-        args, kwargs = mapped(self.local, args), mapped(self.local, kwargs)
+        local = cache(self.local)  # One tensor in two roles stays one, and travels once.
+        args, kwargs = mapped(local, args), mapped(local, kwargs)
         for name in ("size", "num_nodes", "dim_size"):
             value = kwargs.get(name)
             if isinstance(value, tuple | list):

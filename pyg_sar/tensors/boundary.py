@@ -111,8 +111,9 @@ def to_local(x: Tensor, rows: Rows, axis: int) -> Tensor:
         axis: The axis of the rows.
     """
     local = rows_at(x, rows, axis)
-    if isinstance(x, NodeTensor) and not (x.requires_grad and torch.is_grad_enabled()):
-        return local
+    learns = x.requires_grad and torch.is_grad_enabled()
+    if not learns and isinstance(x, NodeTensor) and local is x.writes.rows:
+        return local  # Its version tells of writes.
     return cast(Tensor, ToLocal.apply(x, local, rows, axis))
 
 

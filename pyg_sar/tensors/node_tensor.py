@@ -110,7 +110,7 @@ class NodeTensor(Tensor):
             requires_grad=False,
         )
         out._local, out.rows, out.axis, out.make, out.origin = local, rows, axis, None, None
-        out.writes, out._edges = Writes(), (None, 0)
+        out.writes, out._edges = Writes(local), (None, 0)
         return out
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -131,7 +131,7 @@ class NodeTensor(Tensor):
         """This worker's rows, a plain tensor."""
         if self.make is not None:
             with torch.inference_mode(False), torch.no_grad():
-                self._local = self.make()
+                self._local = self.writes.rows = self.make()
             self.make = None
         return self._local
 
@@ -304,7 +304,8 @@ def _count_writes(func: Any, args: Any, kwargs: Any) -> None:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 value = args[place] if place < len(args) else kwargs.get(argument.name)
                 for tensor in node_tensors(value):
-                    tensor.writes.count += 1
+                    _ = tensor.local  # It is made before it is written.
+                    tensor.writes.add()
 
 
 def _viewed(func: Any, args: Any, kwargs: Any, found: Rule) -> Any:

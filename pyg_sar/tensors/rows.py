@@ -34,10 +34,19 @@ _KEPT = 16  # answers, selections and plans remembered by a layout
 
 
 class Writes:
-    """How often was written into the memory that some node tensors share."""
+    """How often was written into the memory that some node tensors share.
 
-    def __init__(self) -> None:
-        self.count = 0
+    Args:
+        rows: The rows of the first of them, which autograd may have saved, and layers know again.
+    """
+
+    def __init__(self, rows: Tensor) -> None:
+        self.count, self.rows = 0, rows
+
+    def add(self) -> None:
+        """Counts a write, in PyTorch's version of the rows as well."""
+        self.count += 1
+        torch.autograd.graph.increment_version(self.rows)
 
 
 def written(tensor: Tensor) -> int:
