@@ -184,10 +184,10 @@ def _take_lists(
             value, place = value[info.key], place[info.key]
         rows = node_rows(comm, place, info.count)
         if isinstance(value, DistEdgeIndex):
-            found: NodeTensor = edge_tensor(Edges(value, sources, targets), rows)
-            ids = wrap(found.local, rows, 1)
+            ids: Tensor = edge_tensor(Edges(value, sources, targets), rows)
         else:
-            ids = wrap(sources.ids[torch.as_tensor(value).long()], rows, 0)
+            ids = sources.ids[torch.as_tensor(value).long()]
+            ids = wrap(ids.to(getattr(torch, info.attribute.dtype)), rows, 0)
         put_list(store, info.name, info.key, ids)
         for name, attribute in info.rows.items():
             store[name] = _tensor(name, store[name], attribute, rows)
