@@ -134,7 +134,8 @@ class SharedParameters:
             if other is not None and other.requires_grad:
                 named.setdefault(key, (name, other))
         values = [parameter for _, parameter in named.values()]
-        taken = _Shared.apply(comm, self, list(named.values()), *values)
+        # Not by a reference that would keep both: the collector doesn't see autograd's nodes.
+        taken = _Shared.apply(comm, weakref.ref(self), list(named.values()), *values)
         self._taken = {id(p): (p, p._version, t) for p, t in zip(values, taken, strict=True)}
 
 
@@ -170,7 +171,11 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, comm: Communicator, owner: SharedParameters, named: Any, *values: Tensor
+        ctx: Any,
+        comm: Communicator,
+        owner: weakref.ref[SharedParameters],
+        named: Any,
+        *values: Tensor,
     ) -> tuple[Tensor, ...]:
         ctx.given = comm, owner, named
         ctx.set_materialize_grads(False)
@@ -182,5 +187,7 @@ class _Shared(torch.autograd.Function):
         values = [parameter for _, parameter in named]
         if torch.is_grad_enabled():  # Of this sum derivatives are asked for, too.
             return None, None, None, *summed_gradients(values, gradients, comm)
-        totals = post_totals(named, gradients, comm, owner.settings())()
+        shared = owner()
+        settings = [] if shared is None else shared.settings()
+        totals = post_totals(named, gradients, comm, settings)()
         return None, None, None, *(totals.get(id(parameter)) for parameter in values)
