@@ -154,11 +154,11 @@ def distribute(
                 module.own_graphs = graphs
             if whole and not isinstance(module, GlobalCalls):
                 _take_whole(module, name, shared)
-        elif name in seeing.rows and type(module) in NORMS:
+        elif type(module) in NORMS and (whole or name in seeing.rows):
             if not _as_it_is(module, comm):
                 plain: Any = type(module)
                 module.__class__ = registry.named_as(NORMS[plain], plain)
-            if whole:
+            if whole and not isinstance(module, torch.nn.InstanceNorm1d):
                 _take_whole(module, name, shared)
         elif whole and type(module) is torch.nn.MultiheadAttention:
             whole_kind: Any = attention.GlobalMultiheadAttention
@@ -286,12 +286,17 @@ def _check(
     refuse_wrapped(model)
     if not whole:
         registry.check_modules(seeing.nodes)
-    for name, module in seeing.rows.items():
-        _check_norm(name, module)
+    inner = {m for layer in modules.values() for m in layer.modules() if _is_layer(layer)}
+    for name, module in modules.items() if whole else seeing.rows.items():
+        _check_norm(name, module, not whole or module in inner)
 
 
-def _check_norm(name: str, module: torch.nn.Module) -> None:
-    """Refuses norms whose statistics would be over each worker's own nodes only."""
+def _is_layer(module: torch.nn.Module) -> bool:
+    return isinstance(module, MessagePassing)
+
+
+def _check_norm(name: str, module: torch.nn.Module, within: bool) -> None:
+    """Refuses norms within layers whose statistics would be over each worker's own rows only."""
     group = getattr(module, "process_group", None)
     if isinstance(module, torch.nn.SyncBatchNorm) and group is not None:
         raise ValueError(
@@ -299,7 +304,7 @@ def _check_norm(name: str, module: torch.nn.Module) -> None:
             "workers: leave it at None"
         )
     per_node = isinstance(module, torch_geometric.nn.LayerNorm) and module.mode != "graph"
-    if not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
+    if not within or not isinstance(module, OVER_ROWS) or type(module) in NORMS or per_node:
         return
     if isinstance(module, tuple(NORMS.values())):
         return  # Written for several workers.
