@@ -170,6 +170,7 @@ def distribute(
         draws.install(model)
     if comm.world_size > 1 and whole:
         _copy_from_first(model, comm)
+        shared.known_to(comm, model)
     elif comm.world_size > 1:
         _copy_from_first(model, comm)
         kinds = (GradientSum, SummedByHand)
