@@ -6,6 +6,7 @@ import copy
 import errno
 import json
 import os
+import pickle
 import re
 import sys
 from dataclasses import asdict
@@ -135,7 +136,8 @@ def test_in_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     def launched(fn: Any, workers: int, *args: Any, **options: Any) -> None:
         calls.append((workers, options))
         assert {type(module) for module in args[0].modules()} & {GATConv, SAGEConv}
-        host(lambda: fn(*copy.deepcopy(args)), options["parts"])
+        sent = pickle.dumps(args)
+        host(lambda: fn(*pickle.loads(sent)), options["parts"])
 
     monkeypatch.setattr(inference, "launch", launched)
     for model in (sage(), pyg_sar.distribute(GAT(6, 8, 2, 3, heads=2).double())):
@@ -315,66 +317,58 @@ def permuted(world: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("window", [2**24, 100])
-def test_each_worker_writes_its_rows(window: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(rows_file, "_WINDOW", window)
+def test_each_worker_writes_its_rows(window: int, tmp_path: Path):
     rows, path = torch.randn(NODES, 5), tmp_path / "rows.npy"
 
-    def worker() -> int:
+    def worker(rows: Tensor) -> int:
         comm = pyg_sar.comm.current()
         places = permuted(3)[comm.rank]
-        with pyg_sar.Ledger(comm) as ledger:
+        with pytest.MonkeyPatch.context() as patch, pyg_sar.Ledger(comm) as ledger:
+            patch.setattr(rows_file, "_WINDOW", window)
             write_rows(rows[places], places, path)
         return ledger.sent
 
-    sent = workers(worker, 3)
+    sent = workers(worker, 3, rows)
     assert np.array_equal(np.load(path), rows.numpy())
     wide = torch.randn(NODES, 5000)
 
-    def again() -> int:
-        comm = pyg_sar.comm.current()
-        places = permuted(3)[comm.rank]
-        with pyg_sar.Ledger(comm) as ledger:
-            write_rows(wide[places], places, path)
-        return ledger.sent
-
     # A byte per row and some words travel, whatever a row holds.
-    assert max(workers(again, 3)) <= max(sent) + 32 and max(sent) < 5000
+    assert max(workers(worker, 3, wide)) <= max(sent) + 32 and max(sent) < 5000
     assert np.array_equal(np.load(path), wide.numpy()) and os.listdir(tmp_path) == ["rows.npy"]
 
 
-def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_file_is_there_as_a_whole_or_not_at_all(tmp_path: Path):
     path = tmp_path / "rows.npy"
     rows, write = torch.randn(NODES, 2), rows_file._write_own
 
-    def worker() -> str:
+    def worker(module: Any, name: str, change: Any) -> str:
         places = permuted(2)[pyg_sar.comm.current().rank]
-        try:
-            write_rows(rows[places], places, path)
-        except OSError as error:
-            return f"{error.errno} {error}"
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(module, name, change)
+            try:
+                write_rows(rows[places], places, path)
+            except OSError as error:
+                return f"{error.errno} {error}"
         return ""
 
     def watched(hidden: Path, *args: Any) -> None:
         assert not path.exists() and hidden.parent.parent == tmp_path
         write(hidden, *args)
 
-    monkeypatch.setattr(rows_file, "_write_own", watched)
-    assert workers(worker, 2) == ["", ""]
+    assert workers(worker, 2, rows_file, "_write_own", watched) == ["", ""]
     before = path.read_bytes()
 
     def full(*args: Any) -> None:
         if pyg_sar.comm.current().rank == 1:
             raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(rows_file, "_write_own", full)
-    for error in workers(worker, 2):
+    for error in workers(worker, 2, rows_file, "_write_own", full):
         assert error.startswith(f"{errno.EIO} ") and "rank 1" in error and "rows.npy" in error
 
     def no_space(*args: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(os, "posix_fallocate", no_space)
-    for error in workers(worker, 2):
+    for error in workers(worker, 2, os, "posix_fallocate", no_space):
         assert (
             error.startswith(f"{errno.ENOSPC} ")
             and "free some space" in error
