@@ -71,6 +71,10 @@ class _Call:
             refuse_transforms(type(module).__name__)
         self.module, self.comm = module, current()
         found = node_tensors(args, kwargs)
+        if self.comm.host is not None:
+            for tensor in found:
+                tensor.rows.check_part()
+            cast(Any, module).shared_parameters.check_part(self.comm)
         ends_of = [(t, t.edges) for t in found]
         self.edge_tensors = [t for t, edges in ends_of if edges is not None]
         self.edges: list[Edges] = [edges for _, edges in ends_of if edges is not None]
@@ -164,7 +168,8 @@ class _Call:
 
     def arguments(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Returns the arguments of this worker's computation."""
-        args, kwargs = mapped(self.local, args), mapped(self.local, kwargs)
+        local = cache(self.local)  # One tensor in two roles stays one, and travels once.
+        args, kwargs = mapped(local, args), mapped(local, kwargs)
         for name in ("size", "num_nodes", "dim_size"):
             value = kwargs.get(name)
             if isinstance(value, tuple | list):

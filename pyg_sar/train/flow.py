@@ -19,11 +19,10 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch_geometric.data import Data
 from torch_geometric.nn import HeteroBatchNorm
 
-from pyg_sar.comm.group import Communicator
 from pyg_sar.message.layer_state import modes_kept
 from pyg_sar.partition.message_flow import distributed_edges, message_flow_graphs, sample_neighbors
 from pyg_sar.space.draws import keyed_numbers
-from pyg_sar.tensors import to_local, wrap
+from pyg_sar.tensors import rows_at, wrap
 from pyg_sar.train.targets import Targets
 from pyg_sar.train.wire_error import exact_rows
 
@@ -149,8 +148,8 @@ def _away_from_zero(model: nn.Module) -> Iterator[None]:
             parameter.copy_(value)
 
 
-def seed_rows(flow: Data, targets: Targets, target: str) -> Tensor:
-    """Returns where this worker's training nodes are among its seeds of a message flow graph.
+def training_seeds(flow: Data, targets: Targets, target: str) -> Tensor:
+    """Returns which seeds of a message flow graph are training nodes, bool ``[batch_size]``.
 
     Args:
         flow: The message flow graph.
@@ -158,23 +157,16 @@ def seed_rows(flow: Data, targets: Targets, target: str) -> Tensor:
         target: The attribute that holds them.
 
     Raises:
-        ValueError: When some are no seeds.
+        ValueError: When some training nodes are no seeds.
     """
-    of_nodes = target in flow and "edge" not in target and flow[target].size(0) == flow.num_nodes
-    if targets.ids is None or not of_nodes:
+    if target not in flow or "edge" in target or flow[target].size(0) != flow.num_nodes:
         raise ValueError(f"A message flow graph is for targets of nodes (data.{target} is not)")
-    seeds, ids = flow.input_id.to_local(), targets.ids[targets.index["train"]]
-    rows = torch.searchsorted(seeds, ids).clamp(max=max(len(seeds) - 1, 0))
-    if len(ids) and (not len(seeds) or not torch.equal(seeds[rows], ids)):
+    seeds = targets.masks["train"][flow.input_id]
+    if int(seeds.sum()) < targets.counts["train"]:
         raise ValueError(
             "Expected 'flow' to be made of all training nodes: some are not among its seeds"
         )
-    return rows
-
-
-def outputs_of_seeds(model: nn.Module, flow: Data, forward: Forward) -> Tensor:
-    """Returns this worker's rows of the outputs of a flow's seeds, in their order."""
-    return to_local(forward(model, flow)[: flow.batch_size], flow.input_id.rows, 0)
+    return seeds
 
 
 def flow_that_pays(data: Data, seeds: Tensor, num_layers: int) -> Data | None:
@@ -226,32 +218,26 @@ class NeighborSampling:
                 f"(10, 5) (got {numbers!r})"
             )
 
-    def batches(
-        self, data: Data, index: Tensor, n_id: Tensor, seed: int, epoch: int, comm: Communicator
-    ) -> Iterator[tuple[Data, Tensor]]:
-        """Yields the graphs of an epoch, and which of the training nodes are their seeds.
+    def batches(self, data: Data, mask: Tensor, seed: int, epoch: int) -> Iterator[Data]:
+        """Yields the graphs of an epoch. Collective.
 
         Args:
             data: The graph.
-            index: This worker's training nodes, by their places among its nodes.
-            n_id: Their ids.
+            mask: Its training nodes, bool ``[num_nodes]``.
             seed: Of all draws.
             epoch: The epoch.
-            comm: The workers.
         """
+        nodes = distributed_edges(data).targets
+        comm, own = nodes.comm, rows_at(mask, nodes, 0)
         first = seed * 0x9E3779B97F4A7C15 + epoch * 0xBF58476D1CE4E5B9
-        numbers = keyed_numbers(n_id.to(index.device), first % 2**63)
-        own = torch.tensor([numbers.numel()], device=index.device)
-        rest = int(comm.all_reduce(own, "max", label=_LABEL)) - numbers.numel()
+        numbers = keyed_numbers(nodes.ids[own], first % 2**63)
+        count = torch.tensor([numbers.numel()], device=numbers.device)
+        rest = int(comm.all_reduce(count, "max", label=_LABEL)) - numbers.numel()
         padded = torch.cat([numbers, numbers.new_full((rest,), 2.0)])
         everyone = torch.cat(comm.all_gather(padded, label=_LABEL)).sort().values
         everyone = everyone[everyone < 2]
-        batch = torch.searchsorted(everyone, numbers) // self.batch_size
-        nodes = distributed_edges(data).targets
+        batch = torch.full_like(nodes.ids, -1)
+        batch[own] = torch.searchsorted(everyone, numbers) // self.batch_size
         for k in range(-(-len(everyone) // self.batch_size)):
-            rows = (batch == k).nonzero().view(-1)
-            rows = rows[index[rows].argsort()]
             key = (first + (k + 1) * 0x94D049BB133111EB) % 2**63
-            mask = torch.zeros(nodes.count, dtype=torch.bool, device=index.device)
-            mask[index[rows]] = True
-            yield sample_neighbors(data, wrap(mask, nodes, 0), self.num_neighbors, key), rows
+            yield sample_neighbors(data, wrap(batch == k, nodes, 0), self.num_neighbors, key)
