@@ -89,7 +89,7 @@ class SharedParameters:
             model: The model.
         """
         for name, parameter in model.named_parameters():
-            comm.shared_parameters[parameter] = self, name
+            comm.shared_parameters[parameter] = weakref.ref(self), name
 
     def take(self, name: str, parameter: Tensor, comm: Communicator) -> Tensor:
         """Returns what functions compute with in the place of a parameter outside of layers.

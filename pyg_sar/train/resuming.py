@@ -198,7 +198,7 @@ def graph_digest(data: Any, targets: Targets, comm: Communicator) -> dict[str, A
         member = member + (mask.long() << k)
     values, rows = targets.values, len(targets.values)
     ids = torch.arange(rows, device=values.device)
-    if isinstance(values, NodeTensor):
+    if isinstance(values, NodeTensor) and isinstance(member, NodeTensor):
         ids, values, member = values.rows.ids, values.to_local(), member.to_local()
     node = _mixed(_mixed(_mixed(ids) + _bits(values)) + member)
     owned = torch.arange(data.num_nodes) if joined is None else joined.targets.ids
