@@ -41,7 +41,6 @@ EVERY = {
     "test_attention_ops::test_outputs_and_gradients_equal_a_loop": 2,
     "test_balance::test_real_graphs_are_within_the_limit": 3,
     "test_bipartite::test_bipartite_layers_equal_one_process": 2,
-    "test_buckets::test_buckets": 3,
     "test_compiled::test_layers_compile_without_a_break": 3,
     "test_compiled::test_models_export_and_compile_once_for_all_sizes": 3,
     "test_contract_state::test_rule_5_dtypes": 3,
