@@ -234,7 +234,7 @@ def layer(name: str) -> tuple[Any, Any, tuple[Tensor, ...]]:
     plain = make().double()
     x, edge_index, weight, attr = graph()
     more = {"": (), "weight": (weight,), "attr": (attr,)}[wants]
-    return plain, pyg_sar.distribute(copy.deepcopy(plain), view="local"), (x, edge_index, *more)
+    return plain, pyg_sar.distribute(copy.deepcopy(plain)), (x, edge_index, *more)
 
 
 def test_every_compiled_layer_is_tried() -> None:
@@ -306,7 +306,7 @@ def test_two_kinds_of_nodes_compile() -> None:
         lambda: gnn.TransformerConv((WIDTH, WIDTH), 4),
     ):
         plain = make().double()
-        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+        model = pyg_sar.distribute(copy.deepcopy(plain))
         for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
             found = gradients(lambda a, b, f=f: f((a, b), edges), x, x[:9])
             assert_equal(found, gradients(lambda a, b, f=plain: f((a, b), edges), x, x[:9]))
@@ -317,7 +317,7 @@ def test_a_target_that_is_no_node_is_an_error(make: Any) -> None:
     """Compiled layers add to one row more, for loops: not for a wrong target."""
     x, edge_index, *_ = graph()
     edge_index[1, 5] = NODES
-    model = pyg_sar.distribute(make().double(), view="local")
+    model = pyg_sar.distribute(make().double())
     for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
         with pytest.raises((IndexError, RuntimeError, torch.jit.Error), match="range|bounds|keys"):
             f(x, edge_index)
@@ -326,7 +326,7 @@ def test_a_target_that_is_no_node_is_an_error(make: Any) -> None:
 @pytest.mark.parametrize("kind", [gnn.GATConv, gnn.GATv2Conv, gnn.TransformerConv])
 def test_dropout_is_drawn_in_each_call(kind: Any) -> None:
     x, edge_index, *_ = graph()
-    model = pyg_sar.distribute(kind(WIDTH, 4, dropout=0.5).double(), view="local")
+    model = pyg_sar.distribute(kind(WIDTH, 4, dropout=0.5).double())
     for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
         first, second = f(x, edge_index), f(x, edge_index)
         assert not torch.equal(first, second)
@@ -349,7 +349,7 @@ def test_layers_without_a_kernel_are_pygs() -> None:
         lambda: gnn.GCNConv(WIDTH, 4, improved=True, add_self_loops=False),
     ):
         plain = make().double()
-        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+        model = pyg_sar.distribute(copy.deepcopy(plain))
         for f in (torch.compile(model, backend="eager", fullgraph=True), torch.jit.script(model)):
             assert torch.equal(f(x, edge_index), plain(x, edge_index))
 
@@ -359,7 +359,7 @@ def test_attention_weights_are_pygs() -> None:
     for kind in (gnn.GATConv, gnn.TransformerConv):
         plain = kind(WIDTH, 4, add_self_loops=False) if kind is gnn.GATConv else kind(WIDTH, 4)
         plain = plain.double()
-        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
+        model = pyg_sar.distribute(copy.deepcopy(plain))
         compiled = torch.compile(model, backend="eager")
         out, (_, weights) = compiled(x, edge_index, return_attention_weights=True)
         expected, (_, others) = plain(x, edge_index, return_attention_weights=True)
@@ -384,9 +384,9 @@ class Net(torch.nn.Module):
 
 
 def compiled_worker(root: Path, kind: Any) -> tuple[list[Tensor], list[Tensor], list[str], int]:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     torch.manual_seed(0)
-    model = pyg_sar.distribute(Net(kind).double(), view="local")
+    model = pyg_sar.distribute(Net(kind).double())
     expected = gradients(lambda x: model(x, data.edge_index), data.x, over=list(model.parameters()))
     compiled = torch.compile(model, backend="aot_eager")
     found = gradients(lambda x: compiled(x, data.edge_index), data.x, over=list(model.parameters()))
