@@ -131,18 +131,22 @@ def bytes_of_loading(root: Path) -> dict[str, dict[str, int]]:
     return ledger.by_layer(), ledger.sent_messages()
 
 
-def test_loading_exchanges_a_digest_alone(tmp_path: Path, graph: Data, partitions: Partitions):
-    """One collective of 33 bytes and 3 + 2W numbers, also with ``batch``, and of a HeteroData."""
+def test_loading_exchanges_a_digest_and_random_states(tmp_path: Path, graph: Data):
+    """One collective of 33 bytes and 3 + 2W numbers, also with ``batch``, and of a HeteroData.
+
+    And rank 0's states of three generators: PyTorch's 5056 bytes, and those of 625 words each.
+    """
     batched = graph.clone()
     batched.batch = torch.arange(60) // 20
     hetero = make_hetero()
     pyg_sar.write_partitions(batched, 3, tmp_path / "batched", "random")
     pyg_sar.write_partitions(hetero, 3, tmp_path / "hetero", random_parts(hetero, 3))
     for name in ("batched", "hetero"):
-        for layers, sent in workers(bytes_of_loading, 3, tmp_path / name):
-            size = 33 + 8 * (3 + 2 * 3)
+        for rank, (layers, sent) in enumerate(workers(bytes_of_loading, 3, tmp_path / name)):
+            size, states = 33 + 8 * (3 + 2 * 3), "random states " + ("in" if rank else "out")
+            assert 5056 < layers[""].pop(states) < 5056 + 2 * 625 * 13
             assert layers == {"": {"agreement in": 2 * size, "agreement out": size}}
-            assert sent == 1
+            assert sent == (1 if rank else 1 + 3)
 
 
 def rewrite(root: Path, change: Callable[[int, dict[str, Tensor]], None], version: int) -> None:
