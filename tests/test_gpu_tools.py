@@ -69,7 +69,7 @@ def forward(model: Any, data: Any) -> Any:
 
 
 def trained(root: Path, option: str) -> list[float]:
-    data: Any = pyg_sar.load_partition(root, view="local")
+    data: Any = pyg_sar.load_partition(root)
     options = dict(TRAINING[option])
     if "flow" in options:
         options["flow"] = pyg_sar.message_flow_graphs(data, data.train_mask, 2)
@@ -77,9 +77,7 @@ def trained(root: Path, option: str) -> list[float]:
     if "labels" in options:
         options["forward"], width = forward, CHANNELS + CLASSES
     torch.manual_seed(1)
-    model = pyg_sar.distribute(
-        gnn.GraphSAGE(width, 8, 2, CLASSES, jk="last").double(), view="local"
-    )
+    model = pyg_sar.distribute(gnn.GraphSAGE(width, 8, 2, CLASSES, jk="last").double())
     config = TrainConfig(epochs=3, eval_every=2, seed=3)
     result = pyg_sar.Trainer(model, data, config, **options).fit()
     return [*result.losses, *(float(v) for _, v in sorted(result.final.items()))]
@@ -191,9 +189,9 @@ class Pooled(torch.nn.Module):
 
 
 def outputs(root: Path, model: Any) -> tuple[Tensor, list[Tensor]]:
-    data = pyg_sar.load_partition(root, view="local")
+    data = pyg_sar.load_partition(root)
     data = T.Compose([T.AddSelfLoops(), T.LocalDegreeProfile(), T.GCNNorm()])(data)
-    model = pyg_sar.distribute(copy.deepcopy(model), view="local")
+    model = pyg_sar.distribute(copy.deepcopy(model))
     out = model(data.x[:, :CHANNELS], data.edge_index)
     more = torch.cat([out, data.x[:, CHANNELS:]], -1)
     pyg_sar.mean(out.square().sum(-1)).backward()
@@ -203,8 +201,8 @@ def outputs(root: Path, model: Any) -> tuple[Tensor, list[Tensor]]:
 
 
 def links(root: Path, model: Any) -> tuple[float, list[Tensor]]:
-    data: Any = pyg_sar.load_partition(root, view="local")
-    model = pyg_sar.distribute(copy.deepcopy(model), view="local")
+    data: Any = pyg_sar.load_partition(root)
+    model = pyg_sar.distribute(copy.deepcopy(model))
     z = model(data.x, data.edge_index)
     torch.manual_seed(3)
     random.seed(3)

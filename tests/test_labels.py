@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from hosted_workers import host
-from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, make_graph, threads
+from oracle import CHANNELS, CLASSES, TOLERANCE, Partitions, make_graph, workers
 from torch import Tensor, nn
 from torch_geometric.data import Data
 from torch_geometric.nn import GraphSAGE, MaskLabel
@@ -55,12 +55,12 @@ def model() -> nn.Module:
 CONFIG = TrainConfig(epochs=4, restore_best=False, seed=3)
 
 
-def train(root: Any, model: nn.Module, flow: bool) -> tuple[Any, Tensor, Tensor]:
-    data = pyg_sar.load_partition(root, view="local")
+def train(root: Any, model: nn.Module, flow: bool) -> tuple[Any, Tensor]:
+    data = pyg_sar.load_partition(root)
     seeds = pyg_sar.message_flow_graphs(data, data.train_mask, 2) if flow else None
-    own = pyg_sar.distribute(copy.deepcopy(model), view="local")
+    own = pyg_sar.distribute(copy.deepcopy(model))
     trainer = pyg_sar.Trainer(own, data, CONFIG, forward=forward, labels=0.6, flow=seeds)
-    return trainer.fit(), data.n_id, ratio_mask(data.train_mask, 0.6, data.n_id, 5)
+    return trainer.fit(), ratio_mask(data.train_mask, 0.6, torch.arange(60), 5)
 
 
 def plain_training(model: nn.Module, data: Data) -> tuple[list[float], Tensor]:
@@ -80,7 +80,7 @@ def plain_training(model: nn.Module, data: Data) -> tuple[list[float], Tensor]:
     return losses, model(data.x, data.y, data.edge_index, data.train_mask).detach()
 
 
-@pytest.mark.parametrize(("world", "run", "flow"), [(3, threads, True), (8, host, False)])
+@pytest.mark.parametrize(("world", "run", "flow"), [(3, workers, True), (8, host, False)])
 def test_the_trainer_is_the_recipe(world, run, flow, graph, model, partitions):
     losses, out = plain_training(copy.deepcopy(model), graph)
     found = run(train, world, partitions(graph, world), model, flow)
@@ -108,8 +108,8 @@ def in_pyg(model: nn.Module, data: Data) -> list[float]:
 
 
 def globally(root: Any, model: nn.Module) -> list[float]:
-    data = pyg_sar.load_partition(root, view="global")
-    return in_pyg(pyg_sar.distribute(copy.deepcopy(model), view="global"), data)
+    data = pyg_sar.load_partition(root)
+    return in_pyg(pyg_sar.distribute(copy.deepcopy(model)), data)
 
 
 def test_the_global_view_draws_as_pyg(graph, model, partitions):

@@ -130,7 +130,7 @@ def test_predictions_have_the_ids_of_the_tables(suffix, ids, tmp_path):
     path = tmp_path / f"out{suffix}"
 
     def worker() -> None:
-        part = pyg_sar.load_partition(tmp_path / "parts", view="local")
+        part = pyg_sar.load_partition(tmp_path / "parts")
         write_table(3 * part.x, part.n_id, part.get("node_name"), path)
 
     threads(worker, 2)
