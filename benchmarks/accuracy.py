@@ -123,7 +123,6 @@ def train(job: Job, data: Data, pause: Pause | None = None) -> dict[str, Any] | 
     learnt, known = masks["train"], x
     if labels:
         known = with_labels(x, data, learnt, learnt)
-        n_id = torch.arange(data.num_nodes)
     start, first = time.perf_counter(), 1
     kept = pause and pause.file(job, rank_of(job))
     if kept and kept.exists():
@@ -144,7 +143,7 @@ def train(job: Job, data: Data, pause: Pause | None = None) -> dict[str, Any] | 
         optimizer.zero_grad()
         given, asked = x, learnt
         if labels:
-            shown = ratio_mask(learnt, SHOWN, n_id, 1000 * job.seed + epoch)
+            shown = ratio_mask(learnt, SHOWN, 1000 * job.seed + epoch)
             given, asked = with_labels(x, data, learnt, shown), learnt & ~shown
         loss = _loss(model(given, data.edge_index), data.y, asked)
         loss.backward()

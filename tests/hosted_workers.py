@@ -45,7 +45,6 @@ NOT_OF_PARTS = {
     "test_a_worker_killed_mid_epoch_and_the_curve_after_it": "compares with workers, to the bit",
     "test_as_many_rows_as_the_matching_says": COVER,
     "test_attention_fetches_nothing_again": COVER,
-    "test_buckets": "counts the tasks of a backend",
     "test_bytes_and_resident_rows": HALO,
     "test_bytes_by_the_law": COVER,
     "test_covers_come_with_the_partition": COVER,

@@ -1,8 +1,7 @@
-"""Gradients as users see them beside ``.grad``: hooks on parameters, ``torch.autograd.grad``."""
+"""Gradients of parameters as users see them: in hooks, by ``autograd.grad``, in optimizers."""
 
 from __future__ import annotations
 
-import copy
 import gc
 import weakref
 from collections.abc import Callable
@@ -12,32 +11,33 @@ from typing import Any
 
 import pytest
 import torch
-from oracle import CHANNELS, OUT, TOLERANCE, Partitions, error, make_graph, node_losses, threads
+from oracle import (
+    CHANNELS,
+    OUT,
+    TOLERANCE,
+    Partitions,
+    error,
+    make_graph,
+    node_losses,
+    parts,
+    whole,
+    workers,
+)
 from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 from torch.func import functional_call
+from torch.utils._pytree import tree_leaves
+from torch.utils.checkpoint import checkpoint
 from torch_geometric.data import Data
-from torch_geometric.nn import GATConv, SAGEConv
+from torch_geometric.nn import BatchNorm, GATConv, SAGEConv
 
 import pyg_sar
+from pyg_sar import SARPolicy
 
 WORLD = 3
 LIMIT = 0.02
-
-
-class Net(torch.nn.Module):
-    """``only`` names the rank that uses the head, if not all do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = torch.nn.ModuleList([SAGEConv(CHANNELS, 8), GATConv(8, OUT)])
-        self.head = torch.nn.Linear(OUT, OUT)
-        self.only: int | None = None
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        for conv in self.convs:
-            x = conv(x, edge_index).tanh()
-        return x if self.only not in (None, pyg_sar.comm.current().rank) else self.head(x)
+DOUBLE = torch.float64
+POLICIES = (SARPolicy(message_budget=600), SARPolicy(mode=3), SARPolicy(strategy="chunked"))
 
 
 @pytest.fixture(scope="module")
@@ -50,14 +50,31 @@ def root(graph: Data, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return Partitions(tmp_path_factory.mktemp("hooks"))(graph, WORLD, "random")
 
 
-@pytest.fixture(scope="module")
-def net() -> Net:
-    torch.manual_seed(0)
-    return Net().double()
+class Net(torch.nn.Module):
+    """Layers, a norm between them, and a head that some calls leave out."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = torch.nn.ModuleList([SAGEConv(CHANNELS, 8), GATConv(8, OUT)])
+        self.norm = BatchNorm(8, momentum=0.0)
+        self.head = torch.nn.Linear(OUT, OUT)
+        self.headless = False
+
+    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
+        x = self.norm(self.convs[0](x, edge_index).tanh())
+        x = self.convs[1](x, edge_index).tanh()
+        return x if self.headless else self.head(x)
 
 
 Loss = Callable[..., Tensor]
 Run = Callable[[Any, Loss], Any]
+
+
+def grads(model: Any) -> list[Tensor | None]:
+    return [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+# Hooks ########################################################################
 
 
 def clipped(model: Any, loss: Loss) -> Any:
@@ -69,7 +86,7 @@ def clipped(model: Any, loss: Loss) -> Any:
     for handle in handles:
         handle.remove()
     loss().backward()
-    return [p.grad for p in model.parameters()]
+    return grads(model)
 
 
 def stepped_in_backward(model: Any, loss: Loss) -> Any:
@@ -104,6 +121,30 @@ def seen_together(model: Any, loss: Loss) -> Any:
     return [*found, *(seen[name] for name in sorted(seen)), *(p.grad for p in wanted)]
 
 
+def seen_by_nodes(model: Any, loss: Loss) -> Any:
+    """Hooks on the nodes of autograd that accumulate the gradients."""
+    found = []
+    for parameter in (model.convs[1].bias, model.convs[0].lin_l.weight, model.head.weight):
+        node = parameter.view_as(parameter).grad_fn.next_functions[0][0]
+        found.append(node)
+        node.register_prehook(lambda given: (given[0].sign() * given[0].square(),))
+    loss().backward()
+    return grads(model)
+
+
+def asked_by_a_hook(model: Any, loss: Loss) -> Any:
+    """``torch.autograd.grad`` within a hook of another pass: of a loss of its own."""
+    parameters, found = list(model.parameters()), []
+    other = loss()
+    last = loss()
+    last.register_hook(lambda _: found.extend(torch.autograd.grad(other, parameters)))
+    last.backward()
+    return found + grads(model)
+
+
+# Gradients that are asked for, passes that are combined #######################
+
+
 def returned(model: Any, loss: Loss) -> Any:
     """``torch.autograd.grad``, of all and of some, with hooks, on a graph that is kept."""
     parameters = list(model.parameters())
@@ -114,30 +155,190 @@ def returned(model: Any, loss: Loss) -> Any:
     found += torch.autograd.grad(kept, parameters[:2], retain_graph=True)
     assert all(p.grad is None for p in parameters)
     kept.backward()
-    return found + [p.grad for p in parameters]
+    return found + grads(model)
+
+
+def second_derivatives(model: Any, loss: Loss) -> Any:
+    """A penalty of the gradients of parameters, by ``grad`` and by ``backward``."""
+    for conv in model.convs:
+        if isinstance(getattr(conv, "policy", None), SARPolicy):
+            conv.policy = SARPolicy(mode=3, kernels="off")
+    parameters = list(model.parameters())
+    first = torch.autograd.grad(loss(), parameters, create_graph=True)
+    torch.stack([g.square().sum() for g in first]).sum().backward()
+    found = grads(model)
+    model.zero_grad()
+    loss().backward(create_graph=True)
+    squares = torch.stack([p.grad.square().sum() for p in parameters]).sum()
+    found += torch.autograd.grad(squares, parameters)
+    model.zero_grad()
+    return found
+
+
+def several_losses(model: Any, loss: Loss) -> Any:
+    """Two losses of one graph, one after the other and weighed; one whose graph is dropped."""
+    loss()
+    one = loss()
+    two = (one.square(), one.sin())
+    two[0].backward(retain_graph=True)
+    two[1].backward()
+    found = grads(model)
+    model.zero_grad()
+    torch.autograd.backward([loss(), loss()], [torch.tensor(2.0, dtype=DOUBLE), None])
+    return found + grads(model)
+
+
+def in_a_checkpoint(model: Any, loss: Loss) -> Any:
+    """All of the model is computed again, twice nested, beside a pass that isn't."""
+    for reentrant in (False, True):
+
+        def inner(x: Tensor, edge_index: Tensor, reentrant: bool = reentrant) -> Tensor:
+            x.requires_grad_()
+            return checkpoint(model, x, edge_index, use_reentrant=reentrant)
+
+        outer = lambda *given: checkpoint(inner, *given, use_reentrant=False)  # noqa: E731
+        (loss(outer) + loss(inner) + loss()).backward()
+    return grads(model)
+
+
+class Squared(torch.autograd.Function):
+    """A function of a user's that saves a parameter."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight.square()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, weight = ctx.saved_tensors
+        return gradient @ weight.square().t(), 2 * weight * (x.t() @ gradient)
+
+
+class Remade(torch.autograd.Function):
+    """Differentiates by ``torch.autograd.grad`` in its backward pass, as reversible layers do."""
+
+    @staticmethod
+    def forward(ctx: Any, call: Any, x: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.call = call
+        ctx.save_for_backward(x, *parameters)
+        with torch.no_grad():
+            return call(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        x, *parameters = ctx.saved_tensors
+        with torch.enable_grad():
+            x = x.detach().requires_grad_()
+            return None, *torch.autograd.grad(ctx.call(x), (x, *parameters), gradient)
+
+
+def reversible(model: Any, loss: Loss) -> Any:
+    """Each of two passes returns a part, of a layer and of a plain weight; sums are the outer's."""
+
+    def call(x: Tensor, edge_index: Tensor) -> Tensor:
+        layer = lambda x: model.convs[0](x, edge_index).tanh()  # noqa: E731
+        x = Remade.apply(layer, x, *model.convs[0].parameters())
+        x = model.convs[1](x, edge_index)
+        x = Remade.apply(lambda x: x @ model.head.weight, x, model.head.weight)
+        return checkpoint(Squared.apply, x, model.head.weight, use_reentrant=False)
+
+    wanted = [*model.convs.parameters(), model.head.weight]
+    loss(call).backward()
+    return [*torch.autograd.grad(loss(call), wanted), *(p.grad for p in wanted)]
+
+
+# Other parameters #############################################################
 
 
 def called_with_others(model: Any, loss: Loss) -> Any:
-    """``functional_call`` with leaves of the user's own, and then without."""
+    """``functional_call`` with leaves of the user's own, with computed ones, and then without."""
     given = {name: (2 * p).detach().requires_grad_() for name, p in model.named_parameters()}
     called = loss(lambda *inputs: functional_call(model, given, inputs))
-    found = [*torch.autograd.grad(called, list(given.values()))]
+    found: list[Any] = [*torch.autograd.grad(called, list(given.values()))]
     student = loss()
     teacher = {name: (3 * p).detach() for name, p in model.named_parameters()}
     with torch.no_grad():
         found.append(loss(lambda *inputs: functional_call(model, teacher, inputs)))
     student.backward()
-    return found + [p.grad for p in model.parameters()]
+    found += grads(model)
+    computed = {name: p.sin() for name, p in model.named_parameters()}
+    loss(lambda *inputs: functional_call(model, computed, inputs)).backward()
+    return found + grads(model)
 
 
-def asked_by_a_hook(model: Any, loss: Loss) -> Any:
-    """``torch.autograd.grad`` within a hook of another pass: of a loss of its own."""
-    parameters, found = list(model.parameters()), []
-    other = loss()
-    last = loss()
-    last.register_hook(lambda _: found.extend(torch.autograd.grad(other, parameters)))
-    last.backward()
-    return found + [p.grad for p in parameters]
+def unused_and_frozen(model: Any, loss: Loss) -> Any:
+    """What gets no gradient has none; what is frozen, and thawed later, as in one process."""
+    model.headless = True
+    model.convs[0].requires_grad_(False)
+    loss().backward()
+    model.convs[0].lin_l.requires_grad_(True)
+    model.norm.requires_grad_(False)
+    found = grads(model)
+    loss().backward()
+    model.headless = False
+    model.zero_grad()
+    loss().backward()
+    found += grads(model)
+    model.requires_grad_(False)
+    x = loss()
+    assert not x.requires_grad
+    return [*found, x, *grads(model)]
+
+
+def shared_weights(model: Any, loss: Loss) -> Any:
+    """One weight in two layers and in the head; a layer called twice; a penalty outside."""
+    other = model.convs[0].lin_r
+    other.weight = model.convs[0].lin_l.weight
+    square = torch.nn.Linear(OUT, OUT, dtype=DOUBLE)
+    with torch.no_grad():
+        square.weight.copy_(model.head.weight)
+    model.head.weight = square.weight
+    second = model.convs[1].lin.weight
+
+    def call(x: Tensor, edge_index: Tensor) -> Tensor:
+        first = model.convs[0]
+        out = model.convs[1](first(x, edge_index) + first(x.sin(), edge_index), edge_index)
+        out = out + x @ first.lin_l.weight.t() @ second.t()
+        return model.head(out) @ model.head.weight.cos()
+
+    (loss(call) + second.square().sum() + model.head.weight.mean()).backward()
+    return grads(model)
+
+
+# Optimizers ###################################################################
+
+
+def accumulated_and_clipped(model: Any, loss: Loss) -> Any:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    norms = []
+    for _ in range(3):
+        for _ in range(2):
+            (loss() / 2).backward()
+        norms.append(torch.nn.utils.clip_grad_norm_(model.parameters(), LIMIT))
+        torch.nn.utils.clip_grad_value_(model.parameters(), LIMIT / 4)
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*norms, *(p.detach() for p in model.parameters())]
+
+
+def by_line_search(model: Any, loss: Loss) -> Any:
+    """LBFGS, which calls the loss as often as it likes."""
+    optimizer = torch.optim.LBFGS(
+        model.parameters(), lr=0.1, max_iter=4, line_search_fn="strong_wolfe"
+    )
+    losses = []
+
+    def closure() -> Tensor:
+        optimizer.zero_grad()
+        value = loss()
+        value.backward()
+        losses.append(value.detach())
+        return value
+
+    for _ in range(2):
+        optimizer.step(closure)
+    return [torch.stack(losses), *(p.detach() for p in model.parameters())]
 
 
 def scaled(model: Any, loss: Loss) -> Any:
@@ -152,203 +353,120 @@ def scaled(model: Any, loss: Loss) -> Any:
     return [total, *(p.detach() for p in model.parameters())]
 
 
-RUNS = [clipped, stepped_in_backward, seen_together, returned, called_with_others]
-RUNS += [asked_by_a_hook, scaled]
+def after_a_failure(model: Any, loss: Loss) -> Any:
+    """A backward pass that fails leaves nothing behind that would spoil the next one."""
+
+    def fail(gradient: Tensor) -> Tensor:
+        raise KeyError("in a hook")
+
+    handle = model.convs[1].bias.register_hook(fail)
+    with pytest.raises(KeyError, match="in a hook"):
+        loss().backward()
+    handle.remove()
+    model.zero_grad()
+    loss().backward()
+    return grads(model)
 
 
-@pytest.mark.parametrize("run", RUNS)
-def test_hooks_see_sums(run: Run, net: Net, graph: Data, root: Path):
-    """As in one process: the total goes into hooks, and what comes out is what is kept."""
-    alone = copy.deepcopy(net)
-    ids = torch.arange(graph.num_nodes)
-
-    def loss_alone(call: Any = alone) -> Tensor:
-        return node_losses(call(graph.x, graph.edge_index), ids).mean()
-
-    expected = run(alone, loss_alone)
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(copy.deepcopy(net), view="local")
-
-        def loss(call: Any = model) -> Tensor:
-            return pyg_sar.mean(node_losses(call(data.x, data.edge_index), data.n_id))
-
-        return run(model, loss)
-
-    for found in threads(worker, WORLD):
-        assert len(found) == len(expected)
-        for ours, theirs in zip(found, expected, strict=True):
-            assert error(ours, theirs) <= TOLERANCE or (ours - theirs).abs().max() < 1e-14
+RUNS: tuple[Run, ...] = (
+    *(clipped, stepped_in_backward, seen_together, seen_by_nodes, asked_by_a_hook, returned),
+    *(second_derivatives, several_losses, in_a_checkpoint, reversible, called_with_others),
+    *(unused_and_frozen, shared_weights, accumulated_and_clipped, by_line_search, scaled),
+    after_a_failure,
+)
 
 
-def test_hooks_of_before_distribute_and_early_buckets(net: Net, graph: Data, root: Path):
-    """They move to the sums, their handles still take them away; so where sums start early."""
-    ids = torch.arange(graph.num_nodes)
+OF_EACH_POLICY: tuple[Run, ...] = (clipped, returned, in_a_checkpoint)
 
-    def run(model: Any, loss: Loss, convert: Callable[[Any], Any]) -> Any:
+
+def runs(data: Data, convert: Callable[[Any], Any], chosen: Any = RUNS) -> dict[str, list[Any]]:
+    """What each run finds; nothing but its gradients may be another afterwards."""
+    found = {}
+    for run in chosen:
+        torch.manual_seed(0)
+        model = convert(Net().double())
+        x, before = data.x.clone(), data.x.clone()
+
+        def loss(call: Any = model, x: Tensor = x) -> Tensor:
+            return node_losses(call(x.detach(), data.edge_index)).mean()
+
+        found[run.__name__] = [
+            None if t is None else whole(t.detach()) for t in tree_leaves(run(model, loss))
+        ]
+        assert x.grad is None and bool((x == before).all())
+        model.requires_grad_(True)
+        assert all(type(p) is torch.nn.Parameter and p.is_leaf for p in model.parameters())
+    return found
+
+
+def compare(found: dict[str, list[Any]], expected: dict[str, list[Any]]) -> None:
+    for name, values in found.items():
+        assert len(values) == len(expected[name]) > 0, name
+        for ours, theirs in zip(values, expected[name], strict=True):
+            close = error(ours, theirs) <= TOLERANCE
+            assert close or (ours - theirs).abs().max() < 1e-14, (name, ours, theirs)
+
+
+@pytest.mark.filterwarnings("ignore:Using backward.. with create_graph:UserWarning")
+@pytest.mark.parametrize("start", [workers, parts])
+def test_gradients_are_those_of_one_process(start: Any, graph: Data, root: Path) -> None:
+    expected = runs(graph, lambda model: model)
+
+    def worker() -> list[Any]:
+        data = pyg_sar.load_partition(root)
+        return [
+            runs(
+                data,
+                partial(pyg_sar.distribute, policy=policy),
+                OF_EACH_POLICY if k else RUNS,
+            )
+            for k, policy in enumerate(POLICIES)
+        ]
+
+    for by_policy in start(worker, WORLD):
+        for found in by_policy:
+            compare(found, expected)
+
+
+def test_hooks_of_before_distribute(graph: Data, root: Path) -> None:
+    """They see whole gradients, too; their handles still take them away."""
+
+    def run(data: Data, convert: Callable[[Any], Any]) -> list[Any]:
+        torch.manual_seed(0)
+        model: Any = Net().double()
         handles = [p.register_hook(lambda g: g.sign() * g.square()) for p in model.parameters()]
-        model = convert(model)
-        for hook in model._forward_pre_hooks.values():
-            hook.bucket_bytes = 1
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        convert(model)
         found = []
-        for _ in range(3):
-            model.zero_grad()
-            loss().backward()
-            found += [p.grad.clone() for p in model.parameters()]
-        for handle in handles:
-            handle.remove()
-        loss().backward()
-        return found + [p.grad for p in model.parameters()]
+        for step in range(4):
+            if step == 3:
+                for handle in handles:
+                    handle.remove()
+            optimizer.zero_grad()
+            node_losses(model(data.x, data.edge_index)).mean().backward()
+            found += grads(model)
+            optimizer.step()
+        return found
 
-    alone = copy.deepcopy(net)
-    expected = run(
-        alone, lambda: node_losses(alone(graph.x, graph.edge_index), ids).mean(), lambda m: m
-    )
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        model: Any = copy.deepcopy(net)
-        return run(
-            model,
-            lambda: pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)),
-            partial(pyg_sar.distribute, view="local"),
-        )
-
-    for found in threads(worker, WORLD):
+    expected = run(graph, lambda model: model)
+    for found in workers(lambda: run(pyg_sar.load_partition(root), pyg_sar.distribute), WORLD):
         for ours, theirs in zip(found, expected, strict=True):
             assert error(ours, theirs) <= TOLERANCE or (ours - theirs).abs().max() < 1e-14
 
 
-class Remade(torch.autograd.Function):
-    """Differentiates by ``torch.autograd.grad`` in its backward pass, as reversible layers do."""
+def test_models_are_freed(root: Path) -> None:
+    """Nothing keeps a model, or its parameters, that nobody uses any more."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        return (x @ weight).tanh()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        x, weight = ctx.saved_tensors
-        with torch.enable_grad():
-            x = x.detach().requires_grad_()
-            return torch.autograd.grad((x @ weight).tanh(), (x, weight), gradient)
-
-
-class Reversible(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.convs = torch.nn.ModuleList([SAGEConv(CHANNELS, 8), SAGEConv(8, OUT)])
-        self.weight = torch.nn.Parameter(torch.rand(8, 8))
-
-    def forward(self, x: Tensor, edge_index: Tensor) -> Tensor:
-        x = self.convs[0](x, edge_index)
-        return self.convs[1](Remade.apply(x, self.weight), edge_index)
-
-
-def test_gradients_handed_to_an_outer_pass_are_summed_once(graph: Data, root: Path):
-    """Each of the two passes returns a part; the sum is that of the outer one."""
-    plain = Reversible().double()
-
-    def run(model: Any, data: Data, ids: Tensor, mean: Any) -> list[Tensor]:
-        def loss() -> Tensor:
-            return mean(node_losses(model(data.x, data.edge_index), ids))
-
-        parameters = list(model.parameters())
-        loss().backward()
-        return [*torch.autograd.grad(loss(), parameters), *(p.grad for p in parameters)]
-
-    expected = run(copy.deepcopy(plain), graph, torch.arange(graph.num_nodes), torch.mean)
-
-    def worker() -> list[Tensor]:
-        data = pyg_sar.load_partition(root, view="local")
-        model = pyg_sar.distribute(copy.deepcopy(plain), view="local")
-        return run(model, data, data.n_id, pyg_sar.mean)
-
-    for found in threads(worker, WORLD):
-        assert all(error(*pair) <= TOLERANCE for pair in zip(found, expected, strict=True))
-
-
-def test_what_cannot_be_summed_is_refused(net: Net, root: Path):
-    """Second derivatives, hooks on autograd's nodes, gradients that are not returned here."""
-
-    def worker() -> Any:
-        data = pyg_sar.load_partition(root, view="local")
-        model: Any = pyg_sar.distribute(copy.deepcopy(net), view="local")
-        weight = model.head.weight
-
-        def loss() -> Tensor:
-            return pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id))
-
-        with pytest.raises(NotImplementedError, match=r"parameter .* second derivatives"):
-            loss().backward(create_graph=True)
-        with pytest.raises(NotImplementedError, match="create_graph=True"):
-            torch.autograd.grad(loss(), weight, create_graph=True)
-        node = weight.view_as(weight).grad_fn.next_functions[0][0]
-        for register in (node.register_hook, node.register_prehook):
-            handle = register(lambda *_: None)
-            with pytest.raises(
-                pyg_sar.errors.PygSarError, match=r"'head.weight' has a hook on its Acc"
-            ):
-                loss().backward()
-            handle.remove()
-        early = loss()
-        given = {name: p.detach().requires_grad_() for name, p in model.named_parameters()}
-        functional_call(model, given, (data.x, data.edge_index))
-        with pytest.raises(
-            pyg_sar.errors.PygSarError, match=r"was called with others .*before that"
-        ):
-            early.backward()
-        computed = {name: 2 * p for name, p in model.named_parameters()}
-        with pytest.raises(ValueError, match=r"'convs.0.lin_l.weight' is computed from other tens"):
-            functional_call(model, computed, (data.x, data.edge_index))
-        model.zero_grad()
-        loss().backward()  # Nothing of them is left.
-        model.only = 1
-        return torch.autograd.grad(loss(), list(model.parameters()), allow_unused=True)
-
-    with pytest.raises(
-        pyg_sar.errors.WorkerError,
-        match=r"no gradient of 'head.weight' at rank [02], .*Use backward",
-    ):
-        threads(worker, WORLD)
-
-
-def test_hooks_that_pytorch_forgets_are_missed(
-    net: Net, root: Path, monkeypatch: pytest.MonkeyPatch
-):
-    """As PyTorch 2.6 forgets those of parameters that a function saves in a checkpoint."""
-    monkeypatch.setattr("pyg_sar.reduction.gradients.hooks_are_forgotten", lambda: True)
-
-    def worker() -> None:
-        data = pyg_sar.load_partition(root, view="local")
-        model: Any = pyg_sar.distribute(copy.deepcopy(net), view="local")
-
-        def loss() -> Tensor:
-            return pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id))
-
-        loss().backward()
-        loss().backward()
-        torch.autograd.grad(loss(), model.head.weight)  # Called in another pass.
-        model.head.weight._backward_hooks = None
-        with pytest.raises(pyg_sar.errors.PygSarError, match="'head.weight' got this worker's"):
-            loss().backward()
-
-    threads(worker, WORLD)
-
-
-def test_converted_models_are_freed(net: Net, root: Path):
-    """Hooks on parameters don't keep a model that nobody uses any more."""
-
-    def worker() -> bool:
-        data = pyg_sar.load_partition(root, view="local")
-        model: Any = pyg_sar.distribute(copy.deepcopy(net), view="local")
+    def worker() -> list[type]:
+        data = pyg_sar.load_partition(root)
+        model: Any = pyg_sar.distribute(Net().double())
         model.head.weight.register_hook(lambda g: 2 * g)
-        pyg_sar.mean(node_losses(model(data.x, data.edge_index), data.n_id)).backward()
-        alive = weakref.ref(model)
+        for _ in range(2):
+            node_losses(model(data.x, data.edge_index)).mean().backward()
+        alive = [weakref.ref(one) for one in (model, *model.modules(), *model.parameters())]
         del model
         gc.collect()
-        return alive() is None
+        return [type(one()) for one in alive if one() is not None]
 
-    assert all(threads(worker, WORLD))
+    for left in workers(worker, WORLD):
+        assert left == []

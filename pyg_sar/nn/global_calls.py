@@ -91,6 +91,14 @@ class _Call:
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
         self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        if any(r.compared is not None and module not in r.compared for r in self.known):
+            raise DistributedIndexError(
+                f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
+                f"message flow graph at rank {self.comm.rank} before its model was compared with "
+                "the whole graph: call pyg_sar.train.check_flow(model, data, flow) once, with a "
+                "model that holds this layer (norms, readouts, or more layers than hops would give "
+                "other numbers)"
+            )
         self.axis: int | None = None
         batches = [t for t, edges in ends_of if t.axis and edges is None and t.is_floating_point()]
         if batches:

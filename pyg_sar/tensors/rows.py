@@ -12,6 +12,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -121,6 +122,8 @@ class Rows:
     Attributes:
         parent: The rows that these were selected from, if so.
         source: Their numbers among this worker's rows of the parent, ``[count]``.
+        compared: Of nodes of a message flow graph: the layers whose models were shown to compute
+            the same on the whole graph.
     """
 
     def __init__(
@@ -130,6 +133,7 @@ class Rows:
         self._ids = ids
         self.parent: Rows | None = None
         self.source: Tensor | None = None
+        self.compared: WeakSet[Any] | None = None
         self._kept: OrderedDict[Any, Any] = OrderedDict()
         self._sorted: tuple[Tensor, Tensor] | None = None
         self._directory: Tensor | None = None
@@ -287,11 +291,16 @@ class Rows:
             )
         return torch.where(index < 0, index + self.total, index) if low > 0 else index
 
+    def _in_order(self) -> tuple[Tensor, Tensor]:
+        """Returns this worker's ids in ascending order, and the numbers of their rows."""
+        if self._sorted is None:
+            with torch.inference_mode(False):
+                self._sorted = self.ids.sort()
+        return self._sorted
+
     def local(self, ids: Tensor) -> Tensor:
         """Returns this worker's numbers of rows by their places in the whole, -1 where not here."""
-        if self._sorted is None:
-            self._sorted = self.ids.sort()
-        values, order = self._sorted
+        values, order = self._in_order()
         if not values.numel():
             return torch.full_like(ids, -1)
         at = torch.searchsorted(values, ids.contiguous()).clamp_(max=values.numel() - 1)
@@ -306,7 +315,7 @@ class Rows:
             inside = (ids >= start) & (ids < stop) & ((ids - start) % step == 0)
             source = inside.nonzero().view(-1)
             rows = Rows(self.comm, total, source.numel(), (ids[source] - start) // step)
-            rows.parent, rows.source = self, source
+            rows.parent, rows.source, rows.compared = self, source, self.compared
             return rows
 
         return self.keep(("slice", start, stop, step), None, make)
@@ -414,8 +423,8 @@ class Rows:
                 "columns first"
             )
         if comm.world_size == 1:
-            out = torch.empty_like(local, memory_format=torch.contiguous_format)
-            return out.index_copy_(axis, self.ids, local) if self.total else out
+            found = local.movedim(axis, 0)[self._in_order()[1]]  # Of every dtype, unlike copying.
+            return found.movedim(0, axis).contiguous()
         with torch.inference_mode(False):
             moved = local.movedim(axis, 0).clone(memory_format=torch.contiguous_format)
             rows = _bytes(moved) if moved.numel() else None
