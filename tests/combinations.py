@@ -32,7 +32,7 @@ PAIRS = {
     "test_contract::test_rule_6_ties",
     "test_contract::test_rule_7_same_collectives_everywhere",
     "test_contract::test_retained_graph_runs_backward_again",
-    "test_shared_memory::test_threads",
+    "test_shared_memory::test_layers_are_exact",
 }
 
 EVERY = {
