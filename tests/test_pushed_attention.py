@@ -126,7 +126,11 @@ def fan_in() -> tuple[Data, Tensor]:
 
 
 @pytest.mark.parametrize("world", [1, 2, 3, 5])
-def test_layers_equal_pyg(world: int, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_layers_equal_pyg(
+    world: int, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between hosts; the five workers share their memory."""
+    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", "1" if world == 5 else "0")
     partitions = Partitions(tmp_path_factory.mktemp("parts"))
     data, sweep = stars(), Sweep(world)
     torch.manual_seed(0)
@@ -533,22 +537,3 @@ def test_half_precision_loses_no_more_than_pulling(tmp_path: Path) -> None:
     found = workers(_half, 3, tmp_path / "parts", policies)[0]
     for exact, pulled, pushed in zip(*found, strict=True):
         assert (pushed - exact).norm() <= 2 * (pulled - exact).norm()
-
-
-# Processes ####################################################################
-
-
-@pytest.mark.parametrize("switch", ["0", "1"])
-def test_over_a_network_and_shared_memory(
-    switch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("PYG_SAR_SHARED_MEMORY", switch)
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    data = stars()
-    pyg_sar.write_partitions(data, 3, tmp_path / "parts", "random")
-    torch.manual_seed(0)
-    sweep = Sweep(3)
-    for name in ("gat", "transformer"):
-        job = Job(LAYERS[name]().double(), tmp_path / "parts", (), POLICIES[::2])
-        sweep.add(name, job, data)
-    sweep.check(backend="gloo")
