@@ -90,7 +90,9 @@ class _Call:
         # Layouts of the graph itself come before those of selections.
         ends = [r for e in self.edges for r in (e.sources, e.targets)]
         own = [t.rows for t in self.edge_tensors]
-        self.known = list(dict.fromkeys([*ends, *own])) or [t.rows for t in found[:1]]
+        by_type = [v for v in (*args, *kwargs.values()) if isinstance(v, dict)]
+        types = [t.rows for d in by_type for t in d.values() if isinstance(t, NodeTensor)]
+        self.known = list(dict.fromkeys([*ends, *own, *types])) or [t.rows for t in found[:1]]
         if any(r.compared is not None and module not in r.compared for r in self.known):
             raise DistributedIndexError(
                 f"{type(module).__name__} ({getattr(module, 'ledger_name', '')}) got nodes of a "
@@ -203,6 +205,10 @@ class _Call:
             for name, parameter in module._parameters.items()
             if id(parameter) in swapped
         ]
+        relations = vars(layer).get("_edge_type")  # PyG's to_hetero_with_bases leaves it there.
+        if isinstance(relations, Tensor):
+            places.append((vars(layer), "_edge_type", relations))
+            swapped[id(relations)] = self.local(relations)
         for registry, name, original in places:
             registry[name] = swapped[id(original)]
         try:
