@@ -308,8 +308,7 @@ class _Call:
                 f"{self.comm.rank}), and gave one tensor"
             )
         backwards = getattr(self.module, "flow", "source_to_target") == "target_to_source"
-        turned = backwards != (edges.index.dist_row == 1)
-        return edges.sources if turned and edges.index.bipartite else edges.targets
+        return edges.sources if backwards else edges.targets
 
     def _with_attention(self, out: Any, index: Any, attention: Any) -> Any:
         """Returns a result and the attention on each edge (``return_attention_weights``)."""
