@@ -36,7 +36,7 @@ from torch_geometric.nn import MessagePassing
 
 import pyg_sar
 from pyg_sar import SARPolicy
-from pyg_sar.errors import PygSarError
+from pyg_sar.errors import DistributedIndexError, WorkerError
 from pyg_sar.message.layer_state import TileValue
 
 WORLD = 3
@@ -284,7 +284,10 @@ class Tables(MessagePassing):
 
 
 def test_arguments_that_are_no_rows(graph: Data, root: Path):
-    """Also where a table happens to have as many rows as some worker has edges or nodes."""
+    """Also where a table happens to have as many rows as there are nodes or edges: right, or not.
+
+    A table of as many rows as a worker has is taken for its own rows, and refused.
+    """
 
     def rows_here() -> tuple[int, int]:
         data = pyg_sar.load_partition(root)
@@ -292,9 +295,15 @@ def test_arguments_that_are_no_rows(graph: Data, root: Path):
 
     (nodes, _), (_, edges), _ = workers(rows_here, WORLD)
     sweep = Sweep(WORLD)
-    for rows in (3, nodes, edges):
-        sweep.add(f"{rows} rows", Job(Tables(rows).double(), root, policies=MODES), graph)
+    sweep.add("3 rows", Job(Tables(3).double(), root, policies=MODES), graph)
     sweep.check()
+    for rows in (nodes, edges, graph.num_nodes, graph.num_edges):
+        sweep = Sweep(WORLD)
+        sweep.add(f"{rows} rows", Job(Tables(rows).double(), root, policies=MODES), graph)
+        try:
+            sweep.check()
+        except WorkerError as error:
+            assert "Tables" in str(error) and "DistributedIndexError" in str(error)
 
 
 # Hooks #######################################################################
@@ -323,16 +332,6 @@ def hook_message_input(layer: MessagePassing, inputs: Any) -> Any:
     return ({**arguments, "x_j": arguments["x_j"].sin()},)
 
 
-def hook_propagate_input(layer: MessagePassing, inputs: Any) -> Any:
-    edge_index, size, arguments = inputs
-    return edge_index, size, {**arguments, "x": arguments["x"].sin()}
-
-
-def hook_edge_input(layer: MessagePassing, inputs: Any) -> Any:
-    edge_index, size, arguments = inputs
-    return edge_index, size, {**arguments, "x_j": arguments["x_j"].sin()}
-
-
 def double(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
     return 2 * out
 
@@ -340,12 +339,13 @@ def double(layer: MessagePassing, inputs: Any, out: Tensor) -> Tensor:
 HOOKS: dict[str, tuple[str, Any]] = {
     "message, before": ("register_message_forward_pre_hook", hook_message_input),
     "message, after": ("register_message_forward_hook", double),
-    "propagate, before": ("register_propagate_forward_pre_hook", hook_propagate_input),
-    "propagate, after": ("register_propagate_forward_hook", double),
     "aggregate, after": ("register_aggregate_forward_hook", double),
-    "edge_update, before": ("register_edge_update_forward_pre_hook", hook_edge_input),
-    "edge_update, after": ("register_edge_update_forward_hook", double),
 }
+REFUSED = [
+    (f"register_{name}_forward{when}_hook", lambda *_: None)
+    for name in ("propagate", "edge_update")
+    for when in ("", "_pre")
+]
 
 
 @pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
@@ -364,17 +364,15 @@ def test_hooks_of_pyg(name: str, graph: Data, root: Path):
     sweep.check()
 
 
-@pytest.mark.filterwarnings("ignore::pyg_sar.errors.OneShotWarning")
-def test_a_hook_that_mixes_edges_is_refused(root: Path):
-    """Of ``edge_update``, whose result a hook sees for this worker's edges alone."""
-
+def test_hooks_that_see_a_workers_rows_are_refused(root: Path):
     def worker() -> None:
         data = pyg_sar.load_partition(root)
-        for policy in MODES:
-            layer: Any = pyg_sar.distribute(gnn.GATConv(CHANNELS, OUT).double(), policy)
-            layer.register_edge_update_forward_hook(lambda _, inputs, out: out - out.mean(0))
-            with pytest.raises(PygSarError, match="mixes edges"):
-                layer(data.x, data.edge_index)
+        for make in (Gated, lambda: gnn.GATConv(CHANNELS, CHANNELS)):
+            for method, hook in REFUSED:
+                layer: Any = pyg_sar.distribute(make().double())
+                getattr(layer, method)(hook)
+                with pytest.raises(DistributedIndexError, match=f"has a hook in '_{method[9:]}s'"):
+                    layer(data.x, data.edge_index)
 
     workers(worker, WORLD)
 
@@ -462,7 +460,7 @@ def test_a_layer_survives_an_error_in_its_message(graph: Data, tmp_path: Path):
         assert all(p is parameters[name] for name, p in layer.named_parameters())
         assert all(type(p) is Parameter for p in layer.parameters())
         assert layer.kept is None or isinstance(layer.kept, TileValue)  # nothing of a tile
-        assert data.edge_index.plan.context.layer == ""
+        assert data.edge_index.to_local().plan.context.layer == ""
         assert torch.is_grad_enabled()
         out = layer(x, data.edge_index)
         assert error(out, plain(graph.x, graph.edge_index)) <= TOLERANCE
